@@ -1,0 +1,1 @@
+"""Words every layer shares: requests, sampling, jobs, errors, time."""

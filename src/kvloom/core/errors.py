@@ -1,0 +1,95 @@
+"""Every error kvloom tells a person or a peer, each with a stable code and an HTTP status."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The form in which an error crosses a verb."""
+
+    code: str
+    message: str
+    param: str | None = None
+    retry_after: int | None = None
+
+
+class KvloomError(Exception):
+    """Base of all. `message` is one line: what was wrong, where, and what would be right."""
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    def to_wire(self) -> WireError:
+        return WireError(self.code, self.message, self.param, self.retry_after)
+
+    @staticmethod
+    def from_wire(wire: WireError) -> KvloomError:
+        kind = _BY_CODE.get(wire.code, KvloomError)
+        return kind(wire.message, param=wire.param, retry_after=wire.retry_after)
+
+
+class ConfigError(KvloomError):
+    """A config key, a flag or a checkpoint that cannot be used. Ends the command with exit code 2."""
+
+    code = "config_error"
+    status = 500
+
+
+class BadRequest(KvloomError):
+    code = "invalid_request"
+    status = 400
+
+
+class PromptTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+
+class UnknownModel(KvloomError):
+    code = "model_not_found"
+    status = 404
+
+
+class Unauthorized(KvloomError):
+    code = "invalid_api_key"
+    status = 401
+
+
+class QueueFull(KvloomError):
+    code = "queue_full"
+    status = 429
+
+
+class Unavailable(KvloomError):
+    code = "unavailable"
+    status = 503
+
+
+class OutOfBlocks(KvloomError):
+    """The pool has fewer free blocks than were asked for. Nothing was taken."""
+
+    code = "out_of_blocks"
+    status = 503
+
+
+_BY_CODE: dict[str, type[KvloomError]] = {
+    kind.code: kind
+    for kind in (
+        ConfigError,
+        BadRequest,
+        PromptTooLong,
+        UnknownModel,
+        Unauthorized,
+        QueueFull,
+        Unavailable,
+        OutOfBlocks,
+    )
+}

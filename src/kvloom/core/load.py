@@ -1,0 +1,27 @@
+"""What an engine reports of itself: numbers, never lists of requests."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class ModelLoad(Struct, frozen=True, kw_only=True):
+    """One model's share of a unit. Blocks are the pool's; counts since start end in `_total`."""
+
+    waiting: int
+    running: int
+    used_blocks: int
+    quota_blocks: int
+    prompt_tokens_total: int
+    output_tokens_total: int
+    preemptions_total: int
+    prefill_jobs_total: int
+    decode_jobs_total: int
+
+
+class UnitLoad(Struct, frozen=True, kw_only=True):
+    total_blocks: int
+    free_blocks: int
+    block_bytes: int
+    policy: str
+    models: dict[str, ModelLoad]

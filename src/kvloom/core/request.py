@@ -1,0 +1,86 @@
+"""What crosses the verbs: requests, token events and the cards of the models an engine serves.
+
+Every wire carries `PROTOCOL` in the header `kvloom-protocol`; peers of unlike versions refuse each other.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from kvloom.core.sampling import SamplingParams
+
+PROTOCOL = "1"
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Body of the verb start_generate: continue `prompt`, `n` times over, as a stream of events.
+
+    A smaller `priority` is served first. Events reach the caller in frames of up to `interval` tokens a
+    choice; who does not stream saves both sides work with a larger one.
+    """
+
+    model: str
+    request: Annotated[str, Meta(min_length=1, max_length=200)]
+    prompt: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling: SamplingParams
+    n: Annotated[int, Meta(ge=1, le=128)] = 1
+    priority: int = 0
+    interval: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """A token's log-probability under the model and the best alternatives, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenEvent(Struct, frozen=True, array_like=True, tag="token"):
+    """Token number `index` (from 0) of choice `choice`."""
+
+    choice: int
+    index: int
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class PromptEvent(Struct, frozen=True, array_like=True, tag="prompt"):
+    """Log-probabilities of the prompt's tokens from the second on, once, before any token."""
+
+    logprobs: list[TokenLogprob]
+
+
+class EndEvent(Struct, frozen=True, array_like=True, tag="end"):
+    """The choice is over. `stop_token` is the token that ended it, where one did; it was sent before."""
+
+    choice: int
+    reason: FinishReason
+    stop_token: int | None = None
+    cached_tokens: int = 0
+    message: str = ""
+
+
+Event = TokenEvent | PromptEvent | EndEvent
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """What a gateway must know of a model to speak for it. `tokenizer` is a `tokenizers` JSON text."""
+
+    name: str
+    path: str
+    context_length: int
+    vocab_size: int
+    tokenizer: str
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    add_bos: bool
+    architecture: str
+    parameters: int
+    dtype: str
