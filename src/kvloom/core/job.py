@@ -1,0 +1,81 @@
+"""A job: one prefill step or one decode step of one model, as the executor receives it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvloom.core.plan import I64, U32, Plan
+from kvloom.core.request import ModelCard, TokenLogprob
+from kvloom.core.sampling import SamplingParams
+
+
+class Phase(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One token to draw. `row` counts the forward's tokens; several draws may share a row (n > 1).
+
+    `key` and `index` alone decide the draw's randomness. `prompt` and `output` are given only where a
+    penalty reads them; `allowed` is a bit mask over the vocabulary, 32 tokens a word.
+    """
+
+    row: int
+    key: int
+    index: int
+    params: SamplingParams
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    allowed: U32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One prompt token whose log-probability is wanted: that of `token` after the forward's token `row`."""
+
+    row: int
+    token: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`share` units of the device's compute are this job's own until it ends. tokens: [N] input ids."""
+
+    model: str
+    phase: Phase
+    share: int
+    plan: Plan
+    tokens: I64
+    samples: tuple[SampleRow, ...]
+    prompts: tuple[PromptRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """tokens: one id a sample row; logprobs likewise, None where not asked for. seconds: on the device."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: list[TokenLogprob]
+    seconds: float
+
+
+class Executor(Protocol):
+    """Runs jobs. `launch` returns at once; several jobs run at the same time while their shares fit in
+    `compute`. A job that fails raises from its future and leaves the executor fit for the next one."""
+
+    @property
+    def compute(self) -> int:
+        """Units of compute to share out: cores of a CPU, multiprocessors of a GPU."""
+
+    @property
+    def cards(self) -> dict[str, ModelCard]: ...
+
+    def launch(self, job: Job) -> asyncio.Future[JobResult]: ...

@@ -1,0 +1,60 @@
+"""One forward's memory plan: made once by the accounting, read by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+AnyArray = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy the first `tokens` tokens of page `source` to page `target`, in all layers and heads."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageSend:
+    """Copy tokens [begin, end) of page `source` into page `target`, `layer by layer` as they are written."""
+
+    source: int
+    target: int
+    source_offset: int
+    target_offset: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a forward reads and writes. B sequences append N tokens in all.
+
+    sequences: B ids, in batch order.
+    appends:   [B] tokens each appends; sum N.
+    starts:    [B] tokens each already holds.
+    tables:    [B, P] page ids, padded with 0.
+    positions: [N] position of each new token in its sequence.
+    slot_page, slot_offset: [N] where its K and V go.
+    copies:    to be done before any layer runs (copy on write).
+    sends:     to be done after each layer's write.
+    """
+
+    model: str
+    sequences: tuple[int, ...]
+    appends: I64
+    starts: I64
+    tables: I32
+    positions: I64
+    slot_page: I32
+    slot_offset: I32
+    copies: tuple[PageCopy, ...] = ()
+    sends: tuple[PageSend, ...] = ()

@@ -1,0 +1,63 @@
+"""Run a compiled kernel on the calling thread's share of the cores: on torch's own OpenMP workers.
+
+numba's omp layer would link a second libgomp. Its workers and torch's, each spinning for their next region, then
+take the cores from each other whenever a job alternates between matrix products and our kernels. Here both kinds
+of region run on one team, and `torch.set_num_threads`, which holds per calling thread, is a partition for both.
+Where torch has another runtime without libgomp's entry point, kernels run serially.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cfunc, from_dtype, types
+
+
+@cache
+def _team_entry() -> Any:
+    try:
+        # a lookup through torch's extension module finds the very runtime that torch itself runs on
+        entry = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    entry.restype = None
+    return entry
+
+
+class Kernel:
+    """A function over one argument structure, entered by every thread of a team at once.
+
+    The body shares out the work itself, through an atomic counter in the structure, and so does not care how many
+    threads come. It runs without the GIL. Compiled at the first call, or read from numba's cache.
+    """
+
+    def __init__(self, body: Callable[[Any], None], arguments: type[ctypes.Structure]) -> None:
+        self.body = body
+        self.arguments = arguments
+        self._enter: Any = None
+        self._address = 0
+
+    def __call__(self, arguments: ctypes.Structure, threads: int) -> None:
+        """Run on `threads` threads, the calling one among them, and return when all are done."""
+        if self._enter is None:
+            self.compile()
+        address = ctypes.addressof(arguments)
+        entry = _team_entry() if threads > 1 else None
+        if entry is None:
+            self._enter(address)
+        else:
+            entry(self._address, address, threads, 0)
+
+    def compile(self) -> None:
+        record = from_dtype(np.dtype(self.arguments))
+        compiled = cfunc(types.void(types.CPointer(record)), cache=True, error_model="numpy")(self.body)
+        self._address = compiled.address
+        self._enter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+
+
+def kernel(arguments: type[ctypes.Structure]) -> Callable[[Callable[[Any], None]], Kernel]:
+    return lambda body: Kernel(body, arguments)

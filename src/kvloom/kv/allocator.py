@@ -1,0 +1,39 @@
+"""The pool's blocks: free or held, nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvloom.core.errors import OutOfBlocks
+from kvloom.core.plan import I32
+
+
+class BlockAllocator:
+    """A stack of free block ids. Freed blocks are taken again first, while they are warm."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._stack: I32 = np.arange(total - 1, -1, -1, dtype=np.int32)
+        self._free = total
+        self._held = np.zeros(total, dtype=np.bool_)
+
+    @property
+    def free(self) -> int:
+        return self._free
+
+    def take(self, count: int) -> I32:
+        """`count` block ids. Raises OutOfBlocks and takes nothing where fewer are free."""
+        if count > self._free:
+            raise OutOfBlocks(f"{count} blocks asked for, {self._free} of {self.total} free")
+        blocks = self._stack[self._free - count : self._free].copy()
+        self._free -= count
+        self._held[blocks] = True
+        return blocks
+
+    def give(self, blocks: I32) -> None:
+        """Return held blocks. Raises ValueError where one is free already, and returns none."""
+        if not self._held[blocks].all() or np.unique(blocks).size != blocks.size:
+            raise ValueError("a block was freed twice")
+        self._held[blocks] = False
+        self._stack[self._free : self._free + blocks.size] = blocks
+        self._free += blocks.size

@@ -1,0 +1,62 @@
+"""A model's pages: which blocks each is made of, and how many sequences hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvloom.core.plan import I32
+from kvloom.kv.allocator import BlockAllocator
+from kvloom.kv.geometry import Geometry
+
+
+class PageTable:
+    """`map[page, layer, head]` is a block. Sized once for the whole pool, so that running jobs never see
+    it move; a page's row is constant while anyone holds the page."""
+
+    def __init__(self, geometry: Geometry, allocator: BlockAllocator) -> None:
+        self.geometry = geometry
+        self._allocator = allocator
+        capacity = allocator.total // geometry.blocks_per_page
+        self.map: I32 = np.zeros((capacity, geometry.layers, geometry.kv_heads), dtype=np.int32)
+        self.refs = np.zeros(capacity, dtype=np.int32)
+        self._ids = list(range(capacity - 1, -1, -1))
+        self.held = 0
+
+    @property
+    def used_blocks(self) -> int:
+        return self.held * self.geometry.blocks_per_page
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` new pages, each with one holder. Raises OutOfBlocks and takes nothing."""
+        if count == 0:
+            return []
+        shape = (count, self.geometry.layers, self.geometry.kv_heads)
+        blocks = self._allocator.take(count * self.geometry.blocks_per_page)
+        pages = [self._ids.pop() for _ in range(count)]
+        self.map[pages] = blocks.reshape(shape)
+        self.refs[pages] = 1
+        self.held += count
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more holder for each page."""
+        for page in pages:
+            if self.refs[page] < 1:
+                raise ValueError(f"page {page} is free and cannot be shared")
+            self.refs[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One holder fewer; pages without one give their blocks back."""
+        gone: list[int] = []
+        for page in pages:
+            if self.refs[page] < 1:
+                raise ValueError(f"page {page} was released twice")
+            self.refs[page] -= 1
+            if self.refs[page] == 0:
+                gone.append(page)
+        if gone:
+            self._allocator.give(self.map[gone].ravel())
+            self._ids.extend(gone)
+            self.held -= len(gone)
