@@ -1,4 +1,5 @@
 """Decode attention over paged KV on a CPU."""
+# ruff: noqa: PLR0917 (the kernels are called positionally, as cheaply as may be)
 
 import ctypes
 
@@ -42,16 +43,16 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("next", "out", "out_row", "out_head", "q", "q_row", "q_head")),
-        *((name, ctypes.c_int64) for name in ("arena", "block_bytes", "page_tokens", "head_dim", "map", "map_page")),
-        *((name, ctypes.c_int64) for name in ("tables", "table_row", "lengths", "batch", "kv_heads", "group")),
-        *((name, ctypes.c_int64) for name in ("window",)),
+        *((name, ctypes.c_int64) for name in ("arena", "block_bytes", "page_tokens", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("map", "map_page", "tables", "table_row", "lengths")),
+        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "group", "window")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
     ]
 
 
 @njit(inline="never")
 def _score(scores, q, q_head, k, count, group, dim, soon):  # type: ignore[no-untyped-def]
-    """Scores [group, TILE] of q [group, D] against k [count, D]; four tokens share each load of q."""
+    """Scores [group, TILE] of q [group, D] against k [count, D]; four tokens share a load of q."""
     row, whole = dim * 4, dim // LANES * LANES * 4
     for t in range(0, count - 3, 4):
         k0 = k + t * row
@@ -118,7 +119,7 @@ def _weigh(scores, best, norm, sums, count, dim, scale, softcap):  # type: ignor
 
 @njit(inline="never")
 def _accumulate(sums, weights, v, count, group, dim, soon):  # type: ignore[no-untyped-def]
-    """Add weights [group, TILE] times v [count, D] to sums [group, D]; four tokens share each load of a sum."""
+    """Add weights [group, TILE] times v [count, D] to sums [group, D]; four tokens share a load of a sum."""
     row, whole = dim * 4, dim // LANES * LANES * 4
     for t in range(0, count - 3, 4):
         v0 = v + t * row
@@ -147,7 +148,7 @@ def _accumulate(sums, weights, v, count, group, dim, soon):  # type: ignore[no-u
 
 @kernel(_Arguments)
 def _attend(pointer):  # type: ignore[no-untyped-def]
-    """Online softmax, a tile of tokens at a time; an item is a sequence's KV head with its group of query heads.
+    """Online softmax, a tile of tokens at a time; an item is a KV head of a sequence, with its query heads.
 
     Per item: scores [group, TILE]; sums [group, D] of V weighted by exp(score - best); best, norm [group].
     """
@@ -173,7 +174,8 @@ def _attend(pointer):  # type: ignore[no-untyped-def]
             write(best + g * 4, _LOWEST)
             write(norm + g * 4, 0.0)
 
-        block = a.arena + read_int(blocks + read_int(table + position // page_tokens * 4) * a.map_page) * a.block_bytes
+        page = read_int(table + position // page_tokens * 4)
+        block = a.arena + read_int(blocks + page * a.map_page) * a.block_bytes
         while position < length:
             offset = position % page_tokens
             count = min(_TILE, page_tokens - offset, length - position)
@@ -185,9 +187,8 @@ def _attend(pointer):  # type: ignore[no-untyped-def]
                 block = a.arena + read_int(blocks + page * a.map_page) * a.block_bytes
             _score(scores, q, a.q_head, k, count, group, dim, v)
             for g in range(group):
-                _weigh(
-                    scores + g * _TILE * 4, best + g * 4, norm + g * 4, sums + g * row, count, dim, scale, softcap
-                )
+                row_scores, row_sums = scores + g * _TILE * 4, sums + g * row
+                _weigh(row_scores, best + g * 4, norm + g * 4, row_sums, count, dim, scale, softcap)
             _accumulate(sums, scores, v, count, group, dim, block + position % page_tokens * row)
 
         for g in range(group):
@@ -211,11 +212,11 @@ def decode_attention(
     softcap: float = 0.0,
     threads: int | None = None,
 ) -> None:
-    """Attend with one new token per sequence, q [B, heads, D], to its lengths[b] tokens; its K/V is written already.
+    """Attend with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
     arena [blocks, 2, T, D] (see block_view), q and out are float32; page_map [pages, layers, kv_heads],
-    tables [B, pages of the longest] and lengths [B] are int32. A window of n > 0 hides all but the last n tokens; a
-    softcap c > 0 bends scores s to c tanh(s / c). Rows of q and out may lie anywhere; out may be q itself.
+    tables [B, pages of the longest] and lengths [B] are int32. A window n > 0 hides all but the last n;
+    a softcap c > 0 bends scores s to c tanh(s / c). Rows of q and out may lie anywhere; out may be q itself.
     Threads default to torch's number for the calling thread.
     """
     batch, heads, head_dim = q.shape
@@ -224,8 +225,15 @@ def decode_attention(
     if not (out.dtype is q.dtype is arena.dtype is torch.float32):
         raise TypeError(f"out, q, arena: want float32, got {out.dtype}, {q.dtype}, {arena.dtype}")
     if not (tables.dtype is lengths.dtype is page_map.dtype is torch.int32):
-        raise TypeError(f"tables, lengths, page_map: want int32, got {tables.dtype}, {lengths.dtype}, {page_map.dtype}")
-    if out.shape != q.shape or two != 2 or arena_dim != head_dim or heads % kv_heads or not 0 <= layer < layers:
+        got = f"{tables.dtype}, {lengths.dtype}, {page_map.dtype}"
+        raise TypeError(f"tables, lengths, page_map: want int32, got {got}")
+    if (
+        out.shape != q.shape
+        or two != 2
+        or arena_dim != head_dim
+        or heads % kv_heads
+        or not 0 <= layer < layers
+    ):
         raise ValueError(
             f"out {tuple(out.shape)}, q {tuple(q.shape)}, arena {tuple(arena.shape)}, page_map "
             f"{tuple(page_map.shape)} and layer {layer} do not fit"

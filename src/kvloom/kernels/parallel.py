@@ -1,9 +1,9 @@
 """Run a compiled kernel on the calling thread's share of the cores: on torch's own OpenMP workers.
 
-numba's omp layer would link a second libgomp. Its workers and torch's, each spinning for their next region, then
-take the cores from each other whenever a job alternates between matrix products and our kernels. Here both kinds
-of region run on one team, and `torch.set_num_threads`, which holds per calling thread, is a partition for both.
-Where torch has another runtime without libgomp's entry point, kernels run serially.
+numba's omp layer would link a second libgomp. Its workers and torch's, each spinning for their next region,
+then take the cores from each other whenever a job alternates between matrix products and kernels. Here both
+run on one team, and `torch.set_num_threads`, which holds per calling thread, is a partition for both. Where
+torch has a runtime without libgomp's entry point, kernels run serially.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def _team_entry() -> Any:
 class Kernel:
     """A function over one argument structure, entered by every thread of a team at once.
 
-    The body shares out the work itself, through an atomic counter in the structure, and so does not care how many
+    The body shares out the work itself, by an atomic counter in the structure, and so does not care how many
     threads come. It runs without the GIL. Compiled at the first call, or read from numba's cache.
     """
 

@@ -1,4 +1,5 @@
 """Plain torch twins of the kernels: what they mean, in any dtype, at any speed."""
+# ruff: noqa: PLR0917 (the kernels are called positionally, as cheaply as may be)
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ def block_view(arena: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtyp
     tokens = block_bytes // (2 * head_dim * dtype.itemsize)
     if arena.dtype != torch.uint8 or arena.dim() != 1 or block_bytes % 64 or not tokens:
         raise ValueError(
-            f"arena: want flat uint8 and blocks of a multiple of 64 bytes with room for a token of {head_dim}, "
-            f"got {arena.dtype} {tuple(arena.shape)}, {block_bytes} bytes"
+            f"arena: want flat uint8 and blocks of a multiple of 64 bytes with room for a token of size "
+            f"{head_dim}, got {arena.dtype} {tuple(arena.shape)}, {block_bytes} bytes"
         )
     blocks = arena.numel() // block_bytes
     values = arena[: blocks * block_bytes].view(dtype)
@@ -46,10 +47,11 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> None:
-    """Attend with one new token per sequence, q [B, heads, D], to its lengths[b] tokens; its K/V is written already.
+    """Attend with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
-    arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and lengths [B] are
-    int32. A window of n > 0 hides all but the last n tokens; a softcap c > 0 bends scores s to c tanh(s / c).
+    arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and
+    lengths [B] are int32. A window n > 0 hides all but the last n tokens; a softcap c > 0 bends scores s to
+    c tanh(s / c).
     """
     kv_heads, page_tokens, head_dim = page_map.shape[2], arena.shape[2], arena.shape[3]
     group = q.shape[1] // kv_heads
@@ -74,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first R dimensions of x [n, heads, D] in place by cos, sin [n, R]; half i pairs with R/2 + i."""
+    """Rotate the first R dimensions of x [n, heads, D] in place by cos, sin [n, R]; i pairs with R/2 + i."""
     size = cos.shape[-1]
     first, second = x[..., :size].chunk(2, -1)
     turned = torch.cat((-second, first), -1)

@@ -1,15 +1,15 @@
 """Sixteen float32 lanes as a numba value, and memory by address: what the CPU kernels are written in.
 
-LLVM splits a vector where the machine's registers are narrower, so one source serves SSE, AVX2, AVX-512 and NEON.
-Explicit lanes spare the kernels LLVM's alias checks, and need no compile-time head size.
-numba's cache looks only at the file of a kernel: after a change here, remove `__pycache__/*.nb?`.
+LLVM splits a vector where registers are narrower, so one source serves SSE, AVX2, AVX-512 and NEON. Explicit
+lanes spare LLVM's alias checks and need no compile-time head size. numba's cache looks only at a kernel's own
+file: after a change here, remove `__pycache__/*.nb?`.
 """
 
 from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
@@ -19,7 +19,7 @@ _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _lanes, _int_lanes = ir.VectorType(_f32, LANES), ir.VectorType(_i32, LANES)
 
 
-class Float32x16(types.Type):
+class Float32x16(types.Type):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(name="float32x16")
 
@@ -28,12 +28,12 @@ float32x16 = Float32x16()
 
 
 @register_model(Float32x16)
-class _Float32x16Model(models.PrimitiveModel):
+class _Float32x16Model(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, of: Any) -> None:
         super().__init__(manager, of, _lanes)
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def address_of(context: Any, pointer: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.ptrtoint(values[0], _i64)
@@ -52,9 +52,10 @@ def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], A
         def typing(context: Any, *values: Any) -> Any:
             return result(*arguments), generate
 
-        # numba counts the parameters of the typing function
+        # numba counts the parameters of this function
         names = ["context", *(f"a{i}" for i in range(len(arguments)))]
-        typing.__signature__ = Signature([Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in names])  # type: ignore[attr-defined]
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        vars(typing)["__signature__"] = Signature(parameters)
         return intrinsic(typing)
 
     return decorate
