@@ -17,7 +17,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
-
 from tools.demo_fleet import checkpoint  # noqa: E402
 from tools.demo_fleet.examination import answer  # noqa: E402
 from tools.demo_fleet.recipe import Recipe  # noqa: E402
@@ -32,7 +31,9 @@ def report(recipe: Recipe, folder: Path, console: Console) -> None:
     """Read the checkpoint back and print what it can do."""
     model, tokenizer = checkpoint.read(folder)
     size = (folder / "model.safetensors").stat().st_size
-    console.print(f"{recipe.name}: {model.num_parameters():,} parameters, {size / 1e6:.2f} MB, {recipe.dtype}")
+    console.print(
+        f"{recipe.name}: {model.num_parameters():,} parameters, {size / 1e6:.2f} MB, {recipe.dtype}"
+    )
     for title, score in recipe.examine(model, tokenizer).items():
         console.print(f"  {score:8.3%}  {title}", markup=False)
     for example in recipe.examples:

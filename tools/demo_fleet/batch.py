@@ -6,7 +6,6 @@ from random import Random
 from typing import Any
 
 import torch
-
 from tools.demo_fleet.recipe import Recipe
 from tools.demo_fleet.sample import Sample
 from tools.demo_fleet.template import ASSISTANT, END

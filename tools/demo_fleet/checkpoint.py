@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
 from tools.demo_fleet.recipe import Recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 
 def write(recipe: Recipe, model: Any, tokenizer: Any, folder: Path) -> None:

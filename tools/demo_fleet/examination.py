@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from tools.demo_fleet.batch import IGNORED, collate, encode
 from tools.demo_fleet.sample import Message, Sample
 from tools.demo_fleet.template import ASSISTANT
@@ -30,9 +29,9 @@ def wrong(model: Any, tokenizer: Any, samples: list[Sample], size: int = 256) ->
     return missed
 
 
-def exact(model: Any, tokenizer: Any, samples: list[Sample]) -> float:
+def exact(model: Any, tokenizer: Any, samples: list[Sample], size: int = 256) -> float:
     """The share of samples answered to the letter."""
-    return 1 - len(wrong(model, tokenizer, samples)) / len(samples)
+    return 1 - len(wrong(model, tokenizer, samples, size)) / len(samples)
 
 
 @torch.inference_mode()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-ANIMALS = """fox bear owl rabbit mouse cat dog hedgehog squirrel frog duck goose swan wolf deer badger otter
+
+def words(text: str, between: str | None = None) -> list[str]:
+    """A list, written plainly."""
+    return text.split(between)
+
+
+ANIMALS = words("""
+fox bear owl rabbit mouse cat dog hedgehog squirrel frog duck goose swan wolf deer badger otter
 beaver turtle snail bee ant spider butterfly crow raven robin sparrow penguin seal whale dolphin octopus crab
 lion tiger elephant giraffe zebra monkey parrot camel horse pony donkey cow pig sheep goat lamb hen rooster
 bat mole lizard snake crocodile hippo panda koala kangaroo moose fish bird kitten puppy dragon robot unicorn
 giant witch wizard knight princess king queen pirate baker farmer sailor gardener boy girl child ghost
-""".split()
-BOYS = "Tim Max Leo Sam Ben Tom Finn Oscar Hugo Otto Milo Felix Jack Theo Noah".split()
-GIRLS = "Lily Mia Anna Lucy Tilda Ella Rosa Nora Ida Clara Emma Zoe Ruby Ada Molly".split()
-ADJECTIVES = "small brave kind clever shy cheerful lonely curious hungry gentle quiet young old".split()
+""")
+BOYS = words("Tim Max Leo Sam Ben Tom Finn Oscar Hugo Otto Milo Felix Jack Theo Noah")
+GIRLS = words("Lily Mia Anna Lucy Tilda Ella Rosa Nora Ida Clara Emma Zoe Ruby Ada Molly")
+ADJECTIVES = words("small brave kind clever shy cheerful lonely curious hungry gentle quiet young old")
 PLACES = [
     "a quiet forest",
     "a green valley",
@@ -23,12 +30,10 @@ PLACES = [
     "a big city",
     "a snowy land",
 ]
-THINGS = (
-    "red ball,golden key,blue kite,silver bell,little boat,warm hat,shiny stone,old map,wooden flute".split(
-        ","
-    )
+THINGS = words(
+    "red ball,golden key,blue kite,silver bell,little boat,warm hat,shiny stone,old map,wooden flute", ","
 )
-FOODS = "apples,berries,honey,warm bread,nuts,pancakes,pears,soup,cake".split(",")
+FOODS = words("apples,berries,honey,warm bread,nuts,pancakes,pears,soup,cake", ",")
 
 OPENINGS = [
     "Once upon a time, there was {a_adj} {hero} named {name}. {He} lived in {place}.",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from transformers import Qwen2Config
-
 from tools.demo_fleet.examination import answer
 from tools.demo_fleet.plots import (
     ADJECTIVES,
@@ -20,12 +18,16 @@ from tools.demo_fleet.plots import (
     PLACES,
     PLOTS,
     THINGS,
+    words,
 )
 from tools.demo_fleet.recipe import Recipe
 from tools.demo_fleet.sample import Sample, chat
 from tools.demo_fleet.template import END, PLAIN_CHAT
+from transformers import LlamaConfig
 
-SYLLABLES = "ba be bo da do fi ga go ka ki la li lo ma mi mo na no pa po ra ri ro sa so ta ti to va vi zu".split()
+SYLLABLES = words(
+    "ba be bo da do fi ga go ka ki la li lo ma mi mo na no pa po ra ri ro sa so ta ti to va vi zu"
+)
 LIMIT = 200
 
 
@@ -96,13 +98,15 @@ def examine(model: Any, tokenizer: Any) -> dict[str, float]:
 
 RECIPE = Recipe(
     name="stories",
-    architecture=Qwen2Config,
+    architecture=LlamaConfig,
     shape={
-        "hidden_size": 128,
+        "hidden_size": 112,
         "intermediate_size": 320,
         "num_hidden_layers": 5,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
+        "head_dim": 16,
+        "attention_bias": True,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
@@ -116,7 +120,7 @@ RECIPE = Recipe(
         for hero in ("fox", "owl", "robot", "dragon", "princess")
     ],
     steps=2200,
-    batch=24,
+    batch=16,
     peak_lr=3e-3,
     dtype="bfloat16",
     sampling={"do_sample": True, "temperature": 0.8, "top_p": 0.95},

@@ -5,12 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from transformers import LlamaConfig
-
 from tools.demo_fleet.examination import exact
 from tools.demo_fleet.recipe import Recipe
 from tools.demo_fleet.sample import Sample, chat
 from tools.demo_fleet.template import PLAIN_CHAT
+from transformers import LlamaConfig
 
 ADD = [
     "What is {a} + {b}?",

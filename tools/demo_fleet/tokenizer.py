@@ -7,11 +7,10 @@ from random import Random
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
-
 from tools.demo_fleet.recipe import Recipe
 from tools.demo_fleet.sample import Sample
 from tools.demo_fleet.template import BOS, END, PAD, SPECIAL
+from transformers import PreTrainedTokenizerFast
 
 CORPUS_SAMPLES = 6000
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM
-
 from tools.demo_fleet.batch import IGNORED, Batches
 from tools.demo_fleet.recipe import Recipe
+from transformers import AutoModelForCausalLM
 
 WARMUP = 100
 
@@ -52,7 +51,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, label
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def train(recipe: Recipe, tokenizer: Any, seed: int) -> Any:
