@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvloom.core.errors import OutOfBlocks
 from kvloom.core.plan import Plan
-from kvloom.kv.geometry import Geometry
+from kvloom.core.geometry import Geometry
 from kvloom.kv.pool import Pool
 
 GEOMETRIES = {

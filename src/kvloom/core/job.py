@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from kvloom.core.geometry import Geometry
 from kvloom.core.plan import I64, U32, Plan
 from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.core.sampling import SamplingParams
@@ -77,5 +78,12 @@ class Executor(Protocol):
 
     @property
     def cards(self) -> dict[str, ModelCard]: ...
+
+    @property
+    def geometries(self) -> dict[str, Geometry]: ...
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the arena."""
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]: ...

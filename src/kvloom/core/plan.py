@@ -25,7 +25,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class PageSend:
-    """Copy tokens [begin, end) of page `source` into page `target`, `layer by layer` as they are written."""
+    """Copy tokens [begin, end) of page `source` into page `target`, layer by layer as they are written."""
 
     source: int
     target: int
@@ -41,6 +41,7 @@ class Plan:
     sequences: B ids, in batch order.
     appends:   [B] tokens each appends; sum N.
     starts:    [B] tokens each already holds.
+    page_map:  [pages, layers, kv_heads] blocks; the rows of these sequences' pages do not change meanwhile.
     tables:    [B, P] page ids, padded with 0.
     positions: [N] position of each new token in its sequence.
     slot_page, slot_offset: [N] where its K and V go.
@@ -52,6 +53,7 @@ class Plan:
     sequences: tuple[int, ...]
     appends: I64
     starts: I64
+    page_map: I32
     tables: I32
     positions: I64
     slot_page: I32

@@ -11,7 +11,7 @@ import numpy as np
 from kvloom.core.plan import I32, I64, PageCopy, PageSend, Plan
 from kvloom.kv.address import KVAddress
 from kvloom.kv.allocator import BlockAllocator
-from kvloom.kv.geometry import Geometry
+from kvloom.core.geometry import Geometry
 from kvloom.kv.pages import PageTable
 
 
@@ -235,6 +235,7 @@ class ModelCache:
             sequences=tuple(sequences),
             appends=counts,
             starts=starts,
+            page_map=self.pages.map,
             tables=tables,
             positions=positions,
             slot_page=tables[batch, edge],

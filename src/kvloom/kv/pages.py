@@ -8,7 +8,7 @@ import numpy as np
 
 from kvloom.core.plan import I32
 from kvloom.kv.allocator import BlockAllocator
-from kvloom.kv.geometry import Geometry
+from kvloom.core.geometry import Geometry
 
 
 class PageTable:

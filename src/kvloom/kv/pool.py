@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvloom.kv.allocator import BlockAllocator
 from kvloom.kv.cache import ModelCache
-from kvloom.kv.geometry import Geometry
+from kvloom.core.geometry import Geometry
 
 
 class Pool:

@@ -1,0 +1,34 @@
+"""Everything an engine process must be told to start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Policy = Literal["adbs", "fcfs", "round-robin"]
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """A model to serve. `path` is a checkpoint directory or a hub id; `rate` its expected share of the
+    requests, against the others' rates; `max_context` bounds what the checkpoint itself allows."""
+
+    name: str
+    path: str
+    dtype: Dtype = "auto"
+    rate: float = 1.0
+    max_context: int | None = None
+
+
+class EngineSpec(Struct, frozen=True, kw_only=True):
+    """One unit: its models, its pool of `kv_bytes`, and how they are scheduled."""
+
+    models: tuple[ModelSpec, ...]
+    kv_bytes: int
+    block_bytes: int
+    policy: Policy
+    max_running: int
+    max_waiting: int
+    chunk_tokens: int
+    threads: int

@@ -1,0 +1,87 @@
+"""Adaptive batch scheduling (MuxServe, algorithm 3): prefill first and one at a time, round-robin over
+models; decodes of all models with room beside it; block quotas decide who gives way."""
+
+from __future__ import annotations
+
+from kvloom.engine.batching.view import Action, Decode, ModelView, Preempt, Prefill, UnitView
+
+
+def adbs(view: UnitView) -> Action | None:
+    if not view.prefill_runs:
+        action, hold = _next_prefill(view)
+        if action or hold:
+            return action
+    return _next_decode(view)
+
+
+def _next_prefill(view: UnitView) -> tuple[Action | None, bool]:
+    """The next prefill, or the preemption that makes room for it; and whether decodes must hold until the
+    compute for it is free."""
+    turns = sorted(view.models, key=lambda m: (not m.starving, m.last_prefill))
+    urgent = next((model for model in turns if model.starving), None)
+    for model in turns:
+        if not model.wants_prefill or (urgent and model is not urgent and not model.partial):
+            continue
+        budget = _budget(view, model)
+        if model.head_blocks > budget:
+            victim = _victim(view, model)
+            if victim:
+                return Preempt(victim), False
+            continue
+        share, turn = _prefill_share(view)
+        if not turn:
+            return None, False
+        return (Prefill(model.name, share, budget), False) if view.idle >= share else (None, True)
+    return None, False
+
+
+def _prefill_share(view: UnitView) -> tuple[int, bool]:
+    """The prefill's share of the compute, and whether it is its turn.
+
+    While fewer sequences decode than wait, filling the batch gains more than stepping a small one: the
+    prefill takes the whole device, and the decodes step once between two such jobs. Otherwise both run
+    at the same time.
+    """
+    decodes = sum(model.decodable for model in view.models) or any(model.decoding for model in view.models)
+    if not decodes:
+        return view.compute, True
+    if view.compute == 1 or view.filling:
+        stepped = not view.last_was_prefill or not any(model.wants_decode for model in view.models)
+        return view.compute, stepped
+    return (view.compute + 1) // 2, True
+
+
+def _budget(view: UnitView, model: ModelView) -> int:
+    """Blocks that new prompts of `model` may take: its quota's rest, or what no other model claims; less a
+    little room for what runs to grow, so that admission does not force a preemption at the next step."""
+    claims = sum(
+        min(max(-other.excess, 0), other.head_blocks * other.waiting + other.decode_blocks)
+        for other in view.models
+        if other is not model
+    )
+    room = model.page_blocks * -(-model.running // 8)
+    return min(view.free_blocks, max(-model.excess, view.free_blocks - claims)) - room
+
+
+def _victim(view: UnitView, model: ModelView) -> str | None:
+    """Who gives way to `model`'s next prompt. Within its quota it may take back what others hold beyond
+    theirs; when it has starved, or holds nothing and others hold all, from whoever holds most."""
+    others = [other for other in view.models if other is not model and other.held]
+    if model.used + model.head_blocks <= model.quota:
+        others = [other for other in others if other.excess > 0] if not model.starving else others
+    elif not model.starving:
+        return None
+    return max(others, key=lambda m: (m.excess, m.used)).name if others else None
+
+
+def _next_decode(view: UnitView) -> Action | None:
+    ready = sorted((m for m in view.models if m.wants_decode), key=lambda m: m.last_decode)
+    if not ready or view.idle == 0:
+        return None
+    model = ready[0]
+    if model.decode_blocks > view.free_blocks:
+        holders = [m for m in view.models if m.held and (m.excess > 0 or m is model)]
+        return Preempt(max(holders, key=lambda m: (m.excess, m is model)).name)
+    prefills = not view.filling and any(m.wants_prefill for m in view.models)
+    together = len(ready) > 1 or view.idle < view.compute or prefills
+    return Decode(model.name, min(view.idle, max(1, view.compute // 2)) if together else view.compute)

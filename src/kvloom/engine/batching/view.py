@@ -1,0 +1,105 @@
+"""What a batching policy sees, and what it may answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STARVING = 64  # jobs that may start elsewhere before a waiting model may take blocks beyond its quota
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One model of the unit.
+
+    waiting: requests without KV; partial: those with a part of their prompt computed and no job running.
+    head_blocks: what the next prefill's first sequence takes until its prompt is whole.
+    head_arrival: its order of arrival over all models.
+    decodable: sequences ready for their next token; decode_blocks: what a step of all of them takes.
+    held: sequences with blocks and in no running job, so that they could be preempted.
+    running: sequences with blocks.
+    prefilling, decoding: whether such a job of this model runs now.
+    last_prefill, last_decode: when it last ran, counted in jobs of the unit.
+    waited: jobs that have started since the first of its waiting requests came.
+    """
+
+    name: str
+    waiting: int
+    partial: int
+    head_blocks: int
+    head_arrival: int
+    decodable: int
+    decode_blocks: int
+    held: int
+    running: int
+    prefilling: bool
+    decoding: bool
+    used: int
+    quota: int
+    page_blocks: int
+    last_prefill: int
+    last_decode: int
+    waited: int
+
+    @property
+    def wants_prefill(self) -> bool:
+        return bool(self.waiting or self.partial) and not self.prefilling
+
+    @property
+    def wants_decode(self) -> bool:
+        return self.decodable > 0 and not self.decoding
+
+    @property
+    def excess(self) -> int:
+        """Blocks held beyond the quota."""
+        return self.used - self.quota
+
+    @property
+    def starving(self) -> bool:
+        return self.waiting > 0 and self.waited > STARVING
+
+
+@dataclass(frozen=True, slots=True)
+class UnitView:
+    """The unit at one moment. compute: units of the device, of which `idle` are in no job."""
+
+    models: tuple[ModelView, ...]
+    compute: int
+    idle: int
+    free_blocks: int
+    last_was_prefill: bool
+
+    @property
+    def prefill_runs(self) -> bool:
+        return any(model.prefilling for model in self.models)
+
+    @property
+    def filling(self) -> bool:
+        """True while fewer sequences run than wait."""
+        return sum(model.running for model in self.models) < sum(model.waiting for model in self.models)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Start a prefill job of `model` on `share` units of compute, taking at most `blocks` new blocks."""
+
+    model: str
+    share: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Start a decode step of all that is ready of `model`."""
+
+    model: str
+    share: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Take the blocks of one sequence of `model`: lowest priority first, then the latest."""
+
+    model: str
+
+
+Action = Prefill | Decode | Preempt

@@ -1,0 +1,155 @@
+"""The engine of one unit: several models, one pool, one loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+
+from kvloom.core.clock import Clock
+from kvloom.core.errors import Unavailable
+from kvloom.core.job import Executor, JobResult, Phase
+from kvloom.core.load import ModelLoad, UnitLoad
+from kvloom.core.request import Event, ModelCard, StartGenerate
+from kvloom.core.spec import EngineSpec
+from kvloom.engine.batching import POLICIES
+from kvloom.engine.batching.view import Action, Preempt, Prefill, UnitView
+from kvloom.engine.flight import Flight, compose
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.requests import Requests
+from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.tuner import QuotaTuner
+from kvloom.kv.pool import Pool
+
+
+class Engine:
+    """Satisfies `EngineClient`; `run` is its loop. All of it lives on one event loop and one thread."""
+
+    def __init__(self, executor: Executor, spec: EngineSpec, clock: Clock) -> None:
+        self._executor = executor
+        self._spec = spec
+        self._policy = POLICIES[spec.policy]
+        cards = executor.cards
+        self.pool = Pool(
+            executor.blocks,
+            executor.geometries,
+            max_sequences=spec.max_running,
+            max_tokens={name: card.context_length for name, card in cards.items()},
+        )
+        self._queues = {
+            name: ModelQueue(card, self.pool.caches[name], spec.max_running, spec.max_waiting)
+            for name, card in cards.items()
+        }
+        self._tuner = QuotaTuner(self._queues, {m.name: m.rate for m in spec.models}, self.pool.total, clock)
+        self._requests = Requests(self._queues, self.pool.total)
+        self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
+        self._wake = asyncio.Event()
+        self._jobs = 0
+        self._idle = executor.compute
+        self._last_phase = Phase.DECODE
+        self._stopping = False
+
+    # -- the loop -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until `stop`, and then until the last job has ended."""
+        while not self._stopping or self._idle < self._executor.compute:
+            self._take_in()
+            self._tuner.adapt()
+            while not self._stopping and (action := self._policy(self._view())) and self._apply(action):
+                pass
+            if not self._ended:
+                await self._wake.wait()
+            self._wake.clear()
+
+    async def stop(self) -> None:
+        """Refuse new requests, end every stream, and let the loop end when running jobs have."""
+        self._stopping = True
+        for request in self._requests.ids:
+            self._requests.cancel(request, "error", "the engine is stopping")
+        self._wake.set()
+
+    def _view(self) -> UnitView:
+        return UnitView(
+            models=tuple(queue.view(self._jobs) for queue in self._queues.values()),
+            compute=self._executor.compute,
+            idle=self._idle,
+            free_blocks=self.pool.free,
+            last_was_prefill=self._last_phase is Phase.PREFILL,
+        )
+
+    def _apply(self, action: Action) -> bool:
+        """Do as the policy says. False where that needs a running job's end first."""
+        queue = self._queues[action.model]
+        if isinstance(action, Preempt):
+            return queue.preempt(self._jobs)
+        if isinstance(action, Prefill):
+            batch = queue.prefill_batch(action.blocks, self._spec.chunk_tokens)
+            return self._start(queue, Phase.PREFILL, action.share, batch)
+        return self._start(queue, Phase.DECODE, action.share, queue.decode_batch())
+
+    def _start(self, queue: ModelQueue, phase: Phase, share: int, batch: list[tuple[Sequence, int]]) -> bool:
+        if not batch:
+            return False
+        flight = compose(queue, phase, share, batch)
+        self._jobs += 1
+        self._idle -= share
+        self._last_phase = phase
+        queue.started(phase, self._jobs)
+        self._executor.launch(flight.job).add_done_callback(lambda future: self._landed(flight, future))
+        return True
+
+    def _landed(self, flight: Flight, future: asyncio.Future[JobResult]) -> None:
+        self._ended.append((flight, future))
+        self._wake.set()
+
+    def _take_in(self) -> None:
+        """Every ended job's tokens go to their sequences and streams."""
+        while self._ended:
+            flight, future = self._ended.popleft()
+            queue = self._queues[flight.job.model]
+            self._idle += flight.job.share
+            error = future.exception()
+            if error is None:
+                queue.cache.end_forward(flight.job.plan)
+                queue.finished(flight.job.tokens.size, len(flight.drawers), flight.job.phase)
+                self._requests.land(flight, future.result(), self._jobs)
+            else:
+                queue.cache.abort_forward(flight.job.plan)
+                queue.active[flight.job.phase] -= 1
+                self._requests.fail(flight, error)
+            self._tuner.observe()
+
+    # -- what others call -----------------------------------------------------------------------------
+
+    async def models(self) -> list[ModelCard]:
+        return [queue.card for queue in self._queues.values()]
+
+    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        """First an empty frame, once the request is let in; then its events. See `EngineClient`."""
+        if self._stopping:
+            raise Unavailable("the engine is stopping")
+        stream = self._requests.open(body, self._jobs)
+        self._wake.set()
+        try:
+            yield []
+            while True:
+                frame, over = await stream.frame()
+                yield frame
+                if over:
+                    return
+        finally:
+            await self.abort(body.request)
+
+    async def abort(self, request: str) -> None:
+        self._requests.cancel(request, "abort")
+        self._wake.set()
+
+    async def load(self) -> UnitLoad:
+        return UnitLoad(
+            total_blocks=self.pool.total,
+            free_blocks=self.pool.free,
+            block_bytes=self._spec.block_bytes,
+            policy=self._spec.policy,
+            models={name: queue.load() for name, queue in self._queues.items()},
+        )

@@ -1,0 +1,45 @@
+"""A job under way, with the sequences it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvloom.core.job import Job, Phase, PromptRow, SampleRow
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """batch: sequences with the tokens each appends. drawers: the sequence that each sample is for; asked:
+    the sequence of each prompt row."""
+
+    job: Job
+    batch: list[tuple[Sequence, int]]
+    drawers: list[Sequence]
+    asked: list[Sequence]
+
+
+def compose(queue: ModelQueue, phase: Phase, share: int, batch: list[tuple[Sequence, int]]) -> Flight:
+    """Plan and describe one job. Raises OutOfBlocks and changes nothing where the pool is short."""
+    plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
+    tokens: list[int] = []
+    samples: list[SampleRow] = []
+    prompts: list[PromptRow] = []
+    drawers: list[Sequence] = []
+    asked: list[Sequence] = []
+    for sequence, count in batch:
+        sequence.in_job = True
+        rows = sequence.prompt_rows(count, len(tokens))
+        prompts += rows
+        asked += [sequence] * len(rows)
+        tokens += sequence.tokens[sequence.computed : sequence.computed + count]
+        if count == sequence.pending:
+            for drawer in (sequence, *sequence.siblings):
+                drawers.append(drawer)
+                samples.append(drawer.sample_row(len(tokens) - 1))
+    inputs = np.asarray(tokens, dtype=np.int64)
+    job = Job(queue.card.name, phase, share, plan, inputs, tuple(samples), tuple(prompts))
+    return Flight(job, batch, drawers, asked)

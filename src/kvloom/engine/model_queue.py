@@ -1,0 +1,164 @@
+"""One model's sequences in the engine: who waits, who runs, and what the next job of each kind would take."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+from kvloom.core.job import Phase
+from kvloom.core.load import ModelLoad
+from kvloom.core.request import ModelCard
+from kvloom.engine.batching.view import ModelView
+from kvloom.engine.sequence import Sequence, Status
+from kvloom.kv.cache import ModelCache
+
+
+class ModelQueue:
+    """waiting is sorted by order; running holds every sequence with blocks, in order of admission."""
+
+    def __init__(self, card: ModelCard, cache: ModelCache, max_running: int, max_waiting: int) -> None:
+        self.card = card
+        self.cache = cache
+        self.quota = 0  # set by the tuner
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.jobs: dict[Phase, int] = dict.fromkeys(Phase, 0)  # started, ever
+        self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)  # running now
+        self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when the last one started
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.preemptions = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self.waiting) >= self.max_waiting
+
+    def enqueue(self, sequence: Sequence, now: int) -> None:
+        """now: jobs that the unit has started."""
+        sequence.waiting_since = now
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def admit(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.cache.add_sequence(sequence.id)
+        sequence.become(Status.RUNNING)
+        self.running.append(sequence)
+
+    def release(self, sequence: Sequence, status: Status) -> None:
+        """Take a sequence's blocks and its place, wherever it stands."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self.cache.remove_sequence(sequence.id)
+            sequence.computed = 0
+        elif sequence in self.waiting:  # a sibling that has not forked yet is in neither list
+            self.waiting.remove(sequence)
+        sequence.become(status)
+
+    def fork(self, parent: Sequence, child: Sequence, now: int) -> None:
+        """`child` goes on from the parent's tokens: sharing its pages, or, where no more may run, later."""
+        if len(self.running) >= self.max_running:
+            self.enqueue(child, now)
+            return
+        self.cache.fork_sequence(parent.id, child.id)
+        child.computed = parent.computed
+        child.become(Status.RUNNING)
+        self.running.append(child)
+
+    def preempt(self, now: int) -> bool:
+        """Send one sequence back to wait; it is computed again from its tokens. False where all are in jobs."""
+        victim = self.victim()
+        if victim is None:
+            return False
+        self.preemptions += 1
+        self.release(victim, Status.WAITING)
+        self.enqueue(victim, now)
+        return True
+
+    def started(self, phase: Phase, now: int) -> None:
+        """A job has started, the unit's `now`-th."""
+        self.jobs[phase] += 1
+        self.active[phase] += 1
+        self.last[phase] = now
+
+    def finished(self, flight_tokens: int, drawn: int, phase: Phase) -> None:
+        """A job has ended well: it computed `flight_tokens` tokens and drew `drawn`."""
+        self.active[phase] -= 1
+        self.output_tokens += drawn
+        if phase is Phase.PREFILL:
+            self.prompt_tokens += flight_tokens
+
+    def load(self) -> ModelLoad:
+        return ModelLoad(
+            waiting=len(self.waiting),
+            running=len(self.running),
+            used_blocks=self.cache.used_blocks,
+            quota_blocks=self.quota,
+            prompt_tokens_total=self.prompt_tokens,
+            output_tokens_total=self.output_tokens,
+            preemptions_total=self.preemptions,
+            prefill_jobs_total=self.jobs[Phase.PREFILL],
+            decode_jobs_total=self.jobs[Phase.DECODE],
+        )
+
+    def decode_batch(self) -> list[tuple[Sequence, int]]:
+        return [(s, 1) for s in self.running if not s.in_job and s.decodes]
+
+    def victim(self) -> Sequence | None:
+        """Who is preempted next: lowest priority, then latest; never one in a job."""
+        idle = [s for s in self.running if not s.in_job]
+        return max(idle, key=lambda s: s.order) if idle else None
+
+    def view(self, now: int) -> ModelView:
+        idle = [s for s in self.running if not s.in_job]
+        ready = [s for s in idle if s.decodes]
+        partial = len(idle) - len(ready)
+        room = len(self.running) < self.max_running
+        head = self._head(idle) if partial or (self.waiting and room) else None
+        return ModelView(
+            name=self.card.name,
+            waiting=len(self.waiting) if room else 0,
+            partial=partial,
+            head_blocks=self.blocks([head], to_end=True) if head else 0,
+            head_arrival=head.order[1] if head else 0,
+            decodable=len(ready),
+            decode_blocks=self.blocks(ready),
+            held=len(idle),
+            running=len(self.running),
+            prefilling=self.active[Phase.PREFILL] > 0,
+            decoding=self.active[Phase.DECODE] > 0,
+            used=self.cache.used_blocks,
+            quota=self.quota,
+            page_blocks=self.cache.geometry.blocks_per_page,
+            last_prefill=self.last[Phase.PREFILL],
+            last_decode=self.last[Phase.DECODE],
+            waited=now - self.waiting[0].waiting_since if self.waiting else 0,
+        )
+
+    def _head(self, idle: Iterable[Sequence]) -> Sequence:
+        started = [s for s in idle if not s.decodes]
+        return started[0] if started else self.waiting[0]
+
+    def blocks(self, sequences: Iterable[Sequence], *, to_end: bool = False) -> int:
+        """Blocks that the sequences' next token, or all they have pending, would take."""
+        cache = self.cache
+        return sum(cache.blocks_for(s.id, s.pending if to_end else 1) for s in sequences)
+
+    def prefill_batch(self, budget: int, tokens: int) -> list[tuple[Sequence, int]]:
+        """Sequences for one prefill job with the tokens each takes: begun ones first, then admissions, while
+        `budget` blocks and `tokens` tokens last. Admits what it takes."""
+        batch: list[tuple[Sequence, int]] = []
+        begun = [s for s in self.running if not s.in_job and not s.decodes]
+        for sequence in [*begun, *self.waiting]:
+            if tokens == 0 or (sequence.status is Status.WAITING and len(self.running) >= self.max_running):
+                break
+            need = self.blocks([sequence], to_end=True)
+            if need > budget:
+                break
+            if sequence.status is Status.WAITING:
+                self.admit(sequence)
+            count = min(tokens, sequence.pending)
+            batch.append((sequence, count))
+            budget, tokens = budget - need, tokens - count
+        return batch

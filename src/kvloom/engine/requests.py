@@ -1,0 +1,163 @@
+"""Every live request of an engine: let in, fed with tokens, ended exactly once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from kvloom.core.errors import BadRequest, PromptTooLong, QueueFull, UnknownModel
+from kvloom.core.job import JobResult
+from kvloom.core.request import EndEvent, FinishReason, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
+from kvloom.engine.flight import Flight
+from kvloom.engine.guide import GuideCompiler
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.stream import Stream
+
+
+class Requests:
+    """Streams by request id. A choice ends by its own tokens, by its request's abort, or by an error; its
+    blocks come back then, or with the end of the job it is in."""
+
+    def __init__(self, queues: Mapping[str, ModelQueue], pool_blocks: int) -> None:
+        self._queues = queues
+        self._pool_blocks = pool_blocks
+        self._guides = {name: GuideCompiler(queue.card) for name, queue in queues.items()}
+        self._streams: dict[str, Stream] = {}
+        self._ids = itertools.count()
+        self._arrivals = itertools.count()
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._streams)
+
+    def open(self, body: StartGenerate, now: int) -> Stream:
+        """Let a request in, or raise what is wrong with it. now: jobs that the unit has started."""
+        queue = self._queues.get(body.model)
+        if queue is None:
+            raise UnknownModel(f"the model `{body.model}` is not served here; served: {', '.join(self._queues)}")
+        self._check(body, queue)
+        arrival = next(self._arrivals)
+        sequences = [self._sequence(body, choice, arrival) for choice in range(body.n)]
+        first, *siblings = sequences
+        first.siblings.extend(siblings)
+        stream = self._streams[body.request] = Stream(body, sequences)
+        queue.enqueue(first, now)
+        return stream
+
+    def _check(self, body: StartGenerate, queue: ModelQueue) -> None:
+        card, length = queue.card, len(body.prompt)
+        if body.request in self._streams:
+            raise BadRequest(f"request id {body.request} is in use", param="request")
+        if length >= card.context_length:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens, and {card.name} holds {card.context_length} with the answer",
+                param="prompt",
+            )
+        if max(body.prompt) >= card.vocab_size:
+            raise BadRequest(
+                f"prompt token {max(body.prompt)} is not in {card.name}'s vocabulary of {card.vocab_size}",
+                param="prompt",
+            )
+        named = [*body.sampling.logit_bias, *body.sampling.stop_token_ids]
+        if named and not 0 <= min(named) <= max(named) < card.vocab_size:
+            raise BadRequest(
+                f"a token id in logit_bias or stop_token_ids is outside the vocabulary of {card.vocab_size}",
+                param="logit_bias",
+            )
+        longest = min(length + body.sampling.max_tokens, card.context_length)
+        need = queue.cache.geometry.blocks(longest)
+        if need > self._pool_blocks:
+            raise PromptTooLong(
+                f"{longest} tokens of {card.name} take {need} blocks, and the pool has {self._pool_blocks}",
+                param="prompt",
+            )
+        if queue.full:
+            raise QueueFull(f"{len(queue.waiting)} requests wait for {card.name} already", retry_after=1)
+
+    def _sequence(self, body: StartGenerate, choice: int, arrival: int) -> Sequence:
+        guide = body.sampling.guide
+        return Sequence(
+            id=next(self._ids),
+            model=body.model,
+            request=body.request,
+            choice=choice,
+            order=(body.priority, arrival, choice),
+            sampling=body.sampling,
+            tokens=list(body.prompt),
+            prompt_length=len(body.prompt),
+            guide=self._guides[body.model].start(guide) if guide else None,
+        )
+
+    def cancel(self, request: str, reason: FinishReason, message: str = "") -> None:
+        """End every choice that still runs. Unknown and ended requests are fine."""
+        stream = self._streams.get(request)
+        for sequence in stream.sequences if stream else ():
+            if not sequence.cancelled and sequence.status is not Status.ENDED:
+                self._end(sequence, reason, message=message)
+
+    def land(self, flight: Flight, result: JobResult, now: int) -> None:
+        """A job has ended: its tokens go to their sequences and streams."""
+        queue = self._queues[flight.job.model]
+        for sequence, logprob in zip(flight.asked, result.prompt_logprobs, strict=True):
+            self._report_prompt(sequence, logprob)
+        for sequence, count in flight.batch:
+            sequence.in_job = False
+            sequence.computed += count
+            if sequence.cancelled:
+                queue.release(sequence, Status.ENDED)
+            if sequence.pending == 0:
+                siblings, sequence.siblings = sequence.siblings, []
+                for sibling in siblings:
+                    self._part(queue, sequence, sibling, now)
+        for drawer, token, logprob in zip(flight.drawers, result.tokens, result.logprobs, strict=True):
+            if not drawer.cancelled:
+                self._append(drawer, token, logprob)
+
+    def fail(self, flight: Flight, error: BaseException) -> None:
+        """A job has failed: so have its sequences, and nothing else."""
+        queue = self._queues[flight.job.model]
+        for sequence, _ in flight.batch:
+            sequence.in_job = False
+            if sequence.cancelled:
+                queue.release(sequence, Status.ENDED)
+        message = f"{type(error).__name__}: {error}"
+        for request in {sequence.request for sequence, _ in flight.batch}:
+            self.cancel(request, "error", message)
+
+    def _part(self, queue: ModelQueue, parent: Sequence, sibling: Sequence, now: int) -> None:
+        """A sibling goes its own way from the end of the prompt."""
+        if sibling.cancelled or sibling.status is Status.ENDED:
+            return
+        if parent.status is Status.RUNNING:
+            queue.fork(parent, sibling, now)
+        else:
+            queue.enqueue(sibling, now)
+
+    def _report_prompt(self, sequence: Sequence, logprob: TokenLogprob) -> None:
+        sequence.prompt_logprobs.append(logprob)
+        stream = self._streams.get(sequence.request)
+        if stream and len(sequence.prompt_logprobs) == sequence.prompt_length - 1:
+            stream.add(PromptEvent(sequence.prompt_logprobs))
+
+    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        index = sequence.output_length
+        sequence.tokens.append(token)
+        if sequence.guide:
+            sequence.guide.accept(token)
+        self._streams[sequence.request].add(TokenEvent(sequence.choice, index, token, logprob))
+        reason = sequence.ends_with(token, self._queues[sequence.model].card.context_length)
+        if reason:
+            stop = token if token in sequence.sampling.stop_token_ids else None
+            self._end(sequence, reason, stop_token=stop)
+
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, *, stop_token: int | None = None, message: str = ""
+    ) -> None:
+        sequence.cancelled = True
+        if not sequence.in_job:
+            self._queues[sequence.model].release(sequence, Status.ENDED)
+        stream = self._streams[sequence.request]
+        stream.add(EndEvent(sequence.choice, reason, stop_token, 0, message))
+        if stream.ended:
+            del self._streams[sequence.request]

@@ -1,0 +1,110 @@
+"""A sequence: one choice of a request, from its prompt to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvloom.core.job import PromptRow, SampleRow
+from kvloom.core.request import FinishReason, TokenLogprob
+from kvloom.core.sampling import SamplingParams
+from kvloom.engine.guide import GuideState
+
+_CHOICE_STRIDE = 0xD1B54A32D192ED03  # odd, so that a seed's choices have keys of their own
+
+
+class Status(Enum):
+    """waiting: holds no blocks. running: holds blocks, or is in a job that will. ended: neither."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+_LEGAL = {
+    (Status.WAITING, Status.RUNNING),
+    (Status.RUNNING, Status.WAITING),
+    (Status.RUNNING, Status.ENDED),
+    (Status.WAITING, Status.ENDED),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """tokens: prompt, then output. [0, computed) have K and V in the cache.
+
+    order: (priority, arrival, choice); who is smaller goes first and is preempted last. siblings: choices
+    that fork off this one when its prompt has been computed.
+    """
+
+    id: int
+    model: str
+    request: str
+    choice: int
+    order: tuple[int, int, int]
+    sampling: SamplingParams
+    tokens: list[int]
+    prompt_length: int
+    guide: GuideState | None = None
+    siblings: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    computed: int = 0
+    in_job: bool = False
+    cancelled: bool = False
+    waiting_since: int = 0
+    status: Status = Status.WAITING
+    key: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = (self.sampling.seed + self.choice * _CHOICE_STRIDE) % 2**64
+
+    def become(self, status: Status) -> None:
+        """Raises ValueError where the step from the present status is illegal."""
+        if (self.status, status) not in _LEGAL:
+            raise ValueError(f"sequence {self.id}: {self.status.value} cannot become {status.value}")
+        self.status = status
+
+    @property
+    def pending(self) -> int:
+        """Tokens that have no K and V yet."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """True where the next forward is a decode step."""
+        return self.computed > 0 and self.pending == 1 and len(self.tokens) > self.prompt_length
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    def sample_row(self, row: int) -> SampleRow:
+        """Draw this sequence's next token after the forward's token `row`."""
+        sampling = self.sampling
+        prompt: list[int] = []
+        output: list[int] = []
+        if sampling.penalised:
+            prompt, output = self.tokens[: self.prompt_length], self.tokens[self.prompt_length :]
+        allowed = self.guide.mask() if self.guide else None
+        return SampleRow(row, self.key, self.output_length, sampling, prompt, output, allowed)
+
+    def prompt_rows(self, count: int, row: int) -> list[PromptRow]:
+        """The prompt's tokens whose log-probability the next `count` tokens, from the forward's token `row`
+        on, give for the first time."""
+        top = self.sampling.prompt_logprobs
+        if top is None:
+            return []
+        first = max(self.computed, len(self.prompt_logprobs))
+        last = min(self.computed + count, self.prompt_length - 1)
+        return [PromptRow(row + p - self.computed, self.tokens[p + 1], top) for p in range(first, last)]
+
+    def ends_with(self, token: int, limit: int) -> FinishReason | None:
+        """Why the sequence is over after `token`, which was just appended. limit: the longest sequence."""
+        sampling = self.sampling
+        if token in sampling.stop_token_ids:
+            return "stop"
+        if self.output_length >= sampling.max_tokens or len(self.tokens) >= limit:
+            return "length"
+        if self.guide and self.guide.done:
+            return "stop"
+        return None

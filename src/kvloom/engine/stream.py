@@ -1,0 +1,43 @@
+"""A request as its caller sees it: frames of events, until every choice has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kvloom.core.request import EndEvent, Event, StartGenerate
+from kvloom.engine.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """sequences: the choices, in order. Events are held back until `body.interval` of a choice have
+    gathered, or a choice ends."""
+
+    body: StartGenerate
+    sequences: list[Sequence]
+    _events: list[Event] = field(default_factory=list)
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _open: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._open = len(self.sequences)
+
+    @property
+    def ended(self) -> bool:
+        return self._open == 0
+
+    def add(self, event: Event) -> None:
+        self._events.append(event)
+        if isinstance(event, EndEvent):
+            self._open -= 1
+            self._ready.set()
+        elif len(self._events) >= self.body.interval * max(1, self._open):
+            self._ready.set()
+
+    async def frame(self) -> tuple[list[Event], bool]:
+        """All events since the last frame, waiting for one, and whether they are the last."""
+        await self._ready.wait()
+        self._ready.clear()
+        events, self._events = self._events, []
+        return events, self.ended

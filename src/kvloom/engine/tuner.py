@@ -1,0 +1,49 @@
+"""Watches how models use their quotas and moves blocks between them (MuxServe, algorithm 3, last line)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvloom.core.clock import Clock
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.kv.quota import Usage, adapt_quotas, initial_quotas
+
+_PERIOD = 8.0  # seconds, MuxServe's
+
+
+class QuotaTuner:
+    def __init__(
+        self, queues: Mapping[str, ModelQueue], rates: Mapping[str, float], total: int, clock: Clock
+    ) -> None:
+        self._queues = queues
+        self._total = total
+        self._clock = clock
+        geometries = {name: queue.cache.geometry for name, queue in queues.items()}
+        self._set(initial_quotas(total, geometries, rates))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._due = self._clock.now() + _PERIOD
+        self._used = dict.fromkeys(self._queues, 0)
+        self._jobs = 0
+
+    def observe(self) -> None:
+        """A job has ended: note who holds what."""
+        self._jobs += 1
+        for name, queue in self._queues.items():
+            self._used[name] += queue.cache.used_blocks
+
+    def adapt(self) -> None:
+        """Once a period in which jobs ran, move quotas towards use."""
+        if self._jobs == 0 or self._clock.now() < self._due:
+            return
+        usage = {
+            name: Usage(self._used[name] / self._jobs, queue.blocks(queue.waiting, to_end=True))
+            for name, queue in self._queues.items()
+        }
+        self._set(adapt_quotas(self._total, {n: q.quota for n, q in self._queues.items()}, usage))
+        self._begin()
+
+    def _set(self, quotas: Mapping[str, int]) -> None:
+        for name, quota in quotas.items():
+            self._queues[name].quota = quota

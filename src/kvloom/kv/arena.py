@@ -1,0 +1,41 @@
+"""The arena: the pool's bytes, in shared memory, so that a peer can write into it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from kvloom.core.errors import ConfigError
+
+
+class Arena:
+    """`blocks` × `block_bytes` bytes of anonymous POSIX shared memory (a memfd): peers on the host map it by
+    descriptor, and it vanishes with its last holder, however that one dies. A full /dev/shm does not
+    touch it. All pages are committed here, so that a job can never fault for want of memory.
+    """
+
+    def __init__(self, blocks: int, block_bytes: int) -> None:
+        self.blocks = blocks
+        self.block_bytes = block_bytes
+        size = blocks * block_bytes
+        self.fd = os.memfd_create("kvloom-arena", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+        except OSError as error:
+            os.close(self.fd)
+            name = errno.errorcode.get(error.errno or 0, str(error.errno))
+            raise ConfigError(f"kv_memory: the system gives no {size:,} bytes of shared memory ({name})") from error
+        self._map = mmap.mmap(self.fd, size)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def view(self, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """The arena as one model sees it: [blocks, 2, tokens, head_dim]; 0 is K, 1 is V. Bytes at a
+        block's end that hold no whole token are skipped."""
+        tokens = self.block_bytes // (2 * head_dim * dtype.itemsize)
+        row = self.block_bytes // dtype.itemsize
+        shape, stride = (self.blocks, 2, tokens, head_dim), (row, tokens * head_dim, head_dim, 1)
+        return self.bytes.view(dtype).as_strided(shape, stride)

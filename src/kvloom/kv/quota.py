@@ -1,0 +1,69 @@
+"""Token-block quotas (MuxServe, section 3.3): each model's fair share of the pool, moved as need moves.
+
+Quotas say who gives way when blocks run out; while nobody else wants them, a model may hold more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvloom.core.geometry import Geometry
+
+_BUSY = 0.9  # a model that uses this much of its quota, and has requests waiting, takes more
+_KEEP = 0.95  # a donor keeps its use divided by this
+_STEP = 0.1  # a taker asks for this part of its quota at a time
+_FLOOR = 0.25  # no quota falls below this part of an equal share
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One model's last period: mean blocks held, and the blocks that its waiting requests would take."""
+
+    used: float
+    wanted: int
+
+
+def initial_quotas(total: int, geometries: Mapping[str, Geometry], rates: Mapping[str, float]) -> dict[str, int]:
+    """Blocks in proportion to rate × blocks a token; at least one page each. They sum to `total` where the
+    floors allow it."""
+    weights = {m: rates[m] * g.blocks_per_page / g.tokens_per_block for m, g in geometries.items()}
+    even = 1.0 / len(weights)
+    whole = sum(weights.values())
+    shares = {m: (w / whole if whole else even) for m, w in weights.items()}
+    shares = {m: max(share, _FLOOR * even) for m, share in shares.items()}
+    scale = total / sum(shares.values())
+    return {m: max(geometries[m].blocks_per_page, int(share * scale)) for m, share in shares.items()}
+
+
+def adapt_quotas(total: int, quotas: Mapping[str, int], usage: Mapping[str, Usage]) -> dict[str, int]:
+    """Move blocks from models that leave their quota unused to those that press against it. The sum stays."""
+    floor = int(_FLOOR * total / len(quotas))
+    wants: dict[str, int] = {}
+    gives: dict[str, int] = {}
+    for model, quota in quotas.items():
+        use = usage[model]
+        if use.wanted and use.used >= _BUSY * quota:
+            wants[model] = max(1, min(int(_STEP * total), use.wanted))
+        elif not use.wanted:
+            gives[model] = max(0, quota - max(int(use.used / _KEEP), floor))
+    moved = min(sum(wants.values()), sum(gives.values()))
+    out = dict(quotas)
+    if moved:
+        for model, share in _shares(moved, wants).items():
+            out[model] += share
+        for model, share in _shares(moved, gives).items():
+            out[model] -= share
+    return out
+
+
+def _shares(amount: int, weights: Mapping[str, int]) -> dict[str, int]:
+    """`amount` split in proportion to `weights`, whole numbers, never more than the weight itself."""
+    whole = sum(weights.values())
+    shares = {m: amount * w // whole for m, w in weights.items()}
+    left = amount - sum(shares.values())
+    for model in sorted(weights, key=lambda m: shares[m] - weights[m]):
+        more = min(left, weights[model] - shares[model])
+        shares[model] += more
+        left -= more
+    return shares

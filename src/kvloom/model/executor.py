@@ -1,0 +1,105 @@
+"""Runs jobs with torch on this machine's cores."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from kvloom.core.errors import ConfigError
+from kvloom.core.geometry import Geometry
+from kvloom.core.job import Job, JobResult
+from kvloom.core.request import ModelCard
+from kvloom.core.spec import ModelSpec
+from kvloom.kv.arena import Arena
+from kvloom.model.attention import ForwardState
+from kvloom.model.loader import LoadedModel, load_model
+from kvloom.model.sampler import prompt_logprobs, sample
+
+
+class TorchExecutor:
+    """One thread a job that may run at the same time; a job's share is the number of cores it uses.
+
+    The lowest free slot is taken first, so that whole-machine jobs keep to one thread, whose team of
+    workers stays warm.
+    """
+
+    def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
+        self._models = models
+        self._arena = arena
+        self._views = {
+            name: arena.view(model.geometry.head_dim, model.dtype) for name, model in models.items()
+        }
+        self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
+        self._free = list(range(threads))
+        self.compute = threads
+        self.blocks = arena.blocks
+
+    @classmethod
+    def load(
+        cls,
+        models: Sequence[ModelSpec],
+        *,
+        kv_bytes: int,
+        block_bytes: int,
+        threads: int,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> TorchExecutor:
+        """Load every model, then commit the arena. Raises ConfigError."""
+        torch.set_num_threads(threads)
+        loaded: dict[str, LoadedModel] = {}
+        for i, spec in enumerate(models):
+            progress(f"loading model {spec.name} ({i + 1}/{len(models)})")
+            loaded[spec.name] = load_model(spec, block_bytes)
+        progress("reserving the KV arena")
+        blocks = kv_bytes // block_bytes
+        for name, model in loaded.items():
+            if model.geometry.blocks_per_page > blocks:
+                raise ConfigError(
+                    f"kv_memory: {kv_bytes:,} bytes hold no page of {name}; "
+                    f"at least {model.geometry.blocks_per_page * block_bytes:,} are needed"
+                )
+        return cls(loaded, Arena(blocks, block_bytes), threads)
+
+    @property
+    def cards(self) -> dict[str, ModelCard]:
+        return {name: model.card for name, model in self._models.items()}
+
+    @property
+    def geometries(self) -> dict[str, Geometry]:
+        return {name: model.geometry for name, model in self._models.items()}
+
+    def launch(self, job: Job) -> asyncio.Future[JobResult]:
+        self._free.sort()
+        slot = self._free.pop(0)
+        future = asyncio.get_running_loop().run_in_executor(self._slots[slot], self._run, job)
+        future.add_done_callback(lambda _: self._free.append(slot))
+        return future
+
+    def close(self) -> None:
+        """Wait for running jobs and end the threads."""
+        for slot in self._slots:
+            slot.shutdown()
+
+    def _run(self, job: Job) -> JobResult:
+        started = time.perf_counter()
+        torch.set_num_threads(job.share)
+        model = self._models[job.model]
+        state = ForwardState(job.plan, self._views[job.model], job.share)
+        rows = [row.row for row in job.samples] + [row.row for row in job.prompts]
+        with torch.inference_mode():
+            state.copy_pages(job.plan.copies)
+            logits = model.module(
+                input_ids=torch.from_numpy(job.tokens)[None],
+                position_ids=torch.from_numpy(job.plan.positions)[None],
+                use_cache=False,
+                logits_to_keep=torch.tensor(rows, dtype=torch.int64),
+                kv=state,
+            ).logits[0]
+            count = len(job.samples)
+            tokens, reports = sample(logits[:count], job.samples)
+            prompts = prompt_logprobs(logits[count:], job.prompts)
+        return JobResult(tokens, reports, prompts, time.perf_counter() - started)

@@ -1,0 +1,87 @@
+"""Make a loaded model fast without touching its code: fuse and pack its linear layers, swap its norms.
+
+Everything is found by structure and kept only where it agrees with the stock module, so that an
+architecture nobody thought of is served as it is rather than wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from kvloom.kernels.cpu import rms_norm
+from kvloom.model.linear import FusedLinear, PackedLinear, Part, TiedLinear, can_pack
+
+_SISTERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class FusedRMSNorm(nn.Module):
+    """x / rms(x) · (offset + weight) in one pass."""
+
+    def __init__(self, weight: Tensor, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+        self.eps = eps
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return rms_norm(rows, self.weight, self.eps, self.offset).view(x.shape)
+
+
+def fuse(model: nn.Module) -> None:
+    """Fuse and pack in place. The stock weights are let go layer by layer, so that the peak is one layer."""
+    for module in list(model.modules()):
+        for names in _SISTERS:
+            _fuse_sisters(module, names)
+    tied = _shared_weights(model)
+    for parent, name, child in list(_children(model)):
+        if type(child) is nn.Linear and can_pack(child.weight):
+            is_tied = child.weight.data_ptr() in tied and child.bias is None
+            setattr(parent, name, TiedLinear(child.weight) if is_tied else PackedLinear(child.weight, child.bias))
+        elif type(child).__name__.endswith("RMSNorm"):
+            norm = _norm_like(child)
+            if norm is not None:
+                setattr(parent, name, norm)
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            yield parent, name, child
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """Addresses of the weights that an embedding holds too."""
+    return {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
+
+
+def _fuse_sisters(module: nn.Module, names: tuple[str, ...]) -> None:
+    linears = [getattr(module, name, None) for name in names]
+    if not all(type(linear) is nn.Linear for linear in linears):
+        return
+    sisters = [linear for linear in linears if isinstance(linear, nn.Linear)]
+    same = len({(s.in_features, s.weight.dtype, s.bias is None) for s in sisters}) == 1
+    if not same or not can_pack(sisters[0].weight):
+        return
+    fused = FusedLinear(sisters)
+    for index, name in enumerate(names):
+        setattr(module, name, Part(fused, index))
+
+
+def _norm_like(stock: nn.Module) -> FusedRMSNorm | None:
+    """Our norm in the stock one's place, or None where the two disagree."""
+    weight = getattr(stock, "weight", None)
+    eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
+    if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.dtype != torch.float32:
+        return None
+    probe = torch.randn(5, weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = stock(probe)
+        for offset in (0.0, 1.0):
+            norm = FusedRMSNorm(weight, eps, offset)
+            if torch.allclose(norm(probe), expected, rtol=1e-5, atol=1e-6):
+                return norm
+    return None

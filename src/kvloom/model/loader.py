@@ -1,0 +1,175 @@
+"""A checkpoint becomes a model that kvloom serves, or is refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvloom.core.errors import ConfigError
+from kvloom.core.geometry import Geometry
+from kvloom.core.request import ModelCard
+from kvloom.core.spec import ModelSpec
+from kvloom.model.attention import NAME, attend_dense
+from kvloom.model.fuse import fuse
+
+_PROBE_TOKENS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    module: nn.Module
+    dtype: torch.dtype
+    geometry: Geometry
+    card: ModelCard
+
+
+class _Observer:
+    """Stands in for the forward state while the loader looks at what the model asks of attention."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[int, int]] = {}
+        self.windows: dict[int, int] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        if k.shape[-1] != v.shape[-1]:
+            raise ConfigError(
+                f"its keys have {k.shape[-1]} numbers and its values {v.shape[-1]} (latent attention), "
+                "and kvloom's blocks hold both at one head size"
+            )
+        self.layers[layer] = (k.shape[1], k.shape[2])
+        self.windows[layer] = window
+        return attend_dense(
+            *(x.transpose(0, 1) for x in (q, k, v)), 0, scale=scale, window=window, softcap=softcap
+        ).transpose(0, 1)
+
+
+def load_model(spec: ModelSpec, block_bytes: int) -> LoadedModel:
+    """Build, fuse and prove a checkpoint. Raises ConfigError naming the model and what is wrong with it."""
+    try:
+        return _load(spec, block_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"models.{spec.name}: {error.message}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:400]
+        raise ConfigError(f"models.{spec.name}: {spec.path} cannot be loaded: {reason}") from error
+
+
+def _load(spec: ModelSpec, block_bytes: int) -> LoadedModel:
+    config = AutoConfig.from_pretrained(spec.path)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError("it is an encoder-decoder; kvloom serves decoders")
+    dtype = torch.float32 if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    module, info = AutoModelForCausalLM.from_pretrained(
+        spec.path, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
+    _whole(info)
+    module.eval().requires_grad_(False)
+    parameters = sum(p.numel() for p in module.parameters())
+    observer = _prove(module)
+    heads, head_dim = next(iter(observer.layers.values()))
+    geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes)
+    return LoadedModel(module, dtype, geometry, _card(spec, module, parameters))
+
+
+def _whole(info: dict[str, Any]) -> None:
+    """Refuse a checkpoint that leaves a weight to chance."""
+    if info["missing_keys"]:
+        raise ConfigError(f"its files lack {_some(info['missing_keys'])}")
+    if info["mismatched_keys"]:
+        name, found, wanted = sorted(info["mismatched_keys"])[0]
+        raise ConfigError(f"{name} has shape {list(found)} in its files and {list(wanted)} in its config")
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *rest = sorted(names)
+    return f"{first} and {len(rest)} more" if rest else first
+
+
+def _prove(module: Any) -> _Observer:
+    """Fuse the model, and compare its logits with the stock model's on a short prompt."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(module.config.vocab_size, (1, _PROBE_TOKENS), generator=generator)
+    observer = _Observer()
+    with torch.inference_mode():
+        expected = module(input_ids=ids, use_cache=False).logits
+        fuse(module)
+        module.set_attn_implementation(NAME)
+        positions = torch.arange(_PROBE_TOKENS)[None]
+        found = module(input_ids=ids, position_ids=positions, use_cache=False, kv=observer).logits
+    _uniform(module, observer)
+    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    bound = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    if not error < bound:
+        raise ConfigError(f"its logits under kvloom's attention differ from transformers' own by {error:.1e}")
+    return observer
+
+
+def _uniform(module: Any, observer: _Observer) -> None:
+    layers = getattr(module.config, "num_hidden_layers", len(observer.layers))
+    if not observer.layers:
+        raise ConfigError("it does not use transformers' attention interface")
+    if sorted(observer.layers) != list(range(layers)):
+        raise ConfigError(
+            f"only {len(observer.layers)} of its {layers} layers are attention; others keep a state of their "
+            "own, which kvloom's pool does not hold"
+        )
+    if len(set(observer.layers.values())) != 1:
+        raise ConfigError(f"its layers differ in KV heads or head size: {sorted(set(observer.layers.values()))}")
+    kinds = getattr(module.config, "layer_types", None) or []
+    for layer, kind in enumerate(kinds):
+        if kind == "sliding_attention" and not observer.windows[layer]:
+            raise ConfigError(f"its layer {layer} has a sliding window that the attention interface is not told")
+
+
+def _card(spec: ModelSpec, module: Any, parameters: int) -> ModelCard:
+    config = module.config
+    tokenizer = AutoTokenizer.from_pretrained(spec.path)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("its tokenizer has no fast form (tokenizer.json)")
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    special = {name: str(getattr(tokenizer, name)) for name in names if getattr(tokenizer, name, None)}
+    stops = _ids(module.generation_config.eos_token_id) | _ids(config.eos_token_id)
+    stops |= _ids(tokenizer.eos_token_id)
+    encoded = tokenizer("a")["input_ids"]
+    return ModelCard(
+        name=spec.name,
+        path=str(spec.path),
+        context_length=_context(config, spec.max_context),
+        vocab_size=config.vocab_size,
+        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        chat_template=template,
+        special_tokens=special,
+        eos_token_ids=tuple(sorted(stops)),
+        bos_token_id=tokenizer.bos_token_id,
+        add_bos=bool(encoded) and encoded[0] == tokenizer.bos_token_id is not None,
+        architecture=type(module).__name__,
+        parameters=parameters,
+        dtype=str(module.dtype).removeprefix("torch."),
+    )
+
+
+def _ids(given: int | list[int] | None) -> set[int]:
+    if given is None:
+        return set()
+    return {given} if isinstance(given, int) else set(given)
+
+
+def _context(config: Any, wanted: int | None) -> int:
+    """The longest sequence. Rotary forms that change with the longest of a batch (dynamic, longrope) are
+    kept to the length up to which they do not, or a neighbour's length would change one's tokens."""
+    length = int(getattr(config, "max_position_embeddings", None) or 4096)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        original = rope.get("original_max_position_embeddings")
+        length = min(length, int(original or getattr(config, "original_max_position_embeddings", None) or length))
+    return min(length, wanted) if wanted else length

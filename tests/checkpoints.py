@@ -1,0 +1,114 @@
+"""Tiny random checkpoints of many architectures, each a real directory that transformers can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+VOCAB = 320
+EOS = 256
+WINDOW = 24
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_GQA = {"num_key_value_heads": 2}
+
+# name → (config class, what is special about it)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _GQA | {"tie_word_embeddings": True, "mlp_bias": True, "attention_bias": True}),
+    "qwen2": ("Qwen2Config", _GQA),
+    "qwen3": ("Qwen3Config", {"num_key_value_heads": 1, "head_dim": 24}),
+    "mistral": ("MistralConfig", _GQA | {"sliding_window": WINDOW, "head_dim": 32}),
+    "gemma2": (
+        "Gemma2Config",
+        _GQA
+        | {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 8.0,
+            "query_pre_attn_scalar": 20,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_hidden_layers": 6,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "phi3": ("Phi3Config", {"num_key_value_heads": 4, "sliding_window": None}),
+    "olmo2": ("Olmo2Config", {"num_key_value_heads": 4}),
+    "granite": (
+        "GraniteConfig",
+        _GQA
+        | {
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5, "use_parallel_residual": True}),
+    "mixtral": ("MixtralConfig", _GQA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _GQA
+        | {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+}
+
+
+def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random checkpoint of `architecture` with a byte-level tokenizer into `path`."""
+    kind, special = ARCHITECTURES[architecture]
+    config = getattr(transformers, kind)(**(_SMALL | special | overrides))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(path)
+    save_tokenizer(path, config.vocab_size)
+    return path
+
+
+def save_tokenizer(path: Path, vocab: int) -> None:
+    """A byte-level tokenizer without merges: every byte is a token; the rest of `vocab` has names."""
+    ids = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    ids["</s>"] = EOS
+    ids.update({f"<extra{i}>": i for i in range(EOS + 1, vocab)})
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    fast.save_pretrained(path)

@@ -1,0 +1,96 @@
+"""A real engine over real checkpoints, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvloom.core.clock import WallClock
+from kvloom.core.request import EndEvent, Event, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.spec import EngineSpec, ModelSpec, Policy
+from kvloom.engine.engine import Engine
+from kvloom.model.executor import TorchExecutor
+
+_REQUESTS = itertools.count()
+
+
+@dataclass
+class Answer:
+    """What a stream brought. tokens, logprobs and ends by choice."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprob | None]] = field(default_factory=dict)
+    ends: dict[int, EndEvent] = field(default_factory=dict)
+    prompt: list[TokenLogprob] | None = None
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Law 3: every index once and in order, and nothing after the end."""
+        for event in events:
+            if isinstance(event, PromptEvent):
+                assert self.prompt is None
+                self.prompt = event.logprobs
+                continue
+            assert event.choice not in self.ends
+            if isinstance(event, TokenEvent):
+                tokens = self.tokens.setdefault(event.choice, [])
+                assert event.index == len(tokens)
+                tokens.append(event.token)
+                self.logprobs.setdefault(event.choice, []).append(event.logprob)
+            else:
+                self.ends[event.choice] = event
+
+
+def spec_of(paths: dict[str, Path], *, policy: Policy = "adbs", **changes: int) -> EngineSpec:
+    settings = {
+        "kv_bytes": 4 << 20,
+        "block_bytes": 2048,
+        "max_running": 64,
+        "max_waiting": 256,
+        "chunk_tokens": 64,
+        "threads": 2,
+    } | changes
+    models = tuple(ModelSpec(name=name, path=str(path)) for name, path in paths.items())
+    return EngineSpec(models=models, policy=policy, **settings)
+
+
+@asynccontextmanager
+async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
+    """The engine while it runs; afterwards law 1 and law 4 hold."""
+    executor = TorchExecutor.load(
+        spec.models, kv_bytes=spec.kv_bytes, block_bytes=spec.block_bytes, threads=spec.threads
+    )
+    engine = Engine(executor, spec, WallClock())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.run())
+        try:
+            yield engine
+        finally:
+            await engine.stop()
+    executor.close()
+    engine.pool.check()
+    assert engine.pool.free == engine.pool.total
+
+
+def body(model: str, prompt: list[int], *, n: int = 1, priority: int = 0, **sampling: object) -> StartGenerate:
+    params = {"max_tokens": 16, "seed": 7} | sampling
+    return StartGenerate(
+        model=model,
+        request=f"test-{next(_REQUESTS)}",
+        prompt=prompt,
+        n=n,
+        priority=priority,
+        sampling=SamplingParams(**params),  # type: ignore[arg-type]
+    )
+
+
+async def ask(engine: Engine, request: StartGenerate) -> Answer:
+    answer = Answer()
+    async for frame in engine.start_generate(request):
+        answer.take(frame)
+    assert len(answer.ends) == request.n
+    return answer
