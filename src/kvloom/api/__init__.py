@@ -1,0 +1,1 @@
+"""What people and other processes call: the OpenAI gateway and the verbs."""

@@ -1,0 +1,134 @@
+"""The gateway: the OpenAI API as an ASGI application in front of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from kvloom.api.auth import RequireKey
+from kvloom.api.catalog import Catalog, ServedModel
+from kvloom.api.chat import ChatEndpoint
+from kvloom.api.completions import CompletionEndpoint
+from kvloom.api.errors import error_response, on_http_error, on_kvloom_error, on_unexpected
+from kvloom.api.gateway import Gateway
+from kvloom.api.limits import LimitBody
+from kvloom.api.metrics import CONTENT_TYPE, Metrics
+from kvloom.api.openapi import describe, page
+from kvloom.core.client import EngineClient
+from kvloom.core.clock import Clock, WallClock
+from kvloom.core.errors import KvloomError, Unavailable
+from kvloom.core.load import UnitLoad
+
+DEFAULT_MAX_BODY = 8 << 20
+BODY_SECONDS = 30.0
+ENGINE_SECONDS = 5.0  # after which an engine that does not answer counts as away
+
+
+def create_app(
+    client: EngineClient,
+    *,
+    api_keys: frozenset[str] = frozenset(),
+    max_body: int = DEFAULT_MAX_BODY,
+    body_seconds: float = BODY_SECONDS,
+    clock: Clock | None = None,
+    unix_time: Callable[[], float] = time.time,
+    random_bits: Callable[[int], int] = secrets.randbits,
+) -> Starlette:
+    """Holds no connection of its own: whoever makes the client closes it."""
+    clock = clock or WallClock()
+    gateway = Gateway(client, Catalog(client, clock), Metrics(clock), clock, unix_time, random_bits)
+    info = _Information(gateway, int(unix_time()))
+    document = describe()
+    openapi, docs = msgspec.json.encode(document), page(document)
+
+    async def openapi_json(_: Request) -> Response:
+        return Response(openapi, media_type="application/json")
+
+    async def docs_page(_: Request) -> Response:
+        return HTMLResponse(docs)
+
+    completions, chat = CompletionEndpoint(gateway), ChatEndpoint(gateway)
+    app = Starlette(
+        routes=[
+            Route("/v1/models", info.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", info.model, methods=["GET"]),
+            Route("/v1/completions", completions.__call__, methods=["POST"]),
+            Route("/v1/chat/completions", chat.__call__, methods=["POST"]),
+            Route("/health", info.health, methods=["GET"]),
+            Route("/metrics", info.metrics, methods=["GET"]),
+            Route("/openapi.json", openapi_json, methods=["GET"]),
+            Route("/docs", docs_page, methods=["GET"]),
+        ],
+        middleware=[
+            Middleware(RequireKey, keys=api_keys),
+            Middleware(LimitBody, max_bytes=max_body, max_seconds=body_seconds),
+        ],
+        exception_handlers={
+            KvloomError: on_kvloom_error,
+            HTTPException: on_http_error,
+            Exception: on_unexpected,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+@dataclass(frozen=True, slots=True)
+class _Information:
+    """The routes that only tell."""
+
+    gateway: Gateway
+    started: int
+
+    async def models(self, _: Request) -> Response:
+        served = await self.gateway.catalog.models()
+        return _json({"object": "list", "data": [self._describe(model) for model in served]})
+
+    async def model(self, request: Request) -> Response:
+        return _json(self._describe(await self.gateway.catalog.get(request.path_params["name"])))
+
+    def _describe(self, model: ServedModel) -> dict[str, object]:
+        card = model.card
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "kvloom",
+            "max_model_len": card.context_length,
+        }
+
+    async def health(self, _: Request) -> Response:
+        try:
+            await self._load()
+        except KvloomError as error:
+            return error_response(Unavailable(f"the engine does not answer: {error.message}"))
+        return _json({"status": "ok"})
+
+    async def metrics(self, _: Request) -> Response:
+        try:
+            load = await self._load()
+        except KvloomError:
+            load = None
+        return Response(self.gateway.metrics.render(load), media_type=CONTENT_TYPE)
+
+    async def _load(self) -> UnitLoad:
+        try:
+            async with asyncio.timeout(ENGINE_SECONDS):
+                return await self.gateway.client.load()
+        except TimeoutError:
+            raise Unavailable(f"no answer from the engine in {ENGINE_SECONDS:g} s") from None
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,172 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvloom.api.bodies import parse
+from kvloom.api.catalog import ServedModel
+from kvloom.api.gateway import Answering, Gateway
+from kvloom.api.generation import Generation, Piece
+from kvloom.api.logprobs import CompletionLogprobs
+from kvloom.api.metrics import Watch
+from kvloom.api.sampling import check_prompt, frame_interval, room_for, sampling_params
+from kvloom.api.schemas_completion import CompletionBody
+from kvloom.core.errors import BadRequest
+from kvloom.core.request import StartGenerate
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_CHOICES = 2048
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionEndpoint:
+    gateway: Gateway
+
+    async def __call__(self, request: Request) -> Response:
+        watch = self.gateway.metrics.watch()
+        with watch.preparing():
+            body = parse(CompletionBody, await request.body())
+            model = await self.gateway.catalog.get(body.model)
+            watch.model = model.card.name
+            answering = await self._prepare(body, model, watch)
+        return await answering.respond(request, stream=bool(body.stream))
+
+    async def _prepare(self, body: CompletionBody, model: ServedModel, watch: Watch) -> Answering:
+        if len(body.prompts) * body.choices > MAX_CHOICES:
+            raise BadRequest(f"prompts times n is more than {MAX_CHOICES}", param="n")
+        request_id = self.gateway.new_id("cmpl")
+        prompts = [
+            await model.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+        generations = [
+            self._generation(body, model, prompt, f"{request_id}-{at}") for at, prompt in enumerate(prompts)
+        ]
+        writer = CompletionWriter(request_id, int(self.gateway.unix_time()), model, body, generations)
+        return Answering(self.gateway, writer, generations, watch)
+
+    def _generation(
+        self, body: CompletionBody, model: ServedModel, prompt: list[int], request_id: str
+    ) -> Generation:
+        scoring = body.max_tokens == 0
+        check_prompt(prompt, model.card)
+        wanted = 1 if scoring else DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        if body.max_tokens is None:
+            wanted = min(wanted, room_for(prompt, None, model.card, "prompt"))
+        sampling = sampling_params(
+            body,
+            model,
+            max_tokens=room_for(prompt, wanted, model.card, "prompt"),
+            draw_seed=self.gateway.draw_seed,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        start = StartGenerate(
+            model=model.card.name,
+            request=request_id,
+            prompt=prompt,
+            sampling=sampling,
+            n=body.choices,
+            priority=body.priority or 0,
+            interval=frame_interval(body),
+        )
+        return Generation(start, model.tokenizer, body.stops, scoring=scoring)
+
+
+@dataclass(slots=True)
+class _Written:
+    """One choice of the answer, and what is known of it so far."""
+
+    logprobs: CompletionLogprobs | None
+    echoed: bool = False
+    text: list[str] = field(default_factory=list)
+    finish: str | None = None
+
+
+class CompletionWriter:
+    def __init__(
+        self,
+        request_id: str,
+        created: int,
+        model: ServedModel,
+        body: CompletionBody,
+        generations: list[Generation],
+    ) -> None:
+        self._head = {"id": request_id, "object": "text_completion", "created": created}
+        self._head["model"] = model.card.name
+        self._tokenizer = model.tokenizer
+        self._prompts = body.prompts
+        self._generations = generations
+        self._echo = bool(body.echo)
+        self._n = body.choices
+        self._wants_usage = body.wants_usage
+        self._choices = [
+            _Written(CompletionLogprobs(model.tokenizer) if body.logprobs is not None else None)
+            for _ in range(len(generations) * self._n)
+        ]
+        self._open = b"data: " + _encode(self._head)[:-1] + b',"choices":['
+        self._close = b'],"usage":null}\n\n' if self._wants_usage else b"]}\n\n"
+
+    def chunk(self, at: int, piece: Piece) -> bytes:
+        index = at * self._n + piece.choice
+        text = self._read(at, index, piece)
+        logprobs = self._choices[index].logprobs
+        if not text and piece.finish is None and (logprobs is None or not piece.tokens):
+            return b""
+        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._open,
+            index,
+            _encode(text),
+            b"null" if logprobs is None else _encode(logprobs.take()),
+            b"null" if piece.finish is None else _encode(piece.finish),
+            self._close,
+        )
+
+    def last_chunk(self, usage: dict[str, Any]) -> bytes:
+        if not self._wants_usage:
+            return b""
+        return b"data: " + _encode({**self._head, "choices": [], "usage": usage}) + b"\n\n"
+
+    def add(self, at: int, piece: Piece) -> None:
+        index = at * self._n + piece.choice
+        choice = self._choices[index]
+        choice.text.append(self._read(at, index, piece))
+        choice.finish = piece.finish or choice.finish
+
+    def answer(self, usage: dict[str, Any]) -> bytes:
+        choices = [
+            {
+                "index": index,
+                "text": "".join(choice.text),
+                "logprobs": None if choice.logprobs is None else choice.logprobs.take(),
+                "finish_reason": choice.finish,
+            }
+            for index, choice in enumerate(self._choices)
+        ]
+        return _encode({**self._head, "choices": choices, "usage": usage})
+
+    def _read(self, at: int, index: int, piece: Piece) -> str:
+        """The piece's text, after the prompt's where that is echoed and has not been yet."""
+        choice = self._choices[index]
+        text = piece.text
+        if self._echo and not choice.echoed:
+            choice.echoed = True
+            text = self._prompt_text(at) + text
+            if choice.logprobs is not None:
+                generation = self._generations[at]
+                choice.logprobs.add_prompt(generation.body.prompt, generation.prompt_logprobs)
+        if choice.logprobs is not None:
+            choice.logprobs.add(piece.tokens)
+        return text
+
+    def _prompt_text(self, at: int) -> str:
+        prompt = self._prompts[at]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)

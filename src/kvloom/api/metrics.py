@@ -1,0 +1,151 @@
+"""Prometheus metrics: the gateway's own counts, and the engine's load at the moment of the scrape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvloom.core.clock import Clock
+from kvloom.core.errors import KvloomError
+from kvloom.core.load import ModelLoad, UnitLoad
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+UNKNOWN = "unknown"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """One gateway's. Its registry is its own, so that two gateways live in one process."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._registry = CollectorRegistry()
+        by = ["model"]
+        self.requests = self._counter("requests", "Requests by model and status.", ["model", "status"])
+        self.prompt_tokens = self._counter("request_prompt_tokens", "Prompt tokens of answered requests.", by)
+        self.output_tokens = self._counter("request_output_tokens", "Tokens sent to clients.", by)
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS
+        )
+        self.per_token = self._histogram(
+            "time_per_output_token_seconds", "Mean time between a request's tokens.", _TOKEN_SECONDS
+        )
+        self.latency = self._histogram("request_seconds", "From the request's arrival to its end.", _SECONDS)
+
+    def watch(self) -> Watch:
+        return Watch(self)
+
+    def render(self, load: UnitLoad | None) -> bytes:
+        """`load`: None where the engine does not answer."""
+        engine = CollectorRegistry()
+        engine.register(_EngineLoad(load))
+        return generate_latest(self._registry) + generate_latest(engine)
+
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        return Counter(f"kvloom_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"kvloom_{name}", text, ["model"], buckets=buckets, registry=self._registry)
+
+
+class Watch:
+    """One request's times. A request is counted once, however it ends."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.model = UNKNOWN
+        self._metrics = metrics
+        self._now = metrics.clock.now
+        self._arrived = self._now()
+        self._first: float | None = None
+
+    def made_tokens(self) -> None:
+        if self._first is None:
+            self._first = self._now()
+            self._metrics.first_token.labels(self.model).observe(self._first - self._arrived)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Counts the request where it fails here."""
+        try:
+            yield
+        except KvloomError as error:
+            self._count(error.status)
+            raise
+
+    @contextmanager
+    def answering(self, counts: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        """Counts the request at its end; 499 is a client that hung up."""
+        status = 500
+        try:
+            yield
+            status = 200
+        except KvloomError as error:
+            status = error.status
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            status = 499
+            raise
+        finally:
+            self._count(status)
+            self._observe(*counts())
+
+    def _count(self, status: int) -> None:
+        self._metrics.requests.labels(self.model, str(status)).inc()
+
+    def _observe(self, prompt_tokens: int, output_tokens: int) -> None:
+        if self._first is None:
+            return
+        metrics, model, now = self._metrics, self.model, self._now()
+        metrics.prompt_tokens.labels(model).inc(prompt_tokens)
+        metrics.output_tokens.labels(model).inc(output_tokens)
+        metrics.latency.labels(model).observe(now - self._arrived)
+        if output_tokens > 1:
+            metrics.per_token.labels(model).observe((now - self._first) / (output_tokens - 1))
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
+    ("kvloom_requests_waiting", "Requests in the engine's queue.", lambda load: load.waiting),
+    ("kvloom_requests_running", "Requests the engine works on.", lambda load: load.running),
+    ("kvloom_kv_blocks_used", "KV blocks the model holds.", lambda load: load.used_blocks),
+    ("kvloom_kv_blocks_quota", "KV blocks the model may hold.", lambda load: load.quota_blocks),
+)
+_TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
+    ("kvloom_prompt_tokens", "Prompt tokens the engine computed.", lambda load: load.prompt_tokens_total),
+    ("kvloom_output_tokens", "Tokens the engine made.", lambda load: load.output_tokens_total),
+    ("kvloom_preemptions", "Requests put back to free blocks.", lambda load: load.preemptions_total),
+    ("kvloom_prefill_jobs", "Prefill jobs run.", lambda load: load.prefill_jobs_total),
+    ("kvloom_decode_jobs", "Decode jobs run.", lambda load: load.decode_jobs_total),
+)
+
+
+class _EngineLoad:
+    """A collector of one report."""
+
+    def __init__(self, load: UnitLoad | None) -> None:
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._load
+        yield GaugeMetricFamily(
+            "kvloom_engine_up", "1 where the engine answers.", value=float(load is not None)
+        )
+        if load is None:
+            return
+        yield GaugeMetricFamily("kvloom_kv_blocks", "KV blocks of the pool.", value=load.total_blocks)
+        yield GaugeMetricFamily("kvloom_kv_blocks_free", "KV blocks nobody holds.", value=load.free_blocks)
+        yield GaugeMetricFamily("kvloom_kv_block_bytes", "Bytes of a KV block.", value=load.block_bytes)
+        for name, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["model"])
+            for model, one in load.models.items():
+                gauge.add_metric([model], value(one))
+            yield gauge
+        for name, text, value in _TOTALS:
+            total = CounterMetricFamily(name, text, labels=["model"])
+            for model, one in load.models.items():
+                total.add_metric([model], value(one))
+            yield total

@@ -1,0 +1,191 @@
+"""/v1/chat/completions: what comes in and what goes out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from kvloom.api.schemas import Answer, Body, GenerationBody, Usage, wrong
+
+MAX_MESSAGES, MAX_TOOLS = 4096, 128
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+
+
+class Part(Body):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _text_only(self) -> Part:
+        if self.type not in {"text", "refusal"}:
+            raise PydanticCustomError(
+                "part", "parts of type '{kind}' are not served, only text", {"kind": self.type[:40]}
+            )
+        if (self.text if self.type == "text" else self.refusal) is None:
+            raise PydanticCustomError("part", "a part of type '{kind}' needs its text", {"kind": self.type})
+        return self
+
+    @property
+    def words(self) -> str:
+        return self.text or self.refusal or ""
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class PastCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("content", "a {role} message needs content", {"role": self.role})
+        return self
+
+
+class FunctionTool(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Body):
+    name: ToolName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(GenerationBody):
+    """`max_completion_tokens`, or the older `max_tokens`, is all that is left of the context where absent.
+    `chat_template_kwargs` are the template's own switches, as vLLM names them."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _chat_coherent(self) -> ChatBody:
+        if self.max_tokens == 0:
+            raise wrong("max_tokens", "max_tokens must be at least 1")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise wrong("top_logprobs", "top_logprobs needs logprobs to be true")
+        names = [tool.function.name for tool in self.tools or []]
+        if self.tool_choice in ("auto", "required") and not names:
+            raise wrong("tool_choice", "tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise wrong("tool_choice", "tool_choice names a function that is not in tools")
+        if self.response_format is not None and self.response_format.type != "text" and self.forces_tool:
+            raise wrong("response_format", "response_format and a forced tool exclude each other")
+        return self
+
+    @property
+    def forces_tool(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+
+class ChatTop(Answer):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatToken(ChatTop):
+    top_logprobs: list[ChatTop]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatToken] | None
+    refusal: list[ChatToken] | None = None
+
+
+class FunctionAnswer(Answer):
+    name: str
+    arguments: str
+
+
+class ToolCallAnswer(Answer):
+    id: str
+    type: Literal["function"]
+    function: FunctionAnswer
+
+
+class MessageAnswer(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCallAnswer] | None = None
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(Answer):
+    index: int
+    message: MessageAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatAnswer(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ToolCallDelta(ToolCallAnswer):
+    index: int
+
+
+class Delta(Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(Answer):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(Answer):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None

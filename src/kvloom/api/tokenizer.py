@@ -1,0 +1,132 @@
+"""A model's tokenizer without transformers: text to tokens, and what each token reads as."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import Any
+
+from tokenizers import Tokenizer as HFTokenizer
+
+from kvloom.core.errors import BadRequest, ConfigError
+from kvloom.core.request import ModelCard
+
+LONG_TEXT = 16_384  # characters from which encoding leaves the loop for a thread
+
+
+class Spelling(Enum):
+    """How a vocabulary spells bytes."""
+
+    BYTE_LEVEL = auto()  # GPT-2's alphabet: every byte is a printable character
+    SENTENCEPIECE = auto()  # "▁" is a space, <0xAB> a byte
+    OTHER = auto()  # only the decoder knows
+
+
+class Tokenizer:
+    """Encodes prompts and spells tokens. Safe to share between tasks and threads."""
+
+    def __init__(self, card: ModelCard) -> None:
+        try:
+            self._hf = HFTokenizer.from_str(card.tokenizer)
+        except Exception as error:  # noqa: BLE001 -- the binding raises bare Exception
+            raise ConfigError(f"model {card.name}: its tokenizer cannot be read: {error}") from None
+        self._hf.no_padding()
+        self._hf.no_truncation()
+        self._bos = card.bos_token_id if card.add_bos else None
+        self._empty = card.bos_token_id
+        self._name = card.name
+        self._spelling = _spelling(json.loads(card.tokenizer).get("decoder"))
+        added = self._hf.get_added_tokens_decoder()
+        self._added = {token: one.content.encode() for token, one in added.items()}
+        self.special = frozenset(token for token, one in added.items() if one.special)
+        self._bytes: dict[int, bytes] = {}
+
+    async def encode(self, text: str, *, special: bool) -> list[int]:
+        """`special`: add what the model wants around plain text. A chat template has added it already."""
+        if len(text) < LONG_TEXT:
+            return self.encode_now(text, special=special)
+        return await asyncio.to_thread(self.encode_now, text, special=special)
+
+    def encode_now(self, text: str, *, special: bool) -> list[int]:
+        # The batch call gives up the interpreter lock while it works; `encode` holds it throughout.
+        ids: list[int] = self._hf.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        if special and self._bos is not None and ids[:1] != [self._bos]:
+            ids.insert(0, self._bos)
+        if not ids and self._empty is not None:
+            return [self._empty]
+        if not ids:
+            raise BadRequest(f"the prompt is empty and model {self._name} has no token to begin with")
+        return ids
+
+    def token_id(self, text: str) -> int | None:
+        """The token that is exactly this text, such as a chat marker."""
+        found: int | None = self._hf.token_to_id(text)
+        return found
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token adds to a text, special tokens as they are written. Unknown ids add nothing."""
+        spelled = self._bytes.get(token)
+        if spelled is None:
+            spelled = self._bytes[token] = self._spell(token)
+        return spelled
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def decode(self, tokens: list[int], *, keep_special: bool = False) -> str:
+        text: str = self._hf.decode(tokens, skip_special_tokens=not keep_special)
+        return text
+
+    @property
+    def spells_bytes(self) -> bool:
+        """True where a text is its tokens' bytes, one after the other."""
+        return self._spelling is not Spelling.OTHER
+
+    def _spell(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token]
+        word = self._hf.id_to_token(token)
+        if word is None:
+            return b""
+        if self._spelling is Spelling.BYTE_LEVEL:
+            return _byte_level(word)
+        if self._spelling is Spelling.SENTENCEPIECE:
+            if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
+                return bytes([int(word[3:5], 16)])
+            return str(word).replace("▁", " ").encode()
+        return self.decode([token], keep_special=True).encode()
+
+
+def _spelling(decoder: dict[str, Any] | None) -> Spelling:
+    kinds = {part.get("type") for part in _parts(decoder)}
+    if "ByteLevel" in kinds:
+        return Spelling.BYTE_LEVEL
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return Spelling.SENTENCEPIECE
+    return Spelling.OTHER
+
+
+def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if decoder is not None:
+        yield decoder
+        for part in decoder.get("decoders", ()):
+            yield from _parts(part)
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes stand for themselves, the others follow from U+0100 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_OF = _alphabet()
+
+
+def _byte_level(word: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[letter] for letter in word])
+    except KeyError:
+        return word.encode()

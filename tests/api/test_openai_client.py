@@ -1,0 +1,234 @@
+"""The official client against a real server on loopback: the main paths of both endpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from kvloom.api.app import create_app
+from kvloom.core.errors import PromptTooLong, QueueFull
+from kvloom.core.request import EndEvent
+from tests.api.scripted import EOS, ScriptedEngine, says, serving, token, tokens
+
+TEXT = "hello world, naïve 🦊 fox"
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(says(TEXT))
+
+
+@pytest.fixture
+def client(engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
+    with (
+        serving(create_app(engine)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "kvloom"
+
+
+def test_chat_whole(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
+    assert answer.choices[0].message.content == TEXT
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(tokens(TEXT)) + 1
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    (body,) = engine.bodies
+    assert body.prompt == tokens("<s><|user|>hi\n<|assistant|>")
+    assert body.sampling.max_tokens == 512 - len(body.prompt)
+    assert body.sampling.temperature == 1.0
+    assert body.sampling.stop_token_ids == (token(EOS),)
+    assert body.interval == 32
+
+
+def test_chat_stream(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == TEXT
+    assert all("\ufffd" not in (delta.content or "") for delta in deltas)
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
+        "stop"
+    ]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(tokens(TEXT)) + 1
+    assert engine.bodies[0].interval == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion(client: openai.OpenAI, *, stream: bool) -> None:
+    if stream:
+        chunks = client.completions.create(model="tiny", prompt="hello", max_tokens=60, stream=True)
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+    else:
+        text = client.completions.create(model="tiny", prompt="hello", max_tokens=60).choices[0].text
+    assert text == TEXT
+
+
+def test_completion_default_length(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    answer = client.completions.create(model="tiny", prompt="hello")
+    assert answer.choices[0].finish_reason == "length"
+    assert engine.bodies[0].sampling.max_tokens == 16
+    assert engine.bodies[0].prompt[0] == token("<s>")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_and_choices(client: openai.OpenAI, engine: ScriptedEngine, *, stream: bool) -> None:
+    engine.script = lambda body, choice: tokens(f"{body.prompt[-1]} {choice}")
+    prompts = [[7, 8], [9], [10, 11]]
+    texts = dict.fromkeys(range(6), "")
+    if stream:
+        chunks = client.completions.create(model="tiny", prompt=prompts, n=2, stream=True)
+        for chunk in chunks:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    else:
+        answer = client.completions.create(model="tiny", prompt=prompts, n=2)
+        texts = {choice.index: choice.text for choice in answer.choices}
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == 5
+    assert list(texts.values()) == ["8 0", "8 1", "9 0", "9 1", "11 0", "11 1"]
+    assert len({body.request for body in engine.bodies}) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string(client: openai.OpenAI, engine: ScriptedEngine, *, stream: bool) -> None:
+    if stream:
+        chunks = client.completions.create(
+            model="tiny", prompt="x", max_tokens=99, stop=["ld, n", "zz"], stream=True
+        )
+        seen = list(chunks)
+        assert "".join(chunk.choices[0].text for chunk in seen) == "hello wor"
+        assert seen[-1].choices[0].finish_reason == "stop"
+    else:
+        answer = client.completions.create(model="tiny", prompt="x", max_tokens=99, stop="ld, n")
+        assert answer.choices[0].text == "hello wor"
+        assert answer.choices[0].finish_reason == "stop"
+    assert engine.gone.wait(5)
+
+
+def test_stop_string_in_one_choice_of_two(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = says("hello world", "the quick brown fox")
+    answer = client.completions.create(model="tiny", prompt="x", n=2, max_tokens=99, stop="llo")
+    assert [choice.text for choice in answer.choices] == ["he", "the quick brown fox"]
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert b"".join(bytes(one.bytes or []) for one in logprobs.content).decode() == TEXT
+    assert [len(one.top_logprobs) for one in logprobs.content] == [2] * len(tokens(TEXT))
+
+
+def test_completion_echo_and_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="hello", max_tokens=2, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text == "hello" + "hello world"
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[:2] == [None, -0.5]
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.text_offset is not None
+    assert len(choice.logprobs.tokens) == len(tokens("hello")) + 1 + 2
+    assert "".join(choice.logprobs.tokens[1:]) == choice.text
+
+
+def test_scoring_makes_no_token(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    answer = client.completions.create(model="tiny", prompt="hello", max_tokens=0, echo=True, logprobs=0)
+    assert answer.choices[0].text == "hello"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.tokens is not None
+    assert "".join(answer.choices[0].logprobs.tokens) == "<s>hello"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    assert engine.bodies[0].sampling.max_tokens == 1
+
+
+def test_json_modes_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    schema: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for form in (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    ):
+        client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hi"}],
+            response_format=form,  # type: ignore[call-overload]
+        )
+    first, second = (body.sampling.guide for body in engine.bodies)
+    assert first is not None
+    assert second is not None
+    assert first.kind == "json"
+    assert json.loads(second.text) == schema
+
+
+def test_errors(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match=r"512 tokens; the prompt has 600") as caught:
+        client.completions.create(model="tiny", prompt=[9] * 600)
+    assert caught.value.code == PromptTooLong.code
+    with pytest.raises(openai.BadRequestError, match=r"prompt has 10 and 510 tokens of output"):
+        client.completions.create(model="tiny", prompt=[9] * 10, max_tokens=510)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x", temperature=3)
+    assert caught.value.param == "temperature"
+    engine.error = QueueFull("the queue is full", retry_after=7)
+    for stream in (False, True):
+        with pytest.raises(openai.RateLimitError) as limited:
+            client.completions.create(model="tiny", prompt="x", stream=stream)
+        assert limited.value.response.headers["retry-after"] == "7"
+
+
+def test_error_in_the_middle(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.break_after, engine.break_with = 3, EndEvent(0, "error", message="the device is gone")
+    with pytest.raises(openai.InternalServerError, match="the device is gone"):
+        client.completions.create(model="tiny", prompt="x")
+    stream = client.completions.create(model="tiny", prompt="x", stream=True)
+    with pytest.raises(openai.APIError, match="the device is gone"):
+        list(stream)
+
+
+def test_stream_that_ends_early_is_an_error(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.break_after = 3
+    stream = client.completions.create(model="tiny", prompt="x", stream=True)
+    with pytest.raises(openai.APIError, match="before the answer was complete"):
+        list(stream)
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(model="tiny", prompt="x")
+    assert caught.value.status_code == 503
+
+
+def test_hanging_up_ends_the_request(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.hold = 2
+    stream = client.completions.create(model="tiny", prompt="x", stream=True)
+    assert engine.held.wait(5)
+    stream.close()
+    assert engine.gone.wait(5)
+
+
+def test_hanging_up_on_a_whole_answer_ends_the_request(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.hold = 2
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.5).completions.create(model="tiny", prompt="x")
+    assert engine.gone.wait(5)
