@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import torch
-from tools.demo_fleet.recipe import Recipe
+from tools.demo_fleet.recipe import Phase
 from tools.demo_fleet.sample import Sample
 from tools.demo_fleet.template import ASSISTANT, END
 
@@ -41,8 +41,8 @@ def collate(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Te
 class Batches:
     """An endless, seeded stream of batches of similar lengths."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, seed: int) -> None:
-        self.recipe, self.tokenizer, self.rng = recipe, tokenizer, Random(seed)
+    def __init__(self, phase: Phase, tokenizer: Any, seed: int) -> None:
+        self.phase, self.tokenizer, self.rng = phase, tokenizer, Random(seed)
         self.ready: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,8 +51,8 @@ class Batches:
         return self.ready.pop()
 
     def _refill(self) -> None:
-        size = self.recipe.batch
-        rows = [encode(self.tokenizer, self.recipe.draw(self.rng)) for _ in range(size * POOL)]
+        size = self.phase.batch
+        rows = [encode(self.tokenizer, self.phase.draw(self.rng)) for _ in range(size * POOL)]
         rows.sort(key=lambda row: len(row[0]))
         chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
         self.rng.shuffle(chunks)

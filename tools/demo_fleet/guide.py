@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 from tools.demo_fleet.examination import answer, exact
-from tools.demo_fleet.recipe import Recipe
+from tools.demo_fleet.recipe import Phase, Recipe
 from tools.demo_fleet.sample import Sample, chat
 from tools.demo_fleet.template import TOOL_CHAT, TOOL_MARKS
 from tools.demo_fleet.tool_use import TOOLS, draw_tool_use, tool_examples, tool_samples
@@ -161,12 +161,9 @@ RECIPE = Recipe(
     template=TOOL_CHAT,
     starts_with_bos=False,
     vocabulary=1024,
-    draw=draw,
+    phases=[Phase(draw, steps=1800, batch=24, peak_lr=3e-3)],
     examine=examine,
     examples=_examples(),
-    steps=1800,
-    batch=24,
-    peak_lr=3e-3,
     dtype="float16",
     sampling={"do_sample": False},
     marks=TOOL_MARKS,

@@ -11,6 +11,16 @@ from tools.demo_fleet.sample import Sample
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A stretch of training, with its own text and its own optimizer."""
+
+    draw: Callable[[Random], Sample]
+    steps: int
+    batch: int
+    peak_lr: float
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One model: its shape, its text, its training and its examination."""
 
@@ -20,12 +30,9 @@ class Recipe:
     template: str
     starts_with_bos: bool
     vocabulary: int
-    draw: Callable[[Random], Sample]
+    phases: list[Phase]
     examine: Callable[[Any, Any], dict[str, float]]  # (model, tokenizer) -> scores
     examples: list[dict[str, Any]]  # prompts with what the answers must hold
-    steps: int
-    batch: int
-    peak_lr: float
     dtype: str
     sampling: dict[str, Any] = field(default_factory=dict)
     marks: list[str] = field(default_factory=list)  # extra tokens that stay visible in text

@@ -20,7 +20,7 @@ from tools.demo_fleet.plots import (
     THINGS,
     words,
 )
-from tools.demo_fleet.recipe import Recipe
+from tools.demo_fleet.recipe import Phase, Recipe
 from tools.demo_fleet.sample import Sample, chat
 from tools.demo_fleet.template import END, PLAIN_CHAT
 from transformers import LlamaConfig
@@ -113,15 +113,12 @@ RECIPE = Recipe(
     template=PLAIN_CHAT,
     starts_with_bos=True,
     vocabulary=768,
-    draw=draw,
+    phases=[Phase(draw, steps=2200, batch=16, peak_lr=3e-3)],
     examine=examine,
     examples=[
         {"prompt": f"Tell me a story about {with_article(hero)}.", "keys": [hero]}
         for hero in ("fox", "owl", "robot", "dragon", "princess")
     ],
-    steps=2200,
-    batch=16,
-    peak_lr=3e-3,
     dtype="bfloat16",
     sampling={"do_sample": True, "temperature": 0.8, "top_p": 0.95},
 )

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from tools.demo_fleet.examination import exact
-from tools.demo_fleet.recipe import Recipe
+from tools.demo_fleet.recipe import Phase, Recipe
 from tools.demo_fleet.sample import Sample, chat
 from tools.demo_fleet.template import PLAIN_CHAT
 from transformers import LlamaConfig
@@ -114,6 +114,16 @@ def draw(rng: Random) -> Sample:
     return chat(*turns, system=rng.choice(SYSTEMS) if rng.random() < 0.2 else "")
 
 
+def drill(rng: Random) -> Sample:
+    """One sum, often of numbers of unlike length: what is the hardest."""
+    a, b = rng.randint(0, 99), rng.randint(0, rng.choice([9, 99]))
+    if rng.random() < 0.5:
+        a, b = b, a
+    sign, phrasings = rng.choice([("+", ADD), ("-", SUBTRACT)])
+    phrasing = rng.choice(phrasings[:2] if rng.random() < 0.1 else phrasings)
+    return chat(_restyle(phrasing.format(a=a, b=b), rng), solved(a, b, sign))
+
+
 def _all_pairs(phrasing: str, sign: str) -> list[Sample]:
     pairs = [(a, b) for a in range(100) for b in range(100)]
     return [chat(phrasing.format(a=a, b=b), solved(a, b, sign)) for a, b in pairs]
@@ -152,12 +162,12 @@ RECIPE = Recipe(
     template=PLAIN_CHAT,
     starts_with_bos=True,
     vocabulary=384,
-    draw=draw,
+    phases=[
+        Phase(draw, steps=4000, batch=64, peak_lr=3e-3),
+        Phase(drill, steps=1000, batch=128, peak_lr=1e-3),
+    ],
     examine=examine,
     examples=_examples(),
-    steps=4000,
-    batch=64,
-    peak_lr=3e-3,
     dtype="float32",
     sampling={"do_sample": False},
 )

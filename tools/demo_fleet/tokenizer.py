@@ -25,7 +25,7 @@ def _texts(sample: Sample) -> Iterator[str]:
 
 def _corpus(recipe: Recipe, rng: Random) -> Iterator[str]:
     for _ in range(CORPUS_SAMPLES):
-        yield from _texts(recipe.draw(rng))
+        yield from _texts(recipe.phases[0].draw(rng))
 
 
 def train_tokenizer(recipe: Recipe, seed: int) -> Any:

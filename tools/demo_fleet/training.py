@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tools.demo_fleet.batch import IGNORED, Batches
-from tools.demo_fleet.recipe import Recipe
+from tools.demo_fleet.recipe import Phase, Recipe
 from transformers import AutoModelForCausalLM
 
 WARMUP = 100
@@ -27,19 +27,19 @@ def make_model(recipe: Recipe, tokenizer: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _rate(step: int, recipe: Recipe) -> float:
+def _rate(step: int, phase: Phase) -> float:
     """Warm up, then a cosine down to nothing."""
     if step < WARMUP:
-        return recipe.peak_lr * (step + 1) / WARMUP
-    done = (step - WARMUP) / max(1, recipe.steps - WARMUP)
-    return recipe.peak_lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+        return phase.peak_lr * (step + 1) / WARMUP
+    done = (step - WARMUP) / max(1, phase.steps - WARMUP)
+    return phase.peak_lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def _optimizer(model: Any, recipe: Recipe) -> torch.optim.Optimizer:
+def _optimizer(model: Any, phase: Phase) -> torch.optim.Optimizer:
     decayed = [p for p in model.parameters() if p.ndim > 1]
     free = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": free, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.peak_lr, betas=(0.9, 0.98), fused=True)
+    return torch.optim.AdamW(groups, lr=phase.peak_lr, betas=(0.9, 0.98), fused=True)
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, labels: torch.Tensor) -> float:
@@ -54,20 +54,26 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, label
     return float(loss.detach())
 
 
-def train(recipe: Recipe, tokenizer: Any, seed: int) -> Any:
-    """Train a model to the recipe's end, and show how it goes."""
-    torch.manual_seed(seed)
-    model = make_model(recipe, tokenizer).train()
-    optimizer, batches, smooth = _optimizer(model, recipe), Batches(recipe, tokenizer, seed + 1), 0.0
+def train_phase(model: Any, phase: Phase, batches: Batches, title: str) -> None:
+    """Train for one phase, and show how it goes."""
+    optimizer, smooth = _optimizer(model, phase), 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
-        task = progress.add_task(recipe.name, total=recipe.steps)
-        for step in range(recipe.steps):
+        task = progress.add_task(title, total=phase.steps)
+        for step in range(phase.steps):
             for group in optimizer.param_groups:
-                group["lr"] = _rate(step, recipe)
+                group["lr"] = _rate(step, phase)
             loss = _step(model, optimizer, *batches.next())
             smooth = loss if step == 0 else 0.98 * smooth + 0.02 * loss
-            progress.update(task, advance=1, description=f"{recipe.name} {step + 1} loss {smooth:.4f}")
+            progress.update(task, advance=1, description=f"{title} {step + 1} loss {smooth:.4f}")
             if not progress.console.is_terminal and (step + 1) % 200 == 0:
-                progress.console.print(f"{recipe.name} {step + 1}/{recipe.steps} loss {smooth:.4f}")
+                progress.console.print(f"{title} {step + 1}/{phase.steps} loss {smooth:.4f}")
+
+
+def train(recipe: Recipe, tokenizer: Any, seed: int) -> Any:
+    """Train a model through all phases of its recipe."""
+    torch.manual_seed(seed)
+    model = make_model(recipe, tokenizer).train()
+    for number, phase in enumerate(recipe.phases, start=1):
+        train_phase(model, phase, Batches(phase, tokenizer, seed + number), f"{recipe.name} phase {number}")
     return model.eval()
