@@ -1,0 +1,101 @@
+"""Guided decoding: which tokens a grammar allows next, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from kvloom.core.errors import BadRequest
+from kvloom.core.plan import U32
+from kvloom.core.request import ModelCard
+from kvloom.core.sampling import Guide
+
+_BITS = 32
+_ANY_OBJECT = json.dumps({"type": "object"})
+
+
+class GuideCompiler:
+    """One model's. The tokenizer's trie is built at the first guided request; it takes up to a second."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self._card = card
+        self._tokenizer: llguidance.LLTokenizer | None = None
+
+    def start(self, guide: Guide) -> GuideState:
+        """A state at the beginning of the grammar. Raises BadRequest where the grammar is none."""
+        try:
+            matcher = llguidance.LLMatcher(self._trie(), _grammar(guide), log_level=0)
+        except ValueError as error:
+            raise _refused(guide, str(error)) from None
+        if matcher.is_error():
+            raise _refused(guide, matcher.get_error())
+        return GuideState(matcher, self._card.vocab_size, self._card.eos_token_ids)
+
+    def _trie(self) -> llguidance.LLTokenizer:
+        if self._tokenizer is None:
+            # Its own copy of the vocabulary must not be wider than the tokenizer: masks are cut or padded
+            # to the logits' width by GuideState.
+            self._tokenizer = llguidance.LLTokenizer(
+                self._card.tokenizer, eos_token=list(self._card.eos_token_ids) or None
+            )
+        return self._tokenizer
+
+
+class GuideState:
+    """Where one choice stands in its grammar. Not to be shared between choices."""
+
+    def __init__(self, matcher: Any, vocab_size: int, eos: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._words = -(-vocab_size // _BITS)
+        self._vocab_size = vocab_size
+        self._eos = tuple(token for token in eos if token < vocab_size)
+
+    @property
+    def done(self) -> bool:
+        """True once the grammar has ended: nothing but an eos token can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self) -> U32:
+        """[ceil(vocab / 32)], a bit for each token, set where it is allowed; an eos token exactly where the
+        grammar may end. Never empty where the model has an eos token."""
+        mask = np.zeros(self._words, np.uint32)
+        if not self.done:
+            known = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
+            mask[: len(known)] = known
+        self._keep_vocabulary(mask)
+        allowed = self.done or self._matcher.is_accepting()
+        for token in self._eos:
+            bit = np.uint32(1 << token % _BITS)
+            mask[token // _BITS] = mask[token // _BITS] | bit if allowed else mask[token // _BITS] & ~bit
+        return mask
+
+    def accept(self, token: int) -> None:
+        """The token was drawn. Raises ValueError for one that the mask forbids; eos ends the grammar."""
+        if token in self._eos and (self.done or self._matcher.is_accepting()):
+            return
+        if self.done or not self._matcher.consume_token(token):
+            raise ValueError(f"token {token} is not allowed here: {self._matcher.get_error()}")
+
+    def _keep_vocabulary(self, mask: U32) -> None:
+        spare = self._words * _BITS - self._vocab_size
+        if spare:
+            mask[-1] &= np.uint32(0xFFFFFFFF >> spare)
+
+
+def _grammar(guide: Guide) -> str:
+    make = llguidance.LLMatcher
+    if guide.kind == "json":
+        return str(make.grammar_from_json_schema(_ANY_OBJECT))
+    if guide.kind == "json_schema":
+        return str(make.grammar_from_json_schema(guide.text))
+    if guide.kind == "regex":
+        return str(make.grammar_from_regex(guide.text))
+    return str(make.grammar_from_lark(guide.text))
+
+
+def _refused(guide: Guide, message: str) -> BadRequest:
+    said = " ".join(message.split())[:500]
+    return BadRequest(f"the {guide.kind} grammar cannot be used: {said}", param="response_format")

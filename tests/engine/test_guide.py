@@ -1,0 +1,119 @@
+"""Guided decoding over a small byte-level vocabulary, narrower than the logits."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from kvloom.core.errors import BadRequest
+from kvloom.core.sampling import Guide
+from kvloom.engine.guide import GuideCompiler, GuideState
+from tests.api.scripted import EOS, byte_level, card, token, tokens
+
+VOCAB = 371  # not a multiple of 32, and more than the tokenizer has
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["fox", "hello"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GuideCompiler:
+    return GuideCompiler(card(vocab_size=VOCAB))
+
+
+def allowed(state: GuideState) -> list[int]:
+    mask = state.mask()
+    assert mask.dtype == np.uint32
+    assert len(mask) == -(-VOCAB // 32)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return [int(one) for one in np.flatnonzero(bits)]
+
+
+def play(state: GuideState, text: str) -> None:
+    for one in tokens(text):
+        assert one in allowed(state)
+        state.accept(one)
+
+
+def test_json_schema_to_its_end(compiler: GuideCompiler) -> None:
+    state = compiler.start(Guide("json_schema", json.dumps(SCHEMA)))
+    assert token(EOS) not in allowed(state)
+    play(state, '{"a": 12, "b": "fox"')
+    assert not state.done
+    assert token(EOS) not in allowed(state)
+    play(state, "}")
+    assert state.done
+    assert allowed(state) == [token(EOS)]
+    state.accept(token(EOS))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_walks_end_in_what_the_schema_says(compiler: GuideCompiler, seed: int) -> None:
+    draw = random.Random(seed)
+    state = compiler.start(Guide("json_schema", json.dumps(SCHEMA)))
+    made: list[int] = []
+    while token(EOS) not in (choices := allowed(state)):
+        assert max(choices) < byte_level().get_vocab_size()
+        closing = [one for one in choices if byte_level().decode([one]).strip() in (",", "}", '"')]
+        made.append(draw.choice(closing if closing and len(made) > 20 else choices))
+        state.accept(made[-1])
+    value = json.loads(byte_level().decode(made))
+    assert isinstance(value["a"], int)
+    assert value["b"] in ("fox", "hello")
+
+
+def test_a_grammar_that_may_end_or_go_on(compiler: GuideCompiler) -> None:
+    state = compiler.start(Guide("regex", "ab*"))
+    play(state, "a")
+    assert set(allowed(state)) == {token(EOS), token("b")}
+    assert not state.done
+
+
+def test_lark_with_a_special_token(compiler: GuideCompiler) -> None:
+    mark = token("[TOOL_CALLS]")
+    state = compiler.start(Guide("lark", f'start: <[{mark}]> "x"'))
+    assert allowed(state) == [mark]
+    state.accept(mark)
+    play(state, "x")
+    assert state.done
+
+
+def test_any_object(compiler: GuideCompiler) -> None:
+    state = compiler.start(Guide("json"))
+    assert all(byte_level().decode([one]).lstrip()[:1] in ("", "{") for one in allowed(state))
+    play(state, '{"x": [1, {"y": null}]}')
+    assert token(EOS) in allowed(state)
+
+
+def test_a_forbidden_token_raises(compiler: GuideCompiler) -> None:
+    state = compiler.start(Guide("regex", "ab"))
+    with pytest.raises(ValueError, match="not allowed"):
+        state.accept(token("z"))
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide("json_schema", '{"type": "objec"}'),
+        Guide("json_schema", "{"),
+        Guide("regex", "(a"),
+        Guide("lark", "start: nowhere"),
+    ],
+)
+def test_what_is_no_grammar_is_a_bad_request(compiler: GuideCompiler, guide: Guide) -> None:
+    with pytest.raises(BadRequest, match="cannot be used"):
+        compiler.start(guide)
+
+
+def test_vocabulary_narrower_than_the_tokenizer() -> None:
+    state = GuideCompiler(card(vocab_size=300)).start(Guide("regex", "[a-z]+"))
+    assert len(state.mask()) == 10
+    state.accept(token("a"))
+    bits = np.unpackbits(state.mask().view(np.uint8), bitorder="little")
+    assert not bits[300:].any()
