@@ -1,0 +1,221 @@
+"""The verbs over HTTP, as an engine process serves them to its gateways.
+
+Bodies are msgpack or JSON by their content-type; answers are msgpack where the body was or `accept` asks
+for it. start_generate answers with a chunked stream: frames (core.frames), or lines of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvloom.core.client import EngineClient
+from kvloom.core.errors import BadRequest, KvloomError, Unauthorized
+from kvloom.core.frames import FrameEncoder
+from kvloom.core.request import PROTOCOL, Event, StartGenerate
+
+MAX_BODY = 16 << 20
+MSGPACK, JSON = "application/msgpack", "application/json"
+
+Body = TypeVar("Body")
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Body of the verb abort."""
+
+    request: str
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Answer of a verb that has nothing to say."""
+
+    ok: bool = True
+
+
+def create_verbs(client: EngineClient, *, secret: str, max_body: int = MAX_BODY) -> Starlette:
+    """The app of one engine. Who does not know `secret` is refused."""
+
+    async def abort(request: Request) -> Response:
+        await client.abort(decode(request, await read_body(request, max_body), Abort).request)
+        return answer(request, Done())
+
+    async def models(request: Request) -> Response:
+        return answer(request, await client.models())
+
+    async def load(request: Request) -> Response:
+        return answer(request, await client.load())
+
+    async def health(request: Request) -> Response:
+        return answer(request, Done())
+
+    return Starlette(
+        routes=[
+            Route("/verbs/start_generate", GenerateVerb(client, max_body), methods=["POST"]),
+            Route("/verbs/abort", abort, methods=["POST"]),
+            Route("/verbs/models", models, methods=["GET"]),
+            Route("/verbs/load", load, methods=["GET"]),
+            Route("/verbs/health", health, methods=["GET"]),
+        ],
+        middleware=[Middleware(Guard, secret=secret)],
+        exception_handlers={KvloomError: _refuse},
+    )
+
+
+class Guard:
+    """Lets in peers that speak this protocol and know the secret."""
+
+    def __init__(self, app: ASGIApp, secret: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {secret}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._check(dict(scope["headers"]))):
+            await refusal(Request(scope), error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, headers: dict[bytes, bytes]) -> KvloomError | None:
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            return Unauthorized(
+                "authorization: `Bearer` and the secret made when this fleet started is needed"
+            )
+        version = headers.get(b"kvloom-protocol", b"").decode("latin-1")
+        if version != PROTOCOL:
+            return BadRequest(
+                f"kvloom-protocol: this engine speaks {PROTOCOL}, the caller {version or 'none'}"
+            )
+        return None
+
+
+class GenerateVerb:
+    """start_generate as plain ASGI: what runs once a token is one encoding and one send."""
+
+    def __init__(self, client: EngineClient, max_body: int) -> None:
+        self._client = client
+        self._max_body = max_body
+        self._forms: dict[str, Form] = {MSGPACK: Frames(), JSON: Lines()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        body = decode(request, await read_body(request, self._max_body), StartGenerate)
+        async with aclosing(self._client.start_generate(body)) as events:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    watch = group.create_task(_hung_up(receive))
+                    await self._stream(events, request, send)
+                    watch.cancel()
+            except* HungUp:
+                pass
+
+    async def _stream(self, events: AsyncGenerator[list[Event], None], request: Request, send: Send) -> None:
+        try:
+            first: list[Event] = await anext(events, [])
+        except KvloomError as error:  # refused at admission: an HTTP status still can say so
+            await refusal(request, error)(request.scope, request.receive, send)
+            return
+        form = self._forms[media(request)]
+        headers = [(b"content-type", form.media)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await send({"type": "http.response.body", "body": form.events(first), "more_body": True})
+            async for frame in events:
+                await send({"type": "http.response.body", "body": form.events(frame), "more_body": True})
+        except KvloomError as error:
+            await send({"type": "http.response.body", "body": form.error(error), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class HungUp(Exception):
+    """The caller is gone."""
+
+
+async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise HungUp
+
+
+class Form(Protocol):
+    """How a stream is written."""
+
+    media: ClassVar[bytes]
+
+    def events(self, events: list[Event]) -> bytes: ...
+
+    def error(self, error: KvloomError) -> bytes: ...
+
+
+class Frames(FrameEncoder):
+    """For gateways."""
+
+    media: ClassVar[bytes] = MSGPACK.encode()
+
+
+class Lines:
+    """For curl: a JSON array of events a line, or the error's object."""
+
+    media: ClassVar[bytes] = b"application/x-ndjson"
+
+    def events(self, events: list[Event]) -> bytes:
+        return msgspec.json.encode(events) + b"\n"
+
+    def error(self, error: KvloomError) -> bytes:
+        return msgspec.json.encode(error.to_wire()) + b"\n"
+
+
+def media(request: Request) -> str:
+    """What the answer to this request is written in."""
+    asked = request.headers.get("accept", ""), request.headers.get("content-type", "")
+    return MSGPACK if any("msgpack" in kind for kind in asked) else JSON
+
+
+def answer(request: Request, value: object, status: int = 200) -> Response:
+    kind = media(request)
+    encode = msgspec.msgpack.encode if kind == MSGPACK else msgspec.json.encode
+    return Response(encode(value), status, media_type=kind)
+
+
+def refusal(request: Request, error: KvloomError) -> Response:
+    response = answer(request, error.to_wire(), error.status)
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(error.retry_after)
+    return response
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KvloomError)
+    return refusal(request, error)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises BadRequest as soon as it is larger than `limit` bytes."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise BadRequest(f"body: more than {limit} bytes")
+    return bytes(body)
+
+
+def decode(request: Request, body: bytes, kind: type[Body]) -> Body:
+    """The body as `kind`. Raises BadRequest that names the field."""
+    written = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    try:
+        if written == MSGPACK:
+            return msgspec.msgpack.decode(body, type=kind)
+        if written == JSON:
+            return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequest(f"body: {error}") from error
+    raise BadRequest(f"content-type: {written or 'none'}; {MSGPACK} or {JSON} is read")

@@ -1,0 +1,1 @@
+"""Deciding for the fleet: which engine does what. No torch."""

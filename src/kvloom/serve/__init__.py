@@ -1,0 +1,1 @@
+"""The real world, put together: processes, sockets, signals."""
