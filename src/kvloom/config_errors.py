@@ -1,0 +1,72 @@
+"""What pydantic found wrong, as one line for a person."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+_WANTED: Final = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a text",
+    "path_type": "a path",
+    "dict_type": "a mapping of keys to values",
+    "too_short": "at least one",
+    "model_type": "a path, a hub id or a mapping with `path`",
+}
+
+
+def explain(error: ValidationError, root: type[BaseModel], origin: Mapping[str, str]) -> str:
+    """The first error, and how many more there are."""
+    found = error.errors(include_url=False)
+    where = [str(part) for part in found[0]["loc"]]
+    if where and where[0] in origin:
+        where[0] = origin[where[0]]
+    key = ".".join(where)
+    line = f"{key}: {_reason(found[0], root)}" if key else _reason(found[0], root)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return " ".join((line + more).split())
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """`; did you mean …?` or the whole list."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
+
+
+def _reason(error: ErrorDetails, root: type[BaseModel]) -> str:
+    kind, where, context = error["type"], error["loc"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key; {nearest(str(where[-1]), _keys(root, where))}"
+    if kind == "missing":
+        return (
+            "is missing; at least one `NAME: PATH_OR_HUB_ID` is needed"
+            if where == ("models",)
+            else "is missing"
+        )
+    if kind == "value_error":
+        return str(context["error"])
+    wanted = _WANTED.get(kind, f"{context['expected']}" if kind == "literal_error" else "")
+    said = f"{wanted} is right" if wanted else error["msg"][0].lower() + error["msg"][1:]
+    return f"{_show(error.get('input'))}; {said}"
+
+
+def _keys(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:
+    """The keys that are known where an unknown one was found."""
+    if len(where) == 1:
+        return list(root.model_fields)
+    inner: Any = root.model_fields[str(where[0])].annotation
+    return list(inner.__args__[-1].model_fields)
+
+
+def _show(value: object) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,83 @@
+"""Where a config comes from: a YAML file, flags over it, or the demo fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvloom.config import Config, build_config, demo_settings, resolve_model
+from kvloom.core.errors import ConfigError
+from kvloom.machine import Machine
+
+
+def load_config(
+    file: Path | None, flags: Mapping[str, Any], models: Mapping[str, str], machine: Machine
+) -> Config:
+    """The settings in `file`, overridden by `flags`, with `models` (from --model) added. With neither
+    file nor models the demo fleet is served. Raises ConfigError."""
+    demo = file is None and not models
+    settings = demo_settings() if demo else {} if file is None else read_yaml(file)
+    origin = {key: "--" + key.replace("_", "-") for key in flags}
+    settings |= flags
+    if models:
+        settings["models"] = _add_models(settings.get("models"), models)
+    folder = file.parent.absolute() if file is not None else Path.cwd()
+    try:
+        return build_config(settings, folder, machine, origin)
+    except ConfigError as error:
+        from_flag = error.message.startswith("--")
+        raise error if file is None or from_flag else ConfigError(f"{file}: {error.message}") from error
+
+
+def _add_models(present: object, models: Mapping[str, str]) -> object:
+    """A flag's path counts from here, the file's from the file."""
+    if present is not None and not isinstance(present, dict):
+        return present
+    added: dict[str, Any] = {}
+    for name, value in models.items():
+        try:
+            added[name] = resolve_model(value, Path.cwd())
+        except ValueError as error:
+            raise ConfigError(f"--model {name}: {error}") from error
+    return {**(present or {}), **added}
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The mapping in `file`. Raises ConfigError with the line."""
+    try:
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; the path of a YAML file is right") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text at byte {error.start}") from error
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        problem = " ".join(f"{error.context or ''} {error.problem or ''}".split())
+        raise ConfigError(f"{file}: line {line}: {problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
+    except ValueError as error:  # a date or a number that cannot be
+        raise ConfigError(f"{file}: {error}") from error
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{file}: a mapping of keys to values is right, as `port: 8000`")
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML lets a second key silently replace the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"`{key.value}` is set twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,198 @@
+"""Every error names its key, says what would be right and is one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvloom.config import DEMO, Config
+from kvloom.config_file import load_config
+from kvloom.core.errors import ConfigError
+from kvloom.machine import Machine
+from kvloom.sizes import parse_size, show_size
+
+MACHINE = Machine(cores=4, memory=3 << 30)
+GIB = 1 << 30
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint `model/`, a folder without one `empty/` and a key file `keys.txt`."""
+    for name in ("model", "other", "empty"):
+        (tmp_path / name).mkdir()
+    for name in ("model", "other"):
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "keys.txt").write_text("# ours\n\nalpha\n beta \n")
+    return tmp_path
+
+
+def load(folder: Path, text: str, flags: dict[str, Any] | None = None, **models: str) -> Config:
+    file = folder / "fleet.yaml"
+    file.write_text(text)
+    return load_config(file, flags or {}, models, MACHINE)
+
+
+def refused(folder: Path, text: str, flags: dict[str, Any] | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(folder, text, flags)
+    assert "\n" not in error.value.message
+    return error.value.message
+
+
+def test_defaults_and_short_form(folder: Path) -> None:
+    config = load(folder, "models: {a: ./model}")
+    assert (config.host, config.port, config.policy) == ("127.0.0.1", 8000, "adbs")
+    assert (config.kv_memory, config.threads, config.block_bytes) == (GIB, 4, 16384)
+    assert config.models["a"].path == str(folder / "model")
+    assert config.api_keys() == frozenset()
+
+
+def test_all_keys(folder: Path) -> None:
+    config = load(
+        folder,
+        "host: 0.0.0.0\nport: 0\nkv_memory: 0.5GiB\nblock_bytes: 4096\npolicy: round-robin\nmax_running: 8\n"
+        "max_waiting: 9\nchunk_tokens: 64\nthreads: 2\napi_key_file: keys.txt\nmax_body: 1MB\n"
+        "models:\n  a: {path: model, dtype: bfloat16, rate: 3, max_context: 512}\n  b: org/name\n",
+    )
+    assert config.api_keys() == {"alpha", "beta"}
+    assert config.max_body == 1_000_000
+    spec = config.engine()
+    assert (spec.kv_bytes, spec.block_bytes, spec.policy, spec.threads) == (GIB // 2, 4096, "round-robin", 2)
+    first, second = spec.models
+    assert (first.name, first.dtype, first.rate, first.max_context) == ("a", "bfloat16", 3.0, 512)
+    assert (second.name, second.path) == ("b", "org/name")
+
+
+def test_flags_win(folder: Path) -> None:
+    config = load(
+        folder, "port: 1\nmodels: {a: ./model}", {"port": 2, "kv_memory": "1MiB"}, a="org/x", b="org/y"
+    )
+    assert (config.port, config.kv_memory) == (2, 1 << 20)
+    assert {name: model.path for name, model in config.models.items()} == {"a": "org/x", "b": "org/y"}
+
+
+def test_frozen(folder: Path) -> None:
+    with pytest.raises(ValidationError):
+        load(folder, "models: {a: ./model}").port = 1
+
+
+M = "models: {a: ./model}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (M + "prot: 8000", ["fleet.yaml", "prot", "did you mean `port`?"]),
+        (M + "zzzzzz: 8000", ["zzzzzz", "known are host"]),
+        (M + "port: eighty", ["port", "'eighty'", "whole number"]),
+        (M + "port: 70000", ["port", "70000", "65535"]),
+        (M + "port: yes", ["port", "true", "number"]),
+        (M + "port:", ["port", "nothing"]),
+        (M + "host: ''", ["host"]),
+        (M + "kv_memory: lots", ["kv_memory", "lots", "512MiB"]),
+        (M + "kv_memory: -5", ["kv_memory", "-5", "512MiB"]),
+        (M + "kv_memory: [1]", ["kv_memory", "[1]"]),
+        (M + "kv_memory: 100", ["kv_memory", "less than one block", "16 KiB"]),
+        (M + "kv_memory: 4TiB", ["kv_memory", "4 TiB", "3 GiB available"]),
+        (M + "block_bytes: 1000", ["block_bytes", "power of two"]),
+        (M + "block_bytes: 32", ["block_bytes", "power of two"]),
+        (M + "policy: lifo", ["policy", "'lifo'", "'adbs', 'fcfs' or 'round-robin'"]),
+        (M + "max_running: 0", ["max_running", "0", "greater than or equal to 1"]),
+        (M + "chunk_tokens: 1.5", ["chunk_tokens", "whole number"]),
+        (M + "threads: 9", ["threads", "9 of 4 cores", "`auto`"]),
+        (M + "max_body: 1TiB", ["max_body"]),
+        (M + "api_key_file: none.txt", ["api_key_file", "none.txt", "one key a line"]),
+        (M + "api_key_file: fleet.yaml/..", ["api_key_file"]),
+        (M + "api_key_file: model", ["api_key_file", "model"]),
+        ("port: 1", ["models", "is missing"]),
+        ("models: {}", ["models", "at least one"]),
+        ("models: [a, b]", ["models", "mapping"]),
+        ("models: {a: 7}", ["models.a", "7"]),
+        ("models: {a: {}}", ["models.a.path", "missing"]),
+        ("models: {a: {path: model, dtyp: auto}}", ["models.a.dtyp", "did you mean `dtype`?"]),
+        ("models: {a: {path: model, dtype: int3}}", ["models.a.dtype", "'int3'", "bfloat16"]),
+        ("models: {a: {path: model, rate: 0}}", ["models.a.rate", "greater than 0"]),
+        ("models: {a: {path: model, rate: .nan}}", ["models.a.rate"]),
+        ("models: {a: ./missing}", ["models.a.path", "missing", "does not exist", "org/name"]),
+        ("models: {a: gpt2}", ["models.a.path", "does not exist", "org/name"]),
+        ("models: {a: keys.txt}", ["models.a.path", "is a file"]),
+        ("models: {a: empty}", ["models.a.path", "no config.json"]),
+        ("models: {a: ''}", ["models.a.path", "no path"]),
+        ("models: {'a b': model}", ["models", "'a b'", "letters"]),
+        ("models: {1: model}", ["models"]),
+        ("models: {a: model, a: other}", ["line 1", "`a` is set twice"]),
+        (M + "port: [", ["fleet.yaml", "line 2"]),
+        ("port: 1\n\tx: 2", ["line 2"]),
+        ("", ["mapping"]),
+        ("- a", ["mapping"]),
+        ("1: 2", ["mapping"]),
+        ("a: 2026-99-99", ["fleet.yaml"]),
+        ("\x01", ["fleet.yaml"]),
+        (M + "prot: 1\npolicy: x", ["and 1 more"]),
+    ],
+)
+def test_one_line_that_says_what_would_be_right(folder: Path, text: str, parts: list[str]) -> None:
+    message = refused(folder, text)
+    for part in parts:
+        assert part in message
+
+
+def test_an_empty_key_file(folder: Path) -> None:
+    (folder / "keys.txt").write_text("\n# none yet\n")
+    assert "holds no key" in refused(folder, M + "api_key_file: keys.txt")
+
+
+def test_a_key_file_of_bytes(folder: Path) -> None:
+    (folder / "keys.txt").write_bytes(b"\xff\xfe")
+    assert "UTF-8" in refused(folder, M + "api_key_file: keys.txt")
+
+
+def test_a_flag_is_named_as_one(folder: Path) -> None:
+    assert refused(folder, M, {"kv_memory": "x"}).startswith("--kv-memory: ")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+        load_config(tmp_path / "none.yaml", {}, {}, MACHINE)
+
+
+def test_the_demo_fleet_without_anything() -> None:
+    config = load_config(None, {"port": 5}, {}, MACHINE)
+    assert (config.port, config.block_bytes, config.kv_memory) == (5, 4096, 64 << 20)
+    assert all(Path(model.path).parent == DEMO.resolve() for model in config.models.values())
+
+
+def test_auto_is_never_less_than_a_block(folder: Path) -> None:
+    (folder / "f.yaml").write_text(M)
+    config = load_config(folder / "f.yaml", {}, {}, dataclasses.replace(MACHINE, memory=10))
+    assert config.kv_memory == config.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512MiB", 512 << 20),
+        ("2GB", 2 * 10**9),
+        ("1.5 gib", 3 << 29),
+        ("7", 7),
+        (7, 7),
+        ("1k", 1000),
+        ("1 TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "1 apple", "-1", "1e9", "1XiB", True, "9" * 50])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)
+
+
+def test_sizes_are_shown_short() -> None:
+    assert [show_size(n) for n in (100, 4096, 3 << 29)] == ["100 bytes", "4 KiB", "1.5 GiB"]
