@@ -18,6 +18,10 @@ from kvloom.core.request import ModelCard
 MAX_RENDERED = 16 << 20  # characters; a template that writes more is stopped
 
 
+# What a template that is wrong, or was given what it does not expect, may raise beside jinja2's own.
+_BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
+
+
 class _Generation(Extension):
     """{% generation %} marks the assistant's words for training; for serving it is its body."""
 
@@ -41,18 +45,13 @@ class ChatTemplate:
     def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
     ) -> str:
-        """`options` are the template's own switches; they override none of what it is always given."""
+        """`options` are the template's own switches; they cannot replace messages, tools or tokens."""
         if self.text is None:
             raise BadRequest(
                 f"model {self._name} has no chat template: use /v1/completions", param="messages"
             )
-        given = {
-            "add_generation_prompt": True,
-            **self._special,
-            **options,
-            "messages": messages,
-            "tools": tools,
-        }
+        given = {"add_generation_prompt": True} | options | self._special
+        given |= {"messages": messages, "tools": tools}
         try:
             pieces, size = [], 0
             self._compiled = self._compiled or self._environment.from_string(self.text)
@@ -63,7 +62,7 @@ class ChatTemplate:
                     raise BadRequest("the chat template wrote too long a text", param="messages")
         except TemplateError as error:
             raise BadRequest(f"chat template of {self._name}: {error}", param="messages") from None
-        except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
+        except _BROKEN as error:
             kind = type(error).__name__
             raise BadRequest(f"chat template of {self._name}: {kind}: {error}", param="messages") from None
         return "".join(pieces)

@@ -100,7 +100,8 @@ def _ok(answer: type[BaseModel], chunk: type[BaseModel] | None = None) -> Json:
     content: Json = {"application/json": {"schema": _reference(answer)}}
     if chunk is not None:
         said = f"With `stream`: server-sent events of {chunk.__name__}, then `[DONE]`."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": said}}
+        event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+        content["text/event-stream"] = {"schema": event | {"description": said}}
     return {"description": "Done.", "content": content}
 
 

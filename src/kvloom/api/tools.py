@@ -136,21 +136,20 @@ class _EndTag:
 
 
 class _JsonEnd:
-    """Where the first bracketed JSON value ends, one look at each character."""
+    """Where the first bracketed JSON value ends, one look at each character. After a name, as Mistral writes
+    it, only a brace begins the value."""
 
     def __init__(self) -> None:
         self._depth = 0
+        self._named = False
         self._quoted = self._escaped = False
 
     def __call__(self, text: str) -> int | None:
         for at, letter in enumerate(text):
             if self._quoted:
-                if self._escaped:
-                    self._escaped = False
-                elif letter == "\\":
-                    self._escaped = True
-                elif letter == '"':
-                    self._quoted = False
+                self._in_string(letter)
+            elif self._depth == 0:
+                self._before(letter)
             elif letter == '"':
                 self._quoted = True
             elif letter in "{[":
@@ -160,6 +159,20 @@ class _JsonEnd:
                 if self._depth == 0:
                     return at + 1
         return None
+
+    def _in_string(self, letter: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif letter == "\\":
+            self._escaped = True
+        elif letter == '"':
+            self._quoted = False
+
+    def _before(self, letter: str) -> None:
+        if letter == "{" or (letter == "[" and not self._named):
+            self._depth = 1
+        elif not letter.isspace():
+            self._named = True
 
 
 _ENDS: dict[Family, Callable[[], Callable[[str], int | None]]] = {

@@ -1,0 +1,258 @@
+"""The gateway as HTTP: statuses, headers, limits, keys, metrics and its own description."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from kvloom.api.app import create_app
+from kvloom.api.schemas import ErrorAnswer, ModelList
+from kvloom.api.schemas_chat import ChatAnswer, ChatChunk
+from kvloom.api.schemas_completion import CompletionAnswer
+from kvloom.core.errors import UnknownModel
+from tests.api.scripted import ScriptedEngine, card, says, serving
+
+TEXT = "hello world"
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(says(TEXT))
+
+
+@pytest.fixture
+def http(engine: ScriptedEngine) -> Iterator[TestClient]:
+    with TestClient(create_app(engine, max_body=50_000), raise_server_exceptions=False) as http:
+        yield http
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_answers_have_the_forms_described(http: TestClient) -> None:
+    CompletionAnswer.model_validate(http.post("/v1/completions", json=COMPLETION | {"logprobs": 2}).json())
+    ChatAnswer.model_validate(http.post("/v1/chat/completions", json=CHAT | {"logprobs": True}).json())
+    ModelList.model_validate(http.get("/v1/models").json())
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    text = http.post("/v1/completions", json=COMPLETION | options | {"logprobs": 2, "echo": True}).text
+    assert [CompletionAnswer.model_validate(one) for one in events(text)][-1].usage is not None
+    text = http.post("/v1/chat/completions", json=CHAT | options | {"logprobs": True}).text
+    assert [ChatChunk.model_validate(one) for one in events(text)][-1].usage is not None
+
+
+def test_a_stream_without_usage_says_nothing_of_it(http: TestClient) -> None:
+    chunks = events(http.post("/v1/completions", json=COMPLETION | {"stream": True}).text)
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 2, "best_of": 3}, "best_of"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"max_tokens": 10**12}, "max_tokens"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"999": 1}}, "logit_bias"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"model": ""}, "model"),
+]
+BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [400]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"suffix": "x"}, "suffix"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"prompt": ["a"] * 100, "n": 100}, "n"),
+]
+BAD_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "bob", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "image_url"}]}]},
+        "messages[0].content[1]",
+    ),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD + BAD_COMPLETION)
+def test_bad_completion_parameters_are_named(http: TestClient, change: dict[str, Any], param: str) -> None:
+    check_error(http.post("/v1/completions", json=COMPLETION | change), 400, param)
+
+
+@pytest.mark.parametrize(("change", "param"), BAD + BAD_CHAT)
+def test_bad_chat_parameters_are_named(http: TestClient, change: dict[str, Any], param: str) -> None:
+    check_error(http.post("/v1/chat/completions", json=CHAT | change), 400, param)
+
+
+def check_error(answer: Any, status: int, param: str | None = None) -> str:
+    assert answer.status_code == status, answer.text
+    error = ErrorAnswer.model_validate(answer.json()).error
+    assert error.param == param
+    assert "Traceback" not in error.message
+    return error.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 20_000, b'{"model":"tiny","prompt":"\\ud800"}',
+     b'{"model":"tiny","prompt":"x","temperature":NaN}', b'{"model":"tiny","prompt":' + b"1" * 9000 + b"}"],
+)  # fmt: skip
+def test_what_is_no_request_is_a_400(http: TestClient, body: bytes) -> None:
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    ErrorAnswer.model_validate(answer.json())
+
+
+def test_unknown_fields_are_let_pass(http: TestClient) -> None:
+    assert http.post("/v1/completions", json=COMPLETION | {"service_tier": "auto"}).status_code == 200
+
+
+def test_routes(http: TestClient) -> None:
+    check_error(http.get("/v1/nothing"), 404)
+    check_error(http.get("/v1/models/other"), 404, "model")
+    answer = http.get("/v1/completions")
+    check_error(answer, 405)
+    assert answer.headers["allow"] == "POST"
+    check_error(http.post("/v1/completions", json=COMPLETION | {"model": "other"}), 404, "model")
+
+
+def test_chat_templates(http: TestClient, engine: ScriptedEngine) -> None:
+    engine.cards = [
+        card("none", None),
+        card("picky", "{{ raise_exception('roles must alternate') }}"),
+        card("broken", "{% if %}"),
+        card("sly", "{{ ''.__class__.__mro__ }}"),
+        card("endless", "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}"),
+        card("nested", "{{ messages[0].content | tojson }}{% break %}"),
+    ]  # fmt: skip
+    said = {
+        one.name: check_error(
+            http.post("/v1/chat/completions", json=CHAT | {"model": one.name}), 400, "messages"
+        )
+        for one in engine.cards
+    }
+    assert "no chat template" in said["none"]
+    assert "roles must alternate" in said["picky"]
+    assert "broken" in said["broken"]
+
+
+def test_an_engine_that_raises_what_nobody_expects(http: TestClient, engine: ScriptedEngine) -> None:
+    nothing: list[list[int]] = []
+    engine.script = lambda *_: nothing[0]
+    for stream in (False, True):
+        message = check_error(http.post("/v1/completions", json=COMPLETION | {"stream": stream}), 500)
+        assert "index" not in message
+
+
+def test_a_model_that_went_away(http: TestClient, engine: ScriptedEngine) -> None:
+    engine.error = UnknownModel("gone", param="model")
+    check_error(http.post("/v1/completions", json=COMPLETION | {"stream": True}), 404, "model")
+
+
+def test_body_limits(http: TestClient) -> None:
+    large = json.dumps(COMPLETION | {"prompt": "x" * 60_000}).encode()
+    check_error(http.post("/v1/completions", content=large), 413)
+    chunks = (large[at : at + 1000] for at in range(0, len(large), 1000))
+    check_error(http.post("/v1/completions", content=chunks), 413)
+
+
+def test_a_body_that_does_not_come(engine: ScriptedEngine) -> None:
+    with serving(create_app(engine, body_seconds=0.1)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 50\r\n\r\n"
+            connection.sendall(head.encode() + b'{"model"')
+            assert b" 408 " in connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_keys(engine: ScriptedEngine) -> None:
+    with TestClient(create_app(engine, api_keys=frozenset({"one", "zwö"}))) as http:
+        for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
+            answer = http.post("/v1/completions", json=COMPLETION, headers=headers)
+            check_error(answer, 401)
+            assert answer.headers["www-authenticate"] == "Bearer"
+        good = {"authorization": "Bearer one"}
+        assert http.post("/v1/completions", json=COMPLETION, headers=good).status_code == 200
+        assert http.get("/health").status_code == 200
+        assert http.get("/metrics").status_code == 401
+
+
+def test_health(http: TestClient, engine: ScriptedEngine) -> None:
+    assert http.get("/health").status_code == 200
+    engine.away = True
+    check_error(http.get("/health"), 503)
+
+
+def test_metrics(http: TestClient, engine: ScriptedEngine) -> None:
+    http.post("/v1/completions", json=COMPLETION)
+    http.post("/v1/completions", json=COMPLETION | {"n": 0})
+    list(http.post("/v1/completions", json=COMPLETION | {"stream": True}).iter_lines())
+    text = http.get("/metrics").text
+    for line in (
+        'kvloom_requests_total{model="tiny",status="200"} 2.0',
+        'kvloom_requests_total{model="unknown",status="400"} 1.0',
+        'kvloom_requests_waiting{model="tiny"} 1.0',
+        'kvloom_requests_running{model="tiny"} 2.0',
+        'kvloom_kv_blocks_used{model="tiny"} 40.0',
+        "kvloom_kv_blocks_free 60.0",
+        'kvloom_preemptions_total{model="tiny"} 3.0',
+        'kvloom_time_to_first_token_seconds_count{model="tiny"} 2.0',
+        'kvloom_time_per_output_token_seconds_count{model="tiny"} 2.0',
+        "kvloom_engine_up 1.0",
+    ):
+        assert line in text, line
+    engine.away = True
+    assert "kvloom_engine_up 0.0" in http.get("/metrics").text
+
+
+def test_two_gateways_in_one_process(engine: ScriptedEngine) -> None:
+    for app in (create_app(engine), create_app(engine)):
+        with TestClient(app) as http:
+            http.post("/v1/completions", json=COMPLETION)
+            assert 'kvloom_requests_total{model="tiny",status="200"} 1.0' in http.get("/metrics").text
+
+
+def test_description(http: TestClient) -> None:
+    document = http.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    assert {"/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics"} <= set(
+        document["paths"]
+    )
+    text = http.get("/docs").text
+    assert "max_completion_tokens" in text
+    assert "<script" not in text
+    assert "https://" not in text
+
+
+def test_the_gateway_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, kvloom.api.app; print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,146 @@
+"""Stop strings and detokenizing: how a text is cut up changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models
+
+from kvloom.api.detokenizer import detokenizer
+from kvloom.api.stops import StopStrings
+from kvloom.api.tokenizer import LONG_TEXT, Tokenizer
+from kvloom.core.errors import BadRequest, ConfigError
+from tests.api.scripted import card, token, tokens
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> tuple[str, list[str]]:
+    text = draw(st.text(alphabet="abc ", max_size=30))
+    cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=8)) | {0, len(text)})
+    return text, [text[begin:end] for begin, end in pairwise(cuts)]
+
+
+def run(stops: StopStrings, pieces: list[str]) -> str:
+    shown = [stops.push(piece) for piece in pieces]
+    return "".join(shown) + stops.end()
+
+
+@given(cut_texts(), st.lists(st.text(alphabet="abc ", min_size=1, max_size=5), max_size=4))
+def test_stops_do_not_see_where_a_text_is_cut(cut: tuple[str, list[str]], words: list[str]) -> None:
+    text, pieces = cut
+    stops = StopStrings(words)
+    shown = run(stops, pieces)
+    assert shown == run(StopStrings(words), list(text))
+    ends = [text.find(word) + len(word) for word in words if word in text]
+    if not ends:
+        assert shown == text
+        assert stops.hit is None
+    else:
+        assert stops.hit is not None
+        assert text.startswith(shown + stops.hit)
+        assert len(shown + stops.hit) == min(ends)
+
+
+@given(cut_texts())
+def test_stops_hold_back_no_more_than_could_become_one(cut: tuple[str, list[str]]) -> None:
+    stops = StopStrings(["abca"])
+    shown = ""
+    seen = ""
+    for piece in cut[1]:
+        seen += piece
+        shown += stops.push(piece)
+        if stops.hit is None:
+            held = seen[len(shown) :]
+            assert held in ("", "a", "ab", "abc")
+
+
+def sentencepiece() -> Tokenizer:
+    """Bytes and a few words, as Llama 2 spells them."""
+    words = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "▁hello", "▁world", "fox", "é"]
+    hf = HFTokenizer(models.BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True))
+    hf.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(card(tokenizer=hf.to_str(), add_bos=False))
+
+
+def words() -> Tokenizer:
+    """A vocabulary of whole words: only its decoder knows about the spaces between them."""
+    hf = HFTokenizer(
+        models.WordPiece({"un": 0, "##do": 1, "the": 2, "fox": 3, "[UNK]": 4}, unk_token="[UNK]")
+    )
+    hf.decoder = decoders.WordPiece()
+    return Tokenizer(card(tokenizer=hf.to_str(), add_bos=False))
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
+    text = detokenizer(tokenizer)
+    return "".join([text.push(one) for one in ids]) + text.end()
+
+
+TINY = Tokenizer(card())
+PIECES = sentencepiece()
+WORDS = words()
+
+
+@given(st.text(max_size=40))
+def test_streamed_text_is_the_text(text: str) -> None:
+    assert streamed(TINY, tokens(text)) == text
+
+
+@given(st.lists(st.integers(0, 400), max_size=40))
+def test_any_tokens_at_all(ids: list[int]) -> None:
+    """Broken UTF-8, special tokens and ids beyond the vocabulary included."""
+    assert streamed(TINY, ids) == TINY.decode(ids)
+
+
+@given(st.lists(st.sampled_from([256, 257, 258, 259, 260, *b"a\n"]), max_size=20))
+def test_sentencepiece(ids: list[int]) -> None:
+    assert streamed(PIECES, ids) == PIECES.decode(ids)
+
+
+@given(st.lists(st.integers(0, 255), max_size=20))
+def test_sentencepiece_bytes_never_raise(ids: list[int]) -> None:
+    assert streamed(PIECES, ids) == bytes(ids).decode("utf-8", "replace")
+
+
+@given(st.lists(st.integers(0, 3), max_size=20))
+def test_a_vocabulary_whose_decoder_adds_spaces(ids: list[int]) -> None:
+    assert streamed(WORDS, ids) == WORDS.decode(ids)
+
+
+def test_half_a_character_waits() -> None:
+    text = detokenizer(TINY)
+    *begin, last = tokens("🦊")
+    assert [text.push(one) for one in begin] == [""] * len(begin)
+    assert text.push(last) == "🦊"
+
+
+def test_special_tokens_show_where_they_are_kept() -> None:
+    mark = token("[TOOL_CALLS]")
+    assert detokenizer(TINY).push(mark) == ""
+    assert detokenizer(TINY, frozenset({mark})).push(mark) == "[TOOL_CALLS]"
+
+
+def test_encoding() -> None:
+    assert asyncio.run(TINY.encode("hello", special=True)) == [token("<s>"), *tokens("hello")]
+    assert asyncio.run(TINY.encode("<s>hello", special=False)) == [token("<s>"), *tokens("hello")]
+    assert asyncio.run(TINY.encode("", special=True)) == [token("<s>")]
+    long = "hello " * LONG_TEXT
+    assert asyncio.run(TINY.encode(long, special=False)) == tokens(long)
+
+
+def test_nothing_to_begin_with() -> None:
+    bare = Tokenizer(card(bos_token_id=None, add_bos=False))
+    with pytest.raises(BadRequest, match="prompt is empty"):
+        bare.encode_now("", special=True)
+
+
+@pytest.mark.parametrize("text", ["", "{}", json.dumps({"model": {"type": "Nonsense"}})])
+def test_a_broken_tokenizer_names_its_model(text: str) -> None:
+    with pytest.raises(ConfigError, match="model tiny"):
+        Tokenizer(card(tokenizer=text))
