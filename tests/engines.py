@@ -76,7 +76,9 @@ async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
     assert engine.pool.free == engine.pool.total
 
 
-def body(model: str, prompt: list[int], *, n: int = 1, priority: int = 0, **sampling: object) -> StartGenerate:
+def body(
+    model: str, prompt: list[int], *, n: int = 1, priority: int = 0, **sampling: object
+) -> StartGenerate:
     params = {"max_tokens": 16, "seed": 7} | sampling
     return StartGenerate(
         model=model,

@@ -17,7 +17,9 @@ class Oracle:
     each other. Tests print it."""
 
     def __init__(self, path: Path | str) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
         self.model.eval()
         self.ties = 0
 
@@ -39,7 +41,9 @@ class Oracle:
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[V] after the last of `tokens`."""
         with torch.inference_mode():
-            out: torch.Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
+            out: torch.Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[
+                0, -1
+            ]
         return out
 
     def check(self, prompt: Sequence[int], found: Sequence[int]) -> None:
@@ -50,6 +54,8 @@ class Oracle:
                 continue
             logits = self.logits([*prompt, *expected[:i]])
             gap = float(logits[want] - logits[got])
-            assert gap <= TIE, f"token {i}: {got} where the oracle has {want}, {gap:.2e} better\n{expected}\n{found}"
+            assert gap <= TIE, (
+                f"token {i}: {got} where the oracle has {want}, {gap:.2e} better\n{expected}\n{found}"
+            )
             self.ties += 1
             return

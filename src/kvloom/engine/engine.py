@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from kvloom.core.clock import Clock
 from kvloom.core.errors import Unavailable
 from kvloom.core.job import Executor, JobResult, Phase
-from kvloom.core.load import ModelLoad, UnitLoad
+from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
 from kvloom.core.spec import EngineSpec
 from kvloom.engine.batching import POLICIES
@@ -17,7 +17,7 @@ from kvloom.engine.batching.view import Action, Preempt, Prefill, UnitView
 from kvloom.engine.flight import Flight, compose
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
-from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.sequence import Sequence
 from kvloom.engine.tuner import QuotaTuner
 from kvloom.kv.pool import Pool
 

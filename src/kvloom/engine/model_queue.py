@@ -67,7 +67,7 @@ class ModelQueue:
         self.running.append(child)
 
     def preempt(self, now: int) -> bool:
-        """Send one sequence back to wait; it is computed again from its tokens. False where all are in jobs."""
+        """Send one sequence back; its tokens are computed again later. False where all are in jobs."""
         victim = self.victim()
         if victim is None:
             return False

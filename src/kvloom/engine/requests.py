@@ -35,7 +35,9 @@ class Requests:
         """Let a request in, or raise what is wrong with it. now: jobs that the unit has started."""
         queue = self._queues.get(body.model)
         if queue is None:
-            raise UnknownModel(f"the model `{body.model}` is not served here; served: {', '.join(self._queues)}")
+            raise UnknownModel(
+                f"the model `{body.model}` is not served here; served: {', '.join(self._queues)}"
+            )
         self._check(body, queue)
         arrival = next(self._arrivals)
         sequences = [self._sequence(body, choice, arrival) for choice in range(body.n)]
@@ -51,7 +53,7 @@ class Requests:
             raise BadRequest(f"request id {body.request} is in use", param="request")
         if length >= card.context_length:
             raise PromptTooLong(
-                f"the prompt has {length} tokens, and {card.name} holds {card.context_length} with the answer",
+                f"the prompt has {length} tokens, but {card.name} holds {card.context_length}, answer included",
                 param="prompt",
             )
         if max(body.prompt) >= card.vocab_size:
@@ -99,8 +101,8 @@ class Requests:
     def land(self, flight: Flight, result: JobResult, now: int) -> None:
         """A job has ended: its tokens go to their sequences and streams."""
         queue = self._queues[flight.job.model]
-        for sequence, logprob in zip(flight.asked, result.prompt_logprobs, strict=True):
-            self._report_prompt(sequence, logprob)
+        for asker, report in zip(flight.asked, result.prompt_logprobs, strict=True):
+            self._report_prompt(asker, report)
         for sequence, count in flight.batch:
             sequence.in_job = False
             sequence.computed += count

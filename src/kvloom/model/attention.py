@@ -1,4 +1,4 @@
-"""Our attention, as transformers' AttentionInterface calls it: write the new K and V, attend over the pages."""
+"""Our attention, as transformers' AttentionInterface calls it: write new K and V, attend over the pages."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ NAME = "kvloom"
 _KNOWN = {"dropout", "position_ids", "kv", "is_causal"}  # asked for, and harmless to leave out
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer turns q · k into a score. window: keys seen, the query's own among them; softcap: the bound
+    that tanh bends scores to; 0 for none of either."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
 @dataclass(slots=True)
 class ForwardState:
     """One forward of one model over the arena; made from its plan once for all layers.
@@ -28,7 +38,6 @@ class ForwardState:
 
     plan: Plan
     arena: Tensor
-    threads: int
     page_map: Tensor = field(init=False)
     decode: bool = field(init=False)
     tables: Tensor = field(init=False)
@@ -63,38 +72,42 @@ class ForwardState:
             begin, into, count = item.source_offset, item.target_offset, item.tokens
             self.arena[target, :, into : into + count] = self.arena[source, :, begin : begin + count]
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, softcap: float
-    ) -> Tensor:
-        """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]. window, softcap: 0 for none."""
-        kernels: Any = cpu if self.native else reference
-        extra = {"threads": self.threads} if self.native else {}
-        kernels.write_kv(self.arena, self.page_map, layer, k, v, self.slot_page, self.slot_offset, **extra)
-        if self.plan.sends:
-            self.send(layer, self.plan.sends)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]. Rows past the plan's tokens are
+        padding, and get the last token's output."""
+        count = self.plan.positions.size
         out = torch.empty(q.shape, dtype=q.dtype)
+        self._write(layer, k[:count], v[:count])
         if self.decode:
-            kernels.decode_attention(
-                out, q, self.arena, self.page_map, layer, self.tables, self.lengths, scale, window, softcap, **extra
-            )
+            self._decode(layer, q[:count], out[:count], scoring)
         else:
-            self._prefill(out, layer, q, k, v, scale, window, softcap)
+            self._prefill(layer, q[:count], k[:count], v[:count], out[:count], scoring)
+        out[count:] = out[count - 1]
         return out
 
-    def _prefill(
-        self, out: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float
-    ) -> None:
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        write = cpu.write_kv if self.native else reference.write_kv
+        write(self.arena, self.page_map, layer, k, v, self.slot_page, self.slot_offset)
+        if self.plan.sends:
+            self.send(layer, self.plan.sends)
+
+    def _decode(self, layer: int, q: Tensor, out: Tensor, scoring: Scoring) -> None:
+        decode = cpu.decode_attention if self.native else reference.decode_attention
+        form = (scoring.scale, scoring.window, scoring.softcap)
+        decode(out, q, self.arena, self.page_map, layer, self.tables, self.lengths, *form)
+
+    def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scoring: Scoring) -> None:
         begin = 0
-        for i, (start, count) in enumerate(zip(self.plan.starts.tolist(), self.plan.appends.tolist(), strict=True)):
-            new = slice(begin, begin + count)
-            first = 0
+        starts, counts = self.plan.starts.tolist(), self.plan.appends.tolist()
+        for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            new, first = slice(begin, begin + count), 0
             keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
             if start:
-                first = max(0, start - window + 1) if window else 0
+                first = max(0, start - scoring.window + 1) if scoring.window else 0
                 keys, values, first = self._gather(layer, i, first, start + count)
-            out[new] = attend_dense(
-                q[new].transpose(0, 1), keys, values, start - first, scale=scale, window=window, softcap=softcap
-            ).transpose(0, 1)
+            out[new] = attend_dense(q[new].transpose(0, 1), keys, values, start - first, scoring).transpose(
+                0, 1
+            )
             begin += count
 
     def _gather(self, layer: int, i: int, first: int, end: int) -> tuple[Tensor, Tensor, int]:
@@ -108,26 +121,23 @@ class ForwardState:
         return both[0], both[1], low * tokens
 
 
-def attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, offset: int, *, scale: float, window: int, softcap: float
-) -> Tensor:
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring) -> Tensor:
     """Causal attention of q [Hq, n, D], at positions offset…offset+n−1, over k and v [Hkv, L, D]."""
+    scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     n, length = q.shape[1], k.shape[1]
     simple = not softcap and offset == 0 and not (window and window < n)
-    mask = None
-    if not simple:
-        ahead = torch.arange(offset, offset + n)[:, None] - torch.arange(length)
-        mask = (ahead >= 0) & (ahead < window) if window else ahead >= 0
+    ahead = torch.arange(offset, offset + n)[:, None] - torch.arange(length)
+    seen = (ahead >= 0) & (ahead < window) if window else ahead >= 0
     if not softcap:
+        mask = None if simple else seen
         grouped = q.shape[0] != k.shape[0]
         return F.scaled_dot_product_attention(
             q[None], k[None], v[None], mask, is_causal=simple, scale=scale, enable_gqa=grouped
         )[0]
     group = q.shape[0] // k.shape[0]
-    scores = q.unflatten(0, (-1, group)) @ k[:, None].transpose(-1, -2) * scale
+    scores = q.reshape(-1, group, n, q.shape[-1]) @ k[:, None].transpose(-1, -2) * scale
     scores = torch.tanh(scores / softcap) * softcap
-    assert mask is not None
-    weights = scores.masked_fill(~mask, float("-inf")).float().softmax(-1).to(v.dtype)
+    weights = scores.masked_fill(~seen, float("-inf")).float().softmax(-1).to(v.dtype)
     return (weights @ v[:, None]).flatten(0, 1)
 
 
@@ -148,15 +158,19 @@ def kvloom_attention(
     state: ForwardState = kwargs["kv"]
     strange = sorted(name for name, given in kwargs.items() if name not in _KNOWN and given)
     if strange or attention_mask is not None:
-        raise ConfigError(f"its attention asks for {', '.join(strange) or 'a mask'}, which kvloom does not have")
+        raise ConfigError(
+            f"its attention asks for {', '.join(strange) or 'a mask'}, which kvloom does not have"
+        )
     out = state.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
-        window=sliding_window or 0,
-        softcap=softcap or 0.0,
+        Scoring(
+            scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+            window=sliding_window or 0,
+            softcap=softcap or 0.0,
+        ),
     )
     return out[None], None
 

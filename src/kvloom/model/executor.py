@@ -7,15 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from kvloom.core.errors import ConfigError
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
+from kvloom.core.plan import I64
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import ModelSpec
 from kvloom.kv.arena import Arena
 from kvloom.model.attention import ForwardState
+from kvloom.model.linear import FEWEST_ROWS
 from kvloom.model.loader import LoadedModel, load_model
 from kvloom.model.sampler import prompt_logprobs, sample
 
@@ -88,18 +92,26 @@ class TorchExecutor:
         started = time.perf_counter()
         torch.set_num_threads(job.share)
         model = self._models[job.model]
-        state = ForwardState(job.plan, self._views[job.model], job.share)
+        state = ForwardState(job.plan, self._views[job.model])
         rows = [row.row for row in job.samples] + [row.row for row in job.prompts]
+        kept = np.asarray(rows, dtype=np.int64)
         with torch.inference_mode():
             state.copy_pages(job.plan.copies)
             logits = model.module(
-                input_ids=torch.from_numpy(job.tokens)[None],
-                position_ids=torch.from_numpy(job.plan.positions)[None],
+                input_ids=_padded(job.tokens)[None],
+                position_ids=_padded(job.plan.positions)[None],
                 use_cache=False,
-                logits_to_keep=torch.tensor(rows, dtype=torch.int64),
+                logits_to_keep=_padded(kept),
                 kv=state,
             ).logits[0]
             count = len(job.samples)
             tokens, reports = sample(logits[:count], job.samples)
-            prompts = prompt_logprobs(logits[count:], job.prompts)
+            prompts = prompt_logprobs(logits[count : len(rows)], job.prompts)
         return JobResult(tokens, reports, prompts, time.perf_counter() - started)
+
+
+def _padded(values: I64) -> Tensor:
+    """`values`, the last one repeated up to the fewest rows that linear layers run well with. A repeated row
+    asks no other expert of a mixture than its original."""
+    short = FEWEST_ROWS - values.size
+    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < FEWEST_ROWS else values)

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.kernels.cpu import rms_norm
-from kvloom.model.linear import FusedLinear, PackedLinear, Part, TiedLinear, can_pack
+from kvloom.model.linear import FusedLinear, GatedMLP, PackedLinear, Part, TiedLinear, can_pack
+from kvloom.model.rope import fuse_rotary
 
-_SISTERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_ACTIVATIONS = (("swish", ""), ("gelu", "tanh"), ("gelu", "none"))
 
 
 class FusedRMSNorm(nn.Module):
@@ -33,14 +36,19 @@ class FusedRMSNorm(nn.Module):
 
 def fuse(model: nn.Module) -> None:
     """Fuse and pack in place. The stock weights are let go layer by layer, so that the peak is one layer."""
-    for module in list(model.modules()):
-        for names in _SISTERS:
-            _fuse_sisters(module, names)
+    for parent, name, child in list(_children(model)):
+        if type(child).__name__.endswith("Attention"):
+            _fuse_qkv(child)
+            fuse_rotary(child)
+        elif gated := _gated_like(child):
+            setattr(parent, name, gated)
     tied = _shared_weights(model)
     for parent, name, child in list(_children(model)):
         if type(child) is nn.Linear and can_pack(child.weight):
             is_tied = child.weight.data_ptr() in tied and child.bias is None
-            setattr(parent, name, TiedLinear(child.weight) if is_tied else PackedLinear(child.weight, child.bias))
+            setattr(
+                parent, name, TiedLinear(child.weight) if is_tied else PackedLinear(child.weight, child.bias)
+            )
         elif type(child).__name__.endswith("RMSNorm"):
             norm = _norm_like(child)
             if norm is not None:
@@ -58,17 +66,38 @@ def _shared_weights(model: nn.Module) -> set[int]:
     return {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
-def _fuse_sisters(module: nn.Module, names: tuple[str, ...]) -> None:
-    linears = [getattr(module, name, None) for name in names]
-    if not all(type(linear) is nn.Linear for linear in linears):
+def _linears(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:
+    """The module's plain linear layers of these names, if all can be packed."""
+    found = [getattr(module, name, None) for name in names]
+    linears = [linear for linear in found if type(linear) is nn.Linear and can_pack(linear.weight)]
+    return linears if len(linears) == len(names) else None
+
+
+def _fuse_qkv(module: nn.Module) -> None:
+    linears = _linears(module, _QKV)
+    if linears is None or len({(linear.in_features, linear.bias is None) for linear in linears}) != 1:
         return
-    sisters = [linear for linear in linears if isinstance(linear, nn.Linear)]
-    same = len({(s.in_features, s.weight.dtype, s.bias is None) for s in sisters}) == 1
-    if not same or not can_pack(sisters[0].weight):
-        return
-    fused = FusedLinear(sisters)
-    for index, name in enumerate(names):
+    fused = FusedLinear(linears)
+    for index, name in enumerate(_QKV):
         setattr(module, name, Part(fused, index))
+
+
+def _gated_like(stock: nn.Module) -> GatedMLP | None:
+    """Our gated MLP in the stock one's place, or None where it is something else."""
+    linears = _linears(stock, _GATED)
+    if linears is None:
+        return None
+    probe = torch.randn(1, 4, linears[0].in_features, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        try:
+            expected = stock(probe)
+        except (TypeError, ValueError, RuntimeError):
+            return None  # it takes more than one input: it is not a plain MLP
+        for activation, form in _ACTIVATIONS:
+            gated = GatedMLP(linears, activation, form)
+            if torch.allclose(gated(probe), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
+                return gated
+    return None
 
 
 def _norm_like(stock: nn.Module) -> FusedRMSNorm | None:

@@ -14,7 +14,7 @@ from kvloom.core.errors import ConfigError
 from kvloom.core.geometry import Geometry
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import ModelSpec
-from kvloom.model.attention import NAME, attend_dense
+from kvloom.model.attention import NAME, Scoring, attend_dense
 from kvloom.model.fuse import fuse
 
 _PROBE_TOKENS = 9
@@ -35,19 +35,16 @@ class _Observer:
         self.layers: dict[int, tuple[int, int]] = {}
         self.windows: dict[int, int] = {}
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, softcap: float
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         if k.shape[-1] != v.shape[-1]:
             raise ConfigError(
                 f"its keys have {k.shape[-1]} numbers and its values {v.shape[-1]} (latent attention), "
                 "and kvloom's blocks hold both at one head size"
             )
         self.layers[layer] = (k.shape[1], k.shape[2])
-        self.windows[layer] = window
-        return attend_dense(
-            *(x.transpose(0, 1) for x in (q, k, v)), 0, scale=scale, window=window, softcap=softcap
-        ).transpose(0, 1)
+        self.windows[layer] = scoring.window
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
 
 
 def load_model(spec: ModelSpec, block_bytes: int) -> LoadedModel:
@@ -121,11 +118,15 @@ def _uniform(module: Any, observer: _Observer) -> None:
             "own, which kvloom's pool does not hold"
         )
     if len(set(observer.layers.values())) != 1:
-        raise ConfigError(f"its layers differ in KV heads or head size: {sorted(set(observer.layers.values()))}")
+        raise ConfigError(
+            f"its layers differ in KV heads or head size: {sorted(set(observer.layers.values()))}"
+        )
     kinds = getattr(module.config, "layer_types", None) or []
     for layer, kind in enumerate(kinds):
         if kind == "sliding_attention" and not observer.windows[layer]:
-            raise ConfigError(f"its layer {layer} has a sliding window that the attention interface is not told")
+            raise ConfigError(
+                f"its layer {layer} has a sliding window that the attention interface is not told"
+            )
 
 
 def _card(spec: ModelSpec, module: Any, parameters: int) -> ModelCard:
@@ -171,5 +172,7 @@ def _context(config: Any, wanted: int | None) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         original = rope.get("original_max_position_embeddings")
-        length = min(length, int(original or getattr(config, "original_max_position_embeddings", None) or length))
+        length = min(
+            length, int(original or getattr(config, "original_max_position_embeddings", None) or length)
+        )
     return min(length, wanted) if wanted else length

@@ -65,7 +65,8 @@ def logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list
     best = normal.topk(max(1, *tops), -1)
     values, ids = best.values.tolist(), best.indices.tolist()
     return [
-        TokenLogprob(own[r], tuple(zip(ids[r][:top], values[r][:top], strict=True))) for r, top in enumerate(tops)
+        TokenLogprob(own[r], tuple(zip(ids[r][:top], values[r][:top], strict=True)))
+        for r, top in enumerate(tops)
     ]
 
 
@@ -93,7 +94,9 @@ def _penalise(logits: Tensor, row: SampleRow) -> None:
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*row.prompt, *row.output}))
         values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        logits[seen] = torch.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
     if row.output and (params.presence_penalty or params.frequency_penalty):
         counts = torch.bincount(torch.tensor(row.output), minlength=logits.shape[0])
         logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
@@ -111,7 +114,7 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """logits [R, V] → ids [R], by inverting the cumulative distribution over tokens from most to least
     likely. Filters apply in the order temperature, top-k, top-p, min-p."""
     temperature = torch.tensor([row.params.temperature for row in rows])
-    order = logits.sort(-1, descending=True, stable=True)
+    order = torch.sort(logits, dim=-1, descending=True, stable=True)
     probs = ((order.values - order.values[:, :1]) / temperature[:, None].clamp_min(1e-5)).softmax(-1)
     rank = torch.arange(logits.shape[1])
     top_k = torch.tensor([row.params.top_k or logits.shape[1] for row in rows])
@@ -126,4 +129,5 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     u = torch.from_numpy(uniform([row.key for row in rows], [row.index for row in rows]))
     place = torch.searchsorted(total, u[:, None] * total[:, -1:], right=True)
     last = (probs > 0).sum(-1, keepdim=True) - 1  # a draw at the very edge must not leave the kept tokens
-    return order.indices.gather(-1, torch.minimum(place, last))[:, 0]
+    ids: Tensor = order.indices.gather(-1, torch.minimum(place, last))[:, 0]
+    return ids

@@ -1,4 +1,4 @@
-"""Turn by turn over the models, prefill before decode in each turn, as many side by side as fit. No quotas."""
+"""Turn by turn over the models, prefill before decode in each, as many side by side as fit. No quotas."""
 
 from __future__ import annotations
 
