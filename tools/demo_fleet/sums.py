@@ -115,13 +115,16 @@ def draw(rng: Random) -> Sample:
 
 
 def drill(rng: Random) -> Sample:
-    """One sum, often of numbers of unlike length: what is the hardest."""
+    """Mostly one sum, written closely and of numbers of unlike length: what is the hardest."""
+    if rng.random() < 0.2:
+        return draw(rng)
     a, b = rng.randint(0, 99), rng.randint(0, rng.choice([9, 99]))
     if rng.random() < 0.5:
         a, b = b, a
     sign, phrasings = rng.choice([("+", ADD), ("-", SUBTRACT)])
-    phrasing = rng.choice(phrasings[:2] if rng.random() < 0.1 else phrasings)
-    return chat(_restyle(phrasing.format(a=a, b=b), rng), solved(a, b, sign))
+    if rng.random() < 0.4:
+        phrasings = [phrasing for phrasing in phrasings if " " not in phrasing]
+    return chat(_restyle(rng.choice(phrasings).format(a=a, b=b), rng), solved(a, b, sign))
 
 
 def _all_pairs(phrasing: str, sign: str) -> list[Sample]:
@@ -164,7 +167,7 @@ RECIPE = Recipe(
     vocabulary=384,
     phases=[
         Phase(draw, steps=4000, batch=64, peak_lr=3e-3),
-        Phase(drill, steps=1000, batch=128, peak_lr=1e-3),
+        Phase(drill, steps=800, batch=96, peak_lr=1e-3),
     ],
     examine=examine,
     examples=_examples(),
