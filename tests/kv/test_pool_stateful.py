@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvloom.core.errors import OutOfBlocks
-from kvloom.core.plan import Plan
 from kvloom.core.geometry import Geometry
+from kvloom.core.plan import Plan
 from kvloom.kv.pool import Pool
 
 GEOMETRIES = {
@@ -29,9 +29,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = Pool(
-            TOTAL, GEOMETRIES, max_sequences=8, max_tokens=dict.fromkeys(GEOMETRIES, CONTEXT)
-        )
+        self.pool = Pool(TOTAL, GEOMETRIES, max_sequences=8, max_tokens=dict.fromkeys(GEOMETRIES, CONTEXT))
         self.next_id = 0
         self.next_token = 0
         self.tokens: dict[tuple[str, int], list[int]] = {}

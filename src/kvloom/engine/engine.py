@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator
 
@@ -20,6 +21,8 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence
 from kvloom.engine.tuner import QuotaTuner
 from kvloom.kv.pool import Pool
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -117,6 +120,7 @@ class Engine:
             else:
                 queue.cache.abort_forward(flight.job.plan)
                 queue.active[flight.job.phase] -= 1
+                _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
                 self._requests.fail(flight, error)
             self._tuner.observe()
 

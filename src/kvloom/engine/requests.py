@@ -53,7 +53,7 @@ class Requests:
             raise BadRequest(f"request id {body.request} is in use", param="request")
         if length >= card.context_length:
             raise PromptTooLong(
-                f"the prompt has {length} tokens, but {card.name} holds {card.context_length}, answer included",
+                f"the prompt has {length} tokens, and {card.name} holds {card.context_length} in all",
                 param="prompt",
             )
         if max(body.prompt) >= card.vocab_size:

@@ -28,7 +28,9 @@ class Arena:
         except OSError as error:
             os.close(self.fd)
             name = errno.errorcode.get(error.errno or 0, str(error.errno))
-            raise ConfigError(f"kv_memory: the system gives no {size:,} bytes of shared memory ({name})") from error
+            raise ConfigError(
+                f"kv_memory: the system gives no {size:,} bytes of shared memory ({name})"
+            ) from error
         self._map = mmap.mmap(self.fd, size)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvloom.core.geometry import Geometry
 from kvloom.core.plan import I32, I64, PageCopy, PageSend, Plan
 from kvloom.kv.address import KVAddress
 from kvloom.kv.allocator import BlockAllocator
-from kvloom.core.geometry import Geometry
 from kvloom.kv.pages import PageTable
 
 
@@ -36,7 +36,13 @@ class ModelCache:
     """
 
     def __init__(
-        self, model: str, geometry: Geometry, allocator: BlockAllocator, *, max_sequences: int, max_tokens: int
+        self,
+        model: str,
+        geometry: Geometry,
+        allocator: BlockAllocator,
+        *,
+        max_sequences: int,
+        max_tokens: int,
     ) -> None:
         self.model = model
         self.geometry = geometry
@@ -194,7 +200,9 @@ class ModelCache:
         be writing at the same time otherwise."""
         fresh = [self.geometry.pages(h.length + n) - h.pages for h, n in zip(helds, appends, strict=True)]
         if any(h.pages + n > self._tables.shape[1] for h, n in zip(helds, fresh, strict=True)):
-            raise ValueError(f"{self.model}: a sequence would outgrow its table of {self._tables.shape[1]} pages")
+            raise ValueError(
+                f"{self.model}: a sequence would outgrow its table of {self._tables.shape[1]} pages"
+            )
         shared = [held for held in helds if self._tail_is_shared(held)]
         new = self.pages.allocate(sum(fresh) + len(shared))
         copies = []
@@ -220,7 +228,11 @@ class ModelCache:
         held.pages = keep
 
     def _plan(
-        self, sequences: Sequence[int], helds: Sequence[_Held], appends: Sequence[int], copies: tuple[PageCopy, ...]
+        self,
+        sequences: Sequence[int],
+        helds: Sequence[_Held],
+        appends: Sequence[int],
+        copies: tuple[PageCopy, ...],
     ) -> Plan:
         counts: I64 = np.asarray(appends, dtype=np.int64)
         starts: I64 = np.asarray([held.length for held in helds], dtype=np.int64)

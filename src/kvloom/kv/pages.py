@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvloom.core.geometry import Geometry
 from kvloom.core.plan import I32
 from kvloom.kv.allocator import BlockAllocator
-from kvloom.core.geometry import Geometry
 
 
 class PageTable:

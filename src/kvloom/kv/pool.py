@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvloom.core.geometry import Geometry
 from kvloom.kv.allocator import BlockAllocator
 from kvloom.kv.cache import ModelCache
-from kvloom.core.geometry import Geometry
 
 
 class Pool:
     """All models of a unit share `total_blocks` blocks; none has a part of its own."""
 
     def __init__(
-        self, total_blocks: int, geometries: Mapping[str, Geometry], *, max_sequences: int, max_tokens: Mapping[str, int]
+        self,
+        total_blocks: int,
+        geometries: Mapping[str, Geometry],
+        *,
+        max_sequences: int,
+        max_tokens: Mapping[str, int],
     ) -> None:
         self._allocator = BlockAllocator(total_blocks)
         self.caches = {
@@ -45,4 +50,6 @@ class Pool:
             refs = {int(p): int(cache.pages.refs[p]) for p in cache.pages.refs.nonzero()[0]}
             assert refs == holders, f"{cache.model}: refcounts {refs} != holders {holders}"
             blocks = [int(b) for page in refs for b in cache.pages.map[page].ravel()]
-            assert len(set(blocks)) == len(blocks) == cache.used_blocks, f"{cache.model}: a block has two pages"
+            assert len(set(blocks)) == len(blocks) == cache.used_blocks, (
+                f"{cache.model}: a block has two pages"
+            )

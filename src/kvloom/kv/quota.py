@@ -24,7 +24,9 @@ class Usage:
     wanted: int
 
 
-def initial_quotas(total: int, geometries: Mapping[str, Geometry], rates: Mapping[str, float]) -> dict[str, int]:
+def initial_quotas(
+    total: int, geometries: Mapping[str, Geometry], rates: Mapping[str, float]
+) -> dict[str, int]:
     """Blocks in proportion to rate × blocks a token; at least one page each. They sum to `total` where the
     floors allow it."""
     weights = {m: rates[m] * g.blocks_per_page / g.tokens_per_block for m, g in geometries.items()}
