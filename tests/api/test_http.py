@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -193,6 +194,24 @@ def test_a_body_that_does_not_come(engine: ScriptedEngine) -> None:
             assert b" 408 " in connection.recv(1000).split(b"\r\n")[0]
 
 
+def test_half_sent_requests_leave_no_trace(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n"
+    with serving(create_app(engine)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        for sent in (b"", b"POST /v1/comp", head, head + b"{", b"\x00\xff\r\n\r\n"):
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(sent)
+        answer = httpx.post(f"{address}/v1/completions", json=COMPLETION)
+    assert answer.status_code == 200
+    assert not [record for record in caplog.records if record.name.startswith("kvloom")]
+
+
+def test_a_body_of_brackets_is_refused_before_it_is_read(engine: ScriptedEngine) -> None:
+    with TestClient(create_app(engine)) as http:
+        body = b'{"model":"tiny","prompt":' + b"[" + b"[]," * 200_000 + b"[]]}"
+        assert "200000 lists" in check_error(http.post("/v1/completions", content=body), 400)
+
+
 def test_keys(engine: ScriptedEngine) -> None:
     with TestClient(create_app(engine, api_keys=frozenset({"one", "zwö"}))) as http:
         for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
@@ -224,8 +243,9 @@ def test_metrics(http: TestClient, engine: ScriptedEngine) -> None:
         'kvloom_kv_blocks_used{model="tiny"} 40.0',
         "kvloom_kv_blocks_free 60.0",
         'kvloom_preemptions_total{model="tiny"} 3.0',
-        'kvloom_time_to_first_token_seconds_count{model="tiny"} 2.0',
-        'kvloom_time_per_output_token_seconds_count{model="tiny"} 2.0',
+        'kvloom_request_output_tokens_total{model="tiny"} 6.0',
+        'kvloom_time_to_first_token_seconds_count{model="tiny"} 1.0',
+        'kvloom_time_per_output_token_seconds_count{model="tiny"} 1.0',
         "kvloom_engine_up 1.0",
     ):
         assert line in text, line

@@ -12,7 +12,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
@@ -20,7 +20,7 @@ from kvloom.api.auth import RequireKey
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.chat import ChatEndpoint
 from kvloom.api.completions import CompletionEndpoint
-from kvloom.api.errors import error_response, on_http_error, on_kvloom_error, on_unexpected
+from kvloom.api.errors import error_response, on_disconnect, on_http_error, on_kvloom_error, on_unexpected
 from kvloom.api.gateway import Gateway
 from kvloom.api.limits import LimitBody
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
@@ -77,6 +77,7 @@ def create_app(
         exception_handlers={
             KvloomError: on_kvloom_error,
             HTTPException: on_http_error,
+            ClientDisconnect: on_disconnect,
             Exception: on_unexpected,
         },
     )

@@ -70,6 +70,11 @@ async def on_kvloom_error(_: Request, error: Exception) -> Response:
     return error_response(error if isinstance(error, KvloomError) else internal_error(error))
 
 
+async def on_disconnect(_: Request, __: Exception) -> Response:
+    """The client hung up before its request or its answer was whole: nobody reads this."""
+    return Response(status_code=499)
+
+
 async def on_unexpected(_: Request, error: Exception) -> Response:
     return error_response(internal_error(error))
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvloom.api.catalog import Catalog
 from kvloom.api.generation import Generation, Piece
 from kvloom.api.metrics import Metrics, Watch
-from kvloom.api.stream import ClientGone, EventStream, merged, while_connected
+from kvloom.api.stream import EventStream, merged, while_connected
 from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
 
@@ -63,17 +63,13 @@ class Answering:
     async def respond(self, request: Request, *, stream: bool) -> Response:
         if stream:
             return EventStream(self._events())
-        try:
-            body = await while_connected(request.receive, self._whole())
-        except ClientGone:
-            return Response(status_code=499)
+        body = await while_connected(request.receive, self._whole())
         return Response(body, media_type="application/json")
 
     async def _whole(self) -> bytes:
         with self.watch.answering(self._counts):
             async with aclosing(self._pieces()) as all_pieces:
                 async for at, pieces in all_pieces:
-                    self.watch.made_tokens()
                     for piece in pieces:
                         self.writer.add(at, piece)
             return self.writer.answer(self.usage())

@@ -28,12 +28,12 @@ class Metrics:
         by = ["model"]
         self.requests = self._counter("requests", "Requests by model and status.", ["model", "status"])
         self.prompt_tokens = self._counter("request_prompt_tokens", "Prompt tokens of answered requests.", by)
-        self.output_tokens = self._counter("request_output_tokens", "Tokens sent to clients.", by)
+        self.output_tokens = self._counter("request_output_tokens", "Output tokens of answered requests.", by)
         self.first_token = self._histogram(
-            "time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS
+            "time_to_first_token_seconds", "Of streams: from arrival to the first token.", _SECONDS
         )
         self.per_token = self._histogram(
-            "time_per_output_token_seconds", "Mean time between a request's tokens.", _TOKEN_SECONDS
+            "time_per_output_token_seconds", "Of streams: mean time between tokens.", _TOKEN_SECONDS
         )
         self.latency = self._histogram("request_seconds", "From the request's arrival to its end.", _SECONDS)
 
@@ -64,6 +64,7 @@ class Watch:
         self._first: float | None = None
 
     def made_tokens(self) -> None:
+        """Whole answers come in large frames, which tell nothing of a token: streams call this."""
         if self._first is None:
             self._first = self._now()
             self._metrics.first_token.labels(self.model).observe(self._first - self._arrived)
@@ -92,19 +93,18 @@ class Watch:
             raise
         finally:
             self._count(status)
-            self._observe(*counts())
+            if status == 200:
+                self._observe(*counts())
 
     def _count(self, status: int) -> None:
         self._metrics.requests.labels(self.model, str(status)).inc()
 
     def _observe(self, prompt_tokens: int, output_tokens: int) -> None:
-        if self._first is None:
-            return
         metrics, model, now = self._metrics, self.model, self._now()
         metrics.prompt_tokens.labels(model).inc(prompt_tokens)
         metrics.output_tokens.labels(model).inc(output_tokens)
         metrics.latency.labels(model).observe(now - self._arrived)
-        if output_tokens > 1:
+        if self._first is not None and output_tokens > 1:
             metrics.per_token.labels(model).observe((now - self._first) / (output_tokens - 1))
 
 

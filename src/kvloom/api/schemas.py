@@ -18,7 +18,7 @@ def wrong(field: str, message: str) -> PydanticCustomError:
 class Body(BaseModel):
     """Requests: exact types, finite numbers. Unknown fields are let pass, as OpenAI and vLLM do."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class Answer(BaseModel):
@@ -117,7 +117,7 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
     @model_validator(mode="after")
     def _coherent(self) -> GenerationBody:

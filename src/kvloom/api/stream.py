@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,19 +21,15 @@ DONE = b"data: [DONE]\n\n"
 AT_ONCE = 128  # streams of one request that run at the same time
 
 
-class ClientGone(Exception):
-    """Nobody is left to answer."""
-
-
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; cancels the work, and raises ClientGone, when the client hangs up first."""
+    """The work's result; cancels the work, and raises ClientDisconnect, when the client hangs up first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnect
     finally:
         task.cancel()
         gone.cancel()
@@ -55,7 +52,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(receive, self._send_all(send))
-        except ClientGone:
+        except ClientDisconnect:
             return
 
     async def _send_all(self, send: Send) -> None:
