@@ -143,7 +143,8 @@ class Engine:
                 if over:
                     return
         finally:
-            await self.abort(body.request)
+            self._requests.close(stream, "abort")
+            self._wake.set()
 
     async def abort(self, request: str) -> None:
         self._requests.cancel(request, "abort")

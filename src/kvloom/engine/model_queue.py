@@ -12,6 +12,8 @@ from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.kv.cache import ModelCache
 
+_NOBODY = (0, 0, 0)
+
 
 class ModelQueue:
     """waiting is sorted by order; running holds every sequence with blocks, in order of admission."""
@@ -121,10 +123,11 @@ class ModelQueue:
             waiting=len(self.waiting) if room else 0,
             partial=partial,
             head_blocks=self.blocks([head], to_end=True) if head else 0,
-            head_arrival=head.order[1] if head else 0,
+            head=head.order if head else _NOBODY,
             decodable=len(ready),
             decode_blocks=self.blocks(ready),
             held=len(idle),
+            victim=max((s.order for s in idle), default=_NOBODY),
             running=len(self.running),
             prefilling=self.active[Phase.PREFILL] > 0,
             decoding=self.active[Phase.DECODE] > 0,
@@ -133,7 +136,7 @@ class ModelQueue:
             page_blocks=self.cache.geometry.blocks_per_page,
             last_prefill=self.last[Phase.PREFILL],
             last_decode=self.last[Phase.DECODE],
-            waited=now - self.waiting[0].waiting_since if self.waiting else 0,
+            waited=now - head.waiting_since if head else 0,
         )
 
     def _head(self, idle: Iterable[Sequence]) -> Sequence:

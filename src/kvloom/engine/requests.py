@@ -94,7 +94,12 @@ class Requests:
     def cancel(self, request: str, reason: FinishReason, message: str = "") -> None:
         """End every choice that still runs. Unknown and ended requests are fine."""
         stream = self._streams.get(request)
-        for sequence in stream.sequences if stream else ():
+        if stream:
+            self.close(stream, reason, message)
+
+    def close(self, stream: Stream, reason: FinishReason, message: str = "") -> None:
+        """`cancel` for a request in hand, whose id may be another's by now."""
+        for sequence in stream.sequences:
             if not sequence.cancelled and sequence.status is not Status.ENDED:
                 self._end(sequence, reason, message=message)
 
@@ -124,8 +129,9 @@ class Requests:
             if sequence.cancelled:
                 queue.release(sequence, Status.ENDED)
         message = f"{type(error).__name__}: {error}"
-        for request in {sequence.request for sequence, _ in flight.batch}:
-            self.cancel(request, "error", message)
+        for sequence, _ in flight.batch:
+            if not sequence.cancelled:
+                self.cancel(sequence.request, "error", message)
 
     def _part(self, queue: ModelQueue, parent: Sequence, sibling: Sequence, now: int) -> None:
         """A sibling goes its own way from the end of the prompt."""
@@ -138,15 +144,21 @@ class Requests:
 
     def _report_prompt(self, sequence: Sequence, logprob: TokenLogprob) -> None:
         sequence.prompt_logprobs.append(logprob)
-        stream = self._streams.get(sequence.request)
-        if stream and len(sequence.prompt_logprobs) == sequence.prompt_length - 1:
+        if sequence.cancelled:
+            return
+        stream = self._streams[sequence.request]
+        if len(sequence.prompt_logprobs) == sequence.prompt_length - 1:
             stream.add(PromptEvent(sequence.prompt_logprobs))
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         index = sequence.output_length
         sequence.tokens.append(token)
         if sequence.guide:
-            sequence.guide.accept(token)
+            try:
+                sequence.guide.accept(token)
+            except ValueError as error:
+                self._end(sequence, "error", message=str(error))
+                return
         self._streams[sequence.request].add(TokenEvent(sequence.choice, index, token, logprob))
         reason = sequence.ends_with(token, self._queues[sequence.model].card.context_length)
         if reason:

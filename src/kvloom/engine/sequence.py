@@ -92,7 +92,7 @@ class Sequence:
         """The prompt's tokens whose log-probability the next `count` tokens, from the forward's token `row`
         on, give for the first time."""
         top = self.sampling.prompt_logprobs
-        if top is None:
+        if top is None or self.choice:  # the first choice tells for all
             return []
         first = max(self.computed, len(self.prompt_logprobs))
         last = min(self.computed + count, self.prompt_length - 1)

@@ -174,12 +174,19 @@ class ModelCache:
         self._copied(plan)
 
     def abort_forward(self, plan: Plan) -> None:
-        """The forward failed: its tokens never were."""
+        """The forward failed: its tokens never were, nor perhaps its copies. Who was to write to one has the
+        shared page back, and with it the forward's hold on that page."""
+        sources = {copy.target: copy.source for copy in plan.copies}
         for sequence in plan.sequences:
             held = self._held[sequence]
             held.planned = 0
             self._trim(held)
-        self._copied(plan)
+            row, edge = self._tables[held.row], held.length // self.geometry.tokens_per_block
+            target = int(row[edge]) if edge < held.pages else -1
+            if target in sources:
+                row[edge] = sources[target]
+                self.copying.remove(sources[target])
+                self.pages.release([target])
 
     # -- inside ---------------------------------------------------------------------------------------
 

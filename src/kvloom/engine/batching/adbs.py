@@ -3,7 +3,7 @@ models; decodes of all models with room beside it; block quotas decide who gives
 
 from __future__ import annotations
 
-from kvloom.engine.batching.view import Action, Decode, ModelView, Preempt, Prefill, UnitView
+from kvloom.engine.batching.view import Action, Decode, ModelView, Order, Preempt, Prefill, UnitView
 
 
 def adbs(view: UnitView) -> Action | None:
@@ -17,10 +17,8 @@ def adbs(view: UnitView) -> Action | None:
 def _next_prefill(view: UnitView) -> tuple[Action | None, bool]:
     """The next prefill, or the preemption that makes room for it; and whether decodes must hold until the
     compute for it is free."""
-    turns = sorted(view.models, key=lambda m: (not m.starving, m.last_prefill))
-    urgent = next((model for model in turns if model.starving), None)
-    for model in turns:
-        if not model.wants_prefill or (urgent and model is not urgent and not model.partial):
+    for model in sorted(view.models, key=lambda m: m.last_prefill):
+        if not model.wants_prefill:
             continue
         budget = _budget(view, model)
         if model.head_blocks > budget:
@@ -53,25 +51,38 @@ def _prefill_share(view: UnitView) -> tuple[int, bool]:
 
 def _budget(view: UnitView, model: ModelView) -> int:
     """Blocks that new prompts of `model` may take: its quota's rest, or what no other model claims; less a
-    little room for what runs to grow, so that admission does not force a preemption at the next step."""
+    little room for what runs to grow, so that admission does not force a preemption at the next step. What
+    the urgent model lacks is kept for it alone."""
+    urgent = view.urgent
+    if model is urgent:
+        return view.free_blocks
     claims = sum(
-        min(max(-other.excess, 0), other.head_blocks * other.waiting + other.decode_blocks)
+        min(max(-other.excess, 0), other.head_blocks * (other.waiting + other.partial) + other.decode_blocks)
         for other in view.models
         if other is not model
     )
-    room = model.page_blocks * -(-model.running // 8)
-    return min(view.free_blocks, max(-model.excess, view.free_blocks - claims)) - room
+    kept = urgent.head_blocks if urgent else 0
+    room = 0 if model.partial else model.page_blocks * -(-model.running // 8)
+    return min(view.free_blocks - kept, max(-model.excess, view.free_blocks - claims)) - room
 
 
 def _victim(view: UnitView, model: ModelView) -> str | None:
     """Who gives way to `model`'s next prompt. Within its quota it may take back what others hold beyond
-    theirs; when it has starved, or holds nothing and others hold all, from whoever holds most."""
+    theirs; the urgent one takes from whatever came after it."""
     others = [other for other in view.models if other is not model and other.held]
-    if model.used + model.head_blocks <= model.quota:
-        others = [other for other in others if other.excess > 0] if not model.starving else others
-    elif not model.starving:
+    if model is view.urgent:
+        others = [other for other in others if other.victim > model.head]
+    elif model.used + model.head_blocks <= model.quota:
+        others = [other for other in others if other.excess > 0 and _yields(other, model.head)]
+    else:
         return None
     return max(others, key=lambda m: (m.excess, m.used)).name if others else None
+
+
+def _yields(other: ModelView, order: Order) -> bool:
+    """Whether quotas alone may take blocks of `other` for a sequence of `order`: not what a starving one has
+    gathered for a prompt that came before."""
+    return not other.starving or other.victim > order
 
 
 def _next_decode(view: UnitView) -> Action | None:
@@ -80,7 +91,9 @@ def _next_decode(view: UnitView) -> Action | None:
         return None
     model = ready[0]
     if model.decode_blocks > view.free_blocks:
-        holders = [m for m in view.models if m.held and (m.excess > 0 or m is model)]
+        holders = [
+            m for m in view.models if m.held and (m is model or (m.excess > 0 and _yields(m, model.victim)))
+        ]
         return Preempt(max(holders, key=lambda m: (m.excess, m is model)).name)
     prefills = not view.filling and any(m.wants_prefill for m in view.models)
     together = len(ready) > 1 or view.idle < view.compute or prefills

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 STARVING = 64  # jobs that may start elsewhere before a waiting model may take blocks beyond its quota
 
+Order = tuple[int, int, int]  # priority, arrival over all models, choice: the smaller goes first
+
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
@@ -13,23 +15,24 @@ class ModelView:
 
     waiting: requests without KV; partial: those with a part of their prompt computed and no job running.
     head_blocks: what the next prefill's first sequence takes until its prompt is whole.
-    head_arrival: its order of arrival over all models.
+    head: that sequence's order; its `waited`: jobs that have started since it came, or was last preempted.
     decodable: sequences ready for their next token; decode_blocks: what a step of all of them takes.
-    held: sequences with blocks and in no running job, so that they could be preempted.
+    held: sequences with blocks and in no running job, so that they could be preempted; victim: the order of
+    the first of them to be.
     running: sequences with blocks.
     prefilling, decoding: whether such a job of this model runs now.
     last_prefill, last_decode: when it last ran, counted in jobs of the unit.
-    waited: jobs that have started since the first of its waiting requests came.
     """
 
     name: str
     waiting: int
     partial: int
     head_blocks: int
-    head_arrival: int
+    head: Order
     decodable: int
     decode_blocks: int
     held: int
+    victim: Order
     running: int
     prefilling: bool
     decoding: bool
@@ -55,7 +58,8 @@ class ModelView:
 
     @property
     def starving(self) -> bool:
-        return self.waiting > 0 and self.waited > STARVING
+        """A prompt of it waits for blocks, or for the rest of them, for too long."""
+        return self.wants_prefill and self.waited > STARVING
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,11 @@ class UnitView:
     @property
     def prefill_runs(self) -> bool:
         return any(model.prefilling for model in self.models)
+
+    @property
+    def urgent(self) -> ModelView | None:
+        """The starving model whose prompt goes first: its blocks are kept for it, whatever quotas say."""
+        return min((model for model in self.models if model.starving), key=lambda m: m.head, default=None)
 
     @property
     def filling(self) -> bool:

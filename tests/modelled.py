@@ -1,0 +1,263 @@
+"""A device made of arithmetic: an executor whose next token is a hash of what really lies in the pages.
+
+Nothing here knows the wall clock or a random number that its seed does not give, so every run replays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+
+import numpy as np
+
+from kvloom.core.geometry import Geometry
+from kvloom.core.job import Job, JobResult
+from kvloom.core.plan import I64, Plan
+from kvloom.core.request import ModelCard, StartGenerate, TokenLogprob
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.spec import EngineSpec, ModelSpec, Policy
+from kvloom.engine.engine import Engine
+from tests.engines import Answer
+
+BLOCK = 256
+VOCAB = 1000
+CONTEXT = 96
+GEOMETRIES = {
+    "wide": Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=BLOCK),  # 4 tokens, 4 blocks
+    "tall": Geometry(layers=5, kv_heads=1, head_dim=12, itemsize=2, block_bytes=BLOCK),  # 5 tokens, 5 blocks
+    "thin": Geometry(layers=1, kv_heads=1, head_dim=16, itemsize=4, block_bytes=BLOCK),  # 2 tokens, 1 block
+}
+_EMPTY = -1
+_QUIET = 50  # turns of the event loop in which everything that can happen at once has happened
+
+
+class Broken(RuntimeError):
+    """A job that was told to fail."""
+
+
+def digest(*words: object) -> int:
+    return int.from_bytes(blake2b(repr(words).encode(), digest_size=8).digest(), "big")
+
+
+def next_token(model: str, tokens: Sequence[int], key: int, index: int, params: SamplingParams) -> int:
+    """What `model` says after `tokens`; drawn by (key, index) where it is not greedy."""
+    drawn = (key, index) if params.temperature else ()
+    return digest(model, list(tokens), drawn) % VOCAB
+
+
+def surprise(model: str, tokens: Sequence[int], token: int) -> float:
+    """A log-probability for `token` after `tokens`."""
+    return -(digest(model, list(tokens), token) % 4096) / 64
+
+
+def card(model: str, context: int = CONTEXT) -> ModelCard:
+    return ModelCard(
+        name=model,
+        path="/nowhere",
+        context_length=context,
+        vocab_size=VOCAB,
+        tokenizer="{}",
+        chat_template=None,
+        special_tokens={},
+        eos_token_ids=(),
+        bos_token_id=None,
+        add_bos=False,
+        architecture="Modelled",
+        parameters=0,
+        dtype="float32",
+    )
+
+
+class ModelledExecutor:
+    """An arena of numbers, each of which says whose layer, head, position and token it is.
+
+    Jobs last a few turns of the event loop. Some write at their start and read at their end, the others do
+    all at their end, so that pages given away too early, or copied from too late, are seen. `wrong` gathers
+    what was not where it should be; `failing` are the jobs, counted from 0, that raise halfway.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        *,
+        compute: int = 2,
+        seed: int = 0,
+        models: Collection[str] = tuple(GEOMETRIES),
+        failing: Collection[int] = (),
+        context: int = CONTEXT,
+    ) -> None:
+        self.blocks = blocks
+        self.compute = compute
+        self.geometries = {model: GEOMETRIES[model] for model in models}
+        self.cards = {model: card(model, context) for model in models}
+        self.failing = failing
+        self.idle = compute
+        self.jobs: list[Job] = []
+        self.wrong: list[str] = []
+        self._random = random.Random(seed)
+        self._arena = np.full((blocks, BLOCK), _EMPTY, dtype=np.int64)
+        self._ids = {model: i for i, model in enumerate(GEOMETRIES)}
+
+    def launch(self, job: Job) -> asyncio.Future[JobResult]:
+        future: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
+        number = len(self.jobs)
+        self.jobs.append(job)
+        if not 1 <= job.share <= self.idle:
+            self.wrong.append(f"job {number} on {job.share} of {self.idle} idle units")
+        self.idle -= job.share
+        early = self._random.random() < 0.5
+        if early:
+            self._write(job)
+        self._after(self._random.randint(1, 6), number, job, early, future)
+        return future
+
+    def _after(self, turns: int, number: int, job: Job, early: bool, future: asyncio.Future[JobResult]) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._after, turns - 1, number, job, early, future)
+            return
+        self.idle += job.share
+        if number in self.failing:
+            future.set_exception(Broken(f"job {number}"))
+            return
+        if not early:
+            self._write(job)
+        future.set_result(self._read(job))
+
+    def _code(self, plan: Plan, positions: I64, tokens: I64) -> I64:
+        """[N, layers, heads], no number twice."""
+        layers, heads = plan.page_map.shape[1:]
+        place = (self._ids[plan.model] * 100 + np.arange(layers))[:, None] * 100 + np.arange(heads)
+        return ((place[None] * 10_000 + positions[:, None, None]) * 10_000 + tokens[:, None, None]).astype(np.int64)
+
+    def _write(self, job: Job) -> None:
+        plan = job.plan
+        for copy in plan.copies:
+            source, target = plan.page_map[copy.source], plan.page_map[copy.target]
+            self._arena[target, : copy.tokens] = self._arena[source, : copy.tokens]
+            self._arena[target, copy.tokens :] = _EMPTY
+        code = self._code(plan, plan.positions, job.tokens)
+        self._arena[plan.page_map[plan.slot_page], plan.slot_offset[:, None, None]] = code
+
+    def _read(self, job: Job) -> JobResult:
+        plan, histories = job.plan, []
+        begin = 0
+        for i, (start, count) in enumerate(zip(plan.starts.tolist(), plan.appends.tolist(), strict=True)):
+            history = self._history(plan, i, start + count)
+            if history[start:] != job.tokens[begin : begin + count].tolist():
+                self.wrong.append(f"{job.model}: sequence {plan.sequences[i]} lost what it wrote")
+            histories += [history[: start + j + 1] for j in range(count)]
+            begin += count
+        tokens = [next_token(job.model, histories[s.row], s.key, s.index, s.params) for s in job.samples]
+        prompts = [TokenLogprob(surprise(job.model, histories[p.row], p.token)) for p in job.prompts]
+        return JobResult(tokens, [None] * len(tokens), prompts, 0.0)
+
+    def _history(self, plan: Plan, i: int, length: int) -> list[int]:
+        """The tokens of sequence i as its pages hold them, the same in all layers and heads."""
+        positions = np.arange(length, dtype=np.int64)
+        width = GEOMETRIES[plan.model].tokens_per_block
+        blocks = plan.page_map[plan.tables[i, positions // width]]
+        found = self._arena[blocks, (positions % width)[:, None, None]]
+        tokens = found[:, 0, 0] % 10_000
+        if not (found == self._code(plan, positions, tokens)).all():
+            self.wrong.append(f"{plan.model}: sequence {plan.sequences[i]} reads what is not its own")
+        return [int(token) for token in tokens]
+
+
+class JobClock:
+    """Half a second a job, so that quotas adapt every sixteen."""
+
+    def __init__(self, executor: ModelledExecutor) -> None:
+        self._executor = executor
+
+    def now(self) -> float:
+        return len(self._executor.jobs) / 2
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+
+
+def engine_over(
+    executor: ModelledExecutor,
+    *,
+    policy: Policy = "adbs",
+    rates: Mapping[str, float] | None = None,
+    max_running: int = 16,
+    max_waiting: int = 64,
+    chunk_tokens: int = 16,
+) -> Engine:
+    models = tuple(
+        ModelSpec(name=model, path="/nowhere", rate=(rates or {}).get(model, 1.0)) for model in executor.cards
+    )
+    spec = EngineSpec(
+        models=models,
+        kv_bytes=executor.blocks * BLOCK,
+        block_bytes=BLOCK,
+        policy=policy,
+        max_running=max_running,
+        max_waiting=max_waiting,
+        chunk_tokens=chunk_tokens,
+        threads=executor.compute,
+    )
+    return Engine(executor, spec, JobClock(executor))
+
+
+@asynccontextmanager
+async def modelled(engine: Engine, executor: ModelledExecutor) -> AsyncIterator[None]:
+    """The engine while it runs; afterwards every page held what it should, and laws 1 and 4 hold."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.run())
+        try:
+            yield
+        finally:
+            await engine.stop()
+    assert not executor.wrong, executor.wrong[:5]
+    assert executor.idle == executor.compute
+    engine.pool.check()
+    assert engine.pool.free == engine.pool.total
+
+
+async def turns(count: int = _QUIET) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def finish(executor: ModelledExecutor, tasks: Iterable[asyncio.Task[object]], *, most_jobs: int) -> None:
+    """Wait for `tasks` while jobs run. Fails where none runs and none starts, or where jobs run for ever."""
+    waiting, quiet = list(tasks), 0
+    while waiting := [task for task in waiting if not task.done()]:
+        await asyncio.sleep(0)
+        quiet = quiet + 1 if executor.idle == executor.compute else 0
+        stuck = quiet > _QUIET or len(executor.jobs) > most_jobs
+        if stuck:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        assert quiet <= _QUIET, f"deadlock: {len(waiting)} requests wait, and no job runs"
+        assert len(executor.jobs) <= most_jobs, f"livelock: {len(waiting)} requests after {most_jobs} jobs"
+
+
+def expected(executor: ModelledExecutor, body: StartGenerate) -> dict[int, list[int]]:
+    """Every choice's tokens, worked out without an engine."""
+    out: dict[int, list[int]] = {}
+    limit = executor.cards[body.model].context_length
+    for choice in range(body.n):
+        key = (body.sampling.seed + choice * 0xD1B54A32D192ED03) % 2**64
+        tokens = list(body.prompt)
+        while len(tokens) < limit and len(tokens) - len(body.prompt) < body.sampling.max_tokens:
+            index = len(tokens) - len(body.prompt)
+            tokens.append(next_token(body.model, tokens, key, index, body.sampling))
+            if tokens[-1] in body.sampling.stop_token_ids:
+                break
+        out[choice] = tokens[len(body.prompt) :]
+    return out
+
+
+async def ask(engine: Engine, body: StartGenerate) -> Answer:
+    answer = Answer()
+    async for frame in engine.start_generate(body):
+        answer.take(frame)
+    assert len(answer.ends) == body.n
+    return answer
