@@ -45,7 +45,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("next", "out", "out_row", "out_head", "q", "q_row", "q_head")),
         *((name, ctypes.c_int64) for name in ("arena", "block_bytes", "page_tokens", "head_dim")),
         *((name, ctypes.c_int64) for name in ("map", "map_page", "tables", "table_row", "lengths")),
-        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "group", "window")),
+        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "group", "window", "span", "spans")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
     ]
 
@@ -146,57 +146,87 @@ def _accumulate(sums, weights, v, count, group, dim, soon):  # type: ignore[no-u
                 write(y + i, read(y + i) + p * read(x + i))
 
 
+@njit(inline="always")
+def _start(length, window):  # type: ignore[no-untyped-def]
+    return max(0, length - window) if window > 0 else 0
+
+
+@njit(inline="never")
+def _locate(a, b, head, position):  # type: ignore[no-untyped-def]
+    """The address of K of a token, in the block of one KV head."""
+    page = read_int(a.tables + b * a.table_row + position // a.page_tokens * 4)
+    block = read_int(a.map + page * a.map_page + head * 4)
+    return a.arena + block * a.block_bytes + position % a.page_tokens * a.head_dim * 4
+
+
+@njit(inline="never")
+def _open(a, item):  # type: ignore[no-untyped-def]
+    """An item: its sequence, heads from and to, tokens from and to, and where it starts reading."""
+    if item >= a.batch * a.spans:
+        return 0, 0, 0, 0, 0, a.arena
+    b, first_head = item // a.spans, item % a.spans * a.span
+    length = read_int(a.lengths + b * 4)
+    start = max(0, length - a.window) if a.window > 0 else 0
+    end_head = min(first_head + a.span, a.kv_heads)
+    return b, first_head, end_head, start, length, _locate(a, b, first_head, start)
+
+
 @kernel(_Arguments)
 def _attend(pointer):  # type: ignore[no-untyped-def]
-    """Online softmax, a tile of tokens at a time; an item is a KV head of a sequence, with its query heads.
+    """Online softmax, a tile of tokens at a time; an item is a span of KV heads of a sequence.
 
-    Per item: scores [group, TILE]; sums [group, D] of V weighted by exp(score - best); best, norm [group].
+    Heads go inside tiles, for the blocks of a page are likelier neighbours in memory than those of a head.
+    Scratch is scores [group, TILE] and, for each head, sums [group, D] of V weighted by exp(score - best),
+    best [group] and norm [group]. While one tile is worked on, the next is fetched: a thread's own loads keep
+    only some 24 lines in flight, and few hardware prefetchers follow from block to block.
     """
     a = carray(pointer, 1)[0]
-    group, dim, page_tokens, kv_heads = a.group, a.head_dim, a.page_tokens, a.kv_heads
-    items, row, scale, softcap = a.batch * kv_heads, dim * 4, np.float32(a.scale), np.float32(a.softcap)
-    scratch = np.empty(group * (_TILE + dim + 2) + LANES, np.float32)
+    group, row, scale, softcap = a.group, a.head_dim * 4, np.float32(a.scale), np.float32(a.softcap)
+    to_v = a.page_tokens * row
+    scratch = np.empty(group * (_TILE + a.span * (a.head_dim + 2)) + LANES, np.float32)
     scores = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
-    sums = scores + group * _TILE * 4
-    best = sums + group * row
-    norm = best + group * 4
+    all_sums = scores + group * _TILE * 4
+    all_best = all_sums + a.span * group * row
+    all_norm = all_best + a.span * group * 4
 
+    items = a.batch * a.spans
     item = fetch_add(address_of(pointer), 1)
+    b, first_head, end_head, position, length, next_k = _open(a, item)
     while item < items:
-        b, head = item // kv_heads, item % kv_heads
-        q = a.q + b * a.q_row + head * group * a.q_head
-        table, blocks = a.tables + b * a.table_row, a.map + head * 4
-        length = read_int(a.lengths + b * 4)
-        position = max(0, length - a.window) if a.window > 0 else 0
-        for i in range(0, group * row, 4):
-            write(sums + i, 0.0)
-        for g in range(group):
-            write(best + g * 4, _LOWEST)
-            write(norm + g * 4, 0.0)
-
-        page = read_int(table + position // page_tokens * 4)
-        block = a.arena + read_int(blocks + page * a.map_page) * a.block_bytes
-        while position < length:
-            offset = position % page_tokens
-            count = min(_TILE, page_tokens - offset, length - position)
-            k = block + offset * row
-            v = k + page_tokens * row
-            position += count
-            if position < length:
-                page = read_int(table + position // page_tokens * 4)
-                block = a.arena + read_int(blocks + page * a.map_page) * a.block_bytes
-            _score(scores, q, a.q_head, k, count, group, dim, v)
-            for g in range(group):
-                row_scores, row_sums = scores + g * _TILE * 4, sums + g * row
-                _weigh(row_scores, best + g * 4, norm + g * 4, row_sums, count, dim, scale, softcap)
-            _accumulate(sums, scores, v, count, group, dim, block + position % page_tokens * row)
-
-        for g in range(group):
-            at, x = a.out + b * a.out_row + (head * group + g) * a.out_head, sums + g * row
-            share = np.float32(1) / read(norm + g * 4)
-            for i in range(0, row, 4):
-                write(at + i, read(x + i) * share)
         item = fetch_add(address_of(pointer), 1)
+        coming = _open(a, item)
+        for i in range(0, (end_head - first_head) * group * row, 4):
+            write(all_sums + i, 0.0)
+        for i in range(0, (end_head - first_head) * group * 4, 4):
+            write(all_best + i, _LOWEST)
+            write(all_norm + i, 0.0)
+
+        while position < length:
+            count = min(_TILE, a.page_tokens - position % a.page_tokens, length - position)
+            for head in range(first_head, end_head):
+                k = next_k
+                if head + 1 < end_head:
+                    next_k = _locate(a, b, head + 1, position)
+                elif position + count < length:
+                    next_k = _locate(a, b, first_head, position + count)
+                else:
+                    next_k = coming[5]
+                rows = (head - first_head) * group
+                q, sums = a.q + b * a.q_row + head * group * a.q_head, all_sums + rows * row
+                best, norm = all_best + rows * 4, all_norm + rows * 4
+                _score(scores, q, a.q_head, k, count, group, a.head_dim, next_k)
+                for g in range(group):
+                    at = scores + g * _TILE * 4
+                    _weigh(at, best + g * 4, norm + g * 4, sums + g * row, count, a.head_dim, scale, softcap)
+                _accumulate(sums, scores, k + to_v, count, group, a.head_dim, next_k + to_v)
+            position += count
+
+        for r in range((end_head - first_head) * group):
+            at = a.out + b * a.out_row + (first_head * group + r) * a.out_head
+            share = np.float32(1) / read(all_norm + r * 4)
+            for i in range(0, row, 4):
+                write(at + i, read(all_sums + r * row + i) * share)
+        b, first_head, end_head, position, length, next_k = coming
 
 
 def decode_attention(
@@ -217,7 +247,7 @@ def decode_attention(
     arena [blocks, 2, T, D] (see block_view), q and out are float32; page_map [pages, layers, kv_heads],
     tables [B, pages of the longest] and lengths [B] are int32. A window n > 0 hides all but the last n;
     a softcap c > 0 bends scores s to c tanh(s / c). Rows of q and out may lie anywhere; out may be q itself.
-    Threads default to torch's number for the calling thread.
+    Lengths are 1 or more. Threads default to torch's number for the calling thread.
     """
     batch, heads, head_dim = q.shape
     _, two, page_tokens, arena_dim = arena.shape
@@ -245,11 +275,14 @@ def decode_attention(
     table_row, table_last = tables.stride()
     if out_last != 1 or q_last != 1 or table_last != 1 or not page_map.is_contiguous():
         raise ValueError("out, q, tables: the last dimension must be contiguous; page_map all of it")
+    threads = torch.get_num_threads() if threads is None else threads
+    # some items a thread, so that lengths even out
+    span = kv_heads if threads == 1 else min(kv_heads, max(1, batch * kv_heads // (threads * 16)))
     arguments = _Arguments(
         0, out.data_ptr(), out_row * 4, out_head * 4, q.data_ptr(), q_row * 4, q_head * 4,
         arena.data_ptr(), arena.stride(0) * 4, page_tokens, head_dim,
         page_map.data_ptr() + layer * kv_heads * 4, layers * kv_heads * 4,
-        tables.data_ptr(), table_row * 4, lengths.data_ptr(), batch, kv_heads, heads // kv_heads, window,
-        scale, softcap,
+        tables.data_ptr(), table_row * 4, lengths.data_ptr(),
+        batch, kv_heads, heads // kv_heads, window, span, -(-kv_heads // span), scale, softcap,
     )  # fmt: skip
-    _attend(arguments, torch.get_num_threads() if threads is None else threads)
+    _attend(arguments, threads)

@@ -38,6 +38,7 @@ class Kernel:
     def __init__(self, body: Callable[[Any], None], arguments: type[ctypes.Structure]) -> None:
         self.body = body
         self.arguments = arguments
+        self._compiled: Any = None
         self._enter: Any = None
         self._address = 0
 
@@ -54,9 +55,9 @@ class Kernel:
 
     def compile(self) -> None:
         record = from_dtype(np.dtype(self.arguments))
-        compiled = cfunc(types.void(types.CPointer(record)), cache=True, error_model="numpy")(self.body)
-        self._address = compiled.address
-        self._enter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+        self._compiled = cfunc(types.void(types.CPointer(record)), cache=True, error_model="numpy")(self.body)
+        self._address = self._compiled.address
+        self._enter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
 
 def kernel(arguments: type[ctypes.Structure]) -> Callable[[Callable[[Any], None]], Kernel]:
