@@ -20,7 +20,7 @@ class EngineClient(Protocol):
         request and gives its blocks back within one job. Errors of admission are raised on the first
         step, before any event."""
 
-    async def abort(self, request: str) -> None:
-        """End a request wherever it stands; unknown or ended ones are fine."""
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it, wherever it stands; unknown or ended ones are fine."""
 
     async def load(self) -> UnitLoad: ...

@@ -7,8 +7,11 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator
 
+import msgspec
+
 from kvloom.core.clock import Clock
 from kvloom.core.errors import Unavailable
+from kvloom.core.geometry import Geometry
 from kvloom.core.job import Executor, JobResult, Phase
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
@@ -32,7 +35,10 @@ class Engine:
         self._executor = executor
         self._spec = spec
         self._policy = POLICIES[spec.policy]
-        cards = executor.cards
+        cards = {
+            name: _fitted(card, executor.geometries[name], executor.blocks)
+            for name, card in executor.cards.items()
+        }
         self.pool = Pool(
             executor.blocks,
             executor.geometries,
@@ -44,7 +50,7 @@ class Engine:
             for name, card in cards.items()
         }
         self._tuner = QuotaTuner(self._queues, {m.name: m.rate for m in spec.models}, self.pool.total, clock)
-        self._requests = Requests(self._queues, self.pool.total)
+        self._requests = Requests(self._queues)
         self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
         self._wake = asyncio.Event()
         self._jobs = 0
@@ -133,7 +139,9 @@ class Engine:
         """First an empty frame, once the request is let in; then its events. See `EngineClient`."""
         if self._stopping:
             raise Unavailable("the engine is stopping")
-        stream = self._requests.open(body, self._jobs)
+        self._requests.check(body)
+        guides = await asyncio.to_thread(self._requests.guides, body) if body.sampling.guide else []
+        stream = self._requests.open(body, guides or [None] * body.n, self._jobs)
         self._wake.set()
         try:
             yield []
@@ -146,8 +154,8 @@ class Engine:
             self._requests.close(stream, "abort")
             self._wake.set()
 
-    async def abort(self, request: str) -> None:
-        self._requests.cancel(request, "abort")
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        self._requests.cancel(request, "abort", choice=choice)
         self._wake.set()
 
     async def load(self) -> UnitLoad:
@@ -158,3 +166,9 @@ class Engine:
             policy=self._spec.policy,
             models={name: queue.load() for name, queue in self._queues.items()},
         )
+
+
+def _fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
+    """The card of a model that can hold no longer sequence than the whole pool does."""
+    most = blocks // geometry.blocks_per_page * geometry.tokens_per_block
+    return msgspec.structs.replace(card, context_length=min(card.context_length, most))

@@ -72,12 +72,12 @@ class GuideState:
             mask[token // _BITS] = mask[token // _BITS] | bit if allowed else mask[token // _BITS] & ~bit
         return mask
 
-    def accept(self, token: int) -> None:
-        """The token was drawn. Raises ValueError for one that the mask forbids; eos ends the grammar."""
+    def accepts(self, token: int) -> bool:
+        """The token was drawn: step on. False, and no step, for one that the mask forbids; eos ends the
+        grammar."""
         if token in self._eos and (self.done or self._matcher.is_accepting()):
-            return
-        if self.done or not self._matcher.consume_token(token):
-            raise ValueError(f"token {token} is not allowed here: {self._matcher.get_error()}")
+            return True
+        return not self.done and bool(self._matcher.consume_token(token))
 
     def _keep_vocabulary(self, mask: U32) -> None:
         spare = self._words * _BITS - self._vocab_size

@@ -9,7 +9,7 @@ from kvloom.core.errors import BadRequest, PromptTooLong, QueueFull, UnknownMode
 from kvloom.core.job import JobResult
 from kvloom.core.request import EndEvent, FinishReason, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
 from kvloom.engine.flight import Flight
-from kvloom.engine.guide import GuideCompiler
+from kvloom.engine.guide import GuideCompiler, GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.engine.stream import Stream
@@ -19,9 +19,8 @@ class Requests:
     """Streams by request id. A choice ends by its own tokens, by its request's abort, or by an error; its
     blocks come back then, or with the end of the job it is in."""
 
-    def __init__(self, queues: Mapping[str, ModelQueue], pool_blocks: int) -> None:
+    def __init__(self, queues: Mapping[str, ModelQueue]) -> None:
         self._queues = queues
-        self._pool_blocks = pool_blocks
         self._guides = {name: GuideCompiler(queue.card) for name, queue in queues.items()}
         self._streams: dict[str, Stream] = {}
         self._ids = itertools.count()
@@ -31,26 +30,34 @@ class Requests:
     def ids(self) -> list[str]:
         return list(self._streams)
 
-    def open(self, body: StartGenerate, now: int) -> Stream:
-        """Let a request in, or raise what is wrong with it. now: jobs that the unit has started."""
-        queue = self._queues.get(body.model)
-        if queue is None:
-            raise UnknownModel(
-                f"the model `{body.model}` is not served here; served: {', '.join(self._queues)}"
-            )
-        self._check(body, queue)
+    def guides(self, body: StartGenerate) -> list[GuideState | None]:
+        """One for each choice. May take a second for a large grammar, so it is safe on any thread."""
+        guide = body.sampling.guide
+        return [self._guides[body.model].start(guide) if guide else None for _ in range(body.n)]
+
+    def open(self, body: StartGenerate, guides: list[GuideState | None], now: int) -> Stream:
+        """Let a checked request in, or raise why not now. now: jobs that the unit has started."""
+        queue = self._queues[body.model]
+        if body.request in self._streams:
+            raise BadRequest(f"request id {body.request} is in use", param="request")
+        if queue.full:
+            raise QueueFull(f"{len(queue.waiting)} requests wait for {body.model} already", retry_after=1)
         arrival = next(self._arrivals)
-        sequences = [self._sequence(body, choice, arrival) for choice in range(body.n)]
+        sequences = [self._sequence(body, choice, arrival, guide) for choice, guide in enumerate(guides)]
         first, *siblings = sequences
         first.siblings.extend(siblings)
         stream = self._streams[body.request] = Stream(body, sequences)
         queue.enqueue(first, now)
         return stream
 
-    def _check(self, body: StartGenerate, queue: ModelQueue) -> None:
+    def check(self, body: StartGenerate) -> None:
+        """Raise what is wrong with a request, whatever the moment."""
+        queue = self._queues.get(body.model)
+        if queue is None:
+            raise UnknownModel(
+                f"the model `{body.model}` is not served here; served: {', '.join(self._queues)}"
+            )
         card, length = queue.card, len(body.prompt)
-        if body.request in self._streams:
-            raise BadRequest(f"request id {body.request} is in use", param="request")
         if length >= card.context_length:
             raise PromptTooLong(
                 f"the prompt has {length} tokens, and {card.name} holds {card.context_length} in all",
@@ -67,18 +74,8 @@ class Requests:
                 f"a token id in logit_bias or stop_token_ids is outside the vocabulary of {card.vocab_size}",
                 param="logit_bias",
             )
-        longest = min(length + body.sampling.max_tokens, card.context_length)
-        need = queue.cache.geometry.blocks(longest)
-        if need > self._pool_blocks:
-            raise PromptTooLong(
-                f"{longest} tokens of {card.name} take {need} blocks, and the pool has {self._pool_blocks}",
-                param="prompt",
-            )
-        if queue.full:
-            raise QueueFull(f"{len(queue.waiting)} requests wait for {card.name} already", retry_after=1)
 
-    def _sequence(self, body: StartGenerate, choice: int, arrival: int) -> Sequence:
-        guide = body.sampling.guide
+    def _sequence(self, body: StartGenerate, choice: int, arrival: int, guide: GuideState | None) -> Sequence:
         return Sequence(
             id=next(self._ids),
             model=body.model,
@@ -88,18 +85,24 @@ class Requests:
             sampling=body.sampling,
             tokens=list(body.prompt),
             prompt_length=len(body.prompt),
-            guide=self._guides[body.model].start(guide) if guide else None,
+            guide=guide,
         )
 
-    def cancel(self, request: str, reason: FinishReason, message: str = "") -> None:
-        """End every choice that still runs. Unknown and ended requests are fine."""
+    def cancel(
+        self, request: str, reason: FinishReason, message: str = "", *, choice: int | None = None
+    ) -> None:
+        """End every choice that still runs, or the one. Unknown and ended requests are fine."""
         stream = self._streams.get(request)
         if stream:
-            self.close(stream, reason, message)
+            self.close(stream, reason, message, choice=choice)
 
-    def close(self, stream: Stream, reason: FinishReason, message: str = "") -> None:
+    def close(
+        self, stream: Stream, reason: FinishReason, message: str = "", *, choice: int | None = None
+    ) -> None:
         """`cancel` for a request in hand, whose id may be another's by now."""
         for sequence in stream.sequences:
+            if choice not in (None, sequence.choice):
+                continue
             if not sequence.cancelled and sequence.status is not Status.ENDED:
                 self._end(sequence, reason, message=message)
 
@@ -128,7 +131,7 @@ class Requests:
             sequence.in_job = False
             if sequence.cancelled:
                 queue.release(sequence, Status.ENDED)
-        message = f"{type(error).__name__}: {error}"
+        message = f"the job failed ({type(error).__name__}); the engine's log has more"
         for sequence, _ in flight.batch:
             if not sequence.cancelled:
                 self.cancel(sequence.request, "error", message)
@@ -153,12 +156,9 @@ class Requests:
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         index = sequence.output_length
         sequence.tokens.append(token)
-        if sequence.guide:
-            try:
-                sequence.guide.accept(token)
-            except ValueError as error:
-                self._end(sequence, "error", message=str(error))
-                return
+        if sequence.guide and not sequence.guide.accepts(token):
+            self._end(sequence, "error", message=f"token {token} breaks the guide that drew it")
+            return
         self._streams[sequence.request].add(TokenEvent(sequence.choice, index, token, logprob))
         reason = sequence.ends_with(token, self._queues[sequence.model].card.context_length)
         if reason:

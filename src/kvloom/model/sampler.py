@@ -82,7 +82,7 @@ def _bend(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
             bent[i, ids] += torch.tensor(list(params.logit_bias.values()))
         if row.allowed is not None:
             bent[i].masked_fill_(~_unpack(row.allowed, bent.shape[1]), float("-inf"))
-        if row.index < params.min_tokens and params.stop_token_ids:
+        if row.index < params.min_tokens and params.stop_token_ids and row.allowed is None:
             bent[i, list(params.stop_token_ids)] = float("-inf")
     return bent
 
