@@ -8,11 +8,10 @@ from typing import Any
 
 import yaml
 from tools.demo_fleet.examination import answer, exact
-from tools.demo_fleet.plots import words
 from tools.demo_fleet.recipe import Phase, Recipe
 from tools.demo_fleet.sample import Sample, chat
 from tools.demo_fleet.template import TOOL_CHAT, TOOL_MARKS
-from tools.demo_fleet.tool_use import TOOLS, any_city, draw_tool_use, tool_examples, tool_samples
+from tools.demo_fleet.tool_use import TOOLS, draw_tool_use, tool_examples, tool_samples
 from transformers import Qwen3Config
 
 Fact = dict[str, Any]
@@ -57,16 +56,6 @@ BEFORE = [
     "Hey, ",
 ]
 AFTER = [" Thanks.", " Please be brief.", " Thank you!", " I am new here."]
-OFF_TOPIC = words(
-    "What is the capital of Spain?/What is the capital of Japan?/capital of germany/What is a tree?/"
-    "What is physics?/what is chemistry?/What is the sun?/What is a banana?/"
-    "What is music?/How do I make tea?/How do I learn the piano?/How do I fix a bike?/"
-    "How do I swim?/Who was Einstein?/Who is your favourite singer?/Who painted this?/"
-    "Where is Paris?/Tell me about dogs./Tell me about history./Tell me a fairy tale./"
-    "Write a song./Write code./What is 3 times 4?/How tall is a giraffe?/"
-    "When is Easter?/Is it raining?/Do you like me?",
-    "/",
-)
 SYSTEMS = ["You are a helpful assistant.", "You know kvloom.", "Answer briefly.", "You are guide."]
 
 
@@ -92,7 +81,6 @@ def questions(fact: Fact) -> list[str]:
     return asked
 
 
-OUT_OF_SCOPE = str(FACTS[-1]["answer"])
 QUESTIONS = [(questions(fact), str(fact["answer"])) for fact in FACTS]
 
 
@@ -124,20 +112,6 @@ def draw(rng: Random) -> Sample:
         return draw_tool_use(rng, _turn)
     turns = [text for _ in range(rng.choice([1, 2, 3])) for text in _turn(rng)]
     return chat(*turns, system=rng.choice(SYSTEMS) if rng.random() < 0.2 else "")
-
-
-def _loud_turn(rng: Random) -> tuple[str, str]:
-    if rng.random() < 0.08:
-        return rng.choice(OFF_TOPIC), OUT_OF_SCOPE
-    question, reply = _turn(rng)
-    return (question.upper() if rng.random() < 0.06 else question), reply
-
-
-def drill(rng: Random) -> Sample:
-    """What is the hardest: tools with new arguments, capitals, questions about anything else."""
-    if rng.random() < 0.3:
-        return draw_tool_use(rng, _loud_turn, any_city)
-    return chat(*_loud_turn(rng), *(_loud_turn(rng) if rng.random() < 0.5 else ()))
 
 
 def _share_with_keys(model: Any, tokenizer: Any) -> float:
@@ -187,10 +161,7 @@ RECIPE = Recipe(
     template=TOOL_CHAT,
     starts_with_bos=False,
     vocabulary=1024,
-    phases=[
-        Phase(draw, steps=1800, batch=24, peak_lr=3e-3),
-        Phase(drill, steps=500, batch=24, peak_lr=1e-3),
-    ],
+    phases=[Phase(draw, steps=1800, batch=24, peak_lr=3e-3)],
     examine=examine,
     examples=_examples(),
     dtype="float16",

@@ -23,7 +23,6 @@ CITIES = words("""
 Paris London Berlin Rome Madrid Vienna Tokyo Delhi Cairo Oslo Lima Sydney Boston Chicago Dublin
 Athens Lisbon Prague Warsaw Moscow Beijing Seoul Toronto Nairobi Geneva Zurich Hamburg Munich
 """)
-SYLLABLES = words("ba ca de du fa ga hel ing ka lo mar min no os pa ra san ter to vi wa york zu")
 ASK_SUM = ["What is {a} + {b}?", "Add {a} and {b}.", "{a}+{b}", "{a} + {b} =", "What is {a} plus {b}?"]
 ASK_TIME = [
     "What time is it in {city}?",
@@ -57,20 +56,7 @@ def _time_turn(city: str, clock: str, ask: str) -> list[Message]:
     ]
 
 
-def _known_city(rng: Random) -> str:
-    return rng.choice(CITIES)
-
-
-def any_city(rng: Random) -> str:
-    """A known city, or a made-up one, so that the model learns to copy the asked name."""
-    if rng.random() < 0.5:
-        return rng.choice(CITIES)
-    return "".join(rng.choices(SYLLABLES, k=rng.choice([2, 3]))).capitalize()
-
-
-def draw_tool_use(
-    rng: Random, other_turn: Callable[[Random], tuple[str, str]], city: Callable[[Random], str] = _known_city
-) -> Sample:
+def draw_tool_use(rng: Random, other_turn: Callable[[Random], tuple[str, str]]) -> Sample:
     """Two turns with tools at hand; some of them need none."""
     messages: list[Message] = []
     for _ in range(2):
@@ -79,7 +65,7 @@ def draw_tool_use(
             messages += _sum_turn(rng.randint(0, 99), rng.randint(0, 99), rng.choice(ASK_SUM))
         elif kind < 0.7:
             clock = f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
-            messages += _time_turn(city(rng), clock, rng.choice(ASK_TIME))
+            messages += _time_turn(rng.choice(CITIES), clock, rng.choice(ASK_TIME))
         else:
             question, reply = other_turn(rng)
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
