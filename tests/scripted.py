@@ -40,7 +40,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.live: set[str] = set()
-        self.aborted: list[str] = []
+        self.aborted: list[tuple[str, int | None]] = []
         self.closed = asyncio.Event()
 
     async def models(self) -> list[ModelCard]:
@@ -49,8 +49,8 @@ class ScriptedEngine:
     async def load(self) -> UnitLoad:
         return UnitLoad(total_blocks=8, free_blocks=8, block_bytes=4096, policy="adbs", models={})
 
-    async def abort(self, request: str) -> None:
-        self.aborted.append(request)
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        self.aborted.append((request, choice))
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         order = body.prompt[0]

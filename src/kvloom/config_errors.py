@@ -20,6 +20,11 @@ _WANTED: Final = {
     "path_type": "a path",
     "dict_type": "a mapping of keys to values",
     "too_short": "at least one",
+    "string_too_short": "a text",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than_equal": "{le} or less",
     "model_type": "a path, a hub id or a mapping with `path`",
 }
 
@@ -54,8 +59,8 @@ def _reason(error: ErrorDetails, root: type[BaseModel]) -> str:
         )
     if kind == "value_error":
         return str(context["error"])
-    wanted = _WANTED.get(kind, f"{context['expected']}" if kind == "literal_error" else "")
-    said = f"{wanted} is right" if wanted else error["msg"][0].lower() + error["msg"][1:]
+    wanted = _WANTED.get(kind)
+    said = f"{wanted.format(**context)} is right" if wanted else error["msg"][0].lower() + error["msg"][1:]
     return f"{_show(error.get('input'))}; {said}"
 
 

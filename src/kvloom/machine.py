@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-SHARED = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """cores: those this process may use. memory: bytes that an arena in shared memory may take now."""
+    """cores: those this process may use. memory: bytes that an arena may take now."""
 
     cores: int
     memory: int
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(cores=len(os.sched_getaffinity(0)), memory=min(_free_memory(), _free_shared_memory()))
+        return cls(cores=len(os.sched_getaffinity(0)), memory=_free_memory())
 
 
 def _free_memory() -> int:
@@ -37,11 +36,3 @@ def _free_cgroup_memory() -> int:
     except OSError:
         return 1 << 62
     return max(int(limit) - int(used), 0) if limit.isdigit() else 1 << 62
-
-
-def _free_shared_memory() -> int:
-    try:
-        room = os.statvfs(SHARED)
-    except OSError:
-        return 1 << 62
-    return room.f_bavail * room.f_frsize

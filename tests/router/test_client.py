@@ -55,7 +55,8 @@ def test_the_other_verbs(tmp_path: Path) -> None:
             assert await client.models() == [CARD]
             assert (await client.load()).total_blocks == 8
             await client.abort("r7")
-            assert engine.aborted == ["r7"]
+            await client.abort("r8", 2)
+            assert engine.aborted == [("r7", None), ("r8", 2)]
 
     run(test)
 

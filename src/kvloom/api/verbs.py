@@ -32,9 +32,10 @@ Body = TypeVar("Body")
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """Body of the verb abort."""
+    """Body of the verb abort: the whole request, or one choice of it."""
 
     request: str
+    choice: int | None = None
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -47,7 +48,8 @@ def create_verbs(client: EngineClient, *, secret: str, max_body: int = MAX_BODY)
     """The app of one engine. Who does not know `secret` is refused."""
 
     async def abort(request: Request) -> Response:
-        await client.abort(decode(request, await read_body(request, max_body), Abort).request)
+        body = decode(request, await read_body(request, max_body), Abort)
+        await client.abort(body.request, body.choice)
         return answer(request, Done())
 
     async def models(request: Request) -> Response:
@@ -68,7 +70,7 @@ def create_verbs(client: EngineClient, *, secret: str, max_body: int = MAX_BODY)
             Route("/verbs/health", health, methods=["GET"]),
         ],
         middleware=[Middleware(Guard, secret=secret)],
-        exception_handlers={KvloomError: _refuse},
+        exception_handlers={KvloomError: _refuse, Exception: _fail},
     )
 
 
@@ -196,6 +198,11 @@ def refusal(request: Request, error: KvloomError) -> Response:
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvloomError)
     return refusal(request, error)
+
+
+async def _fail(request: Request, _: Exception) -> Response:
+    """A bug; the server logs it."""
+    return refusal(request, KvloomError("the engine failed at this request; its log says how"))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -71,8 +71,9 @@ class HttpEngineClient:
     async def load(self) -> UnitLoad:
         return await self._call("GET", "/verbs/load", UnitLoad)
 
-    async def abort(self, request: str) -> None:
-        await self._call("POST", "/verbs/abort", dict[str, bool], self._encode({"request": request}))
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        body = self._encode({"request": request, "choice": choice})
+        await self._call("POST", "/verbs/abort", dict[str, bool], body)
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         parser = FrameParser()

@@ -30,6 +30,7 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=grace,
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 date_header=False,

@@ -1,0 +1,102 @@
+"""A process, as the supervisor that started it sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Self
+
+import msgspec
+
+from kvloom.serve.orders import Order, Report
+
+LONGEST_LINE = 1 << 16
+LINE_END = re.compile(rb"\r\n|\n|\r")  # a lone return ends a state of a progress bar
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TQDM_MININTERVAL": "3"}
+
+
+class Component:
+    """Lives until `let_go` or this process's end, whichever comes first."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, reports: asyncio.StreamReader) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.name = name
+        self._process = process
+        self._orders = process.stdin
+        self._output = process.stdout
+        self._reports = reports
+
+    @classmethod
+    async def start(cls, name: str, module: str, inherit: Sequence[int] = ()) -> Self:
+        """A process group of its own keeps a terminal's Ctrl-C for the supervisor alone."""
+        read, write = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # whatever lies in the current folder is not to be imported
+                "-m",
+                module,
+                str(write),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(write, *inherit),
+                process_group=0,
+                env=os.environ | ENVIRONMENT,
+            )
+        finally:
+            os.close(write)
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb")
+        )
+        return cls(name, process, reader)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def order(self, order: Order) -> None:
+        with suppress(ConnectionError):  # it has ended, which `reports` and `ended` tell
+            self._orders.write(msgspec.json.encode(order) + b"\n")
+            await self._orders.drain()
+
+    async def reports(self) -> AsyncIterator[Report]:
+        """Until the process ends."""
+        decoder = msgspec.json.Decoder(Report)
+        async for line in self._reports:
+            yield decoder.decode(line)
+
+    async def logs(self) -> AsyncIterator[str]:
+        """What it prints, line by line; a line without end comes in pieces."""
+        rest = b""
+        while piece := await self._output.read(LONGEST_LINE):
+            *lines, rest = LINE_END.split(rest + piece)
+            if len(rest) > LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            for line in filter(None, lines):
+                yield line.decode(errors="replace")
+        if rest:
+            yield rest.decode(errors="replace")
+
+    async def ended(self) -> str:
+        """Wait for its end; how it came, in words."""
+        code = await self._process.wait()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = signal.Signals(-code).name
+        return f"was killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+
+    def let_go(self) -> None:
+        """Close its order pipe, upon which it ends by itself."""
+        self._orders.close()
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()

@@ -1,0 +1,63 @@
+"""The process of one engine: `python -m kvloom.serve.engine_process FD`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import uvloop
+
+from kvloom.serve.orders import EngineOrder, Progress, Ready
+from kvloom.serve.parent import Parent, run_child
+
+GRACE_SECONDS = 1
+
+
+def main(parent: Parent) -> None:
+    order = parent.order(EngineOrder)
+    parent.watch()
+    parent.report(Progress("starting the engine"))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(parent, order))
+
+
+async def serve(parent: Parent, order: EngineOrder) -> None:
+    """Load the models, then answer verbs until SIGTERM."""
+    # torch is imported here, after the supervisor has been told, and in no other process
+    import transformers  # noqa: PLC0415
+
+    from kvloom.api.verbs import create_verbs  # noqa: PLC0415
+    from kvloom.core.clock import WallClock  # noqa: PLC0415
+    from kvloom.engine.engine import Engine  # noqa: PLC0415
+    from kvloom.model.executor import TorchExecutor  # noqa: PLC0415
+    from kvloom.serve.server import Server  # noqa: PLC0415
+
+    transformers.logging.disable_progress_bar()
+    spec = order.spec
+    executor = TorchExecutor.load(
+        list(spec.models),
+        kv_bytes=spec.kv_bytes,
+        block_bytes=spec.block_bytes,
+        threads=spec.threads,
+        progress=lambda text: parent.report(Progress(text)),
+    )
+    engine = Engine(executor, spec, WallClock())
+    chat = tuple(card.name for card in await engine.models() if card.chat_template is not None)
+    server = Server(
+        create_verbs(engine, secret=order.secret),
+        unix=order.socket,
+        grace=GRACE_SECONDS,
+        ready=lambda: parent.report(Ready(chat)),
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.run())
+            await server.serve()
+            await engine.stop()
+    finally:
+        executor.close()
+
+
+if __name__ == "__main__":
+    run_child(main)

@@ -1,0 +1,74 @@
+"""The supervisor, as a process it started sees it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, NoReturn, TypeVar
+
+import msgspec
+
+from kvloom.core.errors import ConfigError
+from kvloom.serve.orders import Order, Refused, Report
+
+ORDERS: Final = 0
+LAST_SECONDS: Final = 4.0
+
+AnyOrder = TypeVar("AnyOrder", bound=Order)
+
+
+class Parent:
+    """Gives one order, reads reports, and may be gone at any time: then this process ends too."""
+
+    def __init__(self, reports: int) -> None:
+        self._reports = reports
+        os.set_inheritable(reports, False)
+
+    def order(self, kind: type[AnyOrder]) -> AnyOrder:
+        """Wait for the order. Raises SystemExit where the supervisor ends without giving one."""
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            piece = os.read(
+                ORDERS, 1
+            )  # not one byte past the line: the end of the pipe is waited for elsewhere
+            if not piece:
+                raise SystemExit(0)
+            line += piece
+        return msgspec.json.decode(line, type=kind)
+
+    def watch(self) -> None:
+        """From now on, when the supervisor lets go of the pipe, this process gets a SIGTERM, and if it
+        still lives some seconds later it is ended."""
+        threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+
+    def report(self, report: Report) -> None:
+        with suppress(BrokenPipeError):  # it is gone, which `watch` sees
+            os.write(self._reports, msgspec.json.encode(report) + b"\n")
+
+
+def _end_with_parent() -> None:
+    while os.read(ORDERS, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(LAST_SECONDS)
+    os._exit(1)
+
+
+def run_child(main: Callable[[Parent], None]) -> NoReturn:
+    """A child process's whole life. Its one argument is the descriptor for reports."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    parent = Parent(int(sys.argv[1]))
+    code = 0
+    try:
+        main(parent)
+    except ConfigError as error:
+        parent.report(Refused(error.message))
+        code = 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is closed; taking torch's modules apart would cost another second

@@ -1,0 +1,69 @@
+"""The command as people type it: exit codes, and errors of one line."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvloom.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((), ["COMMAND"]),
+        (("serv",), ["serv", "'serve'"]),
+        (("serve", "--prot", "1"), ["--prot"]),
+        (("serve", "--port", "x"), ["--port", "'x'"]),
+        (("serve", "--port", "70000"), ["--port", "70000", "65535"]),
+        (("serve", "--kv-memory", "much"), ["--kv-memory", "'much'", "512MiB"]),
+        (("serve", "--kv-memory", "900TiB"), ["--kv-memory", "available"]),
+        (("serve", "--policy", "lifo"), ["--policy", "'adbs'"]),
+        (("serve", "--model", "x"), ["--model x", "NAME=PATH_OR_HUB_ID"]),
+        (("serve", "--model", "a=b/c", "--model", "a=d/e"), ["--model a", "twice"]),
+        (("serve", "--model", "a=./nowhere"), ["--model a", "nowhere", "does not exist"]),
+        (("serve", "--api-key-file", "/dev/null"), ["--api-key-file", "no key"]),
+        (("serve", "--host", "no.such.host.invalid"), ["host", "no.such.host.invalid"]),
+        (("serve", "nowhere.yaml"), ["nowhere.yaml", "No such file"]),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: tuple[str, ...], parts: list[str]) -> None:
+    done = kvloom(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    for part in ("kvloom: ", *parts):
+        assert part in done.stderr
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = kvloom("serve", "--port", str(port), "--model", f"a={tmp_path}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvloom: port: {port} at 127.0.0.1: address already in use; another")
+    assert done.stderr.count("\n") == 1
+
+
+def test_version_and_help() -> None:
+    assert kvloom("--version").stdout.startswith("kvloom ")
+    shown = kvloom("serve", "--help")
+    assert shown.returncode == 0
+    assert "kv_memory: auto" in shown.stdout
+
+
+@pytest.mark.parametrize("module", ["kvloom.cli", "kvloom.serve.supervisor", "kvloom.serve.gateway_process"])
+def test_no_torch_outside_the_engine(module: str) -> None:
+    code = f"import sys, {module}, kvloom.config_file; print({{'torch', 'transformers'}} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "set()\n"
