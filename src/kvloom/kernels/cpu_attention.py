@@ -1,5 +1,4 @@
 """Decode attention over paged KV on a CPU."""
-# ruff: noqa: PLR0917 (the kernels are called positionally, as cheaply as may be)
 
 import ctypes
 

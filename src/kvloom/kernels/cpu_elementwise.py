@@ -2,7 +2,6 @@
 
 Rows are handed out in chunks, and only enough rows to pay for waking a team are worth more than one thread.
 """
-# ruff: noqa: PLR0917 (the kernels are called positionally, as cheaply as may be)
 
 import ctypes
 

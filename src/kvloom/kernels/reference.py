@@ -1,5 +1,4 @@
 """Plain torch twins of the kernels: what they mean, in any dtype, at any speed."""
-# ruff: noqa: PLR0917 (the kernels are called positionally, as cheaply as may be)
 
 import torch
 from torch import Tensor
