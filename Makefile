@@ -1,0 +1,67 @@
+# make serve   set up, then serve the demo fleet     ARGS="fleet.yaml --port 9000"
+# make test    set up, then run the tests            ARGS="tests/kv -x"
+# make check   what CI checks besides the tests
+# make bench   the benchmarks, on a quiet machine
+# make setup   the set-up alone                      PYTHON=python3.12
+
+SHELL = /bin/sh
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WARM := $(VENV)/.warm
+
+PYTHON_FITS := import sys; sys.exit(sys.version_info < (3, 11))
+TORCH_FITS := import sys, torch; torch.ones(2).sum(); \
+  sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
+HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernels.warm") is None)
+
+.PHONY: setup serve test check bench clean
+.DELETE_ON_ERROR:
+
+setup: $(WARM)
+
+serve: setup
+	@exec $(BIN)/kvloom serve $(ARGS)
+
+test: setup
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-cache
+
+bench: setup
+	@exec $(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A venv that sees the system's packages where the system's torch will do. Systems without ensurepip
+# (Debian without python3-venv) get their pip from outside.
+$(BIN)/pip:
+	@$(PYTHON) -c '$(PYTHON_FITS)' || { echo "kvloom needs Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@site=; if $(PYTHON) -c '$(TORCH_FITS)' 2>/dev/null; then site=--system-site-packages; fi; \
+	echo "== making $(VENV) with $$($(PYTHON) --version) $$site"; \
+	$(PYTHON) -m venv $$site $(VENV) >/dev/null 2>&1 || { \
+	  $(PYTHON) -m venv --clear --without-pip $$site $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install --ignore-installed pip; }
+
+$(INSTALLED): pyproject.toml | $(BIN)/pip
+	@if $(BIN)/python -c '$(TORCH_FITS)' 2>/dev/null; \
+	then echo "== torch is here already"; \
+	else echo "== installing $(TORCH), the largest part"; $(BIN)/python -m pip install '$(TORCH)'; fi
+	@echo "== installing kvloom and its tools"
+	@$(BIN)/python -m pip install --editable '.[dev]'
+	@touch $@
+
+# The CPU kernels are compiled once here, not while somebody waits for the first answer.
+$(WARM): $(INSTALLED) $(wildcard src/kvloom/kernels/*.py)
+	@if $(BIN)/python -c '$(HAS_WARM)'; then echo "== compiling the kernels"; $(BIN)/python -m kvloom.kernels.warm; fi
+	@touch $@
