@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=0)]
-Seed = Annotated[int, Meta(ge=0, lt=2**63)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Guide(Struct, frozen=True, omit_defaults=True):

@@ -25,7 +25,7 @@ class BlockAllocator:
         """`count` block ids. Raises OutOfBlocks and takes nothing where fewer are free."""
         if count > self._free:
             raise OutOfBlocks(f"{count} blocks asked for, {self._free} of {self.total} free")
-        blocks = self._stack[self._free - count : self._free].copy()
+        blocks = np.sort(self._stack[self._free - count : self._free])  # runs in order read faster
         self._free -= count
         self._held[blocks] = True
         return blocks
