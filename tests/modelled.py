@@ -114,7 +114,9 @@ class ModelledExecutor:
         self._after(self._random.randint(1, 6), number, job, early, future)
         return future
 
-    def _after(self, turns: int, number: int, job: Job, early: bool, future: asyncio.Future[JobResult]) -> None:
+    def _after(
+        self, turns: int, number: int, job: Job, early: bool, future: asyncio.Future[JobResult]
+    ) -> None:
         if turns:
             asyncio.get_running_loop().call_soon(self._after, turns - 1, number, job, early, future)
             return
@@ -130,7 +132,9 @@ class ModelledExecutor:
         """[N, layers, heads], no number twice."""
         layers, heads = plan.page_map.shape[1:]
         place = (self._ids[plan.model] * 100 + np.arange(layers))[:, None] * 100 + np.arange(heads)
-        return ((place[None] * 10_000 + positions[:, None, None]) * 10_000 + tokens[:, None, None]).astype(np.int64)
+        return ((place[None] * 10_000 + positions[:, None, None]) * 10_000 + tokens[:, None, None]).astype(
+            np.int64
+        )
 
     def _write(self, job: Job) -> None:
         plan = job.plan
@@ -207,7 +211,7 @@ def engine_over(
 @asynccontextmanager
 async def modelled(engine: Engine, executor: ModelledExecutor) -> AsyncIterator[None]:
     """The engine while it runs; afterwards every page held what it should, and laws 1 and 4 hold."""
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:  # a hang is a failure, not a wait
         group.create_task(engine.run())
         try:
             yield
@@ -224,7 +228,9 @@ async def turns(count: int = _QUIET) -> None:
         await asyncio.sleep(0)
 
 
-async def finish(executor: ModelledExecutor, tasks: Iterable[asyncio.Task[object]], *, most_jobs: int) -> None:
+async def finish(
+    executor: ModelledExecutor, tasks: Iterable[asyncio.Task[object]], *, most_jobs: int
+) -> None:
     """Wait for `tasks` while jobs run. Fails where none runs and none starts, or where jobs run for ever."""
     waiting, quiet = list(tasks), 0
     while waiting := [task for task in waiting if not task.done()]:

@@ -62,8 +62,10 @@ class Engine:
 
     async def run(self) -> None:
         """Until `stop`, and then until the last job has ended."""
-        while not self._stopping or self._idle < self._executor.compute:
+        while True:
             self._take_in()
+            if self._stopping and self._idle == self._executor.compute:
+                return
             self._tuner.adapt()
             while not self._stopping and (action := self._policy(self._view())) and self._apply(action):
                 pass
