@@ -1,0 +1,110 @@
+"""kvloom and vLLM as the benchmarks start them: each as its own documentation says, float32, on all cores.
+
+vLLM's `auto` binding keeps a core free for its scheduler, which on two cores leaves one to compute with; so
+the cores are named. Which of VLLM_SETUPS is fastest is measured by benchmarks.peers --tune.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.places import LOGS, ROOT, VLLM_VENV
+from benchmarks.process import Command, free_port
+from kvloom.core.spec import Policy
+
+KVLOOM_PATIENCE = 120.0
+VLLM_PATIENCE = 900.0  # it compiles
+MAX_CONTEXT = 1024
+MAX_RUNNING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A command and the base URL at which its models will be."""
+
+    command: Command
+    url: str
+    patience: float
+
+
+def kvloom(models: Mapping[str, Path], kv_bytes: int, policy: Policy = "adbs") -> Served:
+    port = free_port()
+    argv = [sys.executable, "-m", "kvloom.cli", "serve", "--port", str(port)]
+    argv += ["--kv-memory", f"{kv_bytes >> 20}MiB", "--policy", policy]
+    for name, path in models.items():
+        argv += ["--model", f"{name}={path}"]
+    url = f"http://127.0.0.1:{port}"
+    command = Command(f"kvloom {policy}", argv, {}, f"{url}/health", LOGS / f"kvloom-{policy}.log")
+    return Served(command, url, KVLOOM_PATIENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSetup:
+    """A way to set vLLM up on this machine's cores. iomp: with Intel's OpenMP preloaded, which came with
+    its own dependencies, as its documentation advises."""
+
+    env: Mapping[str, str]
+    flags: tuple[str, ...] = ()
+    iomp: bool = False
+
+
+def _cores() -> str:
+    return ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+
+
+def _threads(count: int) -> dict[str, str]:
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(count)}
+
+
+VLLM_SETUPS: dict[str, VllmSetup] = {
+    "bound": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}),
+    "bound-iomp": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}, iomp=True),
+    "free": VllmSetup(_threads(len(os.sched_getaffinity(0)))),
+    "free-iomp": VllmSetup(_threads(len(os.sched_getaffinity(0))), iomp=True),
+    "one-process": VllmSetup(
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **_threads(len(os.sched_getaffinity(0)))},
+    ),
+    "one-thread": VllmSetup(_threads(1)),
+    "auto": VllmSetup({}),
+    "eager": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}, ("--enforce-eager",)),
+    "eager-one-thread": VllmSetup(_threads(1), ("--enforce-eager",)),
+}
+BEST_SETUP = "bound"
+
+
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """vLLM in the venv that benchmarks.peers makes."""
+
+    venv: Path = VLLM_VENV
+    setup: str = BEST_SETUP
+
+    def serve(self, name: str, path: Path, kv_bytes: int) -> Served:
+        """One model; everything not named here is as vLLM has it by default."""
+        setup = VLLM_SETUPS[self.setup]
+        port = free_port()
+        argv = [str(self.venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+        argv += ["--model", str(path), "--served-model-name", name, "--dtype", "float32"]
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--kv-cache-memory-bytes", str(kv_bytes)]
+        argv += ["--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(MAX_RUNNING)]
+        argv += ["--disable-log-stats", "--disable-uvicorn-access-log", *setup.flags]
+        url = f"http://127.0.0.1:{port}"
+        log = LOGS / f"vllm-{self.setup}-{name}.log"
+        command = Command(f"vllm {name}", argv, self._env(setup), f"{url}/health", log)
+        return Served(command, url, VLLM_PATIENCE)
+
+    def _env(self, setup: VllmSetup) -> dict[str, str]:
+        env = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(ROOT / "build" / "vllm-cache"),
+            "PYTHONWARNINGS": "ignore",
+            **setup.env,
+        }
+        if setup.iomp:
+            env["LD_PRELOAD"] = str(self.venv / "lib" / "libiomp5.so")
+        return env

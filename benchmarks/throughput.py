@@ -1,0 +1,164 @@
+"""Output tokens a second of one model: kvloom, then its peers, one after the other, asked the same.
+
+python -m benchmarks.throughput [--shape A B] [--requests 64] [--peer vllm transformers]
+
+Many: `--requests` at once, prompts of 32, 128 and 256 tokens in turn, 64 output tokens each. One: a single
+request of 32 prompt tokens and 128 output tokens. Whole answers, not streams, so that the client takes as
+little of the cores as it can; a streamed round afterwards gives the time to the first token and between
+tokens. Medians of the rounds; every round has prompts of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.console import Console
+
+from benchmarks.load import Load, Summary, summarise
+from benchmarks.peers import versions
+from benchmarks.places import checkpoint
+from benchmarks.process import running
+from benchmarks.report import Cell, Finding, Report, this_machine
+from benchmarks.servers import BEST_SETUP, VLLM_SETUPS, Served, Vllm, kvloom
+from benchmarks.workload import burst
+
+KV_BYTES = 2 << 30
+LEAST_RATIO = 1.8
+WARM_SEED, STREAM_SEED = 1000, 2000
+ONE_OUTPUT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    requests: int = 64
+    output: int = 64
+    one_output: int = ONE_OUTPUT
+    rounds: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Tokens a second of each round; streamed: the rounds of many and one that were streamed."""
+
+    many: list[float]
+    one: list[float]
+    streamed: tuple[Summary, Summary] | None = None
+
+
+async def measure_server(served: Served, effort: Effort) -> Pace:
+    """Start, warm, measure, stop. Raises RuntimeError where the server or a request fails."""
+    async with running(served.command, patience=served.patience):
+        load = Load({"m": served.url})
+        await _round(load, effort.requests, effort.output, WARM_SEED)
+        many = [await _round(load, effort.requests, effort.output, seed) for seed in range(effort.rounds)]
+        await _round(load, 1, effort.one_output, WARM_SEED)
+        one = [await _round(load, 1, effort.one_output, seed) for seed in range(effort.rounds)]
+        stream = Load({"m": served.url}, stream=True)
+        streamed = (
+            await _round(stream, effort.requests, effort.output, STREAM_SEED),
+            await _round(stream, 1, effort.one_output, STREAM_SEED),
+        )
+    return Pace([s.tokens_per_second for s in many], [s.tokens_per_second for s in one], streamed)
+
+
+async def _round(load: Load, requests: int, output: int, seed: int) -> Summary:
+    outcomes, seconds = await load.drive(burst("m", requests, output, seed))
+    if errors := [outcome.error for outcome in outcomes if outcome.error]:
+        raise RuntimeError(f"{len(errors)} of {requests} requests failed: {errors[0]}")
+    return summarise(outcomes, seconds)
+
+
+def measure_transformers(shape: str, effort: Effort) -> Pace:
+    return Pace(
+        _transformers(shape, effort.requests, effort.output, effort.rounds),
+        _transformers(shape, 1, effort.one_output, effort.rounds),
+    )
+
+
+def _transformers(shape: str, requests: int, output: int, rounds: int) -> list[float]:
+    argv = [sys.executable, "-m", "benchmarks.transformers_peer", "--checkpoint", str(checkpoint(shape))]
+    argv += ["--requests", str(requests), "--output", str(output), "--rounds", str(rounds)]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"transformers: {ended.stderr[-500:]}")
+    paces: list[float] = json.loads(ended.stdout.splitlines()[-1])
+    return paces
+
+
+async def measure(
+    shapes: Sequence[str], peers: Sequence[str], effort: Effort, vllm: Vllm, console: Console
+) -> Report:
+    paces: dict[tuple[str, str], Pace] = {}
+    machine = this_machine(**versions(vllm.venv))
+    for shape in shapes:
+        for name in ("kvloom", *peers):
+            console.print(f"shape {shape}: {name}", style="dim")
+            if name == "transformers":
+                paces[shape, name] = measure_transformers(shape, effort)
+                continue
+            path = checkpoint(shape)
+            ours = name == "kvloom"
+            served = kvloom({"m": path}, KV_BYTES) if ours else vllm.serve("m", path, KV_BYTES)
+            paces[shape, name] = await measure_server(served, effort)
+    return Report(
+        name="throughput",
+        title=f"Output tokens/s: {effort.requests} requests × {effort.output} tokens, "
+        f"and one of {effort.one_output}",
+        columns=["", "many", "one", "TTFT many, ms", "TPOT many, ms", "TTFT one, ms", "TPOT one, ms"],
+        rows=[_row(shape, name, pace) for (shape, name), pace in paces.items()],
+        findings=_findings(paces, peers),
+        machine=machine,
+        notes=[f"vLLM's setup: {vllm.setup} (benchmarks/servers.py). Streamed columns are of one round."],
+        raw={f"{shape}/{name}": pace for (shape, name), pace in paces.items()},
+    )
+
+
+def _row(shape: str, name: str, pace: Pace) -> list[Cell]:
+    streamed: list[Cell] = []
+    for summary in pace.streamed or ():
+        streamed += [1e3 * value if value is not None else None for value in (summary.ttft, summary.tpot)]
+    return [f"{shape}, {name}", median(pace.many), median(pace.one), *(streamed or [None] * 4)]
+
+
+def _findings(paces: dict[tuple[str, str], Pace], peers: Sequence[str]) -> list[Finding]:
+    findings = []
+    for shape in sorted({shape for shape, _ in paces}):
+        ours = paces[shape, "kvloom"]
+        for peer in peers:
+            theirs = paces[shape, peer]
+            least = LEAST_RATIO if peer == "vllm" else None
+            for told, mine, its in (("many", ours.many, theirs.many), ("one", ours.one, theirs.one)):
+                ratio = median(mine) / median(its)
+                what = f"shape {shape}, {told}: kvloom / {peer}"
+                findings.append(Finding(what=what, value=ratio, unit="×", least=least))
+    return findings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", nargs="+", choices=["A", "B"], default=["A", "B"])
+    parser.add_argument("--peer", nargs="*", choices=["vllm", "transformers"], default=["vllm"])
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm-setup", choices=sorted(VLLM_SETUPS), default=BEST_SETUP)
+    options = parser.parse_args()
+    console = Console()
+    effort = Effort(options.requests, options.output, min(ONE_OUTPUT, 2 * options.output), options.rounds)
+    vllm = Vllm(setup=options.vllm_setup)
+    report = asyncio.run(measure(options.shape, options.peer, effort, vllm, console))
+    report.show(console)
+    console.print(report.save())
+
+
+if __name__ == "__main__":
+    main()
