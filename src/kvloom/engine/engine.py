@@ -139,10 +139,10 @@ class Engine:
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         """First an empty frame, once the request is let in; then its events. See `EngineClient`."""
-        if self._stopping:
-            raise Unavailable("the engine is stopping")
         self._requests.check(body)
         guides = await asyncio.to_thread(self._requests.guides, body) if body.sampling.guide else []
+        if self._stopping:
+            raise Unavailable("the engine is stopping")
         stream = self._requests.open(body, guides or [None] * body.n, self._jobs)
         self._wake.set()
         try:

@@ -114,12 +114,13 @@ class Requests:
         for sequence, count in flight.batch:
             sequence.in_job = False
             sequence.computed += count
-            if sequence.cancelled:
-                queue.release(sequence, Status.ENDED)
             if sequence.pending == 0:
                 siblings, sequence.siblings = sequence.siblings, []
                 for sibling in siblings:
-                    self._part(queue, sequence, sibling, now)
+                    if not sibling.cancelled:
+                        queue.fork(sequence, sibling, now)
+            if sequence.cancelled:
+                self._release(queue, sequence)
         for drawer, token, logprob in zip(flight.drawers, result.tokens, result.logprobs, strict=True):
             if not drawer.cancelled:
                 self._append(drawer, token, logprob)
@@ -130,20 +131,20 @@ class Requests:
         for sequence, _ in flight.batch:
             sequence.in_job = False
             if sequence.cancelled:
-                queue.release(sequence, Status.ENDED)
+                self._release(queue, sequence)
         message = f"the job failed ({type(error).__name__}); the engine's log has more"
         for sequence, _ in flight.batch:
             if not sequence.cancelled:
                 self.cancel(sequence.request, "error", message)
 
-    def _part(self, queue: ModelQueue, parent: Sequence, sibling: Sequence, now: int) -> None:
-        """A sibling goes its own way from the end of the prompt."""
-        if sibling.cancelled or sibling.status is Status.ENDED:
-            return
-        if parent.status is Status.RUNNING:
-            queue.fork(parent, sibling, now)
-        else:
-            queue.enqueue(sibling, now)
+    def _release(self, queue: ModelQueue, sequence: Sequence) -> None:
+        """It has ended and is in no job. The first of those who wait for its prompt takes its place."""
+        queue.release(sequence, Status.ENDED)
+        heirs, sequence.siblings = [s for s in sequence.siblings if not s.cancelled], []
+        if heirs:
+            first, *rest = heirs
+            first.siblings.extend(rest)
+            queue.enqueue(first, sequence.waiting_since)
 
     def _report_prompt(self, sequence: Sequence, logprob: TokenLogprob) -> None:
         sequence.prompt_logprobs.append(logprob)
@@ -170,7 +171,7 @@ class Requests:
     ) -> None:
         sequence.cancelled = True
         if not sequence.in_job:
-            self._queues[sequence.model].release(sequence, Status.ENDED)
+            self._release(self._queues[sequence.model], sequence)
         stream = self._streams[sequence.request]
         stream.add(EndEvent(sequence.choice, reason, stop_token, 0, message))
         if stream.ended:
