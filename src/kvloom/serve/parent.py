@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -59,9 +60,15 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """uvicorn prints a traceback for each answer that it gives up when it ends, and says how many."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 def run_child(main: Callable[[Parent], None]) -> NoReturn:
     """A child process's whole life. Its one argument is the descriptor for reports."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     parent = Parent(int(sys.argv[1]))
     code = 0
     try:
