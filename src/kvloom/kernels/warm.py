@@ -1,0 +1,24 @@
+"""Compile the kernels into numba's cache: `python -m kvloom.kernels.warm`, done by `make setup`.
+
+numba notices a change in a kernel's own file only, so what is cached from older helpers is removed first.
+"""
+
+from pathlib import Path
+
+from kvloom.kernels import cpu_attention, cpu_elementwise
+from kvloom.kernels.parallel import Kernel
+
+
+def warm() -> int:
+    """Returns the number of kernels compiled."""
+    for stale in (Path(__file__).parent / "__pycache__").glob("*.nb?"):
+        stale.unlink()
+    members = [*vars(cpu_attention).values(), *vars(cpu_elementwise).values()]
+    kernels = {member for member in members if isinstance(member, Kernel)}
+    for compiled in kernels:
+        compiled.compile()
+    return len(kernels)
+
+
+if __name__ == "__main__":
+    print(f"{warm()} kernels compiled")
