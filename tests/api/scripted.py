@@ -101,14 +101,15 @@ class ScriptedEngine:
     away: bool = False
     bodies: list[StartGenerate] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    aborted: list[tuple[str, int | None]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     gone: threading.Event = field(default_factory=threading.Event)
 
     async def models(self) -> list[ModelCard]:
         return self.cards
 
-    async def abort(self, request: str) -> None:
-        self.closed.append(request)
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        self.aborted.append((request, choice))
 
     async def load(self) -> UnitLoad:
         if self.away:

@@ -126,6 +126,7 @@ def test_stop_string_in_one_choice_of_two(client: openai.OpenAI, engine: Scripte
     engine.script = says("hello world", "the quick brown fox")
     answer = client.completions.create(model="tiny", prompt="x", n=2, max_tokens=99, stop="llo")
     assert [choice.text for choice in answer.choices] == ["he", "the quick brown fox"]
+    assert engine.aborted == [(engine.bodies[0].request, 0)]  # the engine need not go on with it
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:

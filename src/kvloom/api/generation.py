@@ -93,6 +93,7 @@ class Generation:
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] = []
         self._scoring = scoring
+        self._ended: set[int] = set()  # by the engine; a stop string ends a choice here first
         min_tokens = body.sampling.min_tokens
         self.choices = [Choice(index, tokenizer, stops, min_tokens, keep) for index in range(body.n)]
 
@@ -106,7 +107,11 @@ class Generation:
         async with aclosing(client.start_generate(self.body)) as frames:
             async for frame in frames:
                 pieces = self._read(frame)
-                left -= sum(piece.finish is not None for piece in pieces)
+                over = [piece.choice for piece in pieces if piece.finish is not None]
+                left -= len(over)
+                if left:
+                    for choice in set(over) - self._ended:
+                        await client.abort(self.body.request, choice)
                 if pieces:
                     yield pieces
                 if left == 0:
@@ -124,6 +129,7 @@ class Generation:
                 ends[event.choice] = event
             else:
                 self.prompt_logprobs = event.logprobs
+        self._ended.update(ends)
         for index in dict.fromkeys([*tokens, *ends]):
             choice = self.choices[index]
             if not choice.over:
