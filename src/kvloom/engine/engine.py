@@ -87,6 +87,7 @@ class Engine:
             idle=self._idle,
             free_blocks=self.pool.free,
             last_was_prefill=self._last_phase is Phase.PREFILL,
+            jobs=self._jobs,
         )
 
     def _apply(self, action: Action) -> bool:

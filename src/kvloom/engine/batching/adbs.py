@@ -3,7 +3,16 @@ models; decodes of all models with room beside it; block quotas decide who gives
 
 from __future__ import annotations
 
-from kvloom.engine.batching.view import Action, Decode, ModelView, Order, Preempt, Prefill, UnitView
+from kvloom.engine.batching.view import (
+    LASTING,
+    Action,
+    Decode,
+    ModelView,
+    Order,
+    Preempt,
+    Prefill,
+    UnitView,
+)
 
 
 def adbs(view: UnitView) -> Action | None:
@@ -73,16 +82,18 @@ def _victim(view: UnitView, model: ModelView) -> str | None:
     if model is view.urgent:
         others = [other for other in others if other.victim > model.head]
     elif model.used + model.head_blocks <= model.quota:
-        others = [other for other in others if other.excess > 0 and _yields(other, model.head)]
+        others = [other for other in others if other.excess > 0 and _yields(view, other, model.head)]
     else:
         return None
     return max(others, key=lambda m: (m.excess, m.used)).name if others else None
 
 
-def _yields(other: ModelView, order: Order) -> bool:
-    """Whether quotas alone may take blocks of `other` for a sequence of `order`: not what a starving one has
-    gathered for a prompt that came before."""
-    return not other.starving or other.victim > order
+def _yields(view: UnitView, other: ModelView, order: Order) -> bool:
+    """Whether quotas alone may take blocks of `other` for a sequence of `order`. What came before it is
+    spared where it has starved, or is all that its model runs and was computed a while ago at most."""
+    if other.victim > order:
+        return True
+    return not other.starving and (other.running > 1 or view.jobs - other.last_prefill > LASTING)
 
 
 def _next_decode(view: UnitView) -> Action | None:
@@ -92,7 +103,9 @@ def _next_decode(view: UnitView) -> Action | None:
     model = ready[0]
     if model.decode_blocks > view.free_blocks:
         holders = [
-            m for m in view.models if m.held and (m is model or (m.excess > 0 and _yields(m, model.victim)))
+            m
+            for m in view.models
+            if m.held and (m is model or (m.excess > 0 and _yields(view, m, model.victim)))
         ]
         return Preempt(max(holders, key=lambda m: (m.excess, m is model)).name)
     prefills = not view.filling and any(m.wants_prefill for m in view.models)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STARVING = 64  # jobs that may start elsewhere before a waiting model may take blocks beyond its quota
+LASTING = 256  # jobs for which quotas leave a model its only sequence, so that it is not computed in vain
 
 Order = tuple[int, int, int]  # priority, arrival over all models, choice: the smaller goes first
 
@@ -64,13 +65,15 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class UnitView:
-    """The unit at one moment. compute: units of the device, of which `idle` are in no job."""
+    """The unit at one moment. compute: units of the device, of which `idle` are in no job; jobs: started so
+    far."""
 
     models: tuple[ModelView, ...]
     compute: int
     idle: int
     free_blocks: int
     last_was_prefill: bool
+    jobs: int
 
     @property
     def prefill_runs(self) -> bool:
