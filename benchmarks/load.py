@@ -44,6 +44,7 @@ class Summary:
     seconds: float
     tokens: int
     tokens_per_second: float
+    chunks: int
     latency: float
     ttft: float | None
     tpot: float | None
@@ -141,6 +142,7 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> Summary:
         seconds=seconds,
         tokens=tokens,
         tokens_per_second=tokens / seconds,
+        chunks=sum(outcome.chunks for outcome in good),
         latency=median(outcome.latency for outcome in good) if good else float("nan"),
         ttft=median(ttft for ttft, _ in streamed) if streamed else None,
         tpot=median(tpot for _, tpot in streamed) if streamed else None,

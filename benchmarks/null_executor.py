@@ -10,7 +10,7 @@ from tools.make_checkpoint import EOS, SHAPES
 
 from benchmarks.places import checkpoint
 from kvloom.core.geometry import Geometry
-from kvloom.core.job import Job, JobResult
+from kvloom.core.job import Job, JobResult, Phase
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
 
@@ -51,8 +51,8 @@ class Clockwork:
 
 
 class NullExecutor:
-    """Answers each job with letters. period: seconds from one job's end to the next one's, at least;
-    0 answers on the event loop's next turn."""
+    """Answers each job with letters on the event loop's next turn; a decode job `period` seconds after the
+    one before, where there is a period."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class NullExecutor:
         future: asyncio.Future[JobResult] = loop.create_future()
         tokens = [LETTERS[row.index % len(LETTERS)] for row in job.samples]
         result = JobResult(tokens, [None] * len(tokens), [], 0.0)
-        if self._period:
+        if self._period and job.phase is Phase.DECODE:
             self._due = max(self._due + self._period, loop.time())
             loop.call_at(self._due, self._end, future, result)
         else:

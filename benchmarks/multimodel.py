@@ -1,0 +1,214 @@
+"""Four models on the same cores and the same KV memory: one kvloom, against four vLLM servers.
+
+python -m benchmarks.multimodel [--rates 0.5 1 2 3 4] [--seconds 60] [--policies adbs fcfs round-robin]
+
+Models a1, a2 (shape A), b1, b2 (shape B); rates by power law, α = 2.1, in that order; Poisson arrivals from
+one seed, so every system gets the same requests at the same times. A request is in time if it ends within
+8 times the latency that such a request has alone. That latency is measured on kvloom and, beside it, the
+slower of both servers' is used, which is kinder; both answers are given, and either bound is common to all
+systems. kvloom is told neither rates nor shares of memory; each vLLM server gets a quarter of the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+from rich.console import Console
+
+from benchmarks.load import Load, Outcome, lone_latency
+from benchmarks.peers import versions
+from benchmarks.places import checkpoint
+from benchmarks.process import running
+from benchmarks.report import Cell, Finding, Report, this_machine
+from benchmarks.servers import BEST_SETUP, VLLM_SETUPS, Vllm, kvloom
+from benchmarks.slo import Lone, Objective, attained, slower
+from benchmarks.workload import PROMPTS, Ask, burst, poisson, power_law
+from kvloom.core.spec import Policy
+
+SHAPES = {"a1": "A", "a2": "A", "b1": "B", "b2": "B"}
+ALPHA, SCALE, LEAST_RATIO = 2.1, 8.0, 2.0
+OUTPUTS = (32, 64, 128)
+POLICIES: tuple[Policy, ...] = ("adbs", "fcfs", "round-robin")
+VLLM = "4 × vLLM"
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    rates: Sequence[float] = (0.5, 1.0, 2.0, 3.0, 4.0)
+    seconds: float = 60.0
+    kv_bytes: int = 1 << 30
+    lone_rounds: int = 3
+    outputs: Sequence[int] = OUTPUTS
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One system: what a lone request takes, and the outcomes at each total rate."""
+
+    lone: Lone
+    traces: dict[float, list[Outcome]]
+
+
+@asynccontextmanager
+async def fleet(system: str, kv_bytes: int, vllm: Vllm) -> AsyncIterator[dict[str, str]]:
+    """The system while it serves all four models; each model's URL. vLLM's servers start one by one."""
+    paths = {name: checkpoint(shape) for name, shape in SHAPES.items()}
+    async with AsyncExitStack() as stack:
+        if system == VLLM:
+            share = kv_bytes // len(SHAPES)
+            servers = {name: vllm.serve(name, path, share) for name, path in paths.items()}
+        else:
+            (policy,) = (policy for policy in POLICIES if policy == system)
+            served = kvloom(paths, kv_bytes, policy)
+            servers = dict.fromkeys(SHAPES, served)
+        for served in {served.url: served for served in servers.values()}.values():
+            await stack.enter_async_context(running(served.command, patience=served.patience))
+        yield {name: served.url for name, served in servers.items()}
+
+
+async def measure_system(system: str, effort: Effort, vllm: Vllm, console: Console) -> Record:
+    async with fleet(system, effort.kv_bytes, vllm) as urls:
+        load = Load(urls)
+        await load.drive([ask for name in SHAPES for ask in burst(name, 8, 8, seed=99)])
+        lone = await _lone(load, effort)
+        traces = {}
+        for rate in effort.rates:
+            asks = poisson(power_law(list(SHAPES), ALPHA, rate), effort.seconds, effort.outputs, effort.seed)
+            traces[rate], seconds = await load.drive(asks)
+            console.print(f"  {system}: {len(asks)} requests at {rate:g}/s took {seconds:.0f} s", style="dim")
+    return Record(lone, traces)
+
+
+async def _lone(load: Load, effort: Effort) -> Lone:
+    """The median latency of each kind of request, alone on the idle server."""
+    lone: dict[tuple[str, int, int], float] = {}
+    for model in ("a1", "b1"):
+        for prompt in PROMPTS:
+            for output in effort.outputs:
+                asks = [
+                    Ask(model, [300 + seed] * prompt, output) for seed in range(1, effort.lone_rounds + 1)
+                ]
+                lone[SHAPES[model], prompt, output] = median(await lone_latency(load, asks))
+    return lone
+
+
+async def measure(systems: Sequence[str], effort: Effort, vllm: Vllm, console: Console) -> Report:
+    machine = this_machine(**versions(vllm.venv))
+    records: dict[str, Record] = {}
+    for system in systems:
+        console.print(f"{system}: starting", style="dim")
+        records[system] = await measure_system(system, effort, vllm, console)
+    objectives = _objectives(records)
+    return Report(
+        name="multimodel",
+        title=f"Four models, α = {ALPHA}, {effort.seconds:g} s at each rate, SLO {SCALE:g} × alone",
+        columns=["", "req/s asked", "in time, req/s", "in time, %", "p50, s", "p99, s", "failed"],
+        rows=[
+            _row(system, rate, outcomes, effort.seconds, objectives[0][1])
+            for rate in effort.rates
+            for system, record in records.items()
+            for outcomes in [record.traces[rate]]
+        ],
+        findings=_findings(records, effort, objectives),
+        machine=machine,
+        notes=[
+            f"In the table, alone is on kvloom. KV memory {effort.kv_bytes >> 20} MiB in all; vLLM's setup: "
+            f"{vllm.setup}."
+        ],
+        raw={system: _raw(record) for system, record in records.items()},
+    )
+
+
+def _objectives(records: dict[str, Record]) -> list[tuple[str, Objective]]:
+    """With what they are called. The first is the one by kvloom's own lone latency."""
+    ours = records.get("adbs") or next(iter(records.values()))
+    objectives = [("alone on kvloom", Objective(ours.lone, SCALE))]
+    if VLLM in records:
+        kind = Objective(slower(ours.lone, records[VLLM].lone), SCALE)
+        objectives.append(("alone on the slower", kind))
+    return objectives
+
+
+def _row(
+    system: str, rate: float, outcomes: Sequence[Outcome], seconds: float, objective: Objective
+) -> list[Cell]:
+    if not outcomes:
+        return [system, rate, 0.0, None, None, None, 0]
+    met = attained(objective, SHAPES, outcomes)
+    latencies = [outcome.latency for outcome in outcomes]
+    p99 = quantiles(latencies, n=100)[98] if len(latencies) > 1 else None
+    failed = sum(outcome.error is not None for outcome in outcomes)
+    in_time = 100 * met / len(outcomes)
+    return [system, rate, met / seconds, in_time, median(latencies), p99, failed]
+
+
+def _findings(
+    records: dict[str, Record], effort: Effort, objectives: Sequence[tuple[str, Objective]]
+) -> list[Finding]:
+    """Requests in time, over the whole sweep and at the best rate of each, kvloom's to the others'."""
+    findings = []
+    for told, objective in objectives:
+        counts = {
+            system: [attained(objective, SHAPES, record.traces[rate]) for rate in effort.rates]
+            for system, record in records.items()
+        }
+        for system in records:
+            if system == "adbs" or "adbs" not in counts:
+                continue
+            ours, theirs = counts["adbs"], counts[system]
+            least = LEAST_RATIO if system == VLLM else None
+            for which, mine, its in (
+                ("at each one's best rate", max(ours), max(theirs)),
+                ("over all rates", sum(ours), sum(theirs)),
+            ):
+                what = f"in time ({told}), {which}: adbs / {system}"
+                findings.append(Finding(what=what, value=mine / max(its, 1), unit="×", least=least))
+    return findings
+
+
+def _raw(record: Record) -> dict[str, object]:
+    lone = [[*kind, seconds] for kind, seconds in record.lone.items()]
+    traces = {
+        f"{rate:g}": [[o.ask.model, *o.ask.kind, round(o.ask.at, 4), o.latency, o.error] for o in outcomes]
+        for rate, outcomes in record.traces.items()
+    }
+    return {"lone": lone, "traces": traces}
+
+
+def main() -> None:
+    usual = Effort()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rates", nargs="+", type=float, default=list(usual.rates))
+    parser.add_argument("--seconds", type=float, default=usual.seconds, help="of arrivals, at each rate")
+    parser.add_argument("--kv-mib", type=int, default=usual.kv_bytes >> 20, help="KV memory in all")
+    parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--vllm-setup", choices=["none", *sorted(VLLM_SETUPS)], default=BEST_SETUP)
+    parser.add_argument("--lone-rounds", type=int, default=usual.lone_rounds)
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    options = parser.parse_args()
+    effort = Effort(
+        rates=options.rates,
+        seconds=options.seconds,
+        kv_bytes=options.kv_mib << 20,
+        lone_rounds=options.lone_rounds,
+        seed=options.seed,
+    )
+    without = options.vllm_setup == "none"
+    systems = [*options.policies, *([] if without else [VLLM])]
+    vllm = Vllm(setup=BEST_SETUP if without else options.vllm_setup)
+    console = Console()
+    report = asyncio.run(measure(systems, effort, vllm, console))
+    report.show(console)
+    console.print(report.save())
+
+
+if __name__ == "__main__":
+    main()

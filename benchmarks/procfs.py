@@ -1,0 +1,54 @@
+"""What the kernel knows of a process: its children, memory and CPU time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """MiB. rss: all resident pages, pss: shared ones split among who shares them. Of rss, arena: those of
+    kvloom's KV arena; files: those of checkpoint files that are mapped."""
+
+    rss: float
+    pss: float
+    arena: float
+    files: float
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads."""
+    tasks = (PROC / str(pid) / "task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all its threads."""
+    fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory(pid: int) -> Memory:
+    found = dict.fromkeys(("rss", "pss", "arena", "files"), 0)
+    mapping = ""
+    for line in (PROC / str(pid) / "smaps").read_text("utf-8", "replace").splitlines():
+        key, _, rest = line.partition(":")
+        if key == "Pss":
+            found["pss"] += int(rest.split()[0])
+        elif key == "Rss":
+            kib = int(rest.split()[0])
+            found["rss"] += kib
+            found["arena"] += kib if "kvloom-arena" in mapping else 0
+            found["files"] += kib if ".safetensors" in mapping else 0
+        elif "-" in key.split(" ")[0]:
+            mapping = line
+    return Memory(**{name: 1024 * kib / _MIB for name, kib in found.items()})
