@@ -58,7 +58,7 @@ class EagerEngine:
     async def models(self) -> list[ModelCard]:
         return [self._card]
 
-    async def abort(self, request: str) -> None: ...
+    async def abort(self, request: str, choice: int | None = None) -> None: ...
 
     async def load(self) -> UnitLoad:
         return UnitLoad(total_blocks=1, free_blocks=1, block_bytes=1, policy="none", models={})
