@@ -123,9 +123,9 @@ def test_stop_string(client: openai.OpenAI, engine: ScriptedEngine, *, stream: b
 
 
 def test_stop_string_in_one_choice_of_two(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = says("hello world", "the quick brown fox")
+    engine.script = says("hello world" * 9, "the quick brown fox" * 2)
     answer = client.completions.create(model="tiny", prompt="x", n=2, max_tokens=99, stop="llo")
-    assert [choice.text for choice in answer.choices] == ["he", "the quick brown fox"]
+    assert [choice.text for choice in answer.choices] == ["he", "the quick brown fox" * 2]
     assert engine.aborted == [(engine.bodies[0].request, 0)]  # the engine need not go on with it
 
 

@@ -107,7 +107,7 @@ def test_a_forced_call_can_be_written_and_is_found(family: Family) -> None:
         Family.LLAMA: call,
     }[family]
     for one in byte_level().encode(written).ids:
-        state.accept(one)
+        assert state.accepts(one)
     assert state.done
     assert parse(family, [written]) == ("", [ToolCall("weather", '{"city": "Bern"}')])
 
