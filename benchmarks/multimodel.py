@@ -27,7 +27,8 @@ from benchmarks.process import running
 from benchmarks.report import Cell, Finding, Report, this_machine
 from benchmarks.servers import BEST_SETUP, VLLM_SETUPS, Vllm, kvloom
 from benchmarks.slo import Lone, Objective, attained, slower
-from benchmarks.workload import PROMPTS, Ask, burst, poisson, power_law
+from benchmarks.workload import PROMPTS, burst, poisson, power_law
+from benchmarks.workload import lone as lone_asks
 from kvloom.core.spec import Policy
 
 SHAPES = {"a1": "A", "a2": "A", "b1": "B", "b2": "B"}
@@ -91,9 +92,7 @@ async def _lone(load: Load, effort: Effort) -> Lone:
     for model in ("a1", "b1"):
         for prompt in PROMPTS:
             for output in effort.outputs:
-                asks = [
-                    Ask(model, [300 + seed] * prompt, output) for seed in range(1, effort.lone_rounds + 1)
-                ]
+                asks = lone_asks(model, prompt, output, effort.lone_rounds)
                 lone[SHAPES[model], prompt, output] = median(await lone_latency(load, asks))
     return lone
 

@@ -60,6 +60,8 @@ def _threads(count: int) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(count)}
 
 
+_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}  # idle threads sleep at once: kinder where servers share the cores
+
 VLLM_SETUPS: dict[str, VllmSetup] = {
     "bound": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}),
     "bound-iomp": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}, iomp=True),
@@ -68,6 +70,8 @@ VLLM_SETUPS: dict[str, VllmSetup] = {
     "one-process": VllmSetup(
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **_threads(len(os.sched_getaffinity(0)))},
     ),
+    "bound-passive": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores(), **_PASSIVE}),
+    "free-passive": VllmSetup({**_threads(len(os.sched_getaffinity(0))), **_PASSIVE}),
     "one-thread": VllmSetup(_threads(1)),
     "auto": VllmSetup({}),
     "eager": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}, ("--enforce-eager",)),

@@ -32,6 +32,12 @@ def burst(model: str, requests: int, output: int, seed: int) -> list[Ask]:
     return [Ask(model, _prompt(draw, PROMPTS[i % len(PROMPTS)]), output) for i in range(requests)]
 
 
+def lone(model: str, prompt: int, output: int, count: int) -> list[Ask]:
+    """`count` requests of one kind, no two with the same prompt, whatever the kind."""
+    draw = random.Random(f"{model}/{prompt}/{output}")
+    return [Ask(model, _prompt(draw, prompt), output) for _ in range(count)]
+
+
 def power_law(models: Sequence[str], alpha: float, total: float) -> dict[str, float]:
     """Requests a second of each model: that of number i in proportion to (i + 1)^-alpha, `total` in sum."""
     weights = [(i + 1) ** -alpha for i in range(len(models))]
@@ -39,10 +45,11 @@ def power_law(models: Sequence[str], alpha: float, total: float) -> dict[str, fl
 
 
 def poisson(rates: Mapping[str, float], seconds: float, outputs: Sequence[int], seed: int) -> list[Ask]:
-    """Each model's own Poisson stream over `seconds`, merged; lengths drawn evenly from PROMPTS × outputs."""
+    """Each model's own Poisson stream over `seconds`, merged; lengths drawn evenly from PROMPTS × outputs.
+    Another rate brings other prompts."""
     asks: list[Ask] = []
     for model, rate in rates.items():
-        draw = random.Random(f"{seed}/{model}")
+        draw = random.Random(f"{seed}/{model}/{rate}")
         at = draw.expovariate(rate)
         while at < seconds:
             asks.append(Ask(model, _prompt(draw, draw.choice(PROMPTS)), draw.choice(outputs), at))
