@@ -83,7 +83,10 @@ def _bend(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         if row.allowed is not None:
             bent[i].masked_fill_(~_unpack(row.allowed, bent.shape[1]), float("-inf"))
         if row.index < params.min_tokens and params.stop_token_ids and row.allowed is None:
-            bent[i, list(params.stop_token_ids)] = float("-inf")
+            longer = bent[i].clone()
+            longer[list(params.stop_token_ids)] = float("-inf")
+            if longer.max() > float("-inf"):  # a mask that leaves but a stop token has the last word
+                bent[i] = longer
     return bent
 
 
@@ -112,7 +115,8 @@ def _unpack(words: np.ndarray[tuple[int], np.dtype[np.uint32]], size: int) -> Te
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """logits [R, V] → ids [R], by inverting the cumulative distribution over tokens from most to least
-    likely. Filters apply in the order temperature, top-k, top-p, min-p."""
+    likely. Filters apply in the order temperature, top-k, top-p, min-p. A row without a possible token gives
+    any one: it must not fail its neighbours."""
     temperature = torch.tensor([row.params.temperature for row in rows])
     order = torch.sort(logits, dim=-1, descending=True, stable=True)
     probs = ((order.values - order.values[:, :1]) / temperature[:, None].clamp_min(1e-5)).softmax(-1)
@@ -129,5 +133,5 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     u = torch.from_numpy(uniform([row.key for row in rows], [row.index for row in rows]))
     place = torch.searchsorted(total, u[:, None] * total[:, -1:], right=True)
     last = (probs > 0).sum(-1, keepdim=True) - 1  # a draw at the very edge must not leave the kept tokens
-    ids: Tensor = order.indices.gather(-1, torch.minimum(place, last))[:, 0]
+    ids: Tensor = order.indices.gather(-1, torch.minimum(place, last).clamp_min(0))[:, 0]
     return ids
