@@ -61,15 +61,20 @@ def _threads(count: int) -> dict[str, str]:
 
 
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}  # idle threads sleep at once: kinder where servers share the cores
+# its worker then lives in its engine's process: no loop that waits for messages by spinning on a core
+_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 VLLM_SETUPS: dict[str, VllmSetup] = {
     "bound": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}),
     "bound-iomp": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}, iomp=True),
     "free": VllmSetup(_threads(len(os.sched_getaffinity(0)))),
     "free-iomp": VllmSetup(_threads(len(os.sched_getaffinity(0))), iomp=True),
-    "one-process": VllmSetup(
-        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **_threads(len(os.sched_getaffinity(0)))},
+    "one-process": VllmSetup({**_ONE_PROCESS, **_threads(len(os.sched_getaffinity(0)))}),
+    "one-process-iomp": VllmSetup({**_ONE_PROCESS, **_threads(len(os.sched_getaffinity(0)))}, iomp=True),
+    "one-process-passive": VllmSetup(
+        {**_ONE_PROCESS, **_threads(len(os.sched_getaffinity(0))), **_PASSIVE},
     ),
+    "one-process-one-thread": VllmSetup({**_ONE_PROCESS, **_threads(1)}),
     "bound-passive": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores(), **_PASSIVE}),
     "free-passive": VllmSetup({**_threads(len(os.sched_getaffinity(0))), **_PASSIVE}),
     "one-thread": VllmSetup(_threads(1)),
