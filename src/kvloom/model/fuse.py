@@ -39,7 +39,8 @@ def fuse(model: nn.Module) -> None:
     for parent, name, child in list(_children(model)):
         if type(child).__name__.endswith("Attention"):
             _fuse_qkv(child)
-            fuse_rotary(child)
+            if all(weight.dtype == torch.float32 for weight in child.parameters()):
+                fuse_rotary(child)
         elif gated := _gated_like(child):
             setattr(parent, name, gated)
     tied = _shared_weights(model)

@@ -1,0 +1,337 @@
+"""What is no checkpoint for us is refused in one line that names the model; what is, is held once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from kvloom.core.errors import ConfigError
+from kvloom.core.spec import ModelSpec
+from kvloom.model.executor import TorchExecutor
+from kvloom.model.linear import FusedLinear, PackedLinear, Part
+from kvloom.model.loader import LoadedModel, load_model
+from tests.checkpoints import EOS, VOCAB, make_checkpoint, save_tokenizer
+
+BLOCK = 2048
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def load(path: Path | str, **changes: Any) -> LoadedModel:
+    return load_model(ModelSpec(name="mine", path=str(path), **changes), BLOCK)
+
+
+def refusal(path: Path | str, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, **changes)
+    message = caught.value.message
+    assert message.startswith("models.mine: ")
+    assert "\n" not in message
+    assert len(message) < 600
+    return message
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def reconfigure(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path, "qwen2")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    path = make_checkpoint(tmp_path, "qwen2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    model.save_pretrained(path, max_shard_size="100KB")
+    return path
+
+
+def test_a_missing_shard(sharded: Path) -> None:
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert load(sharded).geometry.layers == 3
+    shards[1].unlink()
+    assert shards[1].name in refusal(sharded)
+
+
+def test_a_missing_tensor(qwen: Path) -> None:
+    rewrite(qwen, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
+    assert "lack model.layers.1.mlp.up_proj.weight" in refusal(qwen)
+
+
+def test_a_tensor_of_the_wrong_shape(qwen: Path) -> None:
+    name = "model.layers.2.mlp.down_proj.weight"
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:, :-1].contiguous()
+
+    rewrite(qwen, cut)
+    message = refusal(qwen)
+    assert name in message
+    assert "[64, 95]" in message
+    assert "[64, 96]" in message
+
+
+def test_shapes_that_the_config_denies(qwen: Path) -> None:
+    reconfigure(qwen, num_key_value_heads=4)
+    assert "k_proj" in refusal(qwen)
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert str(empty) in refusal(empty)
+    assert "nowhere" in refusal(tmp_path / "nowhere")
+    refusal("no/such-repository-anywhere")
+    refusal("a b c?*")
+    file = tmp_path / "a-file"
+    file.write_text("hello")
+    assert "a-file" in refusal(file)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[]", "null", '{"model_type": "nonsense"}', "{}", "\0\1\2"])
+def test_a_config_that_is_none(qwen: Path, text: str) -> None:
+    (qwen / "config.json").write_text(text)
+    refusal(qwen)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "wide"},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": -3},
+        {"num_hidden_layers": 0},
+        {"vocab_size": None},
+        {"hidden_act": "nothing"},
+        {"rope_parameters": {"rope_type": "nothing", "rope_theta": 10000.0}},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense(qwen: Path, changes: dict[str, Any]) -> None:
+    reconfigure(qwen, **changes)
+    refusal(qwen)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 300, -100])
+def test_weights_cut_short(qwen: Path, keep: int) -> None:
+    whole = (qwen / "model.safetensors").read_bytes()
+    (qwen / "model.safetensors").write_bytes(whole[:keep])
+    refusal(qwen)
+
+
+def test_no_tokenizer(qwen: Path) -> None:
+    for file in qwen.glob("tokenizer*"):
+        file.unlink()
+    assert "okenizer" in refusal(qwen)
+
+
+def test_a_broken_tokenizer(qwen: Path) -> None:
+    (qwen / "tokenizer.json").write_text("{")
+    refusal(qwen)
+
+
+def make(path: Path, kind: str, maker: Any = transformers.AutoModelForCausalLM, **config: Any) -> Path:
+    base = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(0)
+    maker.from_config(getattr(transformers, kind)(**(base | config))).save_pretrained(path)
+    save_tokenizer(path, VOCAB)
+    return path
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    path = make(
+        tmp_path,
+        "DeepseekV3Config",
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
+    assert "latent attention" in refusal(path)
+
+
+def test_recurrent_layers(tmp_path: Path) -> None:
+    refusal(make(tmp_path, "MambaConfig", state_size=4, num_hidden_layers=2))
+
+
+def test_layers_of_both_kinds(tmp_path: Path) -> None:
+    path = make(
+        tmp_path,
+        "Lfm2Config",
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv"],
+        block_ff_dim=48,
+    )
+    assert "only 1 of its 3 layers are attention" in refusal(path)
+
+
+def test_encoder_decoder(tmp_path: Path) -> None:
+    path = make(
+        tmp_path,
+        "T5Config",
+        transformers.AutoModelForSeq2SeqLM,
+        d_model=32,
+        d_ff=32,
+        d_kv=8,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    assert "encoder-decoder" in refusal(path)
+
+
+def test_a_block_too_small_for_a_token(qwen: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models\.mine: block_bytes: 64 holds no token of head size 16"):
+        load_model(ModelSpec(name="mine", path=str(qwen)), 64)
+
+
+def test_a_pool_too_small_for_a_page(qwen: Path) -> None:
+    spec = ModelSpec(name="mine", path=str(qwen))
+    with pytest.raises(ConfigError, match=r"kv_memory: .* hold no page of mine; at least 12,288 are needed"):
+        TorchExecutor.load([spec], kv_bytes=5 * BLOCK, block_bytes=BLOCK, threads=1)
+    TorchExecutor.load([spec], kv_bytes=6 * BLOCK, block_bytes=BLOCK, threads=1).close()
+
+
+def test_the_context_is_bounded_by_the_config_and_by_the_person(qwen: Path) -> None:
+    assert load(qwen).card.context_length == 256
+    assert load(qwen, max_context=100).card.context_length == 100
+    assert load(qwen, max_context=1000).card.context_length == 256
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+        },
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)
+def test_a_rope_that_changes_with_the_longest_keeps_to_where_it_does_not(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    path = make_checkpoint(tmp_path, "qwen2", rope_parameters=rope | {"rope_theta": 10_000.0})
+    assert load(path).card.context_length == 64
+
+
+def test_a_rope_that_does_not_change_keeps_its_length(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    assert load(make_checkpoint(tmp_path, "qwen2", rope_parameters=rope)).card.context_length == 256
+
+
+def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Every tensor that the module keeps, those in oneDNN's layout and in fused sisters included."""
+    yield from module.parameters()
+    fused: dict[int, FusedLinear] = {}
+    packed: list[PackedLinear] = []
+    for child in module.modules():
+        if isinstance(child, Part):
+            fused[id(child._fused)] = child._fused
+        if isinstance(child, PackedLinear):
+            packed.append(child)
+    packed += [one.linear for one in fused.values()]
+    for linear in packed:
+        yield linear.packed
+        if linear.bias is not None:
+            yield linear.bias
+
+
+def weight_bytes(module: nn.Module) -> int:
+    held = {(t if t.is_mkldnn else t.data_ptr()): t.numel() * t.element_size() for t in tensors(module)}
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3", "gpt_neox"])  # llama's head is tied
+def test_weights_are_held_once(architecture: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, architecture)
+    model = load(path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    whole = sum(p.numel() * 4 for p in stock.parameters())
+    assert model.card.parameters * 4 == whole
+    assert whole <= weight_bytes(model.module) <= whole * 1.02  # oneDNN pads odd sizes a little
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_tied_and_not(tied: bool, tmp_path: Path) -> None:
+    """The prove step has compared the logits; here, that a tied head is the embedding."""
+    path = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=tied)
+    module: Any = load(path).module
+    head, embedding = module.lm_head, module.get_input_embeddings().weight
+    if tied:
+        assert head.weight.data_ptr() == embedding.data_ptr()
+    else:
+        assert isinstance(head, PackedLinear)
+
+
+def test_the_card(qwen: Path) -> None:
+    card = load(qwen).card
+    assert (card.name, card.vocab_size, card.eos_token_ids, card.bos_token_id) == (
+        "mine",
+        VOCAB,
+        (EOS,),
+        None,
+    )
+    assert (card.architecture, card.dtype, card.add_bos) == ("Qwen2ForCausalLM", "float32", False)
+    assert card.chat_template
+    assert json.loads(card.tokenizer)["model"]["type"] == "BPE"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(qwen: Path, dtype: str) -> None:
+    model = load(qwen, dtype=dtype)
+    assert model.card.dtype == dtype
+    assert model.geometry.itemsize == 2
+    assert model.geometry.tokens_per_block == 32
