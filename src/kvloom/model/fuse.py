@@ -46,10 +46,11 @@ def fuse(model: nn.Module) -> None:
     tied = _shared_weights(model)
     for parent, name, child in list(_children(model)):
         if type(child) is nn.Linear and can_pack(child.weight):
-            is_tied = child.weight.data_ptr() in tied and child.bias is None
-            setattr(
-                parent, name, TiedLinear(child.weight) if is_tied else PackedLinear(child.weight, child.bias)
-            )
+            weight, bias = child.weight, child.bias
+            if weight.data_ptr() in tied and bias is None and isinstance(weight, nn.Parameter):
+                setattr(parent, name, TiedLinear(weight))
+            else:
+                setattr(parent, name, PackedLinear(weight, bias))
         elif type(child).__name__.endswith("RMSNorm"):
             norm = _norm_like(child)
             if norm is not None:

@@ -51,9 +51,9 @@ class TiedLinear(nn.Module):
     """A head that shares the embedding's weight [N, K], and so cannot be packed: weight · xᵀ, whose kernels
     beat x · weightᵀ by 1.2× to 4× on MKL for a few rows."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

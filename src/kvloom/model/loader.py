@@ -75,6 +75,8 @@ def _load(spec: ModelSpec, block_bytes: int) -> LoadedModel:
     module.eval().requires_grad_(False)
     parameters = sum(p.numel() for p in module.parameters())
     observer = _prove(module)
+    for left in module.parameters():  # out of the mapped files, which would else stay in memory with them
+        left.data = left.data.clone()
     heads, head_dim = next(iter(observer.layers.values()))
     geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes)
     return LoadedModel(module, dtype, geometry, _card(spec, module, parameters))
