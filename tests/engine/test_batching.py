@@ -155,7 +155,7 @@ def test_every_answer_can_be_carried_out(policy: str, view: UnitView) -> None:
 @_SETTINGS
 @given(view=views())
 def test_where_nothing_runs_and_something_can_something_happens(policy: str, view: UnitView) -> None:
-    still = tuple(replace(m, prefilling=False, decoding=False) for m in view.models)
+    still = tuple(replace(m, prefilling=False, decoding=False, running=m.held) for m in view.models)
     view = replace(view, models=still, idle=view.compute)
     first = min((m for m in view.models if m.wants_prefill), key=lambda m: m.head, default=None)
     can = any(m.wants_decode for m in view.models)
@@ -225,13 +225,25 @@ def test_a_starving_model_takes_from_what_came_later_and_keeps_it() -> None:
     older = replace(b, victim=(0, 3, 0))
     assert adbs(unit(a, older)) != Preempt("a")
     begun = model(
-        "a", partial=1, head_blocks=40, head=(0, 5, 0), quota=10, waited=99, used=20, held=1, victim=(0, 5, 0)
+        "a", partial=1, head_blocks=40, head=(0, 5, 0), quota=10, waited=99, used=20, victim=(0, 5, 0)
     )
+    begun = replace(begun, held=1, running=1)
     rest = model("b", used=78, quota=60, held=3, running=3, victim=(0, 9, 0), decodable=3, decode_blocks=6)
     assert adbs(unit(replace(begun, prefilling=True), rest, idle=1)) == Preempt("b")
     tight = replace(rest, quota=95)  # within its quota, and a over its own: but a came first and starves
     assert adbs(unit(begun, tight, last_was_prefill=True)) == Preempt("b")
     assert adbs(unit(begun, replace(tight, victim=(0, 3, 0), decode_blocks=6))) == Preempt("a")
+
+
+def test_a_long_queue_is_no_starvation() -> None:
+    """A model that runs beyond its quota has always someone waiting; it gives way all the same."""
+    a = model("a", waiting=30, head_blocks=6, head=(0, 2, 0), waited=500, used=90, held=9, running=9)
+    a = replace(a, victim=(0, 1, 0))
+    b = model("b", decodable=2, decode_blocks=12, held=2, running=2, used=10, victim=(0, 60, 0))
+    view = unit(a, b, last_was_prefill=True)
+    assert view.urgent is None
+    assert adbs(view) == Preempt("a")
+    assert adbs(unit(a, model("b", waiting=1, head_blocks=16, head=(0, 60, 0)))) == Preempt("a")
 
 
 def test_an_idle_model_claims_nothing() -> None:
@@ -275,6 +287,7 @@ def test_a_decode_without_room_takes_from_the_most_over_quota_or_from_itself() -
     b = model("b", held=2, running=2, used=60, quota=50, decoding=True, victim=(0, 2, 0))
     assert adbs(unit(a, b, idle=1)) == Preempt("b")
     assert adbs(unit(a, replace(b, quota=60), idle=1)) == Preempt("a")
+    assert adbs(unit(a, replace(b, held=0), idle=1)) is None  # all of b is in a job: its end is near
 
 
 def test_quotas_leave_a_model_its_only_sequence_for_a_while() -> None:

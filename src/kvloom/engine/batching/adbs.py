@@ -98,16 +98,22 @@ def _yields(view: UnitView, other: ModelView, order: Order) -> bool:
 
 def _next_decode(view: UnitView) -> Action | None:
     ready = sorted((m for m in view.models if m.wants_decode), key=lambda m: m.last_decode)
-    if not ready or view.idle == 0:
+    if view.idle == 0:
         return None
-    model = ready[0]
-    if model.decode_blocks > view.free_blocks:
-        holders = [
-            m
-            for m in view.models
-            if m.held and (m is model or (m.excess > 0 and _yields(view, m, model.victim)))
-        ]
-        return Preempt(max(holders, key=lambda m: (m.excess, m is model)).name)
-    prefills = not view.filling and any(m.wants_prefill for m in view.models)
-    together = len(ready) > 1 or view.idle < view.compute or prefills
-    return Decode(model.name, min(view.idle, max(1, view.compute // 2)) if together else view.compute)
+    for model in ready:
+        if model.decode_blocks <= view.free_blocks:
+            prefills = not view.filling and any(m.wants_prefill for m in view.models)
+            together = len(ready) > 1 or view.idle < view.compute or prefills
+            share = min(view.idle, max(1, view.compute // 2)) if together else view.compute
+            return Decode(model.name, share)
+        giver = _giver(view, model)
+        if giver.held:
+            return Preempt(giver.name)
+        # All that it runs is in a job, whose end is near.
+    return None
+
+
+def _giver(view: UnitView, model: ModelView) -> ModelView:
+    """Whose blocks the next step of `model` takes: of the one most over quota, or its own."""
+    over = [m for m in view.models if m.running and m.excess > 0 and _yields(view, m, model.victim)]
+    return max([model, *over], key=lambda m: (m.excess, m is model))

@@ -59,8 +59,8 @@ class ModelView:
 
     @property
     def starving(self) -> bool:
-        """A prompt of it waits for blocks, or for the rest of them, for too long."""
-        return self.wants_prefill and self.waited > STARVING
+        """A prompt of it waits for blocks, or for the rest of them, for too long, and nothing else runs."""
+        return self.wants_prefill and self.waited > STARVING and self.running == self.partial
 
 
 @dataclass(frozen=True, slots=True)
