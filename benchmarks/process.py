@@ -46,8 +46,11 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def running(command: Command, *, patience: float) -> AsyncIterator[Running]:
-    """The server, in a session of its own, until the block ends. Raises RuntimeError with the log's last
-    lines where it ends early or does not answer within `patience` seconds."""
+    """The server, in a session of its own, until the block ends, be it by a SIGTERM. Raises RuntimeError
+    with the log's last lines where it ends early or does not answer within `patience` seconds."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     command.log.parent.mkdir(parents=True, exist_ok=True)
     with command.log.open("wb") as log:
         started = time.perf_counter()

@@ -1,7 +1,8 @@
 """kvloom and vLLM as the benchmarks start them: each as its own documentation says, float32, on all cores.
 
 vLLM's `auto` binding keeps a core free for its scheduler, which on two cores leaves one to compute with; so
-the cores are named. Which of VLLM_SETUPS is fastest is measured by benchmarks.peers --tune.
+the cores are named. Its worker waits for its engine by spinning, which takes a core from computing, unless
+both are one process. Which of VLLM_SETUPS is fastest is measured by benchmarks.peers --tune.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ VLLM_SETUPS: dict[str, VllmSetup] = {
     "eager": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}, ("--enforce-eager",)),
     "eager-one-thread": VllmSetup(_threads(1), ("--enforce-eager",)),
 }
-BEST_SETUP = "bound"
+BEST_SETUP = "one-process"
 
 
 @dataclass(frozen=True, slots=True)
