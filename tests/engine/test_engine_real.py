@@ -125,7 +125,7 @@ def test_company_changes_no_token(
             elif one.sampling.temperature:
                 assert found == wanted
             else:
-                fleet.oracles[one.model].check(one.prompt, found)
+                fleet.oracles[one.model].check_at_once(one.prompt, found)
             assert len(found) == 20
     print(f"{policy}: {preemptions} preemptions")
 
@@ -166,7 +166,7 @@ def test_two_engines_in_one_process(fleet: Fleet) -> None:
             answers = await asyncio.gather(*both)
             for i, order in enumerate(asked):
                 assert answers[2 * i].tokens == answers[2 * i + 1].tokens
-                fleet.oracles[order.model].check(order.prompt, answers[2 * i].tokens[0])
+                fleet.oracles[order.model].check_at_once(order.prompt, answers[2 * i].tokens[0])
             with pytest.raises(UnknownModel, match="`small` is not served here; served: wide, tall"):
                 await ask(two, body("small", [1]))
 
