@@ -11,6 +11,8 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HFTokenizer
 
 from kvloom.api.app import create_app
 from kvloom.api.tokenizer import Tokenizer
@@ -110,6 +112,23 @@ def test_a_forced_call_can_be_written_and_is_found(family: Family) -> None:
         assert state.accepts(one)
     assert state.done
     assert parse(family, [written]) == ("", [ToolCall("weather", '{"city": "Bern"}')])
+
+
+def test_a_mark_that_is_an_added_token_is_drawn_as_that_token() -> None:
+    """Such a token need not be special: in Qwen's vocabularies, and in guide's, <tool_call> is not."""
+    vocabulary = HFTokenizer.from_str(byte_level().to_str())
+    marks = ["<tool_call>", "</tool_call>"]
+    vocabulary.add_tokens([AddedToken(mark, special=False) for mark in marks])
+    model = card(tokenizer=vocabulary.to_str())
+    guide = forced_guide(Family.HERMES, [("weather", SCHEMA)], Tokenizer(model), several=False)
+    state = GuideCompiler(model).start(guide)
+    call = json.dumps({"name": "weather", "arguments": {"city": "Bern"}})
+    written = vocabulary.encode(f"<tool_call>\n{call}\n</tool_call>").ids
+    assert [written[0], written[-1]] == [vocabulary.token_to_id(mark) for mark in marks]
+    for one in written:
+        assert state.mask()[one // 32] >> (one % 32) & 1
+        assert state.accepts(one)
+    assert state.done
 
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]

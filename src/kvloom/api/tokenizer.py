@@ -40,6 +40,7 @@ class Tokenizer:
         self._spelling = _spelling(json.loads(card.tokenizer).get("decoder"))
         added = self._hf.get_added_tokens_decoder()
         self._added = {token: one.content.encode() for token, one in added.items()}
+        self.added = frozenset(added)
         self.special = frozenset(token for token, one in added.items() if one.special)
         self._bytes: dict[int, bytes] = {}
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from kvloom.api.tokenizer import Tokenizer
-from kvloom.core.sampling import Guide
+from kvloom.core.sampling import JSON_SPACING, Guide
 
 
 class Family(Enum):
@@ -72,7 +72,8 @@ def forced_guide(
                 "additionalProperties": False,
             }
             for name, parameters in tools
-        ]
+        ],
+        "x-guidance": JSON_SPACING,
     }
     if family is Family.LLAMA:
         rest = ' ("; " call)*' if several else ""
@@ -82,7 +83,9 @@ def forced_guide(
         rest = ' ("\\n" call)*' if several else ""
         body = f'call: {mark} "\\n" body "\\n" {end}\nbody: %json {json.dumps(call)}\n'
         return Guide("lark", f"start: call{rest}\n{body}")
-    array = {"type": "array", "items": call, "minItems": 1} | ({} if several else {"maxItems": 1})
+    array = {"type": "array", "items": call, "minItems": 1, "x-guidance": JSON_SPACING} | (
+        {} if several else {"maxItems": 1}
+    )
     mark = _literal(tokenizer, Family.MISTRAL.value)
     return Guide("lark", f"start: {mark} body\nbody: %json {json.dumps(array)}\n")
 
@@ -97,6 +100,7 @@ def marks_of(family: Family | None, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _literal(tokenizer: Tokenizer, mark: str) -> str:
-    """In Lark: the special token by its number where the mark is one, else its text."""
+    """In Lark: the token by its number where the mark is an added one, else its text. llguidance takes every
+    added token for one that no text can spell."""
     token = tokenizer.token_id(mark)
-    return f"<[{token}]>" if token is not None and token in tokenizer.special else json.dumps(mark)
+    return f"<[{token}]>" if token is not None and token in tokenizer.added else json.dumps(mark)

@@ -11,6 +11,14 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=0)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
+# llguidance's options for JSON. Left free, white space is what an unsure model writes for ever; one space after
+# a comma or a colon is what models have learned, and so is none.
+JSON_SPACING: dict[str, bool | str] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+
 
 class Guide(Struct, frozen=True, omit_defaults=True):
     """A grammar the output must follow. `text` is the JSON schema, the regular expression or the Lark

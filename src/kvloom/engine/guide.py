@@ -11,7 +11,7 @@ import numpy as np
 from kvloom.core.errors import BadRequest
 from kvloom.core.plan import U32
 from kvloom.core.request import ModelCard
-from kvloom.core.sampling import Guide
+from kvloom.core.sampling import JSON_SPACING, Guide
 
 _BITS = 32
 _ANY_OBJECT = json.dumps({"type": "object"})
@@ -87,10 +87,9 @@ class GuideState:
 
 def _grammar(guide: Guide) -> str:
     make = llguidance.LLMatcher
-    if guide.kind == "json":
-        return str(make.grammar_from_json_schema(_ANY_OBJECT))
-    if guide.kind == "json_schema":
-        return str(make.grammar_from_json_schema(guide.text))
+    if guide.kind in ("json", "json_schema"):
+        schema = _ANY_OBJECT if guide.kind == "json" else guide.text
+        return str(make.grammar_from_json_schema(schema, defaults=JSON_SPACING))
     if guide.kind == "regex":
         return str(make.grammar_from_regex(guide.text))
     return str(make.grammar_from_lark(guide.text))
