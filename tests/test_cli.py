@@ -20,7 +20,7 @@ def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ((), ["COMMAND"]),
         (("serv",), ["serv", "'serve'"]),
-        (("serve", "--prot", "1"), ["--prot"]),
+        (("serve", "--prot", "1"), ["--prot", "`kvloom serve --help`"]),
         (("serve", "--port", "x"), ["--port", "'x'"]),
         (("serve", "--port", "70000"), ["--port", "70000", "65535"]),
         (("serve", "--kv-memory", "much"), ["--kv-memory", "'much'", "512MiB"]),

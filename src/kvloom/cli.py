@@ -85,7 +85,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
+    options, unknown = make_parser().parse_known_args(argv)
+    if unknown:
+        Parser(prog=f"kvloom {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return serve(options)
     except ConfigError as error:

@@ -235,6 +235,7 @@ def test_metrics(http: TestClient, engine: ScriptedEngine) -> None:
     http.post("/v1/completions", json=COMPLETION | {"n": 0})
     list(http.post("/v1/completions", json=COMPLETION | {"stream": True}).iter_lines())
     text = http.get("/metrics").text
+    assert "_created" not in text
     for line in (
         'kvloom_requests_total{model="tiny",status="200"} 2.0',
         'kvloom_requests_total{model="unknown",status="400"} 1.0',

@@ -253,6 +253,14 @@ def test_a_prompt_that_fills_the_pool_in_chunks(policy: Policy) -> None:
     _serve(play(), engine, executor)
 
 
+def test_a_context_that_the_pool_shortens_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine_over(ModelledExecutor(40, models=("wide",), context=40))
+    assert not caplog.records
+    engine_over(ModelledExecutor(40, models=("wide",), context=4000))
+    [record] = caplog.records
+    assert record.getMessage().startswith("the context of wide is 40 tokens, not 4000")
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_two_prompts_beyond_their_quotas(policy: Policy) -> None:
     executor = ModelledExecutor(100, models=("wide", "tall"))

@@ -22,6 +22,7 @@ def write(recipe: Recipe, model: Any, tokenizer: Any, folder: Path) -> None:
         **recipe.sampling,
     )
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
     tokenizer.save_pretrained(folder)
     examples = json.dumps(recipe.examples, indent=1, ensure_ascii=False)
     (folder / "examples.json").write_text(examples + "\n", encoding="utf-8")

@@ -42,9 +42,10 @@ class Metrics:
 
     def render(self, load: UnitLoad | None) -> bytes:
         """`load`: None where the engine does not answer."""
-        engine = CollectorRegistry()
-        engine.register(_EngineLoad(load))
-        return generate_latest(self._registry) + generate_latest(engine)
+        whole = CollectorRegistry()
+        whole.register(_WithoutTimes(self._registry))
+        whole.register(_EngineLoad(load))
+        return generate_latest(whole)
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"kvloom_{name}", text, labels, registry=self._registry)
@@ -121,6 +122,19 @@ _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_prefill_jobs", "Prefill jobs run.", lambda load: load.prefill_jobs_total),
     ("kvloom_decode_jobs", "Decode jobs run.", lambda load: load.decode_jobs_total),
 )
+
+
+class _WithoutTimes:
+    """A collector of a registry's metrics, less the times at which each series began. The package can leave
+    them out for a whole process only."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
 
 
 class _EngineLoad:

@@ -11,8 +11,8 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=0)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
-# llguidance's options for JSON. Left free, white space is what an unsure model writes for ever; one space after
-# a comma or a colon is what models have learned, and so is none.
+# llguidance's options for JSON. Left free, white space is what an unsure model writes for ever. Models have
+# learned to write one space after a comma and a colon, or none.
 JSON_SPACING: dict[str, bool | str] = {
     "whitespace_flexible": False,
     "item_separator": ", ?",

@@ -174,4 +174,12 @@ class Engine:
 def _fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
     """The card of a model that can hold no longer sequence than the whole pool does."""
     most = blocks // geometry.blocks_per_page * geometry.tokens_per_block
-    return msgspec.structs.replace(card, context_length=min(card.context_length, most))
+    if most >= card.context_length:
+        return card
+    _log.warning(
+        "the context of %s is %d tokens, not %d: more do not fit into the pool (kv_memory)",
+        card.name,
+        most,
+        card.context_length,
+    )
+    return msgspec.structs.replace(card, context_length=most)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from kvloom.config import DEMO
 from kvloom.core.clock import Clock
 
 
@@ -39,11 +40,12 @@ class Screen:
     def log(self, component: str, line: str) -> None:
         self._print(f"{component:>7} | {line}", style="dim")
 
-    def ready(self, url: str, models: Sequence[str], chat: Sequence[str], *, locked: bool) -> None:
+    def ready(self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool) -> None:
+        """`models`: name → path; `chat`: the names of those that have a chat template."""
         self.close()
         seconds = self._clock.now() - self._started
         self._print(f"Ready in {seconds:.1f} s: {url} serves {', '.join(models)}", style="bold green")
-        self._print(f"Try: {curl(url, models[0], chat=models[0] in chat, locked=locked)}")
+        self._print(f"Try: {curl(url, models, chat, locked=locked)}")
 
     def close(self) -> None:
         self._finish_step()
@@ -59,12 +61,17 @@ class Screen:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
 
-def curl(url: str, model: str, *, chat: bool, locked: bool) -> str:
-    """A command to paste into a shell."""
-    question = "What is 17 + 25?"
+def curl(url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool) -> str:
+    """A command to paste into a shell. It asks what the model can answer: of the demo fleet's, a sum."""
+    sums = str(DEMO / "sums")
+    model = next((name for name, path in models.items() if path == sums), next(iter(models)))
+    question = "What is 17 + 25?" if models[model] == sums else "Hello"
     asked: dict[str, object] = {"model": model, "max_tokens": 32}
-    asked |= {"messages": [{"role": "user", "content": question}]} if chat else {"prompt": question}
-    where = "chat/completions" if chat else "completions"
+    if models[model] == sums:
+        asked["temperature"] = 0
+    talks = model in chat
+    asked |= {"messages": [{"role": "user", "content": question}]} if talks else {"prompt": question}
+    where = "chat/completions" if talks else "completions"
     key = ' -H "Authorization: Bearer $KVLOOM_API_KEY"' if locked else ""
     body = shlex.quote(msgspec.json.encode(asked).decode())
     return f"curl {url}/v1/{where}{key} -H 'Content-Type: application/json' -d {body}"

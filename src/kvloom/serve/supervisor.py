@@ -105,7 +105,8 @@ class Supervisor:
                     self._screen.step("starting the gateway")
                     await gateway.order(self._gateway_order())
                 case Said(_, Ready()):
-                    models, locked = list(self._config.models), self._config.api_key_file is not None
+                    models = {name: model.path for name, model in self._config.models.items()}
+                    locked = self._config.api_key_file is not None
                     self._screen.ready(self._url(), models, chat, locked=locked)
                 case Said(_, Refused(message)):
                     return Outcome(2, message)

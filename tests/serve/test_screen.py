@@ -1,0 +1,31 @@
+"""What a person is told to try, and that it is worth trying."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from kvloom.config import DEMO
+from kvloom.serve.screen import curl
+
+
+@pytest.mark.parametrize("chat", [["guide", "sums"], []])
+def test_the_demo_fleet_is_asked_for_a_sum(chat: list[str]) -> None:
+    models = {name: str(DEMO / name) for name in ("guide", "sums")}
+    command = shlex.split(curl("http://h:1", models, chat, locked=False))
+    body = json.loads(command[-1])
+    assert (body["model"], body["temperature"]) == ("sums", 0)
+    assert "17 + 25" in str(body)
+    assert command[1] == f"http://h:1/v1/{'chat/' if chat else ''}completions"
+
+
+def test_another_fleet_is_greeted() -> None:
+    command = shlex.split(curl("http://h:1", {"b": "/m/b", "a": "/m/a"}, ["b"], locked=True))
+    assert json.loads(command[-1]) == {
+        "model": "b",
+        "max_tokens": 32,
+        "messages": [{"role": "user", "content": "Hello"}],
+    }
+    assert "Authorization: Bearer $KVLOOM_API_KEY" in command
