@@ -231,8 +231,9 @@ async def turns(count: int = _QUIET) -> None:
 async def finish(
     executor: ModelledExecutor, tasks: Iterable[asyncio.Task[object]], *, most_jobs: int
 ) -> None:
-    """Wait for `tasks` while jobs run. Fails where none runs and none starts, or where jobs run for ever."""
-    waiting, quiet = list(tasks), 0
+    """Wait for `tasks` while jobs run. Fails as they do, and where no job starts or jobs run for ever."""
+    tasks = list(tasks)
+    waiting, quiet = tasks, 0
     while waiting := [task for task in waiting if not task.done()]:
         await asyncio.sleep(0)
         quiet = quiet + 1 if executor.idle == executor.compute else 0
@@ -243,6 +244,8 @@ async def finish(
             await asyncio.gather(*waiting, return_exceptions=True)
         assert quiet <= _QUIET, f"deadlock: {len(waiting)} requests wait, and no job runs"
         assert len(executor.jobs) <= most_jobs, f"livelock: {len(waiting)} requests after {most_jobs} jobs"
+    for task in tasks:
+        task.result()
 
 
 def expected(executor: ModelledExecutor, body: StartGenerate) -> dict[int, list[int]]:
