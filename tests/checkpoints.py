@@ -83,6 +83,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [],
         },
     ),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4}),
+    "phi": ("PhiConfig", _GQA),
+    "cohere": ("CohereConfig", _GQA),
+    "olmoe": ("OlmoeConfig", _GQA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "llama_yarn": (
+        "LlamaConfig",
+        _GQA
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10_000.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from kvloom.core.errors import ConfigError
+from kvloom.core.request import SamplingDefaults
 from kvloom.core.spec import ModelSpec
 from kvloom.model.executor import TorchExecutor
 from kvloom.model.linear import FusedLinear, PackedLinear, Part
@@ -190,7 +191,31 @@ def test_latent_attention(tmp_path: Path) -> None:
 
 
 def test_recurrent_layers(tmp_path: Path) -> None:
-    refusal(make(tmp_path, "MambaConfig", state_size=4, num_hidden_layers=2))
+    path = make(tmp_path, "MambaConfig", state_size=4, num_hidden_layers=2)
+    assert "does not use transformers' attention interface" in refusal(path)
+
+
+def test_layers_that_drop_what_attention_needs(tmp_path: Path) -> None:
+    path = make(tmp_path, "StableLmConfig", num_key_value_heads=2)
+    assert "its layers do not pass on what kvloom's attention needs" in refusal(path)
+
+
+def test_attention_sinks(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    path = make(tmp_path, "GptOssConfig", num_key_value_heads=2, head_dim=16, sliding_window=24, **experts)
+    assert "attention sinks" in refusal(path)
+
+
+@pytest.mark.parametrize("kind", ["their_own", "qwen2"])
+def test_code_in_a_checkpoint_is_never_run(qwen: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    reconfigure(qwen, model_type=kind, auto_map=auto_map)
+    (qwen / "code.py").write_text("raise SystemExit('it ran')")
+    if kind == "qwen2":  # transformers has the class
+        assert load(qwen).card.architecture == "Qwen2ForCausalLM"
+    else:
+        assert "it needs code of its own" in refusal(qwen)
+    assert "trust" not in capfd.readouterr().out
 
 
 def test_layers_of_both_kinds(tmp_path: Path) -> None:
@@ -327,6 +352,36 @@ def test_the_card(qwen: Path) -> None:
     assert (card.architecture, card.dtype, card.add_bos) == ("Qwen2ForCausalLM", "float32", False)
     assert card.chat_template
     assert json.loads(card.tokenizer)["model"]["type"] == "BPE"
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({}, SamplingDefaults()),
+        ({"eos_token_id": EOS}, SamplingDefaults()),
+        (
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05},
+            SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.05),
+        ),
+        ({"do_sample": True, "temperature": None}, SamplingDefaults()),
+        ({"do_sample": False, "top_p": 0.9}, SamplingDefaults(temperature=0.0, top_p=0.9)),
+    ],
+)
+def test_sampling_as_the_checkpoint_wants_it(
+    qwen: Path, said: dict[str, Any], wanted: SamplingDefaults
+) -> None:
+    (qwen / "generation_config.json").write_text(json.dumps(said))
+    assert load(qwen).card.sampling == wanted
+
+
+def test_sampling_without_a_wish(qwen: Path) -> None:
+    (qwen / "generation_config.json").unlink()
+    assert load(qwen).card.sampling == SamplingDefaults()
+
+
+def test_sampling_that_cannot_be(qwen: Path) -> None:
+    (qwen / "generation_config.json").write_text('{"temperature": -1}')
+    assert "generation_config.json" in refusal(qwen)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

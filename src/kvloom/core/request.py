@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from kvloom.core.sampling import SamplingParams
+from kvloom.core.sampling import Count, SamplingParams, Unit
 
 PROTOCOL = "1"
 
@@ -68,6 +68,16 @@ class EndEvent(Struct, frozen=True, array_like=True, tag="end"):
 Event = TokenEvent | PromptEvent | EndEvent
 
 
+class SamplingDefaults(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How a model is sampled where a request leaves it open: OpenAI's ways, or the checkpoint's own."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Unit = 1.0
+    top_k: Count = 0
+    min_p: Unit = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+
+
 class ModelCard(Struct, frozen=True, kw_only=True):
     """What a gateway must know of a model to speak for it. `tokenizer` is a `tokenizers` JSON text."""
 
@@ -84,3 +94,4 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     architecture: str
     parameters: int
     dtype: str
+    sampling: SamplingDefaults = SamplingDefaults()

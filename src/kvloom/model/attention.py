@@ -16,6 +16,7 @@ from kvloom.kernels import cpu, reference
 
 NAME = "kvloom"
 _KNOWN = {"dropout", "position_ids", "kv", "is_causal"}  # asked for, and harmless to leave out
+_NAMES = {"s_aux": "attention sinks (s_aux)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,11 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring)
     return (weights @ v[:, None]).flatten(0, 1)
 
 
+def _matters(name: str, given: Any) -> bool:
+    """True where leaving the argument out would change what attention computes."""
+    return name not in _KNOWN and (isinstance(given, Tensor) or bool(given))
+
+
 def kvloom_attention(
     module: nn.Module,
     query: Tensor,
@@ -155,8 +161,10 @@ def kvloom_attention(
 ) -> tuple[Tensor, None]:
     """query [1, Hq, N, D], key and value [1, Hkv, N, D] → [1, N, Hq, D]. `kv` is the ForwardState, or the
     loader's observer, which has the same `attend`."""
-    state: ForwardState = kwargs["kv"]
-    strange = sorted(name for name, given in kwargs.items() if name not in _KNOWN and given)
+    state: ForwardState | None = kwargs.get("kv")
+    if state is None:
+        raise ConfigError("its layers do not pass on what kvloom's attention needs")
+    strange = sorted(_NAMES.get(name, name) for name, given in kwargs.items() if _matters(name, given))
     if strange or attention_mask is not None:
         raise ConfigError(
             f"its attention asks for {', '.join(strange) or 'a mask'}, which kvloom does not have"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from kvloom.core.errors import ConfigError
 from kvloom.core.geometry import Geometry
@@ -16,6 +16,7 @@ from kvloom.core.request import ModelCard
 from kvloom.core.spec import ModelSpec
 from kvloom.model.attention import NAME, Scoring, attend_dense
 from kvloom.model.fuse import fuse
+from kvloom.model.sampling_defaults import read_sampling_defaults
 
 _PROBE_TOKENS = 9
 
@@ -59,7 +60,8 @@ def load_model(spec: ModelSpec, block_bytes: int) -> LoadedModel:
 
 
 def _load(spec: ModelSpec, block_bytes: int) -> LoadedModel:
-    config = AutoConfig.from_pretrained(spec.path)
+    _no_code(spec.path)
+    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=False)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("it is an encoder-decoder; kvloom serves decoders")
     dtype = torch.float32 if spec.dtype == "auto" else getattr(torch, spec.dtype)
@@ -68,6 +70,7 @@ def _load(spec: ModelSpec, block_bytes: int) -> LoadedModel:
         config=config,
         dtype=dtype,
         attn_implementation="eager",
+        trust_remote_code=False,
         ignore_mismatched_sizes=True,  # reported, and refused below with both shapes
         output_loading_info=True,
     )
@@ -80,6 +83,15 @@ def _load(spec: ModelSpec, block_bytes: int) -> LoadedModel:
     heads, head_dim = next(iter(observer.layers.values()))
     geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes)
     return LoadedModel(module, dtype, geometry, _card(spec, module, parameters))
+
+
+def _no_code(path: str) -> None:
+    """Refuse a checkpoint that brings its own model: transformers would ask at the terminal, or go on with
+    a class of its own that may be another model."""
+    config, _ = PretrainedConfig.get_config_dict(path)
+    wanted = {"AutoConfig", "AutoModelForCausalLM"} & set(config.get("auto_map") or ())
+    if wanted and config.get("model_type") not in CONFIG_MAPPING:
+        raise ConfigError("it needs code of its own (auto_map in its config), and kvloom runs none")
 
 
 def _whole(info: dict[str, Any]) -> None:
@@ -97,17 +109,18 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _prove(module: Any) -> _Observer:
-    """Fuse the model, and compare its logits with the stock model's on a short prompt."""
+    """See what the stock model asks of our attention, fuse it, and compare logits on a short prompt."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(module.config.vocab_size, (1, _PROBE_TOKENS), generator=generator)
     observer = _Observer()
+    probe = {"input_ids": ids, "position_ids": torch.arange(_PROBE_TOKENS)[None], "use_cache": False}
     with torch.inference_mode():
         expected = module(input_ids=ids, use_cache=False).logits
-        fuse(module)
         module.set_attn_implementation(NAME)
-        positions = torch.arange(_PROBE_TOKENS)[None]
-        found = module(input_ids=ids, position_ids=positions, use_cache=False, kv=observer).logits
-    _uniform(module, observer)
+        module(**probe, kv=observer)
+        _uniform(module, observer)
+        fuse(module)
+        found = module(**probe, kv=observer).logits
     error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     bound = 1e-4 if expected.dtype == torch.float32 else 5e-2
     if not error < bound:
@@ -138,7 +151,7 @@ def _uniform(module: Any, observer: _Observer) -> None:
 
 def _card(spec: ModelSpec, module: Any, parameters: int) -> ModelCard:
     config = module.config
-    tokenizer = AutoTokenizer.from_pretrained(spec.path)
+    tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("its tokenizer has no fast form (tokenizer.json)")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
@@ -165,6 +178,7 @@ def _card(spec: ModelSpec, module: Any, parameters: int) -> ModelCard:
         architecture=type(module).__name__,
         parameters=parameters,
         dtype=str(module.dtype).removeprefix("torch."),
+        sampling=read_sampling_defaults(str(spec.path)),
     )
 
 
