@@ -76,6 +76,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.json"),
+    ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
+    ({"guided_choice": []}, "guided_choice"),
     ({"model": ""}, "model"),
 ]
 BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
 from kvloom.api.app import create_app
 from kvloom.core.errors import PromptTooLong, QueueFull
-from kvloom.core.request import EndEvent
-from tests.api.scripted import EOS, ScriptedEngine, says, serving, token, tokens
+from kvloom.core.request import EndEvent, SamplingDefaults
+from kvloom.core.sampling import Guide
+from kvloom.engine.guide import GuideCompiler
+from tests.api.scripted import EOS, ScriptedEngine, card, says, serving, token, tokens
 
 TEXT = "hello world, naïve 🦊 fox"
 
@@ -146,11 +149,28 @@ def test_completion_echo_and_logprobs(client: openai.OpenAI) -> None:
     assert choice.text == "hello" + "hello world"
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs is not None
-    assert choice.logprobs.token_logprobs[:2] == [None, -0.5]
+    assert choice.logprobs.token_logprobs[:2] == [-0.5, -0.5]  # after the <s> that is not shown
     assert choice.logprobs.tokens is not None
     assert choice.logprobs.text_offset is not None
-    assert len(choice.logprobs.tokens) == len(tokens("hello")) + 1 + 2
-    assert "".join(choice.logprobs.tokens[1:]) == choice.text
+    assert len(choice.logprobs.tokens) == len(tokens("hello")) + 2
+    assert_offsets_fit(choice)
+
+
+def test_echo_of_tokens_shows_all_of_them(client: openai.OpenAI) -> None:
+    prompt = [token("<s>"), *tokens("hello")]
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=2, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text == "<s>hello" + "hello world"
+    assert choice.logprobs is not None
+    assert (choice.logprobs.token_logprobs or [])[:2] == [None, -0.5]
+    assert_offsets_fit(choice)
+
+
+def assert_offsets_fit(choice: Any) -> None:
+    known = choice.logprobs
+    assert "".join(known.tokens) == choice.text
+    for offset, one in zip(known.text_offset, known.tokens, strict=True):
+        assert choice.text[offset:].startswith(one)
 
 
 def test_scoring_makes_no_token(client: openai.OpenAI, engine: ScriptedEngine) -> None:
@@ -159,7 +179,7 @@ def test_scoring_makes_no_token(client: openai.OpenAI, engine: ScriptedEngine) -
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.tokens is not None
-    assert "".join(answer.choices[0].logprobs.tokens) == "<s>hello"
+    assert "".join(answer.choices[0].logprobs.tokens) == "hello"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 0
     assert engine.bodies[0].sampling.max_tokens == 1
@@ -181,6 +201,46 @@ def test_json_modes_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngi
     assert second is not None
     assert first.kind == "json"
     assert json.loads(second.text) == schema
+
+
+CHOICES = ["yes", 'no "never"', "naïve"]
+GUIDES: list[tuple[str, Any, Guide]] = [
+    ("regex", "a+b", Guide("regex", "a+b")),
+    ("json", {"type": "integer"}, Guide("json_schema", '{"type": "integer"}')),
+    ("json", '{"type": "integer"}', Guide("json_schema", '{"type": "integer"}')),
+    ("grammar", 'start: "x"', Guide("lark", 'start: "x"')),
+    ("choice", CHOICES, Guide("lark", 'start: "yes" | "no \\"never\\"" | "naïve"')),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "guide"), GUIDES)
+def test_guides_as_vllm_names_them(
+    client: openai.OpenAI, engine: ScriptedEngine, kind: str, value: Any, guide: Guide
+) -> None:
+    for extra in ({f"guided_{kind}": value}, {"structured_outputs": {kind: value}}):
+        client.completions.create(model="tiny", prompt="x", extra_body=extra)
+    assert [body.sampling.guide for body in engine.bodies] == [guide, guide]
+
+
+def test_a_choice_is_written_whole() -> None:
+    for one in CHOICES:
+        state = GuideCompiler(card()).start(GUIDES[-1][2])
+        assert all(state.accepts(made) for made in tokens(one))
+        assert state.done
+
+
+def test_a_request_is_sampled_as_its_model_wants_to_be(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    wish = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    engine.cards = [card(), card("wishful", sampling=wish)]
+    theirs = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    client.completions.create(model="wishful", prompt="x")
+    client.completions.create(model="wishful", prompt="x", temperature=1, top_p=1, extra_body=theirs)
+    client.completions.create(model="tiny", prompt="x")
+    wished, said, plain = (body.sampling for body in engine.bodies)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    assert [getattr(wished, name) for name in names] == [0.6, 0.9, 20, 0.1, 1.1]
+    assert [getattr(said, name) for name in names] == [1.0, 1.0, 0, 0.0, 1.0]
+    assert [getattr(plain, name) for name in names] == [1.0, 1.0, 0, 0.0, 1.0]
 
 
 def test_errors(client: openai.OpenAI, engine: ScriptedEngine) -> None:

@@ -161,12 +161,18 @@ class CompletionWriter:
             choice.echoed = True
             text = self._prompt_text(at) + text
             if choice.logprobs is not None:
-                generation = self._generations[at]
-                choice.logprobs.add_prompt(generation.body.prompt, generation.prompt_logprobs)
+                self._add_prompt(at, choice.logprobs)
         if choice.logprobs is not None:
             choice.logprobs.add(piece.tokens)
         return text
 
+    def _add_prompt(self, at: int, logprobs: CompletionLogprobs) -> None:
+        generation, text = self._generations[at], self._prompts[at]
+        tokens = generation.body.prompt
+        hidden = self._tokenizer.unseen(text, tokens) if isinstance(text, str) else 0
+        logprobs.add_prompt(tokens, generation.prompt_logprobs, hidden=hidden)
+
     def _prompt_text(self, at: int) -> str:
+        """Of tokens all that they spell, as their offsets count it."""
         prompt = self._prompts[at]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, keep_special=True)

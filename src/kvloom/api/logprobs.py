@@ -35,10 +35,12 @@ class CompletionLogprobs:
         self._offset = 0
         self._entries: list[tuple[str, float | None, dict[str, float] | None, int]] = []
 
-    def add_prompt(self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """The first token has nothing before it, so nothing is known of it."""
+    def add_prompt(self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], *, hidden: int = 0) -> None:
+        """The first token has nothing before it, so nothing is known of it. The first `hidden` are not told:
+        they are not in the text that is shown."""
         for at, token in enumerate(prompt):
-            self._add(token, logprobs[at - 1] if 0 < at <= len(logprobs) else None)
+            if at >= hidden:
+                self._add(token, logprobs[at - 1] if 0 < at <= len(logprobs) else None)
 
     def add(self, tokens: Iterable[TokenEvent]) -> None:
         for event in tokens:

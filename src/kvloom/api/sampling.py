@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from kvloom.api.catalog import ServedModel
-from kvloom.api.schemas import GenerationBody, JsonSchemaFormat, ResponseFormat
+from kvloom.api.guides import guide_of
+from kvloom.api.schemas import GenerationBody
 from kvloom.core.errors import BadRequest, PromptTooLong
 from kvloom.core.request import ModelCard
 from kvloom.core.sampling import Guide, SamplingParams
@@ -25,7 +25,7 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     guide: Guide | None = None,
 ) -> SamplingParams:
-    card = model.card
+    card, ours = model.card, model.card.sampling
     eos = () if body.ignore_eos else card.eos_token_ids
     asked = body.stop_token_ids or []
     _in_vocabulary(asked, card, "stop_token_ids")
@@ -36,19 +36,19 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         seed=draw_seed() if body.seed is None else body.seed % 2**63,
-        temperature=_or(body.temperature, 1.0),
-        top_k=max(body.top_k or 0, 0),
-        top_p=max(_or(body.top_p, 1.0), LEAST_TOP_P),
-        min_p=body.min_p or 0.0,
+        temperature=_or(body.temperature, ours.temperature),
+        top_k=max(ours.top_k if body.top_k is None else body.top_k, 0),
+        top_p=max(_or(body.top_p, ours.top_p), LEAST_TOP_P),
+        min_p=_or(body.min_p, ours.min_p),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        repetition_penalty=_or(body.repetition_penalty, ours.repetition_penalty),
         logit_bias=body.logit_bias or {},
         min_tokens=body.min_tokens or 0,
         stop_token_ids=tuple(dict.fromkeys([*eos, *asked])),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        guide=guide or guide_of(body.response_format),
+        guide=guide or guide_of(body),
     )
 
 
@@ -60,14 +60,6 @@ def _in_vocabulary(tokens: list[int], card: ModelCard, field: str) -> None:
     if tokens and max(tokens) >= card.vocab_size:
         said = f"{field}: token {max(tokens)} is not in the vocabulary of {card.vocab_size}"
         raise BadRequest(said, param=field)
-
-
-def guide_of(form: ResponseFormat | None) -> Guide | None:
-    if form is None or form.type == "text":
-        return None
-    if isinstance(form, JsonSchemaFormat):
-        return Guide("json_schema", json.dumps(form.json_schema.schema_))
-    return Guide("json")
 
 
 def check_prompt(prompt: list[int], card: ModelCard) -> None:

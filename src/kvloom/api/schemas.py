@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES = 16, 1024, 1024
+MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_CHOICE = 16, 1024, 1024, 1024
 
 
 def wrong(field: str, message: str) -> PydanticCustomError:
@@ -91,9 +91,27 @@ class JsonSchemaFormat(Body):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+Regex = Annotated[str, Field(min_length=1)]
+Schema = Annotated[str, Field(min_length=1)] | dict[str, Any]
+Grammar = Annotated[str, Field(min_length=1)]
+Choice = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICE, fail_fast=True)
+]
+
+
+class StructuredOutputs(Body):
+    """vLLM's newer form of `guided_regex` and its like."""
+
+    regex: Regex | None = None
+    json_: Schema | None = Field(default=None, alias="json")
+    grammar: Grammar | None = None
+    choice: Choice | None = None
+
+
 class GenerationBody(Body):
     """Parameters of both endpoints. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-    `stop_token_ids` and `priority` are not OpenAI's own; they are named as vLLM names them."""
+    `stop_token_ids`, `priority`, `structured_outputs` and `guided_…` are not OpenAI's own; they are named as
+    vLLM names them."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -115,6 +133,11 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_regex: Regex | None = None
+    guided_json: Schema | None = None
+    guided_grammar: Grammar | None = None
+    guided_choice: Choice | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
@@ -125,7 +148,28 @@ class GenerationBody(Body):
             raise wrong("best_of", "best_of is served only where it equals n")
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "stream_options needs stream to be true")
+        first, second = [*self.guides, None, None][:2]
+        if second is not None:
+            raise wrong(second, f"{first} and {second} exclude each other")
         return self
+
+    @property
+    def guides(self) -> dict[str, Any]:
+        """What the answer must follow, by the parameter that says so; more than one is refused."""
+        form = None if isinstance(self.response_format, TextFormat) else self.response_format
+        outputs = self.structured_outputs or StructuredOutputs()
+        said = {
+            "response_format": form,
+            "structured_outputs.regex": outputs.regex,
+            "structured_outputs.json": outputs.json_,
+            "structured_outputs.grammar": outputs.grammar,
+            "structured_outputs.choice": outputs.choice,
+            "guided_regex": self.guided_regex,
+            "guided_json": self.guided_json,
+            "guided_grammar": self.guided_grammar,
+            "guided_choice": self.guided_choice,
+        }
+        return {name: value for name, value in said.items() if value is not None}
 
     @property
     def choices(self) -> int:

@@ -104,8 +104,9 @@ class ChatBody(GenerationBody):
             raise wrong("tool_choice", "tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise wrong("tool_choice", "tool_choice names a function that is not in tools")
-        if self.response_format is not None and self.response_format.type != "text" and self.forces_tool:
-            raise wrong("response_format", "response_format and a forced tool exclude each other")
+        if self.guides and self.forces_tool:
+            name = next(iter(self.guides))
+            raise wrong(name, f"{name} and a forced tool exclude each other")
         return self
 
     @property

@@ -61,6 +61,11 @@ class Tokenizer:
             raise BadRequest(f"the prompt is empty and model {self._name} has no token to begin with")
         return ids
 
+    def unseen(self, text: str, ids: list[int]) -> int:
+        """How many of the first tokens stand for nothing in the text: the one that `encode` adds, or none."""
+        first = ids[0]
+        return int(first in self.special and not text.startswith(self.token_text(first)))
+
     def token_id(self, text: str) -> int | None:
         """The token that is exactly this text, such as a chat marker."""
         found: int | None = self._hf.token_to_id(text)
