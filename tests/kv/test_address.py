@@ -12,7 +12,10 @@ from kvloom.core.geometry import Geometry
 from kvloom.kv.address import KVAddress
 from kvloom.kv.pool import Pool
 
-_SLOTS = st.lists(st.integers(0, 30), unique=True)
+_RUNS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 7)), max_size=6)
+_SLOTS = _RUNS.map(
+    lambda runs: list(dict.fromkeys(first + i for first, length in runs for i in range(length)))
+)
 
 
 def _address(slots: list[int]) -> KVAddress:

@@ -9,7 +9,7 @@ from kvloom.core.geometry import Geometry
 from kvloom.kv.quota import Usage, adapt_quotas, initial_quotas
 
 WIDE = Geometry(layers=4, kv_heads=4, head_dim=16, itemsize=4, block_bytes=1024)  # 8 tokens, 16 blocks
-THIN = Geometry(layers=2, kv_heads=1, head_dim=16, itemsize=4, block_bytes=1024)  # 8 tokens, 2 blocks
+THIN = Geometry(layers=2, kv_heads=1, head_dim=16, itemsize=2, block_bytes=1024)  # 16 tokens, 2 blocks
 
 _NAMES = st.sets(st.sampled_from("abcde"), min_size=1)
 
@@ -37,8 +37,8 @@ def test_initial_quotas_share_the_pool(
 
 def test_initial_quotas_follow_rate_and_blocks_a_token() -> None:
     geometries = {"wide": WIDE, "thin": THIN}
-    assert initial_quotas(900, geometries, {"wide": 1.0, "thin": 8.0}) == {"wide": 450, "thin": 450}
-    assert initial_quotas(900, geometries, {"wide": 1.0, "thin": 4.0}) == {"wide": 600, "thin": 300}
+    assert initial_quotas(900, geometries, {"wide": 1.0, "thin": 16.0}) == {"wide": 450, "thin": 450}
+    assert initial_quotas(900, geometries, {"wide": 1.0, "thin": 8.0}) == {"wide": 600, "thin": 300}
     assert initial_quotas(900, geometries, {"wide": 0.0, "thin": 0.0}) == {"wide": 450, "thin": 450}
 
 
