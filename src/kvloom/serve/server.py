@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from kvloom.serve.connection import Connection
+
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 
@@ -24,7 +26,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 uds=unix,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
