@@ -31,6 +31,8 @@ def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("serve", "--model", "a=./nowhere"), ["--model a", "nowhere", "does not exist"]),
         (("serve", "--api-key-file", "/dev/null"), ["--api-key-file", "no key"]),
         (("serve", "--host", "no.such.host.invalid"), ["host", "no.such.host.invalid"]),
+        (("serve", "--host", "two..dots"), ["host", "two..dots", "an address of this machine"]),
+        (("serve", "--host", "203.0.113.1"), ["host", "203.0.113.1", "is not this machine"]),
         (("serve", "nowhere.yaml"), ["nowhere.yaml", "No such file"]),
     ],
 )

@@ -70,6 +70,19 @@ def test_an_end_while_it_starts(models: list[str], number: signal.Signals) -> No
             assert running.end(number) == (0 if number == signal.SIGTERM else -number)
 
 
+def test_a_hang_up_that_was_to_be_ignored_is(models: list[str]) -> None:
+    """As nohup starts it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with fleet(*models) as running:
+            running.wait_for("starting the engine")
+            running.process.send_signal(signal.SIGHUP)
+            assert running.end(signal.SIGTERM) == 0
+            assert "(SIGTERM)" in running.wait_for("ending the fleet")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_refused_model_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
     with fleet("--model", f"bad={tmp_path}") as running:

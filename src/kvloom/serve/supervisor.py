@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import secrets
@@ -72,12 +73,13 @@ class Supervisor:
         self._listener = listener
         self._socket = folder / "engine.sock"
         self._secret = secrets.token_urlsafe(32)
+        self._api_keys = config.api_keys()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def run(self) -> Outcome:
         """Until there is a reason to end, and then until no process is left."""
         self._screen.step("starting processes")
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _heeded():
             asyncio.get_running_loop().add_signal_handler(number, self._events.put_nowait, Told(number))
         async with asyncio.TaskGroup() as group:
             engine = await Component.start("engine", ENGINE)
@@ -121,7 +123,7 @@ class Supervisor:
             engine=f"unix://{self._socket}",
             secret=self._secret,
             listener=self._listener.fileno(),
-            api_keys=self._config.api_keys(),
+            api_keys=self._api_keys,
             max_body=self._config.max_body,
         )
 
@@ -170,6 +172,12 @@ def serve_fleet(config: Config) -> int:
     return outcome.code
 
 
+def _heeded() -> list[signal.Signals]:
+    """The signals that end the fleet; not those that it was started to ignore, as by nohup."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextmanager
 def _listen(host: str, port: int) -> Iterator[socket.socket]:
     """Callers may connect from now on, and are answered once the fleet is ready."""
@@ -177,10 +185,14 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "no name of a machine"
+        raise ConfigError(f"host: {host}: {problem}; an address of this machine is right") from error
+    try:
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except socket.gaierror as error:
-        raise ConfigError(f"host: {host}: {error.strerror}; an address of this machine is right") from error
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"host: {host} is not this machine; an address of it is right") from error
         problem = os.strerror(error.errno).lower() if error.errno else str(error)
         raise ConfigError(
             f"port: {port} at {host}: {problem}; another, or 0 for any free one, is right"
