@@ -296,6 +296,12 @@ def test_logprobs_are_the_models_own() -> None:
     assert [len(r.top) for r in asked] == [0, 2, 20]
 
 
+def test_more_alternatives_than_there_are_tokens() -> None:
+    """Asking for them must not fail the batch."""
+    reports = sample(torch.zeros(1, 5), [SampleRow(0, 1, 0, params(logprobs=20))])[1]
+    assert [None if report is None else len(report.top) for report in reports] == [5]
+
+
 def test_half_precision_logits() -> None:
     logits = random_logits(8, 4).to(torch.bfloat16)
     chosen = params(temperature=1.0, logprobs=1)

@@ -59,10 +59,10 @@ def prompt_logprobs(logits: Tensor, rows: Sequence[PromptRow]) -> list[TokenLogp
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """logits [R, V] → the log-probability of tokens[r], and the tops[r] best."""
+    """logits [R, V] → the log-probability of tokens[r], and the tops[r] best, or as many as there are."""
     normal = logits.log_softmax(-1)
     own = normal.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-    best = normal.topk(max(1, *tops), -1)
+    best = normal.topk(min(max(1, *tops), normal.shape[-1]), -1)
     values, ids = best.values.tolist(), best.indices.tolist()
     return [
         TokenLogprob(own[r], tuple(zip(ids[r][:top], values[r][:top], strict=True)))
