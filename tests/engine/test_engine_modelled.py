@@ -368,7 +368,7 @@ class _NoToken:
 
 
 def test_a_guide_that_refuses_its_token_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide: _NoToken())
+    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide, choices: [_NoToken()])
     executor = ModelledExecutor(100)
     engine = engine_over(executor)
 
@@ -451,9 +451,9 @@ def test_stop_ends_every_stream_and_waits_for_the_job() -> None:
 def test_a_guide_ready_after_the_stop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = threading.Event()
 
-    def slow(compiler: GuideCompiler, guide: Guide) -> _NoToken:
+    def slow(compiler: GuideCompiler, guide: Guide, choices: int) -> list[_NoToken]:
         assert ready.wait(10)
-        return _NoToken()
+        return [_NoToken()]
 
     monkeypatch.setattr(GuideCompiler, "start", slow)
     executor = ModelledExecutor(100)

@@ -189,9 +189,10 @@ def test_an_abort_frees_the_blocks_within_one_job(fleet: Fleet) -> None:
                     await stream.aclose()
                 else:
                     await engine.abort(order.request)
-                for _ in range(5000):
-                    if engine.pool.free < engine.pool.total:
-                        await asyncio.sleep(0.001)
+                async with asyncio.timeout(20):
+                    while engine.pool.free < engine.pool.total:
+                        await engine.load()
+                        await asyncio.sleep(0)
                 assert engine.pool.free == engine.pool.total
                 assert await count(engine.load()) - jobs <= 1
                 await stream.aclose()

@@ -172,11 +172,11 @@ def test_a_draw_sees_the_bent_logits() -> None:
     assert counts[5] == 0
 
 
-def mask(allowed: Sequence[int], words: int = 1) -> npt.NDArray[np.uint32]:
+def mask(allowed: Sequence[int], words: int = 1) -> Callable[[], npt.NDArray[np.uint32]]:
     out = np.zeros(words, dtype=np.uint32)
     for token in allowed:
         out[token // 32] |= np.uint32(1 << token % 32)
-    return out
+    return lambda: out
 
 
 def test_masks() -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvloom.api.errors import BodyTooLarge, BodyTooSlow, error_response
-from kvloom.core.errors import KvloomError
+from kvloom.core.errors import KvloomError, Unavailable
+
+MAX_HELD = 256 << 20  # bytes of all bodies together
 
 
 class LimitBody:
-    """ASGI middleware. Counts the bytes that come, whatever the headers promise."""
+    """ASGI middleware. Counts the bytes that come, whatever the headers promise; `max_held` bounds those of
+    all requests together."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float, max_held: int = MAX_HELD) -> None:
         self._app = app
+        self._max_held = max_held
+        self._held = 0
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
 
@@ -27,7 +33,7 @@ class LimitBody:
         if declared.isdigit() and int(declared[:20]) > self._max_bytes:
             await error_response(self._too_large())(scope, receive, send)
             return
-        body = _BoundedBody(receive, self._max_bytes, self._max_seconds)
+        body = _BoundedBody(receive, self._max_bytes, self._max_seconds, self._hold)
         started = False
 
         async def watched_send(message: Message) -> None:
@@ -37,10 +43,17 @@ class LimitBody:
 
         try:
             await self._app(scope, body.receive, watched_send)
-        except (BodyTooLarge, BodyTooSlow) as error:
+        except (BodyTooLarge, BodyTooSlow, Unavailable) as error:
             if started:
                 raise
             await error_response(error)(scope, receive, send)
+        finally:
+            self._held -= body.seen
+
+    def _hold(self, count: int) -> None:
+        self._held += count
+        if self._held > self._max_held:
+            raise Unavailable("too many large requests at once; send this one again", retry_after=1)
 
     def _too_large(self) -> KvloomError:
         return BodyTooLarge(f"the request body is larger than {self._max_bytes} bytes")
@@ -49,11 +62,14 @@ class LimitBody:
 class _BoundedBody:
     """A receive that gives up on a body too large or too slow, and never on a quiet client after it."""
 
-    def __init__(self, receive: Receive, max_bytes: int, max_seconds: float) -> None:
+    def __init__(
+        self, receive: Receive, max_bytes: int, max_seconds: float, hold: Callable[[int], None]
+    ) -> None:
         self._receive = receive
+        self._hold = hold
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
-        self._seen = 0
+        self.seen = 0
         self._deadline: float | None = None
         self._complete = False
 
@@ -67,8 +83,10 @@ class _BoundedBody:
                 message = await self._receive()
         except TimeoutError:
             raise BodyTooSlow(f"the request body took more than {self._max_seconds:g} s to come") from None
-        self._seen += len(message.get("body", b""))
-        if self._seen > self._max_bytes:
+        size = len(message.get("body", b""))
+        self.seen += size
+        self._hold(size)
+        if self.seen > self._max_bytes:
             raise BodyTooLarge(f"the request body is larger than {self._max_bytes} bytes")
         self._complete = not message.get("more_body", False)
         return message

@@ -47,6 +47,7 @@ class Tokenizer:
     async def encode(self, text: str, *, special: bool) -> list[int]:
         """`special`: add what the model wants around plain text. A chat template has added it already."""
         if len(text) < LONG_TEXT:
+            await asyncio.sleep(0)  # many short texts must not hold the loop together
             return self.encode_now(text, special=special)
         return await asyncio.to_thread(self.encode_now, text, special=special)
 
@@ -58,7 +59,9 @@ class Tokenizer:
         if not ids and self._empty is not None:
             return [self._empty]
         if not ids:
-            raise BadRequest(f"the prompt is empty and model {self._name} has no token to begin with")
+            raise BadRequest(
+                f"the prompt is empty and model {self._name} has no token to begin with", param="prompt"
+            )
         return ids
 
     def unseen(self, text: str, ids: list[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -24,7 +24,8 @@ class SampleRow:
     """One token to draw. `row` counts the forward's tokens; several draws may share a row (n > 1).
 
     `key` and `index` alone decide the draw's randomness. `prompt` and `output` are given only where a
-    penalty reads them; `allowed` is a bit mask over the vocabulary, 32 tokens a word.
+    penalty reads them; `allowed` gives a bit mask over the vocabulary, 32 tokens a word, and is called in the
+    job, because a grammar may take its time.
     """
 
     row: int
@@ -33,7 +34,7 @@ class SampleRow:
     params: SamplingParams
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
-    allowed: U32 | None = None
+    allowed: Callable[[], U32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

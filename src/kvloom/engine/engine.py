@@ -19,6 +19,7 @@ from kvloom.core.spec import EngineSpec
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Action, Preempt, Prefill, UnitView
 from kvloom.engine.flight import Flight, compose
+from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence
@@ -53,6 +54,7 @@ class Engine:
         self._requests = Requests(self._queues)
         self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
         self._wake = asyncio.Event()
+        self._compiling = asyncio.Semaphore(1)
         self._jobs = 0
         self._idle = executor.compute
         self._last_phase = Phase.DECODE
@@ -141,10 +143,10 @@ class Engine:
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         """First an empty frame, once the request is let in; then its events. See `EngineClient`."""
         self._requests.check(body)
-        guides = await asyncio.to_thread(self._requests.guides, body) if body.sampling.guide else []
+        guides = await self._compile(body)
         if self._stopping:
             raise Unavailable("the engine is stopping")
-        stream = self._requests.open(body, guides or [None] * body.n, self._jobs)
+        stream = self._requests.open(body, guides, self._jobs)
         self._wake.set()
         try:
             yield []
@@ -156,6 +158,13 @@ class Engine:
         finally:
             self._requests.close(stream, "abort")
             self._wake.set()
+
+    async def _compile(self, body: StartGenerate) -> list[GuideState | None]:
+        """The request's guides. A large grammar takes a while, and so one at a time, beside the loop."""
+        if body.sampling.guide is None:
+            return self._requests.guides(body)
+        async with self._compiling:
+            return await asyncio.to_thread(self._requests.guides, body)
 
     async def abort(self, request: str, choice: int | None = None) -> None:
         self._requests.cancel(request, "abort", choice=choice)

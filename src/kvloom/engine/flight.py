@@ -23,7 +23,7 @@ class Flight:
 
 
 def compose(queue: ModelQueue, phase: Phase, share: int, batch: list[tuple[Sequence, int]]) -> Flight:
-    """Plan and describe one job. Raises OutOfBlocks and changes nothing where the pool is short."""
+    """Plan and describe one job. Raises OutOfBlocks, with nothing changed, where the pool is short."""
     plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
     tokens: list[int] = []
     samples: list[SampleRow] = []

@@ -24,15 +24,16 @@ class GuideCompiler:
         self._card = card
         self._tokenizer: llguidance.LLTokenizer | None = None
 
-    def start(self, guide: Guide) -> GuideState:
-        """A state at the beginning of the grammar. Raises BadRequest where the grammar is none."""
+    def start(self, guide: Guide, choices: int = 1) -> list[GuideState]:
+        """A state at the beginning of the grammar for each choice. Raises BadRequest where it is none."""
         try:
             matcher = llguidance.LLMatcher(self._trie(), _grammar(guide), log_level=0)
         except ValueError as error:
             raise _refused(guide, str(error)) from None
         if matcher.is_error():
             raise _refused(guide, matcher.get_error())
-        return GuideState(matcher, self._card.vocab_size, self._card.eos_token_ids)
+        copies = [matcher, *(matcher.deep_copy() for _ in range(choices - 1))]
+        return [GuideState(copy, self._card.vocab_size, self._card.eos_token_ids) for copy in copies]
 
     def _trie(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
@@ -52,21 +53,24 @@ class GuideState:
         self._words = -(-vocab_size // _BITS)
         self._vocab_size = vocab_size
         self._eos = tuple(token for token in eos if token < vocab_size)
+        self._closed = False
 
     @property
     def done(self) -> bool:
-        """True once the grammar has ended: nothing but an eos token can follow."""
-        return bool(self._matcher.is_stopped())
+        """True once the grammar has ended, by an eos token or because nothing else can follow. A matcher
+        that gave up, say over a grammar that grew too large, has not ended it."""
+        return self._closed or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def mask(self) -> U32:
         """[ceil(vocab / 32)], a bit for each token, set where it is allowed; an eos token exactly where the
-        grammar may end. Never empty where the model has an eos token."""
+        grammar may end. Empty only where the matcher gave up, or the grammar ended without an eos token.
+        Safe on another thread while nobody steps."""
         mask = np.zeros(self._words, np.uint32)
-        if not self.done:
+        if not self._matcher.is_stopped():
             known = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
             mask[: len(known)] = known
         self._keep_vocabulary(mask)
-        allowed = self.done or self._matcher.is_accepting()
+        allowed = self._may_end()
         for token in self._eos:
             bit = np.uint32(1 << token % _BITS)
             mask[token // _BITS] = mask[token // _BITS] | bit if allowed else mask[token // _BITS] & ~bit
@@ -75,9 +79,15 @@ class GuideState:
     def accepts(self, token: int) -> bool:
         """The token was drawn: step on. False, and no step, for one that the mask forbids; eos ends the
         grammar."""
-        if token in self._eos and (self.done or self._matcher.is_accepting()):
+        if token in self._eos and self._may_end():
+            self._closed = True
             return True
-        return not self.done and bool(self._matcher.consume_token(token))
+        if self.done or self._matcher.is_error():
+            return False
+        return bool(self._matcher.consume_token(token))
+
+    def _may_end(self) -> bool:
+        return bool(self.done or (self._matcher.is_accepting() and not self._matcher.is_error()))
 
     def _keep_vocabulary(self, mask: U32) -> None:
         spare = self._words * _BITS - self._vocab_size

@@ -33,15 +33,12 @@ class Requests:
     def guides(self, body: StartGenerate) -> list[GuideState | None]:
         """One for each choice. May take a second for a large grammar, so it is safe on any thread."""
         guide = body.sampling.guide
-        return [self._guides[body.model].start(guide) if guide else None for _ in range(body.n)]
+        return [*self._guides[body.model].start(guide, body.n)] if guide else [None] * body.n
 
     def open(self, body: StartGenerate, guides: list[GuideState | None], now: int) -> Stream:
         """Let a checked request in, or raise why not now. now: jobs that the unit has started."""
         queue = self._queues[body.model]
-        if body.request in self._streams:
-            raise BadRequest(f"request id {body.request} is in use", param="request")
-        if queue.full:
-            raise QueueFull(f"{len(queue.waiting)} requests wait for {body.model} already", retry_after=1)
+        self._admits(body, queue)
         arrival = next(self._arrivals)
         sequences = [self._sequence(body, choice, arrival, guide) for choice, guide in enumerate(guides)]
         first, *siblings = sequences
@@ -50,8 +47,14 @@ class Requests:
         queue.enqueue(first, now)
         return stream
 
+    def _admits(self, body: StartGenerate, queue: ModelQueue) -> None:
+        if body.request in self._streams:
+            raise BadRequest(f"request id {body.request} is in use", param="request")
+        if queue.full:
+            raise QueueFull(f"{len(queue.waiting)} requests wait for {body.model} already", retry_after=1)
+
     def check(self, body: StartGenerate) -> None:
-        """Raise what is wrong with a request, whatever the moment."""
+        """Raise what is wrong with a request, before anything is made for it."""
         queue = self._queues.get(body.model)
         if queue is None:
             raise UnknownModel(
@@ -68,12 +71,13 @@ class Requests:
                 f"prompt token {max(body.prompt)} is not in {card.name}'s vocabulary of {card.vocab_size}",
                 param="prompt",
             )
-        named = [*body.sampling.logit_bias, *body.sampling.stop_token_ids]
-        if named and not 0 <= min(named) <= max(named) < card.vocab_size:
-            raise BadRequest(
-                f"a token id in logit_bias or stop_token_ids is outside the vocabulary of {card.vocab_size}",
-                param="logit_bias",
-            )
+        for param in ("logit_bias", "stop_token_ids"):
+            for token in getattr(body.sampling, param):
+                if not 0 <= token < card.vocab_size:
+                    raise BadRequest(
+                        f"{param}: token {token} is outside the vocabulary of {card.vocab_size}", param=param
+                    )
+        self._admits(body, queue)
 
     def _sequence(self, body: StartGenerate, choice: int, arrival: int, guide: GuideState | None) -> Sequence:
         return Sequence(
@@ -83,7 +87,7 @@ class Requests:
             choice=choice,
             order=(body.priority, arrival, choice),
             sampling=body.sampling,
-            tokens=list(body.prompt),
+            tokens=body.prompt,  # shared by the choices until each has a token of its own
             prompt_length=len(body.prompt),
             guide=guide,
         )
@@ -156,7 +160,10 @@ class Requests:
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         index = sequence.output_length
-        sequence.tokens.append(token)
+        if index == 0:
+            sequence.tokens = [*sequence.tokens, token]
+        else:
+            sequence.tokens.append(token)
         if sequence.guide and not sequence.guide.accepts(token):
             self._end(sequence, "error", message=f"token {token} breaks the guide that drew it")
             return

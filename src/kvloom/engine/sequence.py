@@ -85,7 +85,7 @@ class Sequence:
         output: list[int] = []
         if sampling.penalised:
             prompt, output = self.tokens[: self.prompt_length], self.tokens[self.prompt_length :]
-        allowed = self.guide.mask() if self.guide else None
+        allowed = self.guide.mask if self.guide else None
         return SampleRow(row, self.key, self.output_length, sampling, prompt, output, allowed)
 
     def prompt_rows(self, count: int, row: int) -> list[PromptRow]:

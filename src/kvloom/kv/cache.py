@@ -78,8 +78,10 @@ class ModelCache:
         self._held[sequence] = _Held(self._rows.pop())
 
     def remove_sequence(self, sequence: int) -> None:
-        """Give back all its pages. Not while a forward that includes it runs."""
+        """Give back all its pages. Not while a forward runs that includes it, or a peer may still write."""
         held = self._idle(sequence)
+        if held.reserved:
+            raise ValueError(f"sequence {sequence} waits for {held.reserved} tokens; cancel that first")
         self.pages.release(self.page_list(sequence))
         self._rows.append(held.row)
         del self._held[sequence]

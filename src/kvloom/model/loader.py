@@ -172,7 +172,7 @@ def _card(spec: ModelSpec, module: Any, parameters: int) -> ModelCard:
         tokenizer=tokenizer.backend_tokenizer.to_str(),
         chat_template=template,
         special_tokens=special,
-        eos_token_ids=tuple(sorted(stops)),
+        eos_token_ids=tuple(sorted(stop for stop in stops if stop < config.vocab_size)),
         bos_token_id=tokenizer.bos_token_id,
         add_bos=bool(encoded) and encoded[0] == tokenizer.bos_token_id is not None,
         architecture=type(module).__name__,

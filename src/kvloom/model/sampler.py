@@ -81,8 +81,8 @@ def _bend(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
             ids = torch.tensor(list(params.logit_bias))
             bent[i, ids] += torch.tensor(list(params.logit_bias.values()))
         if row.allowed is not None:
-            bent[i].masked_fill_(~_unpack(row.allowed, bent.shape[1]), float("-inf"))
-        if row.index < params.min_tokens and params.stop_token_ids and row.allowed is None:
+            bent[i].masked_fill_(~_unpack(row.allowed(), bent.shape[1]), float("-inf"))
+        if row.index < params.min_tokens and params.stop_token_ids:
             longer = bent[i].clone()
             longer[list(params.stop_token_ids)] = float("-inf")
             if longer.max() > float("-inf"):  # a mask that leaves but a stop token has the last word

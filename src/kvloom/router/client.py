@@ -108,7 +108,7 @@ class HttpEngineClient:
                         response.close()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
-            raise Unavailable(f"the engine at {self._url} cannot be reached: {reason}") from error
+            raise Unavailable(f"the engine cannot be reached: {reason}") from error
 
 
 def _decode(raw: bytes, kind: type[Answer]) -> Answer:

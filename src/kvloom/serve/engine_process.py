@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 
 import uvloop
 
@@ -15,14 +16,14 @@ GRACE_SECONDS = 1
 
 def main(parent: Parent) -> None:
     order = parent.order(EngineOrder)
-    parent.watch()
+    parent.watch(Path(order.socket).parent)
     parent.report(Progress("starting the engine"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(parent, order))
 
 
 async def serve(parent: Parent, order: EngineOrder) -> None:
-    """Load the models, then answer verbs until SIGTERM."""
+    """Load the models, then answer verbs until SIGTERM, which the parent's end is too."""
     # torch is imported here, after the supervisor has been told, and in no other process
     import transformers  # noqa: PLC0415
 

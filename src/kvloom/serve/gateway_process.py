@@ -25,7 +25,7 @@ def main(parent: Parent) -> None:
 
 
 async def serve(parent: Parent, order: GatewayOrder) -> None:
-    """Answer the OpenAI API until SIGTERM."""
+    """Answer the OpenAI API until SIGTERM, which the parent's end is too."""
     async with HttpEngineClient(order.engine, secret=order.secret) as client:
         app = create_app(client, api_keys=order.api_keys, max_body=order.max_body)
         server = Server(app, grace=GRACE_SECONDS, ready=lambda: parent.report(Ready()))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 
 import msgspec
@@ -42,19 +44,21 @@ class Parent:
             line += piece
         return msgspec.json.decode(line, type=kind)
 
-    def watch(self) -> None:
-        """From now on, when the supervisor lets go of the pipe, this process gets a SIGTERM, and if it
-        still lives some seconds later it is ended."""
-        threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    def watch(self, folder: Path | None = None) -> None:
+        """From now on, when the supervisor lets go of the pipe, `folder` is removed, this process gets a
+        SIGTERM, and if it still lives some seconds later it is ended."""
+        threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()
 
     def report(self, report: Report) -> None:
         with suppress(BrokenPipeError):  # it is gone, which `watch` sees
             os.write(self._reports, msgspec.json.encode(report) + b"\n")
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path | None) -> None:
     while os.read(ORDERS, 4096):
         pass
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # the supervisor's, which may have been killed
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(LAST_SECONDS)
     os._exit(1)

@@ -32,6 +32,7 @@ GATEWAY: Final = "kvloom.serve.gateway_process"
 BACKLOG: Final = 2048
 END_SECONDS: Final = 4.0  # for all components to end by themselves
 OPEN_FILES: Final = 1 << 16
+LONGEST_FOLDER: Final = 90  # with the socket's name within the 107 bytes that a path may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ def _private_folder() -> Iterator[Path]:
     """For sockets; nobody else can enter it."""
     folder = tempfile.mkdtemp(prefix="kvloom-")
     try:
+        if len(os.fsencode(folder)) > LONGEST_FOLDER:
+            raise ConfigError(f"TMPDIR: {folder} is too long for a socket's path; name a shorter folder")
         yield Path(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
