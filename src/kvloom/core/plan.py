@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from kvloom.core.arrays import I32, I64, U32, AnyArray
 
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-AnyArray = npt.NDArray[Any]
+__all__ = ["I32", "I64", "U32", "AnyArray", "PageCopy", "PageSend", "Plan"]
 
 
 @dataclass(frozen=True, slots=True)

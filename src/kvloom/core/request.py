@@ -9,25 +9,30 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from kvloom.core.address import KVForm
 from kvloom.core.sampling import Count, SamplingParams, Unit
 
 PROTOCOL = "1"
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=200)]
+Prompt = Annotated[list[TokenId], Meta(min_length=1)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Body of the verb start_generate: continue `prompt`, `n` times over, as a stream of events.
 
-    A smaller `priority` is served first. Events reach the caller in frames of up to `interval` tokens a
-    choice; who does not stream saves both sides work with a larger one.
+    [0, begin) has been received for this request id, after prep_recv and remote_send; a negative `begin`
+    counts from the prompt's end. A smaller `priority` is served first. Events reach the caller in frames of
+    up to `interval` tokens a choice; who does not stream saves both sides work with a larger one.
     """
 
     model: str
-    request: Annotated[str, Meta(min_length=1, max_length=200)]
-    prompt: Annotated[list[TokenId], Meta(min_length=1)]
+    request: RequestId
+    prompt: Prompt
     sampling: SamplingParams
+    begin: int = 0
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     priority: int = 0
     interval: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -79,7 +84,8 @@ class SamplingDefaults(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """What a gateway must know of a model to speak for it. `tokenizer` is a `tokenizers` JSON text."""
+    """What a gateway must know of a model to speak for it. `tokenizer` is a `tokenizers` JSON text; `form` is
+    how the engine that serves it keeps its K and V, set by the engine."""
 
     name: str
     path: str
@@ -95,3 +101,4 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     parameters: int
     dtype: str
     sampling: SamplingDefaults = SamplingDefaults()
+    form: KVForm | None = None

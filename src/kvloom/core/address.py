@@ -1,0 +1,113 @@
+"""Where in a peer's arena a run of tokens goes, as it crosses the verbs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from kvloom.core.arrays import I32
+from kvloom.core.errors import BadRequest
+from kvloom.core.geometry import Geometry
+
+Position = Annotated[int, Meta(ge=0, lt=2**31)]
+Kind = Literal["shm", "nixl", "modelled"]
+
+
+class KVForm(Struct, frozen=True, kw_only=True):
+    """What two units must have in common to exchange a model's K and V. dtype: torch's name."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    block_bytes: int
+    tokens_per_block: int
+
+    @staticmethod
+    def of(geometry: Geometry, dtype: str) -> KVForm:
+        return KVForm(
+            layers=geometry.layers,
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+            dtype=dtype,
+            block_bytes=geometry.block_bytes,
+            tokens_per_block=geometry.tokens_per_block,
+        )
+
+    def refuse_unlike(self, other: KVForm, *, model: str) -> None:
+        """Raises BadRequest that names what the two differ in."""
+        unlike = [
+            f"{name} {getattr(other, name)} instead of {getattr(self, name)}"
+            for name in self.__struct_fields__
+            if getattr(other, name) != getattr(self, name)
+        ]
+        if unlike:
+            raise BadRequest(f"the peer's {model} has {', '.join(unlike)}; K and V cannot be exchanged")
+
+
+class Endpoint(Struct, frozen=True, kw_only=True):
+    """How peers reach one unit's arena; a restarted unit has another. `where` is the transport's own."""
+
+    unit: str
+    kind: Kind
+    where: bytes
+
+
+class Ticket(Struct, frozen=True, array_like=True):
+    """A reservation as the receiver's ledger knows it. Tickets of one slot differ in generation."""
+
+    slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
+    generation: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class KVAddress(Struct, frozen=True, kw_only=True):
+    """Tokens [begin, end) of a sequence at the receiver.
+
+    blocks: (first, length) runs of the receiver's block ids, in order [page, layer, head], for the pages that
+    hold these tokens; position p lies at offset p mod tokens_per_block in its page, at both sides.
+    """
+
+    model: str
+    form: KVForm
+    begin: Position
+    end: Position
+    blocks: tuple[tuple[Position, Annotated[int, Meta(ge=1, lt=2**31)]], ...]
+    ticket: Ticket
+
+    @property
+    def first_page(self) -> int:
+        """The sequence's page, counted from its start, that `blocks` begins with."""
+        return self.begin // self.form.tokens_per_block
+
+    @property
+    def pages(self) -> int:
+        return -(-self.end // self.form.tokens_per_block) - self.first_page if self.end > self.begin else 0
+
+    def block_map(self) -> I32:
+        """[pages, layers, kv_heads]. Raises BadRequest where the runs do not make up as many blocks."""
+        shape = (self.pages, self.form.layers, self.form.kv_heads)
+        wanted, found = int(np.prod(shape)), sum(length for _, length in self.blocks)
+        if found != wanted:
+            raise BadRequest(f"address: {found} blocks for {self.pages} pages of {self.model}, not {wanted}")
+        runs = [np.arange(first, first + length, dtype=np.int32) for first, length in self.blocks]
+        return np.concatenate(runs).reshape(shape) if runs else np.zeros(shape, dtype=np.int32)
+
+    @staticmethod
+    def compress(block_map: I32) -> tuple[tuple[int, int], ...]:
+        """[pages, layers, kv_heads] → the shortest run list in that order."""
+        ids = block_map.ravel()
+        if not ids.size:
+            return ()
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+        lengths = np.diff(starts, append=ids.size)
+        return tuple(zip(ids[starts].tolist(), lengths.tolist(), strict=True))
+
+
+def resolve(position: int | None, length: int, name: str) -> int:
+    """Negative positions count from the back, None is the whole. Raises BadRequest naming `name`."""
+    found = length if position is None else position + length if position < 0 else position
+    if not 0 <= found <= length:
+        raise BadRequest(f"{name}: {position} is outside a prompt of {length} tokens", param=name)
+    return found

@@ -1,0 +1,80 @@
+"""Bodies and answers of the verbs that move K and V between engines (Microserving, section 3.1).
+
+`prompt` is the whole context in token ids; positions count in it, negative ones from its end, None is its
+end. Every verb may be called again with the same body and then answers the same.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvloom.core.address import Endpoint, KVAddress, KVForm
+from kvloom.core.request import Prompt, RequestId
+
+
+class PrepRecv(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Make room for the K and V of prompt[:end], but for what is cached here. `sender`: the form that the
+    peer keeps this model's K and V in, refused here where it is another."""
+
+    model: str
+    request: RequestId
+    prompt: Prompt
+    end: int | None = None
+    sender: KVForm | None = None
+
+
+class Prepared(Struct, frozen=True, kw_only=True):
+    """prompt[:matched] is here already; address takes [matched, end). The room is kept for `lease` seconds
+    from each `renew` on."""
+
+    matched: int
+    end: int
+    address: KVAddress
+    peer: Endpoint
+    lease: float
+
+
+class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Write K and V of prompt[begin:end] to `address` at `peer`; what is not cached here is computed.
+    Answered when every byte has arrived."""
+
+    model: str
+    request: RequestId
+    prompt: Prompt
+    address: KVAddress
+    peer: Endpoint
+    begin: int = 0
+    end: int | None = None
+    priority: int = 0
+
+
+class Sent(Struct, frozen=True, kw_only=True):
+    """Tokens that had K and V here already, and that were computed for this."""
+
+    cached: int
+    computed: int
+
+
+class Prefix(Struct, frozen=True, kw_only=True):
+    """Body of pin, unpin and evict."""
+
+    model: str
+    prompt: Annotated[Prompt, Meta(min_length=0)]
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """Answer to pin, unpin and evict: the tokens it was done to."""
+
+    tokens: int
+
+
+class Renew(Struct, frozen=True, kw_only=True):
+    request: RequestId
+
+
+class Lease(Struct, frozen=True, kw_only=True):
+    """Seconds from now for which the reservation is kept."""
+
+    lease: float
