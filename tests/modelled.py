@@ -13,14 +13,17 @@ from hashlib import blake2b
 
 import numpy as np
 
+from kvloom.core.clock import Clock
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
 from kvloom.core.plan import I64, Plan
 from kvloom.core.request import ModelCard, StartGenerate, TokenLogprob
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
+from kvloom.core.transport import Transport
 from kvloom.engine.engine import Engine
 from tests.engines import Answer
+from tests.plane import Plane
 
 BLOCK = 256
 VOCAB = 1000
@@ -98,7 +101,7 @@ class ModelledExecutor:
         self.jobs: list[Job] = []
         self.wrong: list[str] = []
         self._random = random.Random(seed)
-        self._arena = np.full((blocks, BLOCK), _EMPTY, dtype=np.int64)
+        self.arena = np.full((blocks, BLOCK), _EMPTY, dtype=np.int64)
         self._ids = {model: i for i, model in enumerate(GEOMETRIES)}
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
@@ -140,10 +143,13 @@ class ModelledExecutor:
         plan = job.plan
         for copy in plan.copies:
             source, target = plan.page_map[copy.source], plan.page_map[copy.target]
-            self._arena[target, : copy.tokens] = self._arena[source, : copy.tokens]
-            self._arena[target, copy.tokens :] = _EMPTY
+            self.arena[target, : copy.tokens] = self.arena[source, : copy.tokens]
+            self.arena[target, copy.tokens :] = _EMPTY
         code = self._code(plan, plan.positions, job.tokens)
-        self._arena[plan.page_map[plan.slot_page], plan.slot_offset[:, None, None]] = code
+        self.arena[plan.page_map[plan.slot_page], plan.slot_offset[:, None, None]] = code
+        for layer in range(plan.page_map.shape[1]):
+            for send in plan.sends:
+                send.shipment.put(send.parcel(plan.page_map, layer))
 
     def _read(self, job: Job) -> JobResult:
         plan, histories = job.plan, []
@@ -163,7 +169,7 @@ class ModelledExecutor:
         positions = np.arange(length, dtype=np.int64)
         width = GEOMETRIES[plan.model].tokens_per_block
         blocks = plan.page_map[plan.tables[i, positions // width]]
-        found = self._arena[blocks, (positions % width)[:, None, None]]
+        found = self.arena[blocks, (positions % width)[:, None, None]]
         tokens = found[:, 0, 0] % 10_000
         if not (found == self._code(plan, positions, tokens)).all():
             self.wrong.append(f"{plan.model}: sequence {plan.sequences[i]} reads what is not its own")
@@ -185,7 +191,9 @@ class JobClock:
 
 def engine_over(
     executor: ModelledExecutor,
+    transport: Transport | None = None,
     *,
+    clock: Clock | None = None,
     policy: Policy = "adbs",
     rates: Mapping[str, float] | None = None,
     max_running: int = 16,
@@ -205,7 +213,8 @@ def engine_over(
         chunk_tokens=chunk_tokens,
         threads=executor.compute,
     )
-    return Engine(executor, spec, JobClock(executor))
+    transport = transport or Plane().join("alone", executor)
+    return Engine(executor, transport, spec, clock or JobClock(executor))
 
 
 @asynccontextmanager
@@ -220,7 +229,7 @@ async def modelled(engine: Engine, executor: ModelledExecutor) -> AsyncIterator[
     assert not executor.wrong, executor.wrong[:5]
     assert executor.idle == executor.compute
     engine.pool.check()
-    assert engine.pool.free == engine.pool.total
+    assert engine.pool.available == engine.pool.total
 
 
 async def turns(count: int = _QUIET) -> None:

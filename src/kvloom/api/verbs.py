@@ -17,18 +17,21 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.api.stream import while_connected
 from kvloom.core.client import EngineClient
 from kvloom.core.errors import BadRequest, KvloomError, Unauthorized
 from kvloom.core.frames import FrameEncoder
 from kvloom.core.request import PROTOCOL, Event, StartGenerate
+from kvloom.core.verbs import Lease, Prefix, PrepRecv, RemoteSend, Renew
 
 MAX_BODY = 16 << 20
 MSGPACK, JSON = "application/msgpack", "application/json"
 
 Body = TypeVar("Body")
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -46,32 +49,52 @@ class Done(msgspec.Struct, frozen=True):
 
 def create_verbs(client: EngineClient, *, secret: str, max_body: int = MAX_BODY) -> Starlette:
     """The app of one engine. Who does not know `secret` is refused."""
-
-    async def abort(request: Request) -> Response:
-        body = decode(request, await read_body(request, max_body), Abort)
-        await client.abort(body.request, body.choice)
-        return answer(request, Done())
-
-    async def models(request: Request) -> Response:
-        return answer(request, await client.models())
-
-    async def load(request: Request) -> Response:
-        return answer(request, await client.load())
-
-    async def health(request: Request) -> Response:
-        return answer(request, Done())
-
     return Starlette(
-        routes=[
-            Route("/verbs/start_generate", GenerateVerb(client, max_body), methods=["POST"]),
-            Route("/verbs/abort", abort, methods=["POST"]),
-            Route("/verbs/models", models, methods=["GET"]),
-            Route("/verbs/load", load, methods=["GET"]),
-            Route("/verbs/health", health, methods=["GET"]),
-        ],
+        routes=[Mount("/verbs", routes=verb_routes(client, max_body))],
         middleware=[Middleware(Guard, secret=secret)],
         exception_handlers={KvloomError: _refuse, Exception: _fail},
     )
+
+
+def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
+    """A route for each verb of one engine. A caller of `waits` who hangs up has changed its mind."""
+
+    def verb(kind: type[Body], call: Callable[[Body], Awaitable[object]], *, waits: bool = False) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            work = call(decode(request, await read_body(request, max_body), kind))
+            return answer(request, await (while_connected(request.receive, work) if waits else work))
+
+        return endpoint
+
+    def report(call: Callable[[], Awaitable[object]]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return answer(request, await call())
+
+        return endpoint
+
+    async def abort(body: Abort) -> Done:
+        await client.abort(body.request, body.choice)
+        return Done()
+
+    async def renew(body: Renew) -> Lease:
+        return await client.renew(body.request)
+
+    async def health() -> Done:
+        return Done()
+
+    return [
+        Route("/start_generate", GenerateVerb(client, max_body), methods=["POST"]),
+        Route("/prep_recv", verb(PrepRecv, client.prep_recv), methods=["POST"]),
+        Route("/remote_send", verb(RemoteSend, client.remote_send, waits=True), methods=["POST"]),
+        Route("/abort", verb(Abort, abort), methods=["POST"]),
+        Route("/renew", verb(Renew, renew), methods=["POST"]),
+        Route("/pin", verb(Prefix, client.pin), methods=["POST"]),
+        Route("/unpin", verb(Prefix, client.unpin), methods=["POST"]),
+        Route("/evict", verb(Prefix, client.evict), methods=["POST"]),
+        Route("/models", report(client.models), methods=["GET"]),
+        Route("/load", report(client.load), methods=["GET"]),
+        Route("/health", report(health), methods=["GET"]),
+    ]
 
 
 class Guard:

@@ -6,13 +6,17 @@ from msgspec import Struct
 
 
 class ModelLoad(Struct, frozen=True, kw_only=True):
-    """One model's share of a unit. Blocks are the pool's; counts since start end in `_total`."""
+    """One model's share of a unit. Blocks are the pool's; counts since start end in `_total`. used: held by
+    sequences and reservations; cached: held by none, and taken when they are needed. cached_tokens_total:
+    tokens that were not computed because they were cached."""
 
     waiting: int
     running: int
     used_blocks: int
+    cached_blocks: int
     quota_blocks: int
     prompt_tokens_total: int
+    cached_tokens_total: int
     output_tokens_total: int
     preemptions_total: int
     prefill_jobs_total: int

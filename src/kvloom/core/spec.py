@@ -22,7 +22,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
-    """One unit: its models, its pool of `kv_bytes`, and how they are scheduled."""
+    """One unit: its models, its pool of `kv_bytes`, and how they are scheduled. lease: seconds for which a
+    reservation is kept without being renewed."""
 
     models: tuple[ModelSpec, ...]
     kv_bytes: int
@@ -32,3 +33,5 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     max_waiting: int
     chunk_tokens: int
     threads: int
+    unit: str = "unit-0"
+    lease: float = 30.0

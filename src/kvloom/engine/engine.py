@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Final
 
 import msgspec
 
@@ -16,23 +18,30 @@ from kvloom.core.job import Executor, JobResult, Phase
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
 from kvloom.core.spec import EngineSpec
+from kvloom.core.transport import Transport
+from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Action, Preempt, Prefill, UnitView
 from kvloom.engine.flight import Flight, compose
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
+from kvloom.engine.reservations import Reservations
 from kvloom.engine.sequence import Sequence
+from kvloom.engine.shipping import Shipping
 from kvloom.engine.tuner import QuotaTuner
 from kvloom.kv.pool import Pool
+from kvloom.kv.prefix import PrefixTree
 
 _log = logging.getLogger(__name__)
+
+MAX_RESERVED: Final = 256  # sequences a model's cache can hold beyond those that run
 
 
 class Engine:
     """Satisfies `EngineClient`; `run` is its loop. All of it lives on one event loop and one thread."""
 
-    def __init__(self, executor: Executor, spec: EngineSpec, clock: Clock) -> None:
+    def __init__(self, executor: Executor, transport: Transport, spec: EngineSpec, clock: Clock) -> None:
         self._executor = executor
         self._spec = spec
         self._policy = POLICIES[spec.policy]
@@ -43,7 +52,7 @@ class Engine:
         self.pool = Pool(
             executor.blocks,
             executor.geometries,
-            max_sequences=spec.max_running,
+            max_sequences=spec.max_running + MAX_RESERVED,
             max_tokens={name: card.context_length for name, card in cards.items()},
         )
         self._queues = {
@@ -51,9 +60,16 @@ class Engine:
             for name, card in cards.items()
         }
         self._tuner = QuotaTuner(self._queues, {m.name: m.rate for m in spec.models}, self.pool.total, clock)
-        self._requests = Requests(self._queues)
-        self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
+        self._clock = clock
         self._wake = asyncio.Event()
+        self._requests = Requests(self._queues)
+        self._reservations = Reservations(
+            self._queues, transport, clock, spec.lease, new_id=self._requests.new_id
+        )
+        self._shipping = Shipping(
+            self._queues, transport, self._requests, wake=self._wake.set, jobs=lambda: self._jobs
+        )
+        self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
         self._compiling = asyncio.Semaphore(1)
         self._jobs = 0
         self._idle = executor.compute
@@ -66,20 +82,30 @@ class Engine:
         """Until `stop`, and then until the last job has ended."""
         while True:
             self._take_in()
+            self._reservations.expire()
             if self._stopping and self._idle == self._executor.compute:
                 return
             self._tuner.adapt()
             while not self._stopping and (action := self._policy(self._view())) and self._apply(action):
                 pass
             if not self._ended:
-                await self._wake.wait()
+                await self._rest()
             self._wake.clear()
+
+    async def _rest(self) -> None:
+        """Until a job ends, a caller comes, or a lease runs out."""
+        due = self._reservations.due
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if due is None else max(0.0, due - self._clock.now())):
+                await self._wake.wait()
 
     async def stop(self) -> None:
         """Refuse new requests, end every stream, and let the loop end when running jobs have."""
         self._stopping = True
         for request in self._requests.ids:
             self._requests.cancel(request, "error", "the engine is stopping")
+        self._reservations.release_all()
+        self._shipping.abort_all()
         self._wake.set()
 
     def _view(self) -> UnitView:
@@ -87,7 +113,7 @@ class Engine:
             models=tuple(queue.view(self._jobs) for queue in self._queues.values()),
             compute=self._executor.compute,
             idle=self._idle,
-            free_blocks=self.pool.free,
+            free_blocks=self.pool.available,
             last_was_prefill=self._last_phase is Phase.PREFILL,
             jobs=self._jobs,
         )
@@ -146,6 +172,7 @@ class Engine:
         guides = await self._compile(body)
         if self._stopping:
             raise Unavailable("the engine is stopping")
+        self._reservations.take(body)
         stream = self._requests.open(body, guides, self._jobs)
         self._wake.set()
         try:
@@ -168,7 +195,38 @@ class Engine:
 
     async def abort(self, request: str, choice: int | None = None) -> None:
         self._requests.cancel(request, "abort", choice=choice)
+        if choice is None:
+            self._reservations.release(request)
+            self._shipping.abort(request)
         self._wake.set()
+
+    async def prep_recv(self, body: PrepRecv) -> Prepared:
+        self._requests.check_prompt(body.model, body.prompt)
+        if self._stopping:
+            raise Unavailable("the engine is stopping")
+        prepared = self._reservations.prepare(body)
+        self._wake.set()  # the loop rests until the lease runs out, at most
+        return prepared
+
+    async def remote_send(self, body: RemoteSend) -> Sent:
+        self._requests.check_prompt(body.model, body.prompt)
+        return await self._shipping.send(body)
+
+    async def renew(self, request: str) -> Lease:
+        return self._reservations.renew(request)
+
+    async def pin(self, body: Prefix) -> Held:
+        return Held(tokens=self._prefixes(body).pin(body.prompt))
+
+    async def unpin(self, body: Prefix) -> Held:
+        return Held(tokens=self._prefixes(body).unpin(body.prompt))
+
+    async def evict(self, body: Prefix) -> Held:
+        return Held(tokens=self._prefixes(body).evict(body.prompt))
+
+    def _prefixes(self, body: Prefix) -> PrefixTree:
+        self._requests.check_prompt(body.model, body.prompt)
+        return self._queues[body.model].cache.prefixes
 
     async def load(self) -> UnitLoad:
         return UnitLoad(

@@ -36,7 +36,7 @@ def compose(queue: ModelQueue, phase: Phase, share: int, batch: list[tuple[Seque
         prompts += rows
         asked += [sequence] * len(rows)
         tokens += sequence.tokens[sequence.computed : sequence.computed + count]
-        if count == sequence.pending:
+        if count == sequence.pending and sequence.draws:
             for drawer in (sequence, *sequence.siblings):
                 drawers.append(drawer)
                 samples.append(drawer.sample_row(len(tokens) - 1))

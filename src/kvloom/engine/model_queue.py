@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 
+from msgspec import structs
+
+from kvloom.core.address import KVForm
 from kvloom.core.job import Phase
 from kvloom.core.load import ModelLoad
 from kvloom.core.request import ModelCard
@@ -19,7 +22,8 @@ class ModelQueue:
     """waiting is sorted by order; running holds every sequence with blocks, in order of admission."""
 
     def __init__(self, card: ModelCard, cache: ModelCache, max_running: int, max_waiting: int) -> None:
-        self.card = card
+        self.form = KVForm.of(cache.geometry, card.dtype)
+        self.card = structs.replace(card, form=self.form)
         self.cache = cache
         self.quota = 0  # set by the tuner
         self.max_running = max_running
@@ -30,6 +34,7 @@ class ModelQueue:
         self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)  # running now
         self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when the last one started
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
 
@@ -43,15 +48,22 @@ class ModelQueue:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def admit(self, sequence: Sequence) -> None:
+        """Give a waiting sequence its place, and what is cached of its tokens."""
         self.waiting.remove(sequence)
-        self.cache.add_sequence(sequence.id)
+        sequence.adopted(self.cache.adopt(sequence.id, sequence.tokens, sequence.cacheable))
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
+        self.cached_tokens += sequence.computed
+        if sequence.outbound:
+            sequence.outbound.begin(self.cache, sequence.id, sequence.computed)
 
     def release(self, sequence: Sequence, status: Status) -> None:
-        """Take a sequence's blocks and its place, wherever it stands."""
+        """Take a sequence's place and its blocks, which stay cached while nobody needs them."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
+            if sequence.outbound:
+                sequence.outbound.hold(self.cache, sequence.id)
+            self.cache.keep(sequence.id, sequence.tokens, tail=True)
             self.cache.remove_sequence(sequence.id)
             sequence.computed = 0
         elif sequence in self.waiting:  # a sibling that has not forked yet is in neither list
@@ -96,8 +108,10 @@ class ModelQueue:
             waiting=len(self.waiting),
             running=len(self.running),
             used_blocks=self.cache.used_blocks,
+            cached_blocks=self.cache.cached_blocks,
             quota_blocks=self.quota,
             prompt_tokens_total=self.prompt_tokens,
+            cached_tokens_total=self.cached_tokens,
             output_tokens_total=self.output_tokens,
             preemptions_total=self.preemptions,
             prefill_jobs_total=self.jobs[Phase.PREFILL],

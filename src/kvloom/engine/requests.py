@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Mapping
 
 from kvloom.core.errors import BadRequest, PromptTooLong, QueueFull, UnknownModel
-from kvloom.core.job import JobResult
+from kvloom.core.job import JobResult, Phase
 from kvloom.core.request import EndEvent, FinishReason, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
 from kvloom.engine.flight import Flight
 from kvloom.engine.guide import GuideCompiler, GuideState
 from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.outbound import Outbound
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.engine.stream import Stream
 
@@ -23,7 +24,7 @@ class Requests:
         self._queues = queues
         self._guides = {name: GuideCompiler(queue.card) for name, queue in queues.items()}
         self._streams: dict[str, Stream] = {}
-        self._ids = itertools.count()
+        self.new_id = itertools.count().__next__
         self._arrivals = itertools.count()
 
     @property
@@ -35,13 +36,21 @@ class Requests:
         guide = body.sampling.guide
         return [*self._guides[body.model].start(guide, body.n)] if guide else [None] * body.n
 
-    def open(self, body: StartGenerate, guides: list[GuideState | None], now: int) -> Stream:
-        """Let a checked request in, or raise why not now. now: jobs that the unit has started."""
+    def open(
+        self,
+        body: StartGenerate,
+        guides: list[GuideState | None],
+        now: int,
+        outbound: Outbound | None = None,
+    ) -> Stream:
+        """Let a checked request in, or raise why not now. now: jobs that the unit has started. outbound: where
+        its K and V go."""
         queue = self._queues[body.model]
         self._admits(body, queue)
         arrival = next(self._arrivals)
         sequences = [self._sequence(body, choice, arrival, guide) for choice, guide in enumerate(guides)]
         first, *siblings = sequences
+        first.outbound = outbound
         first.siblings.extend(siblings)
         stream = self._streams[body.request] = Stream(body, sequences)
         queue.enqueue(first, now)
@@ -55,20 +64,12 @@ class Requests:
 
     def check(self, body: StartGenerate) -> None:
         """Raise what is wrong with a request, before anything is made for it."""
-        queue = self._queues.get(body.model)
-        if queue is None:
-            raise UnknownModel(
-                f"the model `{body.model}` is not served here; served: {', '.join(self._queues)}"
-            )
-        card, length = queue.card, len(body.prompt)
-        if length >= card.context_length:
+        self.check_prompt(body.model, body.prompt)
+        queue = self._queues[body.model]
+        card = queue.card
+        if len(body.prompt) >= card.context_length:
             raise PromptTooLong(
-                f"the prompt has {length} tokens, and {card.name} holds {card.context_length} in all",
-                param="prompt",
-            )
-        if max(body.prompt) >= card.vocab_size:
-            raise BadRequest(
-                f"prompt token {max(body.prompt)} is not in {card.name}'s vocabulary of {card.vocab_size}",
+                f"the prompt has {len(body.prompt)} tokens, and {card.name} holds {card.context_length} in all",
                 param="prompt",
             )
         for param in ("logit_bias", "stop_token_ids"):
@@ -79,9 +80,26 @@ class Requests:
                     )
         self._admits(body, queue)
 
+    def check_prompt(self, model: str, prompt: list[int]) -> None:
+        """Raise what is wrong with a prompt by itself."""
+        queue = self._queues.get(model)
+        if queue is None:
+            raise UnknownModel(f"the model `{model}` is not served here; served: {', '.join(self._queues)}")
+        card = queue.card
+        if len(prompt) > card.context_length:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens, and {card.name} holds {card.context_length} in all",
+                param="prompt",
+            )
+        if max(prompt, default=0) >= card.vocab_size:
+            raise BadRequest(
+                f"prompt token {max(prompt)} is not in {card.name}'s vocabulary of {card.vocab_size}",
+                param="prompt",
+            )
+
     def _sequence(self, body: StartGenerate, choice: int, arrival: int, guide: GuideState | None) -> Sequence:
         return Sequence(
-            id=next(self._ids),
+            id=self.new_id(),
             model=body.model,
             request=body.request,
             choice=choice,
@@ -118,13 +136,19 @@ class Requests:
         for sequence, count in flight.batch:
             sequence.in_job = False
             sequence.computed += count
+            if sequence.outbound:
+                sequence.outbound.computed(sequence.computed)
             if sequence.pending == 0:
+                if flight.job.phase is Phase.PREFILL:
+                    queue.cache.keep(sequence.id, sequence.tokens)
                 siblings, sequence.siblings = sequence.siblings, []
                 for sibling in siblings:
                     if not sibling.cancelled:
                         queue.fork(sequence, sibling, now)
             if sequence.cancelled:
                 self._release(queue, sequence)
+            elif sequence.pending == 0 and not sequence.draws:
+                self._end(sequence, "length")
         for drawer, token, logprob in zip(flight.drawers, result.tokens, result.logprobs, strict=True):
             if not drawer.cancelled:
                 self._append(drawer, token, logprob)
@@ -180,6 +204,6 @@ class Requests:
         if not sequence.in_job:
             self._release(self._queues[sequence.model], sequence)
         stream = self._streams[sequence.request]
-        stream.add(EndEvent(sequence.choice, reason, stop_token, 0, message))
+        stream.add(EndEvent(sequence.choice, reason, stop_token, sequence.cached or 0, message))
         if stream.ended:
             del self._streams[sequence.request]

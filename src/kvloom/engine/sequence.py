@@ -9,6 +9,7 @@ from kvloom.core.job import PromptRow, SampleRow
 from kvloom.core.request import FinishReason, TokenLogprob
 from kvloom.core.sampling import SamplingParams
 from kvloom.engine.guide import GuideState
+from kvloom.engine.outbound import Outbound
 
 _CHOICE_STRIDE = 0xD1B54A32D192ED03  # odd, so that a seed's choices have keys of their own
 
@@ -34,7 +35,8 @@ class Sequence:
     """tokens: prompt, then output. [0, computed) have K and V in the cache.
 
     order: (priority, arrival, choice); who is smaller goes first and is preempted last. siblings: choices
-    that fork off this one when its prompt has been computed.
+    that fork off this one when its prompt has been computed. cached: tokens of the prompt that needed no
+    computing when it was first admitted. outbound: what it owes a peer.
     """
 
     id: int
@@ -46,9 +48,11 @@ class Sequence:
     tokens: list[int]
     prompt_length: int
     guide: GuideState | None = None
+    outbound: Outbound | None = None
     siblings: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     computed: int = 0
+    cached: int | None = None
     in_job: bool = False
     cancelled: bool = False
     waiting_since: int = 0
@@ -73,6 +77,24 @@ class Sequence:
     def decodes(self) -> bool:
         """True where the next forward is a decode step."""
         return self.computed > 0 and self.pending == 1 and len(self.tokens) > self.prompt_length
+
+    @property
+    def draws(self) -> bool:
+        """False where nothing but the prompt's K and V is wanted."""
+        return self.sampling.max_tokens > 0
+
+    @property
+    def cacheable(self) -> int:
+        """Tokens that may come from the cache: all but the last, whose logits are needed, and none while the
+        prompt's own logits are."""
+        asked = self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
+        return 0 if asked and not self.choice else len(self.tokens) - 1
+
+    def adopted(self, tokens: int) -> None:
+        """The sequence begins with `tokens` tokens of the cache."""
+        self.computed = tokens
+        if self.cached is None:
+            self.cached = min(tokens, self.prompt_length)
 
     @property
     def output_length(self) -> int:

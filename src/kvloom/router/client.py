@@ -14,6 +14,7 @@ from kvloom.core.errors import KvloomError, Unavailable, WireError
 from kvloom.core.frames import FrameParser
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import PROTOCOL, Event, ModelCard, StartGenerate
+from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Renew, Sent
 
 UNIX: Final = "unix://"
 CONNECT_SECONDS = 5.0
@@ -75,6 +76,25 @@ class HttpEngineClient:
         body = self._encode({"request": request, "choice": choice})
         await self._call("POST", "/verbs/abort", dict[str, bool], body)
 
+    async def prep_recv(self, body: PrepRecv) -> Prepared:
+        return await self._call("POST", "/verbs/prep_recv", Prepared, self._encode(body))
+
+    async def remote_send(self, body: RemoteSend) -> Sent:
+        """As long as it takes; who waits for it no longer cancels."""
+        return await self._call("POST", "/verbs/remote_send", Sent, self._encode(body), None)
+
+    async def renew(self, request: str) -> Lease:
+        return await self._call("POST", "/verbs/renew", Lease, self._encode(Renew(request=request)))
+
+    async def pin(self, body: Prefix) -> Held:
+        return await self._call("POST", "/verbs/pin", Held, self._encode(body))
+
+    async def unpin(self, body: Prefix) -> Held:
+        return await self._call("POST", "/verbs/unpin", Held, self._encode(body))
+
+    async def evict(self, body: Prefix) -> Held:
+        return await self._call("POST", "/verbs/evict", Held, self._encode(body))
+
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         parser = FrameParser()
         async with self._open("POST", "/verbs/start_generate", self._encode(body), None) as response:
@@ -86,8 +106,15 @@ class HttpEngineClient:
             if not parser.whole:
                 raise Unavailable("the engine's stream ended in the middle of a frame")
 
-    async def _call(self, method: str, path: str, kind: type[Answer], body: bytes | None = None) -> Answer:
-        async with self._open(method, path, body, ANSWER_SECONDS) as response:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        kind: type[Answer],
+        body: bytes | None = None,
+        seconds: float | None = ANSWER_SECONDS,
+    ) -> Answer:
+        async with self._open(method, path, body, seconds) as response:
             raw = await response.read()
         return _decode(raw, kind)
 

@@ -1,0 +1,39 @@
+"""What a sequence owes a peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvloom.core.address import KVAddress
+from kvloom.core.shipment import Shipment
+from kvloom.kv.cache import ModelCache
+
+
+@dataclass(slots=True, eq=False)
+class Outbound:
+    """Tokens [sent, end) of a sequence go to `address`. held: pages that copies may still read after the
+    sequence has let go of them."""
+
+    shipment: Shipment
+    address: KVAddress
+    sent: int
+    end: int
+    held: list[int] = field(default_factory=list)
+
+    def begin(self, cache: ModelCache, sequence: int, computed: int) -> None:
+        """The sequence has blocks and `computed` tokens: those go at once, later ones with their forwards."""
+        ready = min(computed, self.end)
+        if ready > self.sent:
+            owed = cache.planned_send(sequence, self.address, self.shipment, self.sent, ready)
+            self.shipment.put(owed.whole(cache.pages.map))
+            self.sent = ready
+        if self.sent < self.end:
+            cache.mark_send(sequence, self.address, self.shipment, self.sent, self.end)
+
+    def computed(self, tokens: int) -> None:
+        """A forward has computed the sequence up to `tokens`, and put what it marked."""
+        self.sent = max(self.sent, min(tokens, self.end))
+
+    def hold(self, cache: ModelCache, sequence: int) -> None:
+        """The sequence is about to lose its pages."""
+        self.held += cache.hold(sequence, self.address.begin, self.sent)

@@ -1,0 +1,173 @@
+"""Room that this engine keeps for K and V which its peers write: reserved, filled, taken over, or given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvloom.core.address import KVAddress, KVForm, resolve
+from kvloom.core.clock import Clock
+from kvloom.core.errors import BadRequest
+from kvloom.core.request import StartGenerate
+from kvloom.core.transport import Transport
+from kvloom.core.verbs import Lease, Prepared, PrepRecv
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.kv.cache import ModelCache
+
+_AGAIN = 0.02  # seconds until a ticket that a sender still writes for is closed again
+
+
+@dataclass(slots=True)
+class Reservation:
+    """sequence: whose room it is in `cache`. due: when the lease runs out."""
+
+    body: PrepRecv
+    answer: Prepared
+    cache: ModelCache
+    sequence: int
+    due: float
+
+
+class Reservations:
+    """By request id. Whatever ends one, its blocks come back only once no sender can write into them."""
+
+    def __init__(
+        self,
+        queues: Mapping[str, ModelQueue],
+        transport: Transport,
+        clock: Clock,
+        lease: float,
+        new_id: Callable[[], int],
+    ) -> None:
+        self._queues = queues
+        self._transport = transport
+        self._clock = clock
+        self._lease = lease
+        self._new_id = new_id
+        self._open: dict[str, Reservation] = {}
+        self._closing: list[Reservation] = []
+
+    @property
+    def due(self) -> float | None:
+        """When `expire` has something to do."""
+        times = [reservation.due for reservation in (*self._open.values(), *self._closing)]
+        return min(times, default=None)
+
+    def prepare(self, body: PrepRecv) -> Prepared:
+        """The verb prep_recv for a checked body. Raises OutOfBlocks where the pool is short."""
+        known = self._open.get(body.request)
+        if known is not None:
+            if known.body != body:
+                raise BadRequest(f"request {body.request} has another reservation here", param="request")
+            self.renew(body.request)
+            return known.answer
+        cache = self._queues[body.model].cache
+        end = resolve(body.end, len(body.prompt), "end")
+        sequence = self._new_id()
+        matched = cache.adopt(sequence, body.prompt, end, whole_pages=True)
+        try:
+            answer = self._reserve(body, cache, sequence, matched, end)
+        except BaseException:
+            cache.remove_sequence(sequence)
+            raise
+        self._open[body.request] = Reservation(body, answer, cache, sequence, self._clock.now() + self._lease)
+        return answer
+
+    def _reserve(
+        self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int
+    ) -> Prepared:
+        form = self._form(body)
+        ticket = self._transport.open(matched)
+        try:
+            blocks = cache.prepare_receive(sequence, end - matched) if end > matched else None
+        except BaseException:
+            self._transport.close(ticket)  # nobody has heard of it
+            raise
+        runs = () if blocks is None else KVAddress.compress(blocks)
+        address = KVAddress(
+            model=body.model, form=form, begin=matched, end=end, blocks=runs, ticket=ticket
+        )
+        return Prepared(
+            matched=matched, end=end, address=address, peer=self._transport.endpoint, lease=self._lease
+        )
+
+    def _form(self, body: PrepRecv) -> KVForm:
+        form = self._queues[body.model].form
+        if body.sender is not None:
+            form.refuse_unlike(body.sender, model=body.model)
+        return form
+
+    def renew(self, request: str) -> Lease:
+        """Raises BadRequest where nothing is reserved for `request`."""
+        reservation = self._open.get(request)
+        if reservation is None:
+            raise self._missing(request)
+        reservation.due = self._clock.now() + self._lease
+        return Lease(lease=self._lease)
+
+    def take(self, body: StartGenerate) -> None:
+        """start_generate is here: what has been received up to its `begin` becomes cached, from where its
+        sequence takes it like any other prefix. Raises BadRequest where less has been received."""
+        begin = resolve(body.begin, len(body.prompt), "begin")
+        reservation = self._open.get(body.request)
+        if reservation is None:
+            if begin:
+                raise self._missing(body.request)
+            return
+        asked, answer = reservation.body, reservation.answer
+        if asked.model != body.model or asked.prompt[: answer.end] != body.prompt[: answer.end]:
+            raise BadRequest(
+                f"request {body.request} has reserved room for another prompt", param="request"
+            )
+        received = self._transport.received(answer.address.ticket)
+        if begin > received:
+            raise BadRequest(f"begin: {begin} is past the {received} tokens received", param="begin")
+        if not self._transport.close(answer.address.ticket):
+            raise BadRequest(
+                "begin: tokens are being sent right now; start_generate comes after remote_send's answer",
+                param="begin",
+            )
+        del self._open[body.request]
+        self._adopt(reservation, begin)
+
+    def _adopt(self, reservation: Reservation, begin: int) -> None:
+        cache, sequence, matched = reservation.cache, reservation.sequence, reservation.answer.matched
+        if reservation.answer.end > matched:
+            cache.commit_receive(sequence, max(0, begin - matched))
+        cache.keep(sequence, reservation.body.prompt, tail=True)
+        cache.remove_sequence(sequence)
+
+    def release(self, request: str) -> None:
+        """Give up a reservation; unknown ones are fine."""
+        reservation = self._open.pop(request, None)
+        if reservation is not None:
+            self._close(reservation)
+
+    def release_all(self) -> None:
+        for request in list(self._open):
+            self.release(request)
+
+    def expire(self) -> None:
+        """Give up the reservations whose lease has run out, and try again those that senders hold."""
+        now = self._clock.now()
+        for request in [r for r, reservation in self._open.items() if reservation.due <= now]:
+            self.release(request)
+        late = [reservation for reservation in self._closing if reservation.due <= now]
+        self._closing = [reservation for reservation in self._closing if reservation.due > now]
+        for reservation in late:
+            self._close(reservation)
+
+    def _close(self, reservation: Reservation) -> None:
+        if not self._transport.close(reservation.answer.address.ticket):
+            reservation.due = self._clock.now() + _AGAIN
+            self._closing.append(reservation)
+            return
+        if reservation.answer.end > reservation.answer.matched:
+            reservation.cache.cancel_receive(reservation.sequence)
+        reservation.cache.remove_sequence(reservation.sequence)
+
+    def _missing(self, request: str) -> BadRequest:
+        return BadRequest(
+            f"nothing is reserved for request {request}: it never was, or its lease of {self._lease:g} s ran out",
+            param="request",
+        )

@@ -1,0 +1,148 @@
+"""The verb remote_send: what is cached goes at once, what is not is computed and goes layer by layer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from kvloom.core.address import Ticket, resolve
+from kvloom.core.errors import BadRequest, KvloomError, Unavailable
+from kvloom.core.request import EndEvent, StartGenerate
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.transport import Transport
+from kvloom.core.verbs import RemoteSend, Sent
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.outbound import Outbound
+from kvloom.engine.requests import Requests
+
+_REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
+
+_Key = tuple[str, Ticket, int, int]
+
+
+class Shipping:
+    """Sends by request id and ticket. `wake` tells the loop that there is a sequence to compute; `jobs` says
+    how many it has started; `new_id` names a sequence of the caches."""
+
+    def __init__(
+        self,
+        queues: Mapping[str, ModelQueue],
+        transport: Transport,
+        requests: Requests,
+        *,
+        wake: Callable[[], None],
+        jobs: Callable[[], int],
+    ) -> None:
+        self._queues = queues
+        self._transport = transport
+        self._requests = requests
+        self._wake = wake
+        self._jobs = jobs
+        self._known: OrderedDict[_Key, asyncio.Future[Sent]] = OrderedDict()
+        self._open: dict[str, set[Outbound]] = {}
+
+    async def send(self, body: RemoteSend) -> Sent:
+        """Until every byte has arrived. The same send again joins the first, or gets its answer."""
+        begin, end = self._range(body)
+        key = (body.request, body.address.ticket, begin, end)
+        if key in self._known:
+            return await asyncio.shield(self._known[key])
+        answer = self._known[key] = asyncio.get_running_loop().create_future()
+        try:
+            sent = await self._send(body, begin, end)
+        except BaseException as error:
+            del self._known[key]
+            given_up = Unavailable("the send was given up by who asked for it")
+            answer.set_exception(error if isinstance(error, KvloomError) else given_up)
+            answer.exception()  # whether or not anyone has joined
+            raise
+        answer.set_result(sent)
+        while len(self._known) > _REMEMBERED and next(iter(self._known.values())).done():
+            self._known.popitem(last=False)
+        return sent
+
+    def abort(self, request: str) -> None:
+        """Give up the request's sends; unknown ones are fine."""
+        for outbound in self._open.get(request, ()):
+            outbound.shipment.abandon()
+
+    def abort_all(self) -> None:
+        for request in self._open:
+            self.abort(request)
+
+    def _range(self, body: RemoteSend) -> tuple[int, int]:
+        address, length = body.address, len(body.prompt)
+        begin, end = resolve(body.begin, length, "begin"), resolve(body.end, length, "end")
+        if address.model != body.model:
+            raise BadRequest(f"address: it is {address.model}'s, not {body.model}'s", param="address")
+        self._queues[body.model].form.refuse_unlike(address.form, model=body.model)
+        if not address.begin <= begin <= end <= address.end:
+            raise BadRequest(
+                f"begin, end: [{begin}, {end}) is not within the address, which takes "
+                f"[{address.begin}, {address.end})",
+                param="begin",
+            )
+        return begin, end
+
+    async def _send(self, body: RemoteSend, begin: int, end: int) -> Sent:
+        queue = self._queues[body.model]
+        shipment = self._transport.ship(body.peer, body.address, begin, end)
+        outbound = Outbound(shipment, body.address, begin, end)
+        self._open.setdefault(body.request, set()).add(outbound)
+        try:
+            cached = self._send_cached(queue, body, outbound)
+            if outbound.sent < end:
+                cached = await self._compute(body, outbound)
+            await shipment.arrived()
+        finally:
+            await self._settle(queue, body.request, outbound)
+        return Sent(cached=max(0, min(cached, end) - begin), computed=end - max(begin, min(cached, end)))
+
+    def _send_cached(self, queue: ModelQueue, body: RemoteSend, outbound: Outbound) -> int:
+        """All at once where all is cached; otherwise nothing yet."""
+        cache, sequence = queue.cache, self._requests.new_id()
+        cached = cache.adopt(sequence, body.prompt, outbound.end)
+        if cached == outbound.end:
+            outbound.begin(cache, sequence, cached)
+            outbound.hold(cache, sequence)
+        cache.remove_sequence(sequence)
+        return cached
+
+    async def _compute(self, body: RemoteSend, outbound: Outbound) -> int:
+        """A request like any other, but that it draws no token; returns how much of it was cached."""
+        request = StartGenerate(
+            model=body.model,
+            request=body.request,
+            prompt=body.prompt[: outbound.end],
+            sampling=SamplingParams(max_tokens=0, seed=0),
+            priority=body.priority,
+        )
+        stream = self._requests.open(request, [None], self._jobs(), outbound)
+        self._wake()
+        try:
+            frame, over = await stream.frame()
+            while not over:
+                frame, over = await stream.frame()
+        finally:
+            self._requests.close(stream, "abort")
+            self._wake()
+        end = next(event for event in frame if isinstance(event, EndEvent))
+        if end.reason == "error":
+            raise KvloomError(end.message)
+        if end.reason == "abort":
+            raise Unavailable(end.message or "the request was aborted")
+        return end.cached_tokens
+
+    async def _settle(self, queue: ModelQueue, request: str, outbound: Outbound) -> None:
+        """No more copies, and then no more pages for them."""
+        try:
+            outbound.shipment.abandon()
+            with suppress(KvloomError):
+                await outbound.shipment.arrived()
+        finally:
+            queue.cache.let_go(outbound.held)
+            self._open[request].discard(outbound)
+            if not self._open[request]:
+                del self._open[request]
