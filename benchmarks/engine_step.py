@@ -16,7 +16,7 @@ from statistics import median
 import uvloop
 from rich.console import Console
 
-from benchmarks.null_executor import Clockwork, NullExecutor, null_spec
+from benchmarks.null_executor import Clockwork, NullExecutor, NullTransport, null_spec
 from benchmarks.report import Finding, Report, this_machine
 from kvloom.core.clock import WallClock
 from kvloom.core.request import StartGenerate
@@ -43,7 +43,7 @@ async def measure_steps(models: int, sequences: int, steps: int, interval: int) 
     """`steps` steps with all sequences running, shared evenly among the models."""
     shapes, clockwork = FLEETS[models], Clockwork(sequences, steps)
     executor = NullExecutor(shapes, blocks=BLOCKS, compute=2, clockwork=clockwork)
-    engine = Engine(executor, null_spec(shapes, blocks=BLOCKS), WallClock())
+    engine = Engine(executor, NullTransport(), null_spec(shapes, blocks=BLOCKS), WallClock())
     names = list(shapes)
     output = 4 * sequences + 2 * steps  # the early ones have work still when all have joined
     async with asyncio.TaskGroup() as group:

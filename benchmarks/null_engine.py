@@ -11,7 +11,7 @@ import signal
 
 import uvloop
 
-from benchmarks.null_executor import NullExecutor, null_spec
+from benchmarks.null_executor import NullExecutor, NullTransport, null_spec
 from kvloom.api.verbs import create_verbs
 from kvloom.core.clock import WallClock
 from kvloom.engine.engine import Engine
@@ -24,7 +24,7 @@ BLOCKS = 1 << 18
 async def serve(socket: str, secret: str, period: float) -> None:
     """Until SIGTERM."""
     executor = NullExecutor(SHAPES, blocks=BLOCKS, compute=1, period=period)
-    engine = Engine(executor, null_spec(SHAPES, blocks=BLOCKS), WallClock())
+    engine = Engine(executor, NullTransport(), null_spec(SHAPES, blocks=BLOCKS), WallClock())
     server = Server(
         create_verbs(engine, secret=secret),
         unix=socket,

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from tools.make_checkpoint import EOS, SHAPES
 
 from benchmarks.places import checkpoint
+from kvloom.core.address import Endpoint, KVAddress, Ticket
+from kvloom.core.errors import Unavailable
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult, Phase
 from kvloom.core.request import ModelCard
+from kvloom.core.shipment import Shipment
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
 
 BLOCK_BYTES = 16 << 10
@@ -89,6 +92,24 @@ class NullExecutor:
     def _end(self, future: asyncio.Future[JobResult], result: JobResult) -> None:
         self._clockwork.end()
         future.set_result(result)
+
+
+class NullTransport:
+    """A plane on which nobody can be reached."""
+
+    endpoint = Endpoint(unit="null", kind="modelled", where=b"")
+
+    def open(self, begin: int) -> Ticket:
+        raise Unavailable("a null engine has nowhere to receive")
+
+    def received(self, ticket: Ticket) -> int:
+        raise NotImplementedError
+
+    def close(self, ticket: Ticket) -> bool:
+        raise NotImplementedError
+
+    def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> Shipment:
+        raise Unavailable("a null engine has nothing to send")
 
 
 def null_spec(shapes: Mapping[str, str], *, blocks: int, policy: Policy = "adbs") -> EngineSpec:

@@ -1,0 +1,68 @@
+"""Real engine processes, without a gateway before them."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from benchmarks.places import checkpoint
+from kvloom.core.spec import EngineSpec, ModelSpec
+from kvloom.router.client import HttpEngineClient
+from kvloom.serve.component import Component
+from kvloom.serve.orders import EngineOrder, Ready, Refused
+from kvloom.serve.supervisor import ENGINE
+
+MODEL = "m"
+
+
+def spec_of(shape: str, unit: str, *, kv_bytes: int, threads: int) -> EngineSpec:
+    return EngineSpec(
+        models=(ModelSpec(name=MODEL, path=str(checkpoint(shape))),),
+        kv_bytes=kv_bytes,
+        block_bytes=16 << 10,
+        policy="adbs",
+        max_running=256,
+        max_waiting=1024,
+        chunk_tokens=512,
+        threads=threads,
+        unit=unit,
+    )
+
+
+@asynccontextmanager
+async def engines(
+    count: int, shape: str, *, kv_bytes: int = 1 << 30, threads: int = 1
+) -> AsyncIterator[list[HttpEngineClient]]:
+    """Clients of `count` engines that serve one model of this shape, ready."""
+    secret = secrets.token_urlsafe(16)
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        clients = []
+        for i in range(count):
+            unit = f"unit-{i}"
+            path = str(Path(folder) / unit / "engine.sock")
+            Path(path).parent.mkdir()
+            component = await Component.start(unit, ENGINE)
+            stack.push_async_callback(_end, component)
+            spec = spec_of(shape, unit, kv_bytes=kv_bytes, threads=threads)
+            await component.order(EngineOrder(spec=spec, socket=path, secret=secret))
+            await _ready(component)
+            clients.append(await stack.enter_async_context(HttpEngineClient(f"unix://{path}", secret=secret)))
+        yield clients
+
+
+async def _ready(component: Component) -> None:
+    async for report in component.reports():
+        if isinstance(report, Refused):
+            raise RuntimeError(report.message)
+        if isinstance(report, Ready):
+            return
+    raise RuntimeError(f"{component.name} did not start")
+
+
+async def _end(component: Component) -> None:
+    component.let_go()
+    await component.ended()
