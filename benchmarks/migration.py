@@ -55,9 +55,7 @@ async def _first(engine: HttpEngineClient, body: StartGenerate) -> None:
                 return
 
 
-async def _move(
-    source: HttpEngineClient, target: HttpEngineClient, prompt: list[int], request: str
-) -> Sent:
+async def _move(source: HttpEngineClient, target: HttpEngineClient, prompt: list[int], request: str) -> Sent:
     spot = await target.prep_recv(PrepRecv(model=MODEL, request=request, prompt=prompt))
     return await source.remote_send(
         RemoteSend(
@@ -76,9 +74,7 @@ async def _clear(*all_engines: HttpEngineClient) -> None:
         await engine.evict(Prefix(model=MODEL, prompt=[]))
 
 
-async def resume(
-    a: HttpEngineClient, b: HttpEngineClient, context: int, rounds: int
-) -> tuple[float, float]:
+async def resume(a: HttpEngineClient, b: HttpEngineClient, context: int, rounds: int) -> tuple[float, float]:
     """Seconds to the first token at b, with the context moved from a and computed again."""
     moved, again = [], []
     for i in range(rounds + 1):

@@ -75,7 +75,9 @@ async def measure(calls: int, rounds: int) -> Report:
         rows=[["a lone caller", p50, p99, 1e3 / p50], [f"{CALLERS} callers", None, None, rate]],
         findings=[
             Finding(what="round trip, lone caller, p50", value=p50, unit=" ms", most=MOST_MS),
-            Finding(what=f"calls to one engine from {CALLERS} callers", value=rate, unit="/s", least=LEAST_RATE),
+            Finding(
+                what=f"calls to one engine from {CALLERS} callers", value=rate, unit="/s", least=LEAST_RATE
+            ),
         ],
         machine=machine,
     )

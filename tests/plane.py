@@ -11,8 +11,8 @@ from typing import Protocol
 
 from kvloom.core.address import Endpoint, KVAddress, Ticket
 from kvloom.core.errors import BadRequest, KvloomError, QueueFull, Unavailable
-from kvloom.core.shipment import Parcel
 from kvloom.core.plan import AnyArray
+from kvloom.core.shipment import Parcel
 
 _SLOTS = 32
 
@@ -105,7 +105,9 @@ class ModelledTransport:
 class ModelledShipment:
     """Satisfies `Shipment`. One copy at a time, in order; a copy's content is read when it ends."""
 
-    def __init__(self, source: ModelledTransport, target: ModelledTransport, ticket: Ticket, end: int) -> None:
+    def __init__(
+        self, source: ModelledTransport, target: ModelledTransport, ticket: Ticket, end: int
+    ) -> None:
         self._source = source
         self._target = target
         self._ticket = ticket

@@ -75,16 +75,28 @@ def prompt(length: int, first: int = 0) -> list[int]:
 def generate(tokens: list[int], *, begin: int = 0, request: str = "r", **sampling: object) -> StartGenerate:
     params = {"max_tokens": 6, "seed": 3} | sampling
     return StartGenerate(
-        model=MODEL, request=request, prompt=tokens, begin=begin, sampling=SamplingParams(**params)  # type: ignore[arg-type]
+        model=MODEL,
+        request=request,
+        prompt=tokens,
+        begin=begin,
+        sampling=SamplingParams(**params),  # type: ignore[arg-type]
     )
 
 
-async def move(source: Unit, target: Unit, tokens: list[int], end: int | None, request: str = "r") -> tuple[Prepared, Sent | None]:
+async def move(
+    source: Unit, target: Unit, tokens: list[int], end: int | None, request: str = "r"
+) -> tuple[Prepared, Sent | None]:
     spot = await target.engine.prep_recv(PrepRecv(model=MODEL, request=request, prompt=tokens, end=end))
     if spot.matched == spot.end:
         return spot, None
     send = RemoteSend(
-        model=MODEL, request=request, prompt=tokens, address=spot.address, peer=spot.peer, begin=spot.matched, end=end
+        model=MODEL,
+        request=request,
+        prompt=tokens,
+        address=spot.address,
+        peer=spot.peer,
+        begin=spot.matched,
+        end=end,
     )
     return spot, await source.engine.remote_send(send)
 
@@ -133,9 +145,7 @@ def test_n_choices_logprobs_and_preemption_after_a_move() -> None:
         async with units(2, blocks=64) as (p, d):
             tokens = prompt(21)
             await move(p, d, tokens, -1)
-            body = structs.replace(
-                generate(tokens, begin=-1, temperature=1.0, max_tokens=30), n=3
-            )
+            body = structs.replace(generate(tokens, begin=-1, temperature=1.0, max_tokens=30), n=3)
             answer = await ask(d.engine, body)
             assert answer.tokens == expected(d.executor, body)
 
@@ -166,7 +176,9 @@ def test_a_context_moves_and_moves_on() -> None:
             context = tokens + answer.tokens[0][:-1]
             for source, target in ((a, b), (b, c)):
                 before = source.computed
-                _, sent = await move(source, target, context, None, request=f"to-{target.transport.endpoint.unit}")
+                _, sent = await move(
+                    source, target, context, None, request=f"to-{target.transport.endpoint.unit}"
+                )
                 assert sent is not None
                 assert sent.computed == 0
                 assert source.computed == before
@@ -194,7 +206,9 @@ def test_asked_twice_answers_the_same() -> None:
             both = await asyncio.gather(p.engine.remote_send(send), p.engine.remote_send(send))
             assert both[0] == both[1] == await p.engine.remote_send(send)
             assert p.computed == 13
-            assert (await ask(d.engine, generate(tokens, begin=-1))).tokens == expected(d.executor, generate(tokens))
+            assert (await ask(d.engine, generate(tokens, begin=-1))).tokens == expected(
+                d.executor, generate(tokens)
+            )
 
     run(test)
 
@@ -292,7 +306,9 @@ def test_blocks_come_back_only_when_no_sender_writes() -> None:
             else:
                 await d.pass_time(spot.lease + 1)
             others = [
-                asyncio.create_task(ask(d.engine, generate(prompt(30, first=i), request=f"o{i}", max_tokens=20)))
+                asyncio.create_task(
+                    ask(d.engine, generate(prompt(30, first=i), request=f"o{i}", max_tokens=20))
+                )
                 for i in range(4)
             ]  # take the blocks at once, and would see it if anyone wrote into them
             with pytest.raises(BadRequest, match="is over"):
@@ -300,7 +316,9 @@ def test_blocks_come_back_only_when_no_sender_writes() -> None:
             while any(entry.closing for entry in d.transport.ledger.values()):
                 await d.pass_time(1)
             for i, other in enumerate(others):
-                assert (await other).tokens == expected(d.executor, generate(prompt(30, first=i), max_tokens=20))
+                assert (await other).tokens == expected(
+                    d.executor, generate(prompt(30, first=i), max_tokens=20)
+                )
 
     for cut in range(0, 60, 4):
         run(lambda cut=cut: test(cut, cut % 8 == 0))  # type: ignore[misc]
@@ -312,7 +330,9 @@ def test_abort_at_the_sender_ends_the_send() -> None:
             async with units(2, seed=cut) as (p, d):
                 tokens = prompt(40)
                 spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens))
-                send = RemoteSend(model=MODEL, request="r", prompt=tokens, address=spot.address, peer=spot.peer)
+                send = RemoteSend(
+                    model=MODEL, request="r", prompt=tokens, address=spot.address, peer=spot.peer
+                )
                 task = asyncio.create_task(p.engine.remote_send(send))
                 await turns(cut)
                 await p.engine.abort("r")

@@ -6,12 +6,10 @@ end. Every verb may be called again with the same body and then answers the same
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvloom.core.address import Endpoint, KVAddress, KVForm
-from kvloom.core.request import Prompt, RequestId
+from kvloom.core.request import Prompt, RequestId, TokenId
 
 
 class PrepRecv(Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -61,7 +59,7 @@ class Prefix(Struct, frozen=True, kw_only=True):
     """Body of pin, unpin and evict."""
 
     model: str
-    prompt: Annotated[Prompt, Meta(min_length=0)]
+    prompt: list[TokenId]
 
 
 class Held(Struct, frozen=True, kw_only=True):

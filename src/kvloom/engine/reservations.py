@@ -73,9 +73,7 @@ class Reservations:
         self._open[body.request] = Reservation(body, answer, cache, sequence, self._clock.now() + self._lease)
         return answer
 
-    def _reserve(
-        self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int
-    ) -> Prepared:
+    def _reserve(self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int) -> Prepared:
         form = self._form(body)
         ticket = self._transport.open(matched)
         try:
@@ -84,9 +82,7 @@ class Reservations:
             self._transport.close(ticket)  # nobody has heard of it
             raise
         runs = () if blocks is None else KVAddress.compress(blocks)
-        address = KVAddress(
-            model=body.model, form=form, begin=matched, end=end, blocks=runs, ticket=ticket
-        )
+        address = KVAddress(model=body.model, form=form, begin=matched, end=end, blocks=runs, ticket=ticket)
         return Prepared(
             matched=matched, end=end, address=address, peer=self._transport.endpoint, lease=self._lease
         )
@@ -116,9 +112,7 @@ class Reservations:
             return
         asked, answer = reservation.body, reservation.answer
         if asked.model != body.model or asked.prompt[: answer.end] != body.prompt[: answer.end]:
-            raise BadRequest(
-                f"request {body.request} has reserved room for another prompt", param="request"
-            )
+            raise BadRequest(f"request {body.request} has reserved room for another prompt", param="request")
         received = self._transport.received(answer.address.ticket)
         if begin > received:
             raise BadRequest(f"begin: {begin} is past the {received} tokens received", param="begin")

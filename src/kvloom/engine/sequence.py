@@ -87,7 +87,9 @@ class Sequence:
     def cacheable(self) -> int:
         """Tokens that may come from the cache: all but the last, whose logits are needed, and none while the
         prompt's own logits are."""
-        asked = self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
+        asked = (
+            self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
+        )
         return 0 if asked and not self.choice else len(self.tokens) - 1
 
     def adopted(self, tokens: int) -> None:
