@@ -77,7 +77,7 @@ async def _clear(*all_engines: HttpEngineClient) -> None:
 async def resume(a: HttpEngineClient, b: HttpEngineClient, context: int, rounds: int) -> tuple[float, float]:
     """Seconds to the first token at b, with the context moved from a and computed again."""
     moved, again = [], []
-    for i in range(rounds + 1):
+    for _ in range(rounds + 1):
         await _clear(a, b)
         prompt = _prompt(context)
         await _first(a, _body(prompt, 1))
@@ -137,19 +137,20 @@ async def beside(a: HttpEngineClient, b: HttpEngineClient, moves: int) -> tuple[
     await _first(a, _body(prompt, 1))
     times: list[float] = []
     spans: list[tuple[float, float]] = []
-    stop = asyncio.Event()
+    under_way, stop = asyncio.Event(), asyncio.Event()
 
     async def decode() -> None:
         async with aclosing(b.start_generate(_body(_prompt(64), 1200))) as frames:
             async for frame in frames:
                 times.extend(time.perf_counter() for e in frame if isinstance(e, TokenEvent))
+                if len(times) > 20:
+                    under_way.set()
                 if stop.is_set():
                     return
 
     async with asyncio.TaskGroup() as group:
         group.create_task(decode())
-        while len(times) < 20:
-            await asyncio.sleep(0.05)
+        await under_way.wait()
         for _ in range(moves):
             request = f"s{next(_names)}"
             began = time.perf_counter()
