@@ -43,8 +43,8 @@ class Requests:
         now: int,
         outbound: Outbound | None = None,
     ) -> Stream:
-        """Let a checked request in, or raise why not now. now: jobs that the unit has started. outbound: where
-        its K and V go."""
+        """Let a checked request in, or raise why not now. now: jobs that the unit has started.
+        outbound: where its K and V go."""
         queue = self._queues[body.model]
         self._admits(body, queue)
         arrival = next(self._arrivals)
@@ -69,7 +69,8 @@ class Requests:
         card = queue.card
         if len(body.prompt) >= card.context_length:
             raise PromptTooLong(
-                f"the prompt has {len(body.prompt)} tokens, and {card.name} holds {card.context_length} in all",
+                f"the prompt has {len(body.prompt)} tokens, and {card.name} holds {card.context_length} "
+                "in all",
                 param="prompt",
             )
         for param in ("logit_bias", "stop_token_ids"):

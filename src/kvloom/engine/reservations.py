@@ -1,4 +1,4 @@
-"""Room that this engine keeps for K and V which its peers write: reserved, filled, taken over, or given back."""
+"""Room that this engine keeps for K and V that its peers write: reserved, filled, and taken or given back."""
 
 from __future__ import annotations
 
@@ -162,6 +162,7 @@ class Reservations:
 
     def _missing(self, request: str) -> BadRequest:
         return BadRequest(
-            f"nothing is reserved for request {request}: it never was, or its lease of {self._lease:g} s ran out",
+            f"nothing is reserved for request {request}: it never was, or its lease of {self._lease:g} s "
+            "ran out",
             param="request",
         )
