@@ -1,0 +1,134 @@
+"""Every verb in every order, at once and with time passing: clear errors, right tokens, whole pools."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from kvloom.core.errors import KvloomError
+from kvloom.core.request import StartGenerate
+from kvloom.core.verbs import Prefix, Prepared, PrepRecv
+from tests.engines import Answer
+from tests.modelled import ask, expected, turns
+from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units
+
+UNITS = 3
+REQUESTS = 4
+STEP = st.tuples(
+    st.sampled_from(
+        ["prep", "prep", "prep", "send", "send", "send", "generate", "generate", "move", "abort", "renew",
+         "pin", "unpin", "evict", "time", "turns", "turns"]
+    ),
+    st.integers(0, UNITS - 1),
+    st.integers(0, UNITS - 1),
+    st.integers(0, REQUESTS - 1),
+    st.integers(0, 2**16),
+)  # fmt: skip
+
+
+@dataclass
+class Walk:
+    """One run of steps. spots: the last answer to prep_recv of each request, from whichever unit."""
+
+    units: list[Unit]
+    spots: dict[int, tuple[Unit, Prepared]] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    refused: int = 0
+    done: int = 0
+
+    async def step(self, what: str, here: Unit, there: Unit, request: int, number: int) -> None:
+        name, tokens = f"r{request}", self.context(request)
+        end = None if number % 5 == 0 else number % (len(tokens) + 1)
+        match what:
+            case "prep":
+                await self.attempt(self.prepare(here, request, end))
+            case "send":
+                self.tasks.append(asyncio.create_task(self.attempt(self.send(here, request, number))))
+            case "generate":
+                begin = number % (len(tokens) + 2) - 1
+                self.tasks.append(
+                    asyncio.create_task(
+                        self.attempt(self.generate(here, generate(tokens, begin=begin, request=name)))
+                    )
+                )
+            case "move":  # all verbs in their order
+                self.tasks.append(asyncio.create_task(self.attempt(self.move(here, there, request, number))))
+            case "abort":
+                await here.engine.abort(name)
+            case "renew":
+                await self.attempt(here.engine.renew(name))
+            case "pin" | "unpin" | "evict":
+                prefix = Prefix(model=MODEL, prompt=tokens[: number % (len(tokens) + 1)])
+                await self.attempt(getattr(here.engine, what)(prefix))
+            case "time":
+                await here.pass_time(number % 40)
+            case _:
+                await turns(number % 30)
+
+    def context(self, request: int) -> list[int]:
+        """Requests in pairs share their first 13 tokens."""
+        return prompt(13, first=request // 2) + prompt(5 + 7 * request, first=50 + request)
+
+    async def attempt(self, work: object) -> None:
+        try:
+            await work  # type: ignore[misc]
+            self.done += 1
+        except KvloomError as error:
+            assert error.message
+            assert "\n" not in error.message
+            self.refused += 1
+
+    async def prepare(self, here: Unit, request: int, end: int | None) -> None:
+        body = PrepRecv(model=MODEL, request=f"r{request}", prompt=self.context(request), end=end)
+        self.spots[request] = here, await here.engine.prep_recv(body)
+
+    async def send(self, here: Unit, request: int, number: int) -> None:
+        if request not in self.spots:
+            return
+        _, spot = self.spots[request]
+        tokens = self.context(request if number % 11 else request ^ 1)
+        begin = spot.matched if number % 3 else number % (len(tokens) + 1)
+        end = spot.end if number % 4 else number % (len(tokens) + 1)
+        await here.engine.remote_send(sending(tokens, spot, begin, end, f"r{request}"))
+
+    async def generate(self, here: Unit, body: StartGenerate) -> None:
+        answer = await self.listen(here, body)
+        if all(end.reason == "length" for end in answer.ends.values()):
+            assert answer.tokens == expected(here.executor, structs.replace(body, begin=0))
+
+    async def listen(self, here: Unit, body: StartGenerate) -> Answer:
+        return await ask(here.engine, body)
+
+    async def move(self, source: Unit, target: Unit, request: int, number: int) -> None:
+        tokens, name = self.context(request), f"m{request}-{number % 3}"
+        end = number % (len(tokens) + 1)
+        spot = await target.engine.prep_recv(PrepRecv(model=MODEL, request=name, prompt=tokens, end=end))
+        if spot.matched < spot.end:
+            await source.engine.remote_send(sending(tokens, spot, spot.matched, end, name))
+        await self.generate(target, generate(tokens, begin=end, request=name))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(steps=st.lists(STEP, max_size=40), seed=st.integers(0, 1000))
+def test_any_order(steps: list[tuple[str, int, int, int, int]], seed: int) -> None:
+    async def test() -> None:
+        async with units(UNITS, seed=seed, blocks=100) as members:
+            walk = Walk(members)
+            for what, here, there, request, number in steps:
+                await walk.step(what, members[here], members[there], request, number)
+            await asyncio.gather(*walk.tasks)
+            for unit in members:  # leases end, and what was pinned is let go
+                while unit.engine.pool.available < unit.engine.pool.total and unit.transport.ledger:
+                    await unit.pass_time(31)
+                for request in range(REQUESTS):
+                    context = walk.context(request)
+                    for length in range(len(context) + 1):
+                        prefix = Prefix(model=MODEL, prompt=context[:length])
+                        while (await unit.engine.unpin(prefix)).tokens:
+                            pass
+
+    run(test)
