@@ -79,19 +79,25 @@ def generate(tokens: list[int], *, begin: int = 0, request: str = "r", **samplin
     )
 
 
-async def move(
-    source: Unit, target: Unit, tokens: list[int], end: int | None, request: str = "r"
-) -> tuple[Prepared, Sent | None]:
-    spot = await target.engine.prep_recv(PrepRecv(model=MODEL, request=request, prompt=tokens, end=end))
-    if spot.matched == spot.end:
-        return spot, None
-    send = RemoteSend(
+def sending(
+    tokens: list[int], spot: Prepared, begin: int = 0, end: int | None = None, request: str = "r"
+) -> RemoteSend:
+    return RemoteSend(
         model=MODEL,
         request=request,
         prompt=tokens,
         address=spot.address,
         peer=spot.peer,
-        begin=spot.matched,
+        begin=begin,
         end=end,
     )
-    return spot, await source.engine.remote_send(send)
+
+
+async def move(
+    source: Unit, target: Unit, tokens: list[int], end: int | None, request: str = "r"
+) -> tuple[Prepared, Sent | None]:
+    """Room at `target`, filled by `source`; None where `target` had all of it."""
+    spot = await target.engine.prep_recv(PrepRecv(model=MODEL, request=request, prompt=tokens, end=end))
+    if spot.matched == spot.end:
+        return spot, None
+    return spot, await source.engine.remote_send(sending(tokens, spot, spot.matched, spot.end, request))

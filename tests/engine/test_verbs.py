@@ -112,9 +112,7 @@ def test_asked_twice_answers_the_same() -> None:
             ask_for = PrepRecv(model=MODEL, request="r", prompt=tokens, end=-1)
             spot = await d.engine.prep_recv(ask_for)
             assert await d.engine.prep_recv(ask_for) == spot
-            send = RemoteSend(
-                model=MODEL, request="r", prompt=tokens, address=spot.address, peer=spot.peer, begin=0, end=-1
-            )
+            send = sending(tokens, spot, 0, -1)
             both = await asyncio.gather(p.engine.remote_send(send), p.engine.remote_send(send))
             assert both[0] == both[1] == await p.engine.remote_send(send)
             assert p.computed == 13
@@ -144,9 +142,7 @@ def test_every_wrong_order_is_a_clear_error() -> None:
                 await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens, end=11))
             with pytest.raises(BadRequest, match="past the 0 tokens received"):
                 await ask(d.engine, generate(tokens, begin=1))
-            send = RemoteSend(
-                model=MODEL, request="r", prompt=tokens, address=spot.address, peer=spot.peer, begin=0, end=12
-            )
+            send = sending(tokens, spot, 0, 12)
             with pytest.raises(BadRequest, match="not within the address"):
                 await p.engine.remote_send(structs.replace(send, end=13))
             with pytest.raises(BadRequest, match="it is wide's"):
@@ -210,7 +206,7 @@ def test_blocks_come_back_only_when_no_sender_writes() -> None:
         async with units(2, seed=cut) as (p, d):
             tokens = prompt(40)
             spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens))
-            send = RemoteSend(model=MODEL, request="r", prompt=tokens, address=spot.address, peer=spot.peer)
+            send = sending(tokens, spot)
             task = asyncio.create_task(p.engine.remote_send(send))
             await turns(cut)
             if by_abort:
@@ -242,9 +238,7 @@ def test_abort_at_the_sender_ends_the_send() -> None:
             async with units(2, seed=cut) as (p, d):
                 tokens = prompt(40)
                 spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens))
-                send = RemoteSend(
-                    model=MODEL, request="r", prompt=tokens, address=spot.address, peer=spot.peer
-                )
+                send = sending(tokens, spot)
                 task = asyncio.create_task(p.engine.remote_send(send))
                 await turns(cut)
                 await p.engine.abort("r")
@@ -263,7 +257,7 @@ def test_a_receiver_that_dies_and_arenas_that_are_full() -> None:
             spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens))
             with pytest.raises(OutOfBlocks):
                 await d.engine.prep_recv(PrepRecv(model=MODEL, request="s", prompt=prompt(30, first=1)))
-            send = RemoteSend(model=MODEL, request="r", prompt=tokens, address=spot.address, peer=spot.peer)
+            send = sending(tokens, spot)
             task = asyncio.create_task(p.engine.remote_send(send))
             await turns(12)
             d.transport.plane.kill(d.transport)
