@@ -10,7 +10,7 @@ from msgspec import structs
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, PromptTooLong, UnknownModel
 from kvloom.core.verbs import Prefix, PrepRecv
 from tests.modelled import ask, expected, turns
-from tests.modelled_units import MODEL, generate, move, prompt, run, units
+from tests.modelled_units import MODEL, generate, move, prompt, run, sending, units
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 12, 17, 33, 70])
