@@ -12,8 +12,8 @@ class Connection(HttpToolsProtocol):
     """uvicorn's, which bounds neither a head's size nor its time. A head has HEAD_SECONDS to come, from its
     first byte on or, at first, from the connection's; what of it is longer than MAX_HEAD bytes is not read.
 
-    One request at a time: uvicorn reads no further while a second one waits, and so would miss a hang-up. Here
-    what comes before the answer is complete is thrown away, and the connection ends with the answer.
+    One request at a time: uvicorn reads no further while a second one waits, and so would miss a hang-up.
+    Here what comes before the answer is complete is thrown away, and the connection ends with the answer.
     """
 
     HEAD_SECONDS: ClassVar[float] = 20.0
@@ -85,8 +85,8 @@ class Connection(HttpToolsProtocol):
 
 
 class ClientConnection(Connection):
-    """To a stranger, who must read as well: once an answer is stuck, LEAST_READ bytes of it in READ_SECONDS, or
-    it is cut off and its request ends. Between gateway and engine there is no such bound, because there a
+    """To a stranger, who must read as well: once an answer is stuck, LEAST_READ bytes of it in READ_SECONDS,
+    or it is cut off and its request ends. Between gateway and engine there is no such bound, because there a
     stream that is stuck is a client's that reads slowly enough."""
 
     READ_SECONDS: ClassVar[float] = 60.0
