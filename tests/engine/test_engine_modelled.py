@@ -167,7 +167,7 @@ def _check(executor: ModelledExecutor, body: StartGenerate, answer: Answer, *, w
             stop = tokens[-1] if tokens[-1] in body.sampling.stop_token_ids else None
             assert answer.ends[choice].reason == ("length" if stop is None else "stop")
             assert answer.ends[choice].stop_token == stop
-    if body.sampling.prompt_logprobs is not None and len(body.prompt) > 1 and whole:
+    if body.sampling.prompt_logprobs is not None and whole:
         assert answer.prompt is not None
     if answer.prompt is not None:
         assert body.sampling.prompt_logprobs is not None

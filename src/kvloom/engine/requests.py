@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+import numpy as np
+
 from kvloom.core.errors import BadRequest, PromptTooLong, QueueFull, UnknownModel
 from kvloom.core.job import JobResult
 from kvloom.core.request import EndEvent, FinishReason, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
@@ -13,6 +15,7 @@ from kvloom.engine.guide import GuideCompiler, GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.engine.stream import Stream
+from kvloom.engine.tokens import Tokens
 
 
 class Requests:
@@ -40,10 +43,25 @@ class Requests:
         queue = self._queues[body.model]
         self._admits(body, queue)
         arrival = next(self._arrivals)
-        sequences = [self._sequence(body, choice, arrival, guide) for choice, guide in enumerate(guides)]
+        prompt = np.asarray(body.prompt, dtype=np.int64)
+        sequences = [
+            Sequence(
+                id=next(self._ids),
+                model=body.model,
+                request=body.request,
+                choice=choice,
+                order=(body.priority, arrival, choice),
+                sampling=body.sampling,
+                tokens=Tokens(prompt),
+                guide=guide,
+            )
+            for choice, guide in enumerate(guides)
+        ]
         first, *siblings = sequences
         first.siblings.extend(siblings)
         stream = self._streams[body.request] = Stream(body, sequences)
+        if body.sampling.prompt_logprobs is not None and len(body.prompt) == 1:
+            stream.add(PromptEvent([]))  # all there is: nothing comes before the only token
         queue.enqueue(first, now)
         return stream
 
@@ -78,19 +96,6 @@ class Requests:
                         f"{param}: token {token} is outside the vocabulary of {card.vocab_size}", param=param
                     )
         self._admits(body, queue)
-
-    def _sequence(self, body: StartGenerate, choice: int, arrival: int, guide: GuideState | None) -> Sequence:
-        return Sequence(
-            id=next(self._ids),
-            model=body.model,
-            request=body.request,
-            choice=choice,
-            order=(body.priority, arrival, choice),
-            sampling=body.sampling,
-            tokens=body.prompt,  # shared by the choices until each has a token of its own
-            prompt_length=len(body.prompt),
-            guide=guide,
-        )
 
     def cancel(
         self, request: str, reason: FinishReason, message: str = "", *, choice: int | None = None
@@ -160,10 +165,7 @@ class Requests:
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         index = sequence.output_length
-        if index == 0:
-            sequence.tokens = [*sequence.tokens, token]
-        else:
-            sequence.tokens.append(token)
+        sequence.tokens.append(token)
         if sequence.guide and not sequence.guide.accepts(token):
             self._end(sequence, "error", message=f"token {token} breaks the guide that drew it")
             return

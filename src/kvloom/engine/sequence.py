@@ -9,6 +9,7 @@ from kvloom.core.job import PromptRow, SampleRow
 from kvloom.core.request import FinishReason, TokenLogprob
 from kvloom.core.sampling import SamplingParams
 from kvloom.engine.guide import GuideState
+from kvloom.engine.tokens import Tokens
 
 _CHOICE_STRIDE = 0xD1B54A32D192ED03  # odd, so that a seed's choices have keys of their own
 
@@ -31,7 +32,7 @@ _LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """tokens: prompt, then output. [0, computed) have K and V in the cache.
+    """[0, computed) of its tokens have K and V in the cache.
 
     order: (priority, arrival, choice); who is smaller goes first and is preempted last. siblings: choices
     that fork off this one when its prompt has been computed.
@@ -43,8 +44,7 @@ class Sequence:
     choice: int
     order: tuple[int, int, int]
     sampling: SamplingParams
-    tokens: list[int]
-    prompt_length: int
+    tokens: Tokens
     guide: GuideState | None = None
     siblings: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -65,6 +65,10 @@ class Sequence:
         self.status = status
 
     @property
+    def prompt_length(self) -> int:
+        return self.tokens.prompt.size
+
+    @property
     def pending(self) -> int:
         """Tokens that have no K and V yet."""
         return len(self.tokens) - self.computed
@@ -80,13 +84,15 @@ class Sequence:
 
     def sample_row(self, row: int) -> SampleRow:
         """Draw this sequence's next token after the forward's token `row`."""
-        sampling = self.sampling
-        prompt: list[int] = []
-        output: list[int] = []
-        if sampling.penalised:
-            prompt, output = self.tokens[: self.prompt_length], self.tokens[self.prompt_length :]
-        allowed = self.guide.mask if self.guide else None
-        return SampleRow(row, self.key, self.output_length, sampling, prompt, output, allowed)
+        return SampleRow(
+            row,
+            self.key,
+            self.output_length,
+            self.sampling,
+            self.tokens.prompt,
+            self.tokens.output,
+            self.guide.mask if self.guide else None,
+        )
 
     def prompt_rows(self, count: int, row: int) -> list[PromptRow]:
         """The prompt's tokens whose log-probability the next `count` tokens, from the forward's token `row`
@@ -96,7 +102,8 @@ class Sequence:
             return []
         first = max(self.computed, len(self.prompt_logprobs))
         last = min(self.computed + count, self.prompt_length - 1)
-        return [PromptRow(row + p - self.computed, self.tokens[p + 1], top) for p in range(first, last)]
+        follow = self.tokens.prompt[first + 1 : last + 1].tolist()
+        return [PromptRow(row + at - self.computed, token, top) for at, token in enumerate(follow, first)]
 
     def ends_with(self, token: int, limit: int) -> FinishReason | None:
         """Why the sequence is over after `token`, which was just appended. limit: the longest sequence."""
