@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 import msgspec
 
@@ -28,6 +28,8 @@ from kvloom.kv.pool import Pool
 
 _log = logging.getLogger(__name__)
 
+_MUCH_WASTE = 0.05
+
 
 class Engine:
     """Satisfies `EngineClient`; `run` is its loop. All of it lives on one event loop and one thread."""
@@ -36,6 +38,7 @@ class Engine:
         self._executor = executor
         self._spec = spec
         self._policy = POLICIES[spec.policy]
+        _tell_waste(executor.geometries)
         cards = {
             name: _fitted(card, executor.geometries[name], executor.blocks)
             for name, card in executor.cards.items()
@@ -192,3 +195,17 @@ def _fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
         card.context_length,
     )
     return msgspec.structs.replace(card, context_length=most)
+
+
+def _tell_waste(geometries: Mapping[str, Geometry]) -> None:
+    """Whose head size fits the blocks badly."""
+    for name, geometry in geometries.items():
+        if geometry.waste > _MUCH_WASTE:
+            _log.info(
+                "%.0f %% of each block of %s is unused: %d bytes hold %d tokens of %d (block_bytes)",
+                100 * geometry.waste,
+                name,
+                geometry.block_bytes,
+                geometry.tokens_per_block,
+                geometry.token_bytes,
+            )
