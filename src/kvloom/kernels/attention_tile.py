@@ -12,7 +12,6 @@ from kvloom.kernels.vector import (
     maximum,
     multiply,
     multiply_add,
-    prefetch,
     read,
     splat,
     store,
@@ -25,18 +24,15 @@ from kvloom.kernels.vector import (
 
 TILE = 64  # tokens whose scores are held at once; a multiple of LANES
 LOWEST = -3e38
-_LINE = 64
 
 
 @njit(inline="never")
-def score(scores, q, q_head, k, count, group, dim, soon):  # type: ignore[no-untyped-def]
+def score(scores, q, q_head, k, count, group, dim):  # type: ignore[no-untyped-def]
     """Scores [group, TILE] of q [group, D] against k [count, D]; four tokens share a load of q."""
     row, whole = dim * 4, dim // LANES * LANES * 4
     for t in range(0, count - 3, 4):
         k0 = k + t * row
         k1, k2, k3 = k0 + row, k0 + 2 * row, k0 + 3 * row
-        for i in range(0, 4 * row, _LINE):
-            prefetch(soon + t * row + i)
         for g in range(group):
             x, at = q + g * q_head, scores + (g * TILE + t) * 4
             s0 = s1 = s2 = s3 = splat(0.0)
@@ -96,14 +92,12 @@ def weigh(scores, best, norm, sums, count, dim, scale, softcap):  # type: ignore
 
 
 @njit(inline="never")
-def accumulate(sums, weights, v, count, group, dim, soon):  # type: ignore[no-untyped-def]
+def accumulate(sums, weights, v, count, group, dim):  # type: ignore[no-untyped-def]
     """Add weights [group, TILE] times v [count, D] to sums [group, D]; four tokens share a load of a sum."""
     row, whole = dim * 4, dim // LANES * LANES * 4
     for t in range(0, count - 3, 4):
         v0 = v + t * row
         v1, v2, v3 = v0 + row, v0 + 2 * row, v0 + 3 * row
-        for i in range(0, 4 * row, _LINE):
-            prefetch(soon + t * row + i)
         for g in range(group):
             at, y = weights + (g * TILE + t) * 4, sums + g * row
             p0, p1, p2, p3 = splat(read(at)), splat(read(at + 4)), splat(read(at + 8)), splat(read(at + 12))

@@ -44,14 +44,12 @@ def _locate(a, b, head, position):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _open(a, item):  # type: ignore[no-untyped-def]
-    """An item: its sequence, heads from and to, tokens from and to, and where it starts reading."""
-    if item >= a.batch * a.spans:
-        return 0, 0, 0, 0, 0, a.arena
+    """An item: its sequence, heads from and to, tokens from and to."""
     b, first_head = item // a.spans, item % a.spans * a.span
     length = read_int(a.lengths + b * 4)
     start = max(0, length - a.window) if a.window > 0 else 0
     end_head = min(first_head + a.span, a.kv_heads)
-    return b, first_head, end_head, start, length, _locate(a, b, first_head, start)
+    return b, first_head, end_head, start, length
 
 
 @njit(inline="never")
@@ -83,8 +81,8 @@ def attend(a, counters):  # type: ignore[no-untyped-def]
 
     Heads go inside tiles, for the blocks of a page are likelier neighbours in memory than those of a head.
     Scratch is scores [group, TILE] and, for each head, sums [group, D] of V weighted by exp(score - best),
-    best [group] and norm [group]. While one tile is worked on, the next is fetched: a thread's own loads keep
-    only some 24 lines in flight, and few hardware prefetchers follow from block to block.
+    best [group] and norm [group]. The memory's own prefetchers follow a block better than fetching the next
+    one by hand does (34 against 29 GB/s on Zen 4).
     """
     group, row, scale, softcap = a.group, a.head_dim * 4, np.float32(a.scale), np.float32(a.softcap)
     to_v = a.page_tokens * row
@@ -96,10 +94,8 @@ def attend(a, counters):  # type: ignore[no-untyped-def]
 
     items = a.batch * a.spans
     item = fetch_add(counters, 1)
-    b, first_head, end_head, position, length, next_k = _open(a, item)
     while item < items:
-        item = fetch_add(counters, 1)
-        coming = _open(a, item)
+        b, first_head, end_head, position, length = _open(a, item)
         for i in range(0, (end_head - first_head) * group * row, 4):
             write(all_sums + i, 0.0)
         for i in range(0, (end_head - first_head) * group * 4, 4):
@@ -111,21 +107,15 @@ def attend(a, counters):  # type: ignore[no-untyped-def]
         while position < length:
             count = min(TILE, a.page_tokens - position % a.page_tokens, length - position)
             for head in range(first_head, end_head):
-                k = next_k
-                if head + 1 < end_head:
-                    next_k = _locate(a, b, head + 1, position)
-                elif position + count < length:
-                    next_k = _locate(a, b, first_head, position + count)
-                else:
-                    next_k = coming[5]
+                k = _locate(a, b, head, position)
                 rows = (head - first_head) * group
                 q, sums = a.q + b * a.q_row + head * group * a.q_head, all_sums + rows * row
                 best, norm = all_best + rows * 4, all_norm + rows * 4
-                score(scores, q, a.q_head, k, count, group, a.head_dim, next_k)
+                score(scores, q, a.q_head, k, count, group, a.head_dim)
                 for g in range(group):
                     at = scores + g * TILE * 4
                     weigh(at, best + g * 4, norm + g * 4, sums + g * row, count, a.head_dim, scale, softcap)
-                accumulate(sums, scores, k + to_v, count, group, a.head_dim, next_k + to_v)
+                accumulate(sums, scores, k + to_v, count, group, a.head_dim)
             position += count
 
         for r in range((end_head - first_head) * group):
@@ -134,7 +124,7 @@ def attend(a, counters):  # type: ignore[no-untyped-def]
             for i in range(0, row, 4):
                 write(at + i, read(all_sums + r * row + i) * share)
         fetch_add(counters + 8, 1)
-        b, first_head, end_head, position, length, next_k = coming
+        item = fetch_add(counters, 1)
 
 
 @kernel(AttentionArguments)

@@ -164,14 +164,12 @@ def _plain_head(s, x, x_row, counters, sums):  # type: ignore[no-untyped-def]
     items = (s.vocab + PANEL - 1) // PANEL
     item = fetch_add(counters, 1)
     while item < items:
-        coming = fetch_add(counters, 1)
         count = min(PANEL, s.vocab - item * PANEL)
-        w, soon = s.plain + item * PANEL * s.size * 4, s.plain + coming * PANEL * s.size * 4
-        score(sums, x, x_row, w, count, s.kept_rows, s.size, soon)
+        score(sums, x, x_row, s.plain + item * PANEL * s.size * 4, count, s.kept_rows, s.size)
         for r in range(s.kept_rows):
             copy_row(s.logits + r * s.logits_row + item * _BYTES, sums + r * _BYTES, count * 4)
         fetch_add(counters + 8, 1)
-        item = coming
+        item = fetch_add(counters, 1)
     _wait(counters, items)
 
 

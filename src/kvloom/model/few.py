@@ -26,7 +26,7 @@ from kvloom.model.linear import PackedLinear, TiedLinear
 from kvloom.model.norm import FusedRMSNorm
 from kvloom.model.panels import Panels, panels_of
 
-FEW_ROWS = 8  # more are faster by oneDNN's products, layer by layer
+FEW_ROWS = 96  # more are faster by oneDNN's products, layer by layer
 _KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
 
 
