@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,12 @@ import torch
 from kvloom.core.arrays import I32
 from kvloom.kernels import reference
 from kvloom.kernels.block_copy import copy_blocks
+
+
+class Layout(TypedDict):
+    block_bytes: int
+    page_tokens: int
+    token_bytes: int
 
 
 def _random(rng: np.random.Generator, page_tokens: int, n: int) -> tuple[I32, I32]:
@@ -29,11 +37,12 @@ def test_like_its_twin(token_bytes: int, block_bytes: int, shift: int) -> None:
     source = source[shift:][: blocks * block_bytes]
     target = target[shift:][: blocks * block_bytes]
     ids = [rng.permutation(blocks)[:n].astype(np.int32) for _ in range(2)]
-    arrays = [*ids, *_random(rng, page_tokens, n)]
-    layout = {"block_bytes": block_bytes, "page_tokens": page_tokens, "token_bytes": token_bytes}
+    own, peer, offsets, counts = [*ids, *_random(rng, page_tokens, n)]
+    layout: Layout = {"block_bytes": block_bytes, "page_tokens": page_tokens, "token_bytes": token_bytes}
     wanted = torch.from_numpy(target.copy())
-    reference.copy_blocks(torch.from_numpy(source), wanted, *map(torch.from_numpy, arrays), **layout)
-    copy_blocks(source, target, *arrays, **layout)
+    a, b, c, d = (torch.from_numpy(array) for array in (own, peer, offsets, counts))
+    reference.copy_blocks(torch.from_numpy(source), wanted, a, b, c, d, **layout)
+    copy_blocks(source, target, own, peer, offsets, counts, **layout)
     np.testing.assert_array_equal(target, wanted.numpy())
 
 
@@ -44,7 +53,7 @@ def test_nothing_to_copy_is_fine() -> None:
 
 def test_arrays_of_another_kind_are_refused() -> None:
     one, memory = np.zeros(1, np.int32), np.zeros(4096, np.uint8)
-    layout = {"block_bytes": 4096, "page_tokens": 8, "token_bytes": 256}
+    layout: Layout = {"block_bytes": 4096, "page_tokens": 8, "token_bytes": 256}
     with pytest.raises(ValueError, match="int32"):
         copy_blocks(memory, memory, one, one, one, one.astype(np.int64), **layout)
     with pytest.raises(ValueError, match="int32"):
