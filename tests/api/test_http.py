@@ -169,6 +169,19 @@ def test_chat_templates(http: TestClient, engine: ScriptedEngine) -> None:
     assert "broken" in said["broken"]
 
 
+def test_a_model_whose_tokenizer_cannot_be_read(http: TestClient, engine: ScriptedEngine) -> None:
+    """It alone is not served, and whoever asks for it learns why."""
+    engine.cards = [card("bad", tokenizer="{}"), card("tiny"), card("worse", tokenizer="no JSON")]
+    for name in ("bad", "worse"):
+        answer = http.post("/v1/completions", json=COMPLETION | {"model": name})
+        assert f"model {name}: its tokenizer cannot be read: " in check_error(answer, 503, "model")
+        check_error(http.get(f"/v1/models/{name}"), 503, "model")
+    assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny"]
+    unknown = http.post("/v1/completions", json=COMPLETION | {"model": "other"})
+    assert "served: tiny" in check_error(unknown, 404, "model")
+
+
 def test_an_engine_that_raises_what_nobody_expects(http: TestClient, engine: ScriptedEngine) -> None:
     nothing: list[list[int]] = []
     engine.script = lambda *_: nothing[0]

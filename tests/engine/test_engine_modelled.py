@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ def _check(executor: ModelledExecutor, body: StartGenerate, answer: Answer, *, w
             stop = tokens[-1] if tokens[-1] in body.sampling.stop_token_ids else None
             assert answer.ends[choice].reason == ("length" if stop is None else "stop")
             assert answer.ends[choice].stop_token == stop
-    if body.sampling.prompt_logprobs is not None and len(body.prompt) > 1 and whole:
+    if body.sampling.prompt_logprobs is not None and whole:
         assert answer.prompt is not None
     if answer.prompt is not None:
         assert body.sampling.prompt_logprobs is not None
@@ -259,6 +260,15 @@ def test_a_context_that_the_pool_shortens_is_told(caplog: pytest.LogCaptureFixtu
     engine_over(ModelledExecutor(40, models=("wide",), context=4000))
     [record] = caplog.records
     assert record.getMessage().startswith("the context of wide is 40 tokens, not 4000")
+
+
+def test_a_head_size_that_fits_the_blocks_badly_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvloom.engine")
+    engine_over(ModelledExecutor(100))
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "6 % of each block of tall is unused: 256 bytes hold 5 tokens of 48 (block_bytes)"
+    )
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -36,6 +36,10 @@ def rows(count: int, chosen: SamplingParams, **fields: Any) -> list[SampleRow]:
     return [SampleRow(i, 1000 + i, i % 7, chosen, **fields) for i in range(count)]
 
 
+def ids(*tokens: int) -> npt.NDArray[np.int64]:
+    return np.array(tokens, dtype=np.int64)
+
+
 def random_logits(seed: int, count: int = 1, spread: float = 2.0) -> Tensor:
     return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
 
@@ -121,7 +125,7 @@ def test_repetition_penalty_is_transformers_own() -> None:
             wanted = RepetitionPenaltyLogitsProcessor(penalty)(
                 torch.tensor([prompt + output]), logits.clone()
             )
-            row = SampleRow(0, 1, 0, params(repetition_penalty=penalty), prompt, output)
+            row = SampleRow(0, 1, 0, params(repetition_penalty=penalty), ids(*prompt), ids(*output))
             assert sample(logits, [row])[0] == wanted.argmax(-1).tolist()
 
 
@@ -157,7 +161,7 @@ def test_penalties_and_bias_by_their_definitions() -> None:
             generator.integers(0, VOCAB, n).tolist() for n in (6, int(generator.integers(0, 9)))
         )
         logits = random_logits(seed)
-        tokens, _ = sample(logits, [SampleRow(0, 1, len(output), chosen, prompt, output)])
+        tokens, _ = sample(logits, [SampleRow(0, 1, len(output), chosen, ids(*prompt), ids(*output))])
         assert tokens == [int(bent(logits[0], chosen, prompt, output).argmax())]
 
 
@@ -167,7 +171,7 @@ def test_a_draw_sees_the_bent_logits() -> None:
         temperature=1.0, presence_penalty=1.5, frequency_penalty=0.5, logit_bias={4: 2.0, 5: -100.0}
     )
     output = [1, 1, 2]
-    counts = draw(logits, chosen, output=output)
+    counts = draw(logits, chosen, output=ids(*output))
     assert follows(counts, softmax(bent(logits, chosen, [], output)))
     assert counts[5] == 0
 
@@ -246,7 +250,7 @@ def test_draws_depend_on_key_and_index_alone() -> None:
         params(temperature=1.0, logprobs=3),
     ]
     logits = random_logits(4, 60)
-    batch = [SampleRow(i, 77 + i // 10, i % 10, kinds[i % 6], [1], [2, 3]) for i in range(60)]
+    batch = [SampleRow(i, 77 + i // 10, i % 10, kinds[i % 6], ids(1), ids(2, 3)) for i in range(60)]
     together = sample(logits, batch)[0]
     alone = [sample(logits[i : i + 1], [batch[i]])[0][0] for i in range(60)]
     assert together == alone
@@ -279,7 +283,7 @@ def test_the_numbers_are_splitmix64() -> None:
 def test_logprobs_are_the_models_own() -> None:
     logits = random_logits(6, 3)
     chosen = params(temperature=0.3, top_k=3, logprobs=4, repetition_penalty=3.0, logit_bias={2: 9.0})
-    batch = [SampleRow(i, i, 0, chosen, [1, 2], [3]) for i in range(3)]
+    batch = [SampleRow(i, i, 0, chosen, ids(1, 2), ids(3)) for i in range(3)]
     tokens, reports = sample(logits, batch)
     normal = logits.double().log_softmax(-1)
     for i, (token, report) in enumerate(zip(tokens, reports, strict=True)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
+
+import numpy as np
 
 from kvloom.core.geometry import Geometry
 from kvloom.core.plan import I64, U32, Plan
@@ -19,21 +21,25 @@ class Phase(StrEnum):
     DECODE = "decode"
 
 
+def _no_tokens() -> I64:
+    return np.empty(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """One token to draw. `row` counts the forward's tokens; several draws may share a row (n > 1).
 
-    `key` and `index` alone decide the draw's randomness. `prompt` and `output` are given only where a
-    penalty reads them; `allowed` gives a bit mask over the vocabulary, 32 tokens a word, and is called in the
-    job, because a grammar may take its time.
+    `key` and `index` alone decide the draw's randomness. `prompt` and `output`, which penalties read, are
+    views that nobody writes to. `allowed` gives a bit mask over the vocabulary, 32 tokens a word, and is
+    called in the job, because a grammar may take its time.
     """
 
     row: int
     key: int
     index: int
     params: SamplingParams
-    prompt: Sequence[int] = ()
-    output: Sequence[int] = ()
+    prompt: I64 = field(default_factory=_no_tokens)
+    output: I64 = field(default_factory=_no_tokens)
     allowed: Callable[[], U32] | None = None
 
 

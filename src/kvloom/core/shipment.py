@@ -22,18 +22,19 @@ class Parcel:
 
 
 class Shipment(Protocol):
-    """Tokens on their way into a peer's arena."""
+    """Tokens on their way into a peer's arena. Whoever has one awaits `arrived` or calls `abandon`."""
 
     def put(self, parcel: Parcel) -> None:
         """Copy this, on the transport's thread. Callable from any thread; never waits, never raises: what
         goes wrong, `arrived` tells."""
 
     async def arrived(self) -> None:
-        """After the last `put`: wait for all copies and tell the receiver's ledger. Raises Unavailable where
-        the peer is gone, and BadRequest where its reservation is."""
+        """After the last `put`: wait for all copies and for what was claimed before this, and tell the
+        receiver's ledger. Raises Unavailable where the peer is gone, BadRequest where its reservation is."""
 
     def abandon(self) -> None:
-        """Copy no more. Without effect once `arrived` has returned."""
+        """Copy no more, and let others claim these tokens. At most one piece is copied after it, milliseconds
+        long. Without effect once `arrived` has returned."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -36,6 +36,7 @@ from kvloom.kv.prefix import PrefixTree
 _log = logging.getLogger(__name__)
 
 MAX_RESERVED: Final = 256  # sequences a model's cache can hold beyond those that run
+_MUCH_WASTE = 0.05
 
 
 class Engine:
@@ -45,6 +46,7 @@ class Engine:
         self._executor = executor
         self._spec = spec
         self._policy = POLICIES[spec.policy]
+        _tell_waste(executor.geometries)
         cards = {
             name: _fitted(card, executor.geometries[name], executor.blocks)
             for name, card in executor.cards.items()
@@ -250,3 +252,17 @@ def _fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
         card.context_length,
     )
     return msgspec.structs.replace(card, context_length=most)
+
+
+def _tell_waste(geometries: Mapping[str, Geometry]) -> None:
+    """Whose head size fits the blocks badly."""
+    for name, geometry in geometries.items():
+        if geometry.waste > _MUCH_WASTE:
+            _log.info(
+                "%.0f %% of each block of %s is unused: %d bytes hold %d tokens of %d (block_bytes)",
+                100 * geometry.waste,
+                name,
+                geometry.block_bytes,
+                geometry.tokens_per_block,
+                geometry.token_bytes,
+            )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvloom.core.arrays import I64
 from kvloom.core.job import Job, Phase, PromptRow, SampleRow
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence
@@ -25,21 +26,22 @@ class Flight:
 def compose(queue: ModelQueue, phase: Phase, share: int, batch: list[tuple[Sequence, int]]) -> Flight:
     """Plan and describe one job. Raises OutOfBlocks, with nothing changed, where the pool is short."""
     plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
-    tokens: list[int] = []
+    tokens: list[I64] = []
+    total = 0
     samples: list[SampleRow] = []
     prompts: list[PromptRow] = []
     drawers: list[Sequence] = []
     asked: list[Sequence] = []
     for sequence, count in batch:
         sequence.in_job = True
-        rows = sequence.prompt_rows(count, len(tokens))
+        rows = sequence.prompt_rows(count, total)
         prompts += rows
         asked += [sequence] * len(rows)
-        tokens += sequence.tokens[sequence.computed : sequence.computed + count]
+        tokens.append(sequence.tokens.between(sequence.computed, sequence.computed + count))
+        total += count
         if count == sequence.pending and sequence.draws:
             for drawer in (sequence, *sequence.siblings):
                 drawers.append(drawer)
-                samples.append(drawer.sample_row(len(tokens) - 1))
-    inputs = np.asarray(tokens, dtype=np.int64)
-    job = Job(queue.card.name, phase, share, plan, inputs, tuple(samples), tuple(prompts))
+                samples.append(drawer.sample_row(total - 1))
+    job = Job(queue.card.name, phase, share, plan, np.concatenate(tokens), tuple(samples), tuple(prompts))
     return Flight(job, batch, drawers, asked)

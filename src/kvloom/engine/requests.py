@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+import numpy as np
+
 from kvloom.core.errors import BadRequest, PromptTooLong, QueueFull, UnknownModel
 from kvloom.core.job import JobResult, Phase
 from kvloom.core.request import EndEvent, FinishReason, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
@@ -14,6 +16,7 @@ from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.outbound import Outbound
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.engine.stream import Stream
+from kvloom.engine.tokens import Tokens
 
 
 class Requests:
@@ -48,11 +51,26 @@ class Requests:
         queue = self._queues[body.model]
         self._admits(body, queue)
         arrival = next(self._arrivals)
-        sequences = [self._sequence(body, choice, arrival, guide) for choice, guide in enumerate(guides)]
+        prompt = np.asarray(body.prompt, dtype=np.int64)
+        sequences = [
+            Sequence(
+                id=self.new_id(),
+                model=body.model,
+                request=body.request,
+                choice=choice,
+                order=(body.priority, arrival, choice),
+                sampling=body.sampling,
+                tokens=Tokens(prompt),
+                guide=guide,
+            )
+            for choice, guide in enumerate(guides)
+        ]
         first, *siblings = sequences
         first.outbound = outbound
         first.siblings.extend(siblings)
         stream = self._streams[body.request] = Stream(body, sequences)
+        if body.sampling.prompt_logprobs is not None and len(body.prompt) == 1:
+            stream.add(PromptEvent([]))  # all there is: nothing comes before the only token
         queue.enqueue(first, now)
         return stream
 
@@ -98,19 +116,6 @@ class Requests:
                 param="prompt",
             )
 
-    def _sequence(self, body: StartGenerate, choice: int, arrival: int, guide: GuideState | None) -> Sequence:
-        return Sequence(
-            id=self.new_id(),
-            model=body.model,
-            request=body.request,
-            choice=choice,
-            order=(body.priority, arrival, choice),
-            sampling=body.sampling,
-            tokens=body.prompt,  # shared by the choices until each has a token of its own
-            prompt_length=len(body.prompt),
-            guide=guide,
-        )
-
     def cancel(
         self, request: str, reason: FinishReason, message: str = "", *, choice: int | None = None
     ) -> None:
@@ -141,7 +146,7 @@ class Requests:
                 sequence.outbound.computed(sequence.computed)
             if sequence.pending == 0:
                 if flight.job.phase is Phase.PREFILL:
-                    queue.cache.keep(sequence.id, sequence.tokens)
+                    queue.cache.keep(sequence.id, sequence.tokens.all)
                 siblings, sequence.siblings = sequence.siblings, []
                 for sibling in siblings:
                     if not sibling.cancelled:
@@ -185,10 +190,7 @@ class Requests:
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         index = sequence.output_length
-        if index == 0:
-            sequence.tokens = [*sequence.tokens, token]
-        else:
-            sequence.tokens.append(token)
+        sequence.tokens.append(token)
         if sequence.guide and not sequence.guide.accepts(token):
             self._end(sequence, "error", message=f"token {token} breaks the guide that drew it")
             return

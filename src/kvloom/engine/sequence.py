@@ -10,6 +10,7 @@ from kvloom.core.request import FinishReason, TokenLogprob
 from kvloom.core.sampling import SamplingParams
 from kvloom.engine.guide import GuideState
 from kvloom.engine.outbound import Outbound
+from kvloom.engine.tokens import Tokens
 
 _CHOICE_STRIDE = 0xD1B54A32D192ED03  # odd, so that a seed's choices have keys of their own
 
@@ -32,7 +33,7 @@ _LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """tokens: prompt, then output. [0, computed) have K and V in the cache.
+    """[0, computed) of its tokens have K and V in the cache.
 
     order: (priority, arrival, choice); who is smaller goes first and is preempted last. siblings: choices
     that fork off this one when its prompt has been computed. cached: tokens of the prompt that needed no
@@ -45,8 +46,7 @@ class Sequence:
     choice: int
     order: tuple[int, int, int]
     sampling: SamplingParams
-    tokens: list[int]
-    prompt_length: int
+    tokens: Tokens
     guide: GuideState | None = None
     outbound: Outbound | None = None
     siblings: list[Sequence] = field(default_factory=list)
@@ -67,6 +67,10 @@ class Sequence:
         if (self.status, status) not in _LEGAL:
             raise ValueError(f"sequence {self.id}: {self.status.value} cannot become {status.value}")
         self.status = status
+
+    @property
+    def prompt_length(self) -> int:
+        return self.tokens.prompt.size
 
     @property
     def pending(self) -> int:
@@ -104,13 +108,15 @@ class Sequence:
 
     def sample_row(self, row: int) -> SampleRow:
         """Draw this sequence's next token after the forward's token `row`."""
-        sampling = self.sampling
-        prompt: list[int] = []
-        output: list[int] = []
-        if sampling.penalised:
-            prompt, output = self.tokens[: self.prompt_length], self.tokens[self.prompt_length :]
-        allowed = self.guide.mask if self.guide else None
-        return SampleRow(row, self.key, self.output_length, sampling, prompt, output, allowed)
+        return SampleRow(
+            row,
+            self.key,
+            self.output_length,
+            self.sampling,
+            self.tokens.prompt,
+            self.tokens.output,
+            self.guide.mask if self.guide else None,
+        )
 
     def prompt_rows(self, count: int, row: int) -> list[PromptRow]:
         """The prompt's tokens whose log-probability the next `count` tokens, from the forward's token `row`
@@ -120,7 +126,8 @@ class Sequence:
             return []
         first = max(self.computed, len(self.prompt_logprobs))
         last = min(self.computed + count, self.prompt_length - 1)
-        return [PromptRow(row + p - self.computed, self.tokens[p + 1], top) for p in range(first, last)]
+        follow = self.tokens.prompt[first + 1 : last + 1].tolist()
+        return [PromptRow(row + at - self.computed, token, top) for at, token in enumerate(follow, first)]
 
     def ends_with(self, token: int, limit: int) -> FinishReason | None:
         """Why the sequence is over after `token`, which was just appended. limit: the longest sequence."""

@@ -5,28 +5,13 @@ Rows are handed out in chunks, and only enough rows to pay for waking a team are
 
 import ctypes
 
-import numpy as np
 import torch
-from numba import carray, njit
+from numba import carray
 from torch import Tensor
 
 from kvloom.kernels.parallel import kernel
-from kvloom.kernels.vector import (
-    LANES,
-    add,
-    address_of,
-    fetch_add,
-    load,
-    multiply,
-    multiply_add,
-    read,
-    read_int,
-    splat,
-    store,
-    subtract,
-    total,
-    write,
-)
+from kvloom.kernels.rows import copy_row, norm_row, rotate_row
+from kvloom.kernels.vector import address_of, fetch_add, read_int
 
 _SERIAL = 1 << 15  # values below which one thread is faster than waking a team
 
@@ -48,15 +33,6 @@ class _WriteArguments(ctypes.Structure):
     ]
 
 
-@njit(inline="never")
-def _copy(to, source, size):  # type: ignore[no-untyped-def]
-    whole = size // (LANES * 4) * LANES * 4
-    for i in range(0, whole, LANES * 4):
-        store(to + i, load(source + i))
-    for i in range(whole, size, 4):
-        write(to + i, read(source + i))
-
-
 @kernel(_WriteArguments)
 def _write(pointer):  # type: ignore[no-untyped-def]
     a = carray(pointer, 1)[0]
@@ -68,8 +44,8 @@ def _write(pointer):  # type: ignore[no-untyped-def]
             offset = read_int(a.slot_offset + i * 4) * size
             for head in range(a.kv_heads):
                 to = a.arena + read_int(blocks + head * 4) * a.block_bytes + offset
-                _copy(to, a.k + i * a.k_row + head * a.k_head, size)
-                _copy(to + a.page_tokens * size, a.v + i * a.v_row + head * a.v_head, size)
+                copy_row(to, a.k + i * a.k_row + head * a.k_head, size)
+                copy_row(to + a.page_tokens * size, a.v + i * a.v_row + head * a.v_head, size)
         start = fetch_add(address_of(pointer), a.chunk)
 
 
@@ -139,27 +115,10 @@ class _NormArguments(ctypes.Structure):
 def _norm(pointer):  # type: ignore[no-untyped-def]
     a = carray(pointer, 1)[0]
     row = a.size * 4
-    pairs, whole = row // (LANES * 8) * LANES * 8, row // (LANES * 4) * LANES * 4
-    offset = splat(a.offset)
     start = fetch_add(address_of(pointer), a.chunk)
     while start < a.rows:
         for r in range(start, min(start + a.chunk, a.rows)):
-            x, out = a.x + r * a.x_row, a.out + r * row
-            even = odd = splat(0.0)
-            for i in range(0, pairs, LANES * 8):
-                p, q = load(x + i), load(x + i + LANES * 4)
-                even, odd = multiply_add(p, p, even), multiply_add(q, q, odd)
-            for i in range(pairs, whole, LANES * 4):
-                even = multiply_add(load(x + i), load(x + i), even)
-            squares = total(add(even, odd))
-            for i in range(whole, row, 4):
-                squares += read(x + i) * read(x + i)
-            inverse = np.float32(1.0 / np.sqrt(squares / a.size + a.eps))
-            for i in range(0, whole, LANES * 4):
-                normal = multiply(load(x + i), splat(inverse))
-                store(out + i, multiply(add(offset, load(a.weight + i)), normal))
-            for i in range(whole, row, 4):
-                write(out + i, (np.float32(a.offset) + read(a.weight + i)) * (read(x + i) * inverse))
+            norm_row(a.out + r * row, a.x + r * a.x_row, a.weight, a.size, a.eps, a.offset)
         start = fetch_add(address_of(pointer), a.chunk)
 
 
@@ -204,25 +163,12 @@ class _RotateArguments(ctypes.Structure):
 @kernel(_RotateArguments)
 def _rotate(pointer):  # type: ignore[no-untyped-def]
     a = carray(pointer, 1)[0]
-    half = a.size * 2
-    whole = half // (LANES * 4) * LANES * 4
     start = fetch_add(address_of(pointer), a.chunk)
     while start < a.rows:
         for r in range(start, min(start + a.chunk, a.rows)):
             cos, sin = a.cos + r * a.cos_row, a.sin + r * a.sin_row
             for head in range(a.heads):
-                low = a.x + r * a.x_row + head * a.x_head
-                high = low + half
-                for i in range(0, whole, LANES * 4):
-                    p, q = load(low + i), load(high + i)
-                    turned = multiply(q, load(sin + i))
-                    store(low + i, subtract(multiply(p, load(cos + i)), turned))
-                    turned = multiply(p, load(sin + half + i))
-                    store(high + i, multiply_add(q, load(cos + half + i), turned))
-                for i in range(whole, half, 4):
-                    u, w = read(low + i), read(high + i)
-                    write(low + i, u * read(cos + i) - w * read(sin + i))
-                    write(high + i, w * read(cos + half + i) + u * read(sin + half + i))
+                rotate_row(a.x + r * a.x_row + head * a.x_head, cos, sin, a.size)
         start = fetch_add(address_of(pointer), a.chunk)
 
 

@@ -44,9 +44,12 @@ class Kernel:
 
     def __call__(self, arguments: ctypes.Structure, threads: int) -> None:
         """Run on `threads` threads, the calling one among them, and return when all are done."""
+        self.at(ctypes.addressof(arguments), threads)
+
+    def at(self, address: int, threads: int) -> None:
+        """The same with the structure at this address, which the caller keeps alive."""
         if self._enter is None:
             self.compile()
-        address = ctypes.addressof(arguments)
         entry = _team_entry() if threads > 1 else None
         if entry is None:
             self._enter(address)

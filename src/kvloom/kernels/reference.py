@@ -80,3 +80,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     first, second = x[..., :size].chunk(2, -1)
     turned = torch.cat((-second, first), -1)
     x[..., :size] = x[..., :size] * cos[:, None] + turned * sin[:, None]
+
+
+def copy_blocks(
+    source: Tensor,
+    target: Tensor,
+    own: Tensor,
+    peer: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    *,
+    block_bytes: int,
+    page_tokens: int,
+    token_bytes: int,
+) -> None:
+    """For each i copy tokens [offsets[i], offsets[i] + counts[i]) of K and of V from block own[i] of `source`
+    to block peer[i] of `target`, both flat bytes; all tokens of a block take the bytes past them along."""
+    half = page_tokens * token_bytes
+    rows, targets = source.view(-1, block_bytes), target.view(-1, block_bytes)
+    for i, o, first, n in zip(*(a.tolist() for a in (own, peer, offsets, counts)), strict=True):
+        spans = [slice(block_bytes)]
+        if n < page_tokens:
+            spans = [slice(v + first * token_bytes, v + (first + n) * token_bytes) for v in (0, half)]
+        for span in spans:
+            targets[o, span] = rows[i, span]

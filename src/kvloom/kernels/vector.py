@@ -101,7 +101,19 @@ def read_int(builder: Any, address: Any) -> Any:
 
 @_operation(types.int64, types.int64, types.int64)
 def fetch_add(builder: Any, address: Any, value: Any) -> Any:
-    return builder.atomic_rmw("add", _pointer(builder, address, _i64), value, "monotonic")
+    """What was written before is seen by whoever adds, or observes, later."""
+    return builder.atomic_rmw("add", _pointer(builder, address, _i64), value, "acq_rel")
+
+
+@_operation(types.int64, types.int64)
+def observe(builder: Any, address: Any) -> Any:
+    """The number that others add to."""
+    return builder.load_atomic(_pointer(builder, address, _i64), "acquire", 8)
+
+
+@_operation(types.voidptr, types.int64)
+def pointer_at(builder: Any, address: Any) -> Any:
+    return _pointer(builder, address, ir.IntType(8))
 
 
 @_operation(types.void, types.int64)
@@ -130,6 +142,11 @@ def subtract(builder: Any, a: Any, b: Any) -> Any:
 @_operation(float32x16, float32x16, float32x16)
 def multiply(builder: Any, a: Any, b: Any) -> Any:
     return builder.fmul(a, b)
+
+
+@_operation(float32x16, float32x16, float32x16)
+def divide(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fdiv(a, b)
 
 
 @_operation(float32x16, float32x16, float32x16, float32x16)

@@ -127,19 +127,23 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring)
     scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     n, length = q.shape[1], k.shape[1]
     simple = not softcap and offset == 0 and not (window and window < n)
-    ahead = torch.arange(offset, offset + n)[:, None] - torch.arange(length)
-    seen = (ahead >= 0) & (ahead < window) if window else ahead >= 0
-    if not softcap:
-        mask = None if simple else seen
+    seen = None if simple else _seen(n, length, offset, window)
+    if seen is None or not softcap:
         grouped = q.shape[0] != k.shape[0]
         return F.scaled_dot_product_attention(
-            q[None], k[None], v[None], mask, is_causal=simple, scale=scale, enable_gqa=grouped
+            q[None], k[None], v[None], seen, is_causal=simple, scale=scale, enable_gqa=grouped
         )[0]
     group = q.shape[0] // k.shape[0]
     scores = q.reshape(-1, group, n, q.shape[-1]) @ k[:, None].transpose(-1, -2) * scale
     scores = torch.tanh(scores / softcap) * softcap
     weights = scores.masked_fill(~seen, float("-inf")).float().softmax(-1).to(v.dtype)
     return (weights @ v[:, None]).flatten(0, 1)
+
+
+def _seen(n: int, length: int, offset: int, window: int) -> Tensor:
+    """[n, length]: which keys the queries from `offset` on see."""
+    ahead = torch.arange(offset, offset + n)[:, None] - torch.arange(length)
+    return (ahead >= 0) & (ahead < window) if window else ahead >= 0
 
 
 def _matters(name: str, given: Any) -> bool:

@@ -9,17 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvloom.core.errors import ConfigError
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
-from kvloom.core.plan import I64
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import ModelSpec
 from kvloom.kv.arena import Arena
 from kvloom.model.attention import ForwardState
-from kvloom.model.linear import FEWEST_ROWS
 from kvloom.model.loader import LoadedModel, load_model
 from kvloom.model.sampler import prompt_logprobs, sample
 
@@ -97,21 +94,8 @@ class TorchExecutor:
         kept = np.asarray(rows, dtype=np.int64)
         with torch.inference_mode():
             state.copy_pages(job.plan.copies)
-            logits = model.module(
-                input_ids=_padded(job.tokens)[None],
-                position_ids=_padded(job.plan.positions)[None],
-                use_cache=False,
-                logits_to_keep=_padded(kept),
-                kv=state,
-            ).logits[0]
+            logits = model.forward(job.tokens, kept, state)
             count = len(job.samples)
             tokens, reports = sample(logits[:count], job.samples)
             prompts = prompt_logprobs(logits[count : len(rows)], job.prompts)
         return JobResult(tokens, reports, prompts, time.perf_counter() - started)
-
-
-def _padded(values: I64) -> Tensor:
-    """`values`, the last one repeated up to the fewest rows that linear layers run well with. A repeated row
-    asks no other expert of a mixture than its original."""
-    short = FEWEST_ROWS - values.size
-    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < FEWEST_ROWS else values)

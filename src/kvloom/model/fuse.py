@@ -11,27 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from kvloom.kernels.cpu import rms_norm
 from kvloom.model.linear import FusedLinear, GatedMLP, PackedLinear, Part, TiedLinear, can_pack
+from kvloom.model.norm import FusedRMSNorm
 from kvloom.model.rope import fuse_rotary
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATIONS = (("swish", ""), ("gelu", "tanh"), ("gelu", "none"))
-
-
-class FusedRMSNorm(nn.Module):
-    """x / rms(x) · (offset + weight) in one pass."""
-
-    def __init__(self, weight: Tensor, eps: float, offset: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
-        self.eps = eps
-        self.offset = offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return rms_norm(rows, self.weight, self.eps, self.offset).view(x.shape)
 
 
 def fuse(model: nn.Module) -> None:

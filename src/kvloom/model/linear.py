@@ -46,6 +46,11 @@ class PackedLinear(nn.Module):
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.packed, self.bias, "mul")
         return out
 
+    def onto(self, x: Tensor, base: Tensor) -> Tensor:
+        """base + x · weightᵀ + bias, likewise."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, base, self.packed, self.bias, "add")
+        return out
+
 
 class TiedLinear(nn.Module):
     """A head that shares the embedding's weight [N, K], and so cannot be packed: weight · xᵀ, whose kernels
@@ -71,7 +76,14 @@ class GatedMLP(nn.Module):
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up.times(x, self.gate.activated(x, self.activation, self.form)))  # type: ignore[no-any-return]
+        return self.down(self._inner(x))  # type: ignore[no-any-return]
+
+    def onto(self, x: Tensor, base: Tensor) -> Tensor:
+        """base + what forward gives, added as it is stored."""
+        return self.down.onto(self._inner(x), base)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.up.times(x, self.gate.activated(x, self.activation, self.form))
 
 
 class _Memo(threading.local):
@@ -113,6 +125,11 @@ class Part(nn.Module):
         super().__init__()
         self._fused = fused
         self._index = index
+
+    @property
+    def linear(self) -> PackedLinear:
+        """The product of all sisters side by side."""
+        return self._fused.linear
 
     def forward(self, x: Tensor) -> Tensor:
         return self._fused.part(x, self._index)

@@ -15,8 +15,10 @@ from kvloom.core.geometry import Geometry
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import ModelSpec
 from kvloom.model.attention import NAME, Scoring, attend_dense
+from kvloom.model.forward import Forward, Modular
 from kvloom.model.fuse import fuse
 from kvloom.model.sampling_defaults import read_sampling_defaults
+from kvloom.model.straighten import straighten
 
 _PROBE_TOKENS = 9
 
@@ -24,6 +26,7 @@ _PROBE_TOKENS = 9
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     module: nn.Module
+    forward: Forward
     dtype: torch.dtype
     geometry: Geometry
     card: ModelCard
@@ -34,7 +37,7 @@ class _Observer:
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int]] = {}
-        self.windows: dict[int, int] = {}
+        self.scorings: dict[int, Scoring] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         if k.shape[-1] != v.shape[-1]:
@@ -43,7 +46,7 @@ class _Observer:
                 "and kvloom's blocks hold both at one head size"
             )
         self.layers[layer] = (k.shape[1], k.shape[2])
-        self.windows[layer] = scoring.window
+        self.scorings[layer] = scoring
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
 
@@ -82,7 +85,8 @@ def _load(spec: ModelSpec, block_bytes: int) -> LoadedModel:
         left.data = left.data.clone()
     heads, head_dim = next(iter(observer.layers.values()))
     geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes)
-    return LoadedModel(module, dtype, geometry, _card(spec, module, parameters))
+    forward = straighten(module, observer.scorings, geometry) or Modular(module)
+    return LoadedModel(module, forward, dtype, geometry, _card(spec, module, parameters))
 
 
 def _no_code(path: str) -> None:
@@ -143,7 +147,7 @@ def _uniform(module: Any, observer: _Observer) -> None:
         )
     kinds = getattr(module.config, "layer_types", None) or []
     for layer, kind in enumerate(kinds):
-        if kind == "sliding_attention" and not observer.windows[layer]:
+        if kind == "sliding_attention" and not observer.scorings[layer].window:
             raise ConfigError(
                 f"its layer {layer} has a sliding window that the attention interface is not told"
             )

@@ -92,17 +92,17 @@ def _bend(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 def _penalise(logits: Tensor, row: SampleRow) -> None:
     """logits [V], in place. Repetition as in CTRL (Keskar et al., 2019) over prompt and output; presence and
-    frequency, as OpenAI defines them, over the output."""
+    frequency, as OpenAI defines them, over the output. A token that comes often is given the same value as
+    often."""
     params = row.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*row.prompt, *row.output}))
-        values = logits[seen]
-        logits[seen] = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
-    if row.output and (params.presence_penalty or params.frequency_penalty):
-        counts = torch.bincount(torch.tensor(row.output), minlength=logits.shape[0])
-        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    prompt, output = torch.from_numpy(row.prompt), torch.from_numpy(row.output)
+    penalty = params.repetition_penalty
+    if penalty != 1.0:
+        for ids, values in [(ids, logits[ids]) for ids in (prompt, output)]:  # once for a token of both
+            logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        counts = output.bincount()[output]
+        logits[output] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def _unpack(words: np.ndarray[tuple[int], np.dtype[np.uint32]], size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""An HTTP connection that waits neither for ever nor without bound for a request's head."""
+"""An HTTP connection that waits for its caller neither for ever nor without bound."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which bounds neither. A head has HEAD_SECONDS to come, from its first byte on or, at first,
-    from the connection's; what of it is longer than MAX_HEAD bytes is not read."""
+    """uvicorn's, which bounds neither a head's size nor its time. A head has HEAD_SECONDS to come, from its
+    first byte on or, at first, from the connection's; what of it is longer than MAX_HEAD bytes is not read.
+
+    One request at a time: uvicorn reads no further while a second one waits, and so would miss a hang-up.
+    Here what comes before the answer is complete is thrown away, and the connection ends with the answer.
+    """
 
     HEAD_SECONDS: ClassVar[float] = 20.0
     MAX_HEAD: ClassVar[int] = 64 << 10
 
     _head_bytes = 0
     _head_due: asyncio.TimerHandle | None = None  # while a head is on its way
+    _early = False  # a request came before the answer to the last was complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -27,6 +32,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._early:
+            return
         self._head_bytes += len(data)
         super().data_received(data)
         coming = self._head_due is not None and not self.transport.is_closing()
@@ -35,13 +42,29 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._head_due is None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._early = True
+            self.cycle.keep_alive = False
+        elif self._head_due is None:
             self._await_head()
             self._head_bytes = 1
 
     def on_headers_complete(self) -> None:
-        self._has_head()
-        super().on_headers_complete()
+        if not self._early:
+            self._has_head()
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._early:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._early:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._early:  # else it would be read as the answer that is on its way
+            super().send_400_response(msg)
 
     def _await_head(self) -> None:
         self._head_bytes = 0
@@ -55,8 +78,45 @@ class Connection(HttpToolsProtocol):
 
     def _give_up(self, why: str) -> None:
         self._has_head()
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if answering or not self._head_bytes:  # it would be read as part of an answer, or as one to nothing
-            self.transport.close()
-        else:
+        if self._head_bytes:
             self.send_400_response(why)
+        else:  # it would be read as an answer to nothing
+            self.transport.close()
+
+
+class ClientConnection(Connection):
+    """To a stranger, who must read as well: once an answer is stuck, LEAST_READ bytes of it in READ_SECONDS,
+    or it is cut off and its request ends. Between gateway and engine there is no such bound, because there a
+    stream that is stuck is a client's that reads slowly enough."""
+
+    READ_SECONDS: ClassVar[float] = 60.0
+    LEAST_READ: ClassVar[int] = 16 << 10
+
+    _read_due: asyncio.TimerHandle | None = None  # while an answer is stuck
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._reads()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._reads()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._read_due = self.loop.call_later(self.READ_SECONDS, self._check_reader, unread)
+
+    def _check_reader(self, unread: int) -> None:
+        if unread - self.transport.get_write_buffer_size() < self.LEAST_READ:
+            self.transport.abort()
+        else:
+            self._await_reader()
+
+    def _reads(self) -> None:
+        if self._read_due is not None:
+            self._read_due.cancel()
+            self._read_due = None

@@ -10,6 +10,7 @@ import uvloop
 
 from kvloom.api.app import create_app
 from kvloom.router.client import HttpEngineClient
+from kvloom.serve.connection import ClientConnection
 from kvloom.serve.orders import GatewayOrder, Ready
 from kvloom.serve.parent import Parent, run_child
 from kvloom.serve.server import Server
@@ -28,7 +29,12 @@ async def serve(parent: Parent, order: GatewayOrder) -> None:
     """Answer the OpenAI API until SIGTERM, which the parent's end is too."""
     async with HttpEngineClient(order.engine, secret=order.secret) as client:
         app = create_app(client, api_keys=order.api_keys, max_body=order.max_body)
-        server = Server(app, grace=GRACE_SECONDS, ready=lambda: parent.report(Ready()))
+        server = Server(
+            app,
+            connection=ClientConnection,
+            grace=GRACE_SECONDS,
+            ready=lambda: parent.report(Ready()),
+        )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
         await server.serve(sockets=[socket.socket(fileno=order.listener)])
 

@@ -20,13 +20,19 @@ class Server(uvicorn.Server):
     answers finish for up to `grace` seconds and then ends `serve`."""
 
     def __init__(
-        self, app: ASGIApp, *, unix: str | None = None, grace: int, ready: Callable[[], None] = lambda: None
+        self,
+        app: ASGIApp,
+        *,
+        connection: type[Connection] = Connection,
+        unix: str | None = None,
+        grace: int,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 uds=unix,
-                http=Connection,
+                http=connection,
                 ws="none",
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -1,0 +1,47 @@
+"""A sequence's tokens: a prompt, which the choices of a request share, and an output that grows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvloom.core.arrays import I64
+
+_ROOM = 16
+
+
+class Tokens:
+    """Only ever grows, and never in place of a token that was there. So `prompt`, `output` and slices are
+    views that stay true whatever is appended later, and that a job's thread may read meanwhile."""
+
+    def __init__(self, prompt: I64) -> None:
+        self.prompt = prompt
+        self._room = np.empty(0, dtype=np.int64)
+        self._made = 0
+
+    def __len__(self) -> int:
+        return self.prompt.size + self._made
+
+    @property
+    def output(self) -> I64:
+        return self._room[: self._made]
+
+    def append(self, token: int) -> None:
+        if self._made == self._room.size:
+            room = np.empty(max(_ROOM, 2 * self._made), dtype=np.int64)
+            room[: self._made] = self._room
+            self._room = room
+        self._room[self._made] = token
+        self._made += 1
+
+    @property
+    def all(self) -> I64:
+        return self.between(0, len(self))
+
+    def between(self, start: int, end: int) -> I64:
+        """Tokens [start, end), counted from the prompt's first."""
+        length = self.prompt.size
+        if start >= length:
+            return self._room[start - length : end - length]
+        if end <= length:
+            return self.prompt[start:end]
+        return np.concatenate((self.prompt[start:], self._room[: end - length]))

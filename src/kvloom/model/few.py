@@ -1,0 +1,114 @@
+"""A decode step of few rows: the whole model in one kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvloom.core.plan import I64
+from kvloom.kernels.cpu_step import (
+    COUNTERS,
+    GELU,
+    STAGES,
+    SWISH,
+    LayerArguments,
+    StepArguments,
+    step,
+)
+from kvloom.kernels.panels import PANEL
+from kvloom.model import turns
+from kvloom.model.layer import DecoderLayer
+from kvloom.model.linear import PackedLinear, TiedLinear
+from kvloom.model.norm import FusedRMSNorm
+from kvloom.model.panels import Panels, panels_of
+
+FEW_ROWS = 96  # more are faster by oneDNN's products, layer by layer
+_KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
+
+
+class FewRows:
+    """Addresses of all weights, made once; a call adds one forward's buffers and runs the kernel."""
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        layers: Sequence[DecoderLayer],
+        norm: FusedRMSNorm,
+        head: PackedLinear | TiedLinear,
+        panels: Sequence[Panels],
+    ) -> None:
+        """panels: five a layer, in the order of LayerArguments, and the head's if it has some."""
+        self._alive = (embedding, layers, norm, head, panels)
+        self._size, first = embedding.weight.shape[1], layers[0]
+        self._vocab = head.weight.shape[0] if isinstance(head, TiedLinear) else head.out_features
+        self._widths = (panels[0].count * PANEL, first.heads.q * first.heads.size, panels[2].count * PANEL)
+        self._layers = (LayerArguments * len(layers))(
+            *(
+                LayerArguments(
+                    _norm(layer.before),
+                    _norm(layer.between),
+                    *(one.fields for one in panels[5 * i : 5 * i + 5]),
+                    _KINDS[layer.mlp.activation, layer.mlp.form],
+                )
+                for i, layer in enumerate(layers)
+            )
+        )
+        self._model = StepArguments(
+            layers=ctypes.addressof(self._layers),
+            depth=len(layers),
+            size=self._size,
+            embedding=embedding.weight.data_ptr(),
+            plain=head.weight.data_ptr() if isinstance(head, TiedLinear) else 0,
+            vocab=self._vocab,
+            norm=_norm(norm),
+            head=panels[-1].fields,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        embedding: nn.Embedding,
+        layers: Sequence[DecoderLayer],
+        norm: FusedRMSNorm,
+        head: PackedLinear | TiedLinear,
+    ) -> FewRows | None:
+        """None where the kernel lacks the activation, or cannot read the packed weights."""
+        linears: list[PackedLinear] = []
+        for layer in layers:
+            if (layer.mlp.activation, layer.mlp.form) not in _KINDS:
+                return None
+            linears += (layer.qkv, layer.o, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
+        if isinstance(head, PackedLinear):
+            linears.append(head)
+        panels = [found for linear in linears if (found := panels_of(linear))]
+        return cls(embedding, layers, norm, head, panels) if len(panels) == len(linears) else None
+
+    def takes(self, tokens: I64, kept: I64) -> bool:
+        return max(tokens.size, kept.size) <= FEW_ROWS
+
+    def __call__(self, tokens: I64, kept: I64, now: turns.Turns, threads: int) -> Tensor:
+        """tokens [B], kept [R]; `now`, the attention's records of this forward → logits [R, V]."""
+        rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
+        x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
+        logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
+        counters = np.zeros((2 + STAGES * len(now)) * COUNTERS, np.int64)
+        turns.place(now, qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4)
+        ids, places = tokens.astype(np.int32), kept.astype(np.int32)
+        call = StepArguments.from_buffer_copy(self._model)
+        call.counters, call.attention, call.rows = counters.ctypes.data, now.ctypes.data, rows
+        call.tokens, call.kept, call.kept_rows = ids.ctypes.data, places.ctypes.data, len(places)
+        call.x, call.x_row = x.data_ptr(), wide * 4
+        call.qkv, call.qkv_row = qkv.data_ptr(), qkv.stride(0) * 4
+        call.mixed, call.mixed_row = mixed.data_ptr(), mixed.stride(0) * 4
+        call.inner, call.inner_row = inner.data_ptr(), inner.stride(0) * 4
+        call.logits, call.logits_row = logits.data_ptr(), logits.stride(0) * 4
+        step(call, threads)
+        return logits[:, : self._vocab]
+
+
+def _norm(norm: FusedRMSNorm) -> tuple[int, float, float]:
+    return norm.weight.data_ptr(), norm.eps, norm.offset

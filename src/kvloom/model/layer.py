@@ -1,0 +1,64 @@
+"""A decoder layer as one straight call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvloom.kernels.cpu import rotate
+from kvloom.model.attention import ForwardState, Scoring
+from kvloom.model.linear import GatedMLP, PackedLinear
+from kvloom.model.norm import FusedRMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """q heads of attention over kv heads, `size` numbers each; the norms of a head of q and of k, if any."""
+
+    q: int
+    kv: int
+    size: int
+    q_norm: FusedRMSNorm | None = None
+    k_norm: FusedRMSNorm | None = None
+
+    def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The fused product [N, (q + 2 kv) · size] → q, k, v, each [N, heads, size], q and k rotated."""
+        heads = qkv.view(len(qkv), -1, self.size)
+        q, k, v = heads.tensor_split((self.q, self.q + self.kv), 1)
+        if self.q_norm is None or self.k_norm is None:
+            rotate(heads[:, : self.q + self.kv], cos, sin)
+            return q, k, v
+        q, k = self.q_norm(q), self.k_norm(k)
+        rotate(q, cos, sin)
+        rotate(k, cos, sin)
+        return q, k, v
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """x + o(attention(qkv(before(x)))), and to that the gated MLP of its own norm."""
+
+    index: int
+    before: FusedRMSNorm
+    qkv: PackedLinear
+    heads: Heads
+    scoring: Scoring
+    o: PackedLinear
+    between: FusedRMSNorm
+    mlp: GatedMLP
+
+    def prefill(
+        self, x: Tensor, cos: Tensor, sin: Tensor, state: ForwardState, kept: Tensor | None = None
+    ) -> Tensor:
+        """x [N, H] → [N, H], or its rows `kept` alone: after the last layer's K and V nobody needs others."""
+        mixed = state.attend(self.index, *self.heads.split(self.qkv(self.before(x)), cos, sin), self.scoring)
+        mixed = mixed.flatten(1)
+        if kept is not None:
+            x, mixed = x[kept], mixed[kept]
+        return self.finish(x, mixed)
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """What comes after attention's output mixed [N, q · size]."""
+        x = self.o.onto(mixed, x)
+        return self.mlp.onto(self.between(x), x)

@@ -1,0 +1,84 @@
+"""A decoder whose layers are straight calls, without transformers' modules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvloom.core.plan import I64
+from kvloom.kernels.cpu_attention import attend_all
+from kvloom.model import turns
+from kvloom.model.attention import ForwardState
+from kvloom.model.few import FewRows
+from kvloom.model.forward import padded
+from kvloom.model.layer import DecoderLayer
+from kvloom.model.linear import PackedLinear, TiedLinear
+from kvloom.model.norm import FusedRMSNorm
+
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """rotary: transformers' own, x and positions [1, N] → cos and sin [1, N, R]."""
+
+    embedding: nn.Embedding
+    rotary: Rotary
+    layers: tuple[DecoderLayer, ...]
+    norm: FusedRMSNorm
+    head: PackedLinear | TiedLinear
+
+
+class Straight:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._turns = turns.lasting(parts.layers)
+        self._few = FewRows.of(parts.embedding, parts.layers, parts.norm, parts.head)
+
+    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
+        cos, sin = self._angles(state)
+        if not state.decode:
+            return self._prefill(torch.from_numpy(tokens), padded(kept), cos, sin, state)
+        threads = torch.get_num_threads()
+        now = turns.of_forward(self._turns, state, cos, sin, threads)
+        if self._few is not None and self._few.takes(tokens, kept):
+            logits = self._few(tokens, kept, now, threads)
+            for layer in self._parts.layers:
+                state.send(layer.index, state.plan.sends)
+            return logits
+        return self._decode(torch.from_numpy(tokens), padded(kept), now, threads, state)
+
+    def _angles(self, state: ForwardState) -> tuple[Tensor, Tensor]:
+        positions = torch.from_numpy(state.plan.positions)[None]
+        cos, sin = self._parts.rotary(self._parts.embedding.weight, positions)
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def _prefill(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
+        parts = self._parts
+        x = parts.embedding(tokens)
+        for layer in parts.layers[:-1]:
+            x = layer.prefill(x, cos, sin, state)
+        x = parts.layers[-1].prefill(x, cos, sin, state, kept)
+        logits: Tensor = parts.head(parts.norm(x))
+        return logits
+
+    def _decode(
+        self, tokens: Tensor, kept: Tensor, now: turns.Turns, threads: int, state: ForwardState
+    ) -> Tensor:
+        parts = self._parts
+        x = parts.embedding(tokens)
+        for i, layer in enumerate(parts.layers):
+            qkv = layer.qkv(layer.before(x))
+            mixed = torch.empty(len(x), layer.heads.q * layer.heads.size)
+            turns.place(
+                now[i : i + 1], qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4
+            )
+            attend_all.at(now[i : i + 1].ctypes.data, threads)
+            if state.plan.sends:
+                state.send(layer.index, state.plan.sends)
+            x = layer.finish(x, mixed)
+        logits: Tensor = parts.head(parts.norm(x[kept]))
+        return logits

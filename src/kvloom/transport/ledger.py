@@ -1,0 +1,171 @@
+"""What a receiver has reserved, in shared memory, so that senders claim, are fenced and deliver without it.
+
+A slot is a row of words that outlives its reservations; generations tell those apart. Two bytes of the
+ledger's file stand for each slot, as ranges to lock: senders hold the first, shared, while they write into
+the slot's blocks, and the second, alone, while they claim. Locks belong to an open file description
+(F_OFD_SETLK), each process has its own, and the kernel drops them when it dies, however it dies. So whoever
+holds both alone knows that nobody is writing, and one that starts later sees that the generation has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvloom.core.address import Ticket
+from kvloom.core.arrays import I64
+from kvloom.core.errors import BadRequest, QueueFull, Unavailable
+
+ROW_BYTES = 32
+_GENERATION, _CLAIMED, _RECEIVED = range(3)  # words of a row; the generation is negative once it has ended
+_TRIES = 64  # of a lock that others hold for microseconds
+
+
+class Ledger:
+    """The receiver's end, on one thread. What it decides by is its own; senders only read of it."""
+
+    def __init__(self, slots: int = 4096) -> None:
+        self.slots = slots
+        self.fd = os.memfd_create("kvloom-ledger", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, slots * ROW_BYTES)
+        self._rows = _rows(self.fd, slots)
+        self._free = deque(range(slots))
+        self._generations = [0] * slots
+        self._open: set[Ticket] = set()
+
+    def open(self, begin: int) -> Ticket:
+        """Raises QueueFull where every slot is taken."""
+        if not self._free:
+            raise QueueFull(f"{self.slots} reservations are open already", retry_after=1)
+        slot = self._free.popleft()
+        self._generations[slot] += 1
+        ticket = Ticket(slot, self._generations[slot])
+        row = self._rows[slot]
+        row[_CLAIMED] = row[_RECEIVED] = begin
+        row[_GENERATION] = ticket.generation
+        self._open.add(ticket)
+        return ticket
+
+    def received(self, ticket: Ticket) -> int:
+        """Raises BadRequest where the ticket is closed."""
+        if ticket not in self._open:
+            raise BadRequest("this reservation is over")
+        return int(self._rows[ticket.slot, _RECEIVED])
+
+    def close(self, ticket: Ticket) -> bool:
+        """From here on nobody begins to write; True: and nobody is writing."""
+        if ticket not in self._open:
+            return True
+        self._rows[ticket.slot, _GENERATION] = -ticket.generation
+        if not _lock(self.fd, fcntl.F_WRLCK, 2 * ticket.slot, 2):
+            return False
+        _lock(self.fd, fcntl.F_UNLCK, 2 * ticket.slot, 2)
+        self._open.remove(ticket)
+        self._free.append(ticket.slot)
+        return True
+
+    def release(self) -> None:
+        """Give the memory up; peers that map it keep it until they see that this process has ended."""
+        os.close(self.fd)
+
+
+class PeerLedger:
+    """A sender's end of the ledger of `unit`. fd: an open file description of this process alone; the
+    caller closes it. Claims may come from any thread, writing from one."""
+
+    def __init__(self, unit: str, fd: int, slots: int) -> None:
+        self._unit = unit
+        self._fd = fd
+        self._rows = _rows(fd, slots)
+        self._mine = threading.Lock()  # one description's locks do not keep its own threads apart
+
+    def claim(self, ticket: Ticket, begin: int, end: int) -> None:
+        """Tokens [begin, end) are the caller's to send. Raises BadRequest where the reservation is over or
+        these are not the next ones, Unavailable where others do not stop claiming."""
+        with self._claiming(ticket) as row:
+            self._refuse_ended(ticket)
+            if row[_CLAIMED] != begin:
+                raise BadRequest(
+                    f"begin: tokens up to {row[_CLAIMED]} of this reservation at {self._unit} are claimed; "
+                    f"the next send begins there, not at {begin}"
+                )
+            row[_CLAIMED] = end
+
+    def give_back(self, ticket: Ticket, begin: int, end: int) -> None:
+        """Undo a claim of which nothing will be written any more, unless another has followed."""
+        with self._claiming(ticket) as row:
+            if row[_GENERATION] == ticket.generation and row[_CLAIMED] == end:
+                row[_CLAIMED] = begin
+
+    def deliver(self, ticket: Ticket, begin: int, end: int) -> bool:
+        """Tokens [begin, end) are there. False: those before `begin` are not; ask again."""
+        with self.writing(ticket):
+            row = self._rows[ticket.slot]
+            if row[_RECEIVED] != begin:
+                return False
+            row[_RECEIVED] = end
+            return True
+
+    @contextmanager
+    def writing(self, ticket: Ticket) -> Iterator[None]:
+        """While in it the ticket's blocks are not used for anything else; it is for milliseconds. Raises
+        BadRequest where the reservation is over. Not to be nested."""
+        if not _lock(self._fd, fcntl.F_RDLCK, 2 * ticket.slot):
+            raise self._ended()  # only who closes it takes the byte alone
+        try:
+            self._refuse_ended(ticket)
+            yield
+        finally:
+            _lock(self._fd, fcntl.F_UNLCK, 2 * ticket.slot)
+
+    @contextmanager
+    def _claiming(self, ticket: Ticket) -> Iterator[I64]:
+        self._refuse_forged(ticket)
+        with self._mine:
+            self._lock_claims(ticket)
+            try:
+                yield self._rows[ticket.slot]
+            finally:
+                _lock(self._fd, fcntl.F_UNLCK, 2 * ticket.slot + 1)
+
+    def _lock_claims(self, ticket: Ticket) -> None:
+        for _ in range(_TRIES):
+            if _lock(self._fd, fcntl.F_WRLCK, 2 * ticket.slot + 1):
+                return
+            os.sched_yield()
+        raise Unavailable(f"others are claiming tokens of this reservation at {self._unit}; try again")
+
+    def _refuse_forged(self, ticket: Ticket) -> None:
+        if ticket.slot >= len(self._rows):
+            raise BadRequest(f"address: {self._unit} has {len(self._rows)} slots, and no slot {ticket.slot}")
+
+    def _refuse_ended(self, ticket: Ticket) -> None:
+        if self._rows[ticket.slot, _GENERATION] != ticket.generation:
+            raise self._ended()
+
+    def _ended(self) -> BadRequest:
+        return BadRequest(f"the reservation at {self._unit} is over")
+
+
+def _rows(fd: int, slots: int) -> I64:
+    """[slots, 4] words, mapped for as long as the array lives."""
+    words: I64 = np.frombuffer(mmap.mmap(fd, slots * ROW_BYTES), np.int64)
+    return words.reshape(slots, ROW_BYTES // 8)
+
+
+def _lock(fd: int, kind: int, first: int, count: int = 1) -> bool:
+    """Lock, or unlock, bytes for this open file description, without waiting. False: another holds them."""
+    flock = struct.pack("hhqqi0q", kind, os.SEEK_SET, first, count, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, flock)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

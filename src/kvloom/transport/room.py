@@ -1,0 +1,87 @@
+"""Where a shipment may write, and how its blocks are laid out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core.address import KVAddress, KVForm
+from kvloom.core.errors import BadRequest
+from kvloom.core.shipment import Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The blocks of an address. Both arenas' blocks are [2, page_tokens, token_bytes]; 0 is K, 1 is V.
+
+    own_blocks: how many the sender's arena has. allowed: [the peer's blocks], true for the address' own.
+    """
+
+    block_bytes: int
+    page_tokens: int
+    token_bytes: int
+    own_blocks: int
+    allowed: npt.NDArray[np.bool_]
+
+    @staticmethod
+    def of(
+        address: KVAddress,
+        begin: int,
+        end: int,
+        *,
+        own_blocks: int,
+        own_block_bytes: int,
+        peer_blocks: int,
+        peer_block_bytes: int,
+    ) -> Room:
+        """Raises BadRequest where the address cannot be the peer's, or [begin, end) is not in it."""
+        if not address.begin <= begin <= end <= address.end:
+            raise BadRequest(
+                f"begin, end: tokens [{begin}, {end}) are not all in the address' "
+                f"[{address.begin}, {address.end})"
+            )
+        if own_block_bytes != peer_block_bytes:
+            raise BadRequest(f"peer: blocks of {peer_block_bytes} bytes; here they have {own_block_bytes}")
+        token_bytes = _token_bytes(address.form, own_block_bytes)
+        last = max((first + length for first, length in address.blocks), default=0)
+        if last > peer_blocks:
+            raise BadRequest(f"address: block {last - 1} of an arena of {peer_blocks}")
+        allowed = np.zeros(peer_blocks, dtype=np.bool_)
+        allowed[address.block_map()] = True
+        return Room(own_block_bytes, address.form.tokens_per_block, token_bytes, own_blocks, allowed)
+
+    def check(self, parcel: Parcel) -> None:
+        """Raises BadRequest where a parcel leaves the room: an error of this unit, not of the peer."""
+        if not len(parcel.own):
+            return
+        inside = (
+            parcel.own.min() >= 0
+            and parcel.own.max() < self.own_blocks
+            and parcel.peer.min() >= 0
+            and parcel.peer.max() < len(self.allowed)
+            and self.allowed[parcel.peer].all()
+            and parcel.offsets.min() >= 0
+            and parcel.counts.min() >= 0
+            and (parcel.offsets + parcel.counts).max() <= self.page_tokens
+        )
+        if not inside:
+            raise BadRequest("parcel: blocks or tokens outside the address")
+
+
+def _token_bytes(form: KVForm, block_bytes: int) -> int:
+    """Bytes of one token's K in a block. Raises BadRequest where both arenas' blocks are not of this form."""
+    dtype = getattr(torch, form.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadRequest(f"address: no number format is called {form.dtype!r}")
+    if min(form.layers, form.kv_heads, form.head_dim, form.tokens_per_block) < 1:
+        raise BadRequest("address: its form has sizes below 1")
+    token_bytes = form.head_dim * dtype.itemsize
+    if form.block_bytes != block_bytes or form.tokens_per_block != block_bytes // (2 * token_bytes):
+        raise BadRequest(
+            f"address: blocks of {form.block_bytes} bytes for {form.tokens_per_block} tokens of "
+            f"2 x {token_bytes} bytes; here they have {block_bytes} bytes"
+        )
+    return token_bytes

@@ -1,0 +1,120 @@
+"""A sequence's K and V at a sender, the room for it at a receiver, and what must be there afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core.address import KVAddress, KVForm, Ticket
+from kvloom.core.arrays import I32
+from kvloom.core.geometry import Geometry
+from kvloom.core.shipment import Parcel, PlannedSend
+from kvloom.kernels import reference
+from tests.transport.units import Unit
+from tests.transport.wire import BLOCK_BYTES, BLOCKS
+
+LAYERS, HEADS = 3, 2
+
+
+class Nowhere:
+    """A shipment for those who need its parcels only."""
+
+    def put(self, parcel: Parcel) -> None:
+        raise NotImplementedError
+
+    async def arrived(self) -> None:
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class Context:
+    """Tokens [begin, end) lie in pages own_map [pages, layers, kv_heads] of the sender."""
+
+    sender: Unit
+    receiver: Unit
+    address: KVAddress
+    own_map: I32
+    before: npt.NDArray[np.uint8]
+
+    @staticmethod
+    def make(sender: Unit, receiver: Unit, begin: int, end: int, *, seed: int, head_dim: int = 16) -> Context:
+        """Both arenas are filled anew, and blocks are drawn anew."""
+        form = KVForm.of(Geometry(LAYERS, HEADS, head_dim, 4, BLOCK_BYTES), "float32")
+        sender.call("fill", seed=2 * seed)
+        receiver.call("fill", seed=2 * seed + 1)
+        rng = np.random.default_rng(seed)
+        ticket = receiver.open(begin)
+        empty = KVAddress(model="m", form=form, begin=begin, end=end, blocks=(), ticket=ticket)
+        shape = (empty.pages, LAYERS, HEADS)
+        own, peer = (rng.permutation(BLOCKS)[: np.prod(shape)].astype(np.int32) for _ in range(2))
+        address = KVAddress(
+            model="m",
+            form=form,
+            begin=begin,
+            end=end,
+            blocks=KVAddress.compress(peer.reshape(shape)),
+            ticket=ticket,
+        )
+        return Context(sender, receiver, address, own.reshape(shape), receiver.arena.copy())
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.address.ticket
+
+    def ship(self, begin: int, end: int) -> int:
+        return self.sender.ship(self.receiver.endpoint, self.address, begin, end)
+
+    def layers(self, begin: int, end: int) -> list[Parcel]:
+        """Tokens [begin, end), a parcel for each layer."""
+        owed = self._owed(begin, end)
+        return [owed.parcel(self.own_map, layer) for layer in range(LAYERS)]
+
+    def whole(self, begin: int, end: int) -> Parcel:
+        return self._owed(begin, end).whole(self.own_map)
+
+    def _owed(self, begin: int, end: int) -> PlannedSend:
+        size, skipped = self.address.form.tokens_per_block, self.address.first_page
+        pages = np.arange(begin // size, -(-end // size) if end > begin else 0, dtype=np.int32)
+        offsets = np.maximum(begin - pages * size, 0)
+        counts = np.minimum(end - pages * size, size) - offsets
+        local = (pages - skipped).astype(np.int32)
+        targets = self.address.block_map()[local]
+        return PlannedSend(Nowhere(), local, targets, offsets.astype(np.int32), counts.astype(np.int32))
+
+    def put(self, shipment: int, parcel: Parcel) -> int:
+        """The call's number; it is not waited for."""
+        arrays = [a.tolist() for a in (parcel.own, parcel.peer, parcel.offsets, parcel.counts)]
+        return self.sender.start("put", number=shipment, parcel=arrays)
+
+    def send(self, begin: int, end: int) -> None:
+        """Layer by layer, wholly."""
+        shipment = self.ship(begin, end)
+        for call in [self.put(shipment, parcel) for parcel in self.layers(begin, end)]:
+            self.sender.result(call)
+        self.sender.call("arrived", number=shipment)
+
+    def received(self) -> int:
+        return int(self.receiver.call("received", ticket=self.ticket))
+
+    def check(self, begin: int, end: int) -> None:
+        """The receiver's arena is as it was, but for tokens [begin, end), which are the sender's."""
+        form, parcel = self.address.form, self.whole(begin, end)
+        wanted = torch.from_numpy(self.before.copy()).view(-1)
+        reference.copy_blocks(
+            torch.from_numpy(self.sender.arena.copy()).view(-1),
+            wanted,
+            *(torch.from_numpy(a) for a in (parcel.own, parcel.peer, parcel.offsets, parcel.counts)),
+            block_bytes=BLOCK_BYTES,
+            page_tokens=form.tokens_per_block,
+            token_bytes=4 * form.head_dim,
+        )
+        np.testing.assert_array_equal(self.receiver.arena.ravel(), wanted.numpy())
+
+    def check_untouched(self) -> None:
+        np.testing.assert_array_equal(self.receiver.arena, self.before)

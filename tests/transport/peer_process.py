@@ -1,0 +1,163 @@
+"""One unit's end of the KV plane, a process: `python -m tests.transport.peer_process FD KIND NAME`.
+
+It answers calls on socket FD, each while others may wait. `set_gate` stops the copying thread once, at a
+piece: "before" its fence or "inside" of it, until `ungate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import msgspec
+import numpy as np
+import torch
+
+from kvloom.core.address import Endpoint, KVAddress, Ticket
+from kvloom.core.arrays import I32
+from kvloom.core.errors import KvloomError
+from kvloom.core.shipment import Parcel, Shipment
+from kvloom.kernels import block_copy
+from kvloom.kv.arena import Arena
+from kvloom.transport import plane
+from kvloom.transport.shm import ShmTransport
+from tests.transport.wire import BLOCK_BYTES, BLOCKS, SLOTS, Answer, Call, Made, read
+
+
+class Gate:
+    def __init__(self) -> None:
+        self._where = ""
+        self._skip = 0
+        self._reached, self._opened = threading.Event(), threading.Event()
+
+    def set(self, where: str, skip: int) -> None:
+        self._where, self._skip = where, skip
+        self._reached.clear()
+        self._opened.clear()
+
+    def pass_through(self, where: str) -> None:
+        """On the copying thread."""
+        if self._where == where:
+            self._skip -= 1
+            if self._skip < 0:
+                self._where = ""
+                self._reached.set()
+                self._opened.wait()
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self._reached.wait)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+class Unit:
+    """What can be called."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self._arena = Arena(BLOCKS, BLOCK_BYTES)
+        self._gate = Gate()
+        self._transport = _TRANSPORTS[kind](name, self._arena, self._gate)
+        self._shipments: dict[int, Shipment] = {}
+
+    async def made(self) -> Made:
+        return Made(os.getpid(), self._arena.fd, self._transport.endpoint)
+
+    async def fill(self, seed: int) -> None:
+        random = np.random.default_rng(seed).integers(0, 256, BLOCKS * BLOCK_BYTES, dtype=np.uint8)
+        self._arena.bytes.copy_(torch.from_numpy(random))
+
+    async def open(self, begin: int) -> Ticket:
+        return self._transport.open(begin)
+
+    async def received(self, ticket: Ticket) -> int:
+        return self._transport.received(ticket)
+
+    async def close(self, ticket: Ticket) -> bool:
+        return self._transport.close(ticket)
+
+    async def ship(self, number: int, peer: Endpoint, address: KVAddress, begin: int, end: int) -> None:
+        self._shipments[number] = self._transport.ship(peer, address, begin, end)
+
+    async def put(self, number: int, parcel: list[list[int]]) -> None:
+        """From a thread of its own."""
+        own, peer, offsets, counts = (np.array(array, np.int32) for array in parcel)
+        await asyncio.to_thread(self._shipments[number].put, Parcel(own, peer, offsets, counts))
+
+    async def arrived(self, number: int) -> None:
+        await self._shipments[number].arrived()
+
+    async def abandon(self, number: int) -> None:
+        self._shipments[number].abandon()
+
+    async def set_gate(self, where: str, skip: int) -> None:
+        self._gate.set(where, skip)
+
+    async def at_gate(self) -> None:
+        await self._gate.reached()
+
+    async def ungate(self) -> None:
+        self._gate.open()
+
+    async def drop(self) -> None:
+        """Let go of all shipments."""
+        self._shipments.clear()
+
+    async def forget(self, unit: str) -> None:
+        self._transport.forget(unit)
+
+    async def close_all(self) -> None:
+        self._transport.close_all()
+
+
+def _shm(name: str, arena: Arena, gate: Gate) -> ShmTransport:
+    copy_blocks, copy_piece = block_copy.copy_blocks, plane.ShmShipment._copy
+
+    def inside(
+        source: Any, target: Any, own: I32, peer: I32, offsets: I32, counts: I32, **layout: int
+    ) -> None:
+        gate.pass_through("inside")
+        copy_blocks(source, target, own, peer, offsets, counts, **layout)
+
+    def before(shipment: plane.ShmShipment, source: Any, parcel: Parcel, piece: Any) -> None:
+        gate.pass_through("before")
+        copy_piece(shipment, source, parcel, piece)
+
+    setattr(plane, "copy_blocks", inside)  # noqa: B010
+    setattr(plane, "PIECE", 4 * BLOCK_BYTES)  # noqa: B010
+    setattr(plane.ShmShipment, "_copy", before)  # noqa: B010
+    return ShmTransport(name, arena, slots=SLOTS)
+
+
+_TRANSPORTS: dict[str, Callable[[str, Arena, Gate], ShmTransport]] = {"shm": _shm}
+
+
+async def main(fd: int, kind: str, name: str) -> None:
+    """Until the caller closes its end."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
+    unit = Unit(kind, name)
+    calls: set[asyncio.Task[None]] = set()
+    while body := await read(reader):
+        calls.add(asyncio.create_task(_answer(unit, msgspec.msgpack.decode(body, type=Call), writer)))
+    os._exit(0)  # whoever still waits at the gate
+
+
+async def _answer(unit: Unit, call: Call, writer: asyncio.StreamWriter) -> None:
+    method = getattr(unit, call.method)
+    hints = get_type_hints(method)
+    try:
+        arguments = {name: msgspec.convert(value, hints[name]) for name, value in call.arguments.items()}
+        answer = Answer(call.number, await method(**arguments))
+    except KvloomError as error:
+        answer = Answer(call.number, error=error.to_wire())
+    body = msgspec.msgpack.encode(answer)
+    writer.write(len(body).to_bytes(4, "little") + body)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), *sys.argv[2:]))

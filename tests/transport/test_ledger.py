@@ -1,0 +1,95 @@
+"""The ledger alone: both its ends in one process, which its locks keep apart like two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kvloom.core.address import Ticket
+from kvloom.core.errors import BadRequest, QueueFull
+from kvloom.transport.ledger import Ledger, PeerLedger
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Ledger, PeerLedger]]:
+    ledger = Ledger(slots=2)
+    fd = os.open(f"/proc/self/fd/{ledger.fd}", os.O_RDWR)
+    yield ledger, PeerLedger("u", fd, 2)
+    os.close(fd)
+    ledger.release()
+
+
+def test_claims_and_deliveries_are_in_order(ends: tuple[Ledger, PeerLedger]) -> None:
+    ledger, peer = ends
+    ticket = ledger.open(5)
+    assert ledger.received(ticket) == 5
+    with pytest.raises(BadRequest, match="up to 5 "):
+        peer.claim(ticket, 6, 9)
+    peer.claim(ticket, 5, 9)
+    peer.claim(ticket, 9, 12)
+    assert not peer.deliver(ticket, 9, 12)
+    assert ledger.received(ticket) == 5
+    assert peer.deliver(ticket, 5, 9)
+    assert peer.deliver(ticket, 9, 12)
+    assert ledger.received(ticket) == 12
+
+
+def test_only_the_last_claim_can_be_given_back(ends: tuple[Ledger, PeerLedger]) -> None:
+    ledger, peer = ends
+    ticket = ledger.open(0)
+    peer.claim(ticket, 0, 4)
+    peer.claim(ticket, 4, 8)
+    peer.give_back(ticket, 0, 4)
+    with pytest.raises(BadRequest, match="up to 8 "):
+        peer.claim(ticket, 0, 4)
+    peer.give_back(ticket, 4, 8)
+    peer.claim(ticket, 4, 6)
+    ledger.close(ticket)
+    again = [ledger.open(4), ledger.open(4)]
+    peer.give_back(ticket, 3, 4)  # long over
+    for ticket in again:
+        peer.claim(ticket, 4, 5)
+
+
+def test_close_waits_for_writers_and_stops_the_next(ends: tuple[Ledger, PeerLedger]) -> None:
+    ledger, peer = ends
+    ticket = ledger.open(0)
+    peer.claim(ticket, 0, 4)
+    with peer.writing(ticket):
+        assert not ledger.close(ticket)
+        assert ledger.received(ticket) == 0
+    for refused in (lambda: peer.deliver(ticket, 0, 4), lambda: peer.claim(ticket, 4, 5)):
+        with pytest.raises(BadRequest, match="the reservation at u is over"):
+            refused()
+    assert ledger.close(ticket)
+    with pytest.raises(BadRequest, match="over"):
+        ledger.received(ticket)
+
+
+def test_a_slot_comes_back_with_another_generation(ends: tuple[Ledger, PeerLedger]) -> None:
+    ledger, peer = ends
+    old, other = ledger.open(1), ledger.open(2)
+    with pytest.raises(QueueFull):
+        ledger.open(3)
+    with peer.writing(old):
+        assert not ledger.close(old)
+        with pytest.raises(QueueFull):  # until nobody writes there
+            ledger.open(3)
+    assert ledger.close(old)
+    new = ledger.open(3)
+    assert (new.slot, new.generation) == (old.slot, old.generation + 1)
+    assert ledger.close(old)
+    assert ledger.received(new) == 3
+    assert ledger.received(other) == 2
+    with pytest.raises(BadRequest, match="over"):
+        peer.claim(old, 1, 2)
+    peer.claim(new, 3, 4)
+
+
+def test_slots_that_are_not_are_refused(ends: tuple[Ledger, PeerLedger]) -> None:
+    with pytest.raises(BadRequest, match="no slot 2"):
+        ends[1].claim(Ticket(2, 1), 0, 1)
+    with pytest.raises(BadRequest, match="over"):
+        ends[1].claim(Ticket(0, 1), 0, 1)

@@ -1,0 +1,98 @@
+"""What only shared memory can promise: at once, and leaving nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvloom.core.errors import BadRequest
+from tests.transport.context import Context
+from tests.transport.units import DEADLINE, Unit, units
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Unit, Unit]]:
+    with units("shm", "sender", "receiver") as (sender, receiver):
+        yield sender, receiver
+
+
+def test_close_waits_for_a_piece_and_no_longer(pair: tuple[Unit, Unit]) -> None:
+    """Pieces are of four blocks here; the third is under way when the reservation is closed."""
+    context = Context.make(*pair, 0, 100, seed=1)
+    sender, receiver = pair
+    shipment, parcel = context.ship(0, 100), context.whole(0, 100)
+    sender.call("set_gate", where="inside", skip=2)
+    context.put(shipment, parcel)
+    sender.call("at_gate")
+    assert not receiver.call("close", ticket=context.ticket)
+    assert not receiver.call("close", ticket=context.ticket)
+    sender.call("ungate")
+    with pytest.raises(BadRequest, match="over"):
+        sender.call("arrived", number=shipment)
+    assert receiver.call("close", ticket=context.ticket)
+    written = {i for i in range(len(receiver.arena)) if (receiver.arena[i] != context.before[i]).any()}
+    assert written == set(parcel.peer[:12].tolist())
+
+
+def test_a_sender_killed_inside_a_piece_holds_nothing(pair: tuple[Unit, Unit]) -> None:
+    context = Context.make(*pair, 0, 100, seed=2)
+    sender, receiver = pair
+    shipment = context.ship(0, 100)
+    sender.call("set_gate", where="inside", skip=2)
+    context.put(shipment, context.whole(0, 100))
+    sender.call("at_gate")
+    assert not receiver.call("close", ticket=context.ticket)
+    sender.kill()
+    assert receiver.call("close", ticket=context.ticket)
+
+
+def test_a_dead_peer_is_let_go_of(pair: tuple[Unit, Unit]) -> None:
+    """Its process' end alone does it, as do `forget` and another endpoint: no mapping, no descriptor."""
+    sender, receiver = pair
+    nothing = _held(sender)
+    Context.make(sender, receiver, 0, 100, seed=3).send(0, 100)
+    assert _held(sender) > nothing
+    sender.call("forget", unit="receiver")
+    _wait_until_held(sender, nothing)
+    Context.make(sender, receiver, 0, 100, seed=4).send(0, 100)
+    assert _held(sender) > nothing
+    receiver.kill()
+    _wait_until_held(sender, nothing)
+
+
+def test_a_loop_of_reservations_and_sends_holds_no_more(pair: tuple[Unit, Unit]) -> None:
+    sender, receiver = pair
+    held: list[tuple[int, int]] = []
+    for seed in range(8):
+        context = Context.make(sender, receiver, 0, 40, seed=seed)
+        context.send(0, 40)
+        receiver.close_soon(context.ticket)
+        held.append((_held(sender), _held(receiver)))
+    _wait_until_held(sender, held[0][0])
+    _wait_until_held(receiver, held[0][1])
+
+
+def _held(unit: Unit) -> int:
+    """Descriptors of the process, and its mappings of the KV plane's memory."""
+    process = Path(f"/proc/{unit.process.pid}")
+    maps = (process / "maps").read_text().count("/memfd:kvloom-")
+    return len(list((process / "fd").iterdir())) + maps
+
+
+def _wait_until_held(unit: Unit, held: int) -> None:
+    """Its threads may take a moment to let go."""
+    end = time.monotonic() + DEADLINE
+    while _held(unit) != held:
+        unit.call("drop")
+        assert time.monotonic() < end, f"{_held(unit)} held, not {held}"
+
+
+def test_arena_bytes_are_seen_by_these_tests(pair: tuple[Unit, Unit]) -> None:
+    sender, _ = pair
+    sender.call("fill", seed=5)
+    random = np.random.default_rng(5).integers(0, 256, sender.arena.size, dtype=np.uint8)
+    np.testing.assert_array_equal(sender.arena.ravel(), random)

@@ -1,0 +1,109 @@
+"""Units of the KV plane in processes of their own, as a test calls them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.core.address import Endpoint, KVAddress, Ticket
+from kvloom.core.errors import KvloomError
+from tests.transport.wire import BLOCK_BYTES, BLOCKS, Answer, Call, Made
+
+DEADLINE = 60.0
+
+
+class Unit:
+    """arena: [blocks, block_bytes], the process' own memory."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "tests.transport.peer_process", str(theirs.fileno()), kind, name]
+        environment = {**os.environ, "NIXL_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        theirs.close()
+        ours.settimeout(DEADLINE)
+        self.name = name
+        self._socket = ours
+        self._file = ours.makefile("rb")
+        self._calls = 0
+        self._answers: dict[int, Answer] = {}
+        self._shipments = 0
+        made = msgspec.convert(self.call("made"), Made)
+        self.endpoint: Endpoint = made.endpoint
+        fd = os.open(f"/proc/{made.pid}/fd/{made.fd}", os.O_RDWR)
+        bytes_: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, BLOCKS * BLOCK_BYTES), np.uint8)
+        self.arena = bytes_.reshape(BLOCKS, BLOCK_BYTES)
+        os.close(fd)
+
+    def start(self, method: str, **arguments: object) -> int:
+        self._calls += 1
+        body = msgspec.msgpack.encode(Call(self._calls, method, arguments))
+        self._socket.sendall(len(body).to_bytes(4, "little") + body)
+        return self._calls
+
+    def result(self, number: int) -> Any:
+        """Raises the error that the call did; EOFError where the process has ended."""
+        while number not in self._answers:
+            size = self._file.read(4)
+            if not size:
+                raise EOFError(f"{self.name} has ended")
+            answer = msgspec.msgpack.decode(self._file.read(int.from_bytes(size, "little")), type=Answer)
+            self._answers[answer.number] = answer
+        answer = self._answers.pop(number)
+        if answer.error is not None:
+            raise KvloomError.from_wire(answer.error)
+        return answer.result
+
+    def call(self, method: str, **arguments: object) -> Any:
+        return self.result(self.start(method, **arguments))
+
+    def open(self, begin: int) -> Ticket:
+        return msgspec.convert(self.call("open", begin=begin), Ticket)
+
+    def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> int:
+        """The shipment's number."""
+        self._shipments += 1
+        self.call("ship", number=self._shipments, peer=peer, address=address, begin=begin, end=end)
+        return self._shipments
+
+    def close_soon(self, ticket: Ticket) -> None:
+        """Ask until nobody writes any more."""
+        while not self.call("close", ticket=ticket):
+            pass
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(DEADLINE)
+
+    def end(self) -> None:
+        self._file.close()
+        self._socket.close()
+        if self.process.poll() is None:
+            try:
+                self.process.wait(DEADLINE)
+            finally:
+                self.process.kill()
+                self.process.wait()
+
+
+@contextmanager
+def units(kind: str, *names: str) -> Iterator[list[Unit]]:
+    started: list[Unit] = []
+    try:
+        for name in names:
+            started.append(Unit(kind, name))
+        yield started
+    finally:
+        for unit in started:
+            unit.end()
