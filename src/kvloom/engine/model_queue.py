@@ -50,7 +50,7 @@ class ModelQueue:
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, and what is cached of its tokens."""
         self.waiting.remove(sequence)
-        sequence.adopted(self.cache.adopt(sequence.id, sequence.tokens.all, sequence.cacheable))
+        sequence.adopted(self.cache.adopt(sequence.id, sequence.tokens.list(), sequence.cacheable))
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
         self.cached_tokens += sequence.computed
@@ -63,7 +63,7 @@ class ModelQueue:
             self.running.remove(sequence)
             if sequence.outbound:
                 sequence.outbound.hold(self.cache, sequence.id)
-            self.cache.keep(sequence.id, sequence.tokens.all, tail=True)
+            self.cache.keep(sequence.id, sequence.tokens.list(), tail=True)
             self.cache.remove_sequence(sequence.id)
             sequence.computed = 0
         elif sequence in self.waiting:  # a sibling that has not forked yet is in neither list

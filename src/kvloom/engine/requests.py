@@ -146,7 +146,7 @@ class Requests:
                 sequence.outbound.computed(sequence.computed)
             if sequence.pending == 0:
                 if flight.job.phase is Phase.PREFILL:
-                    queue.cache.keep(sequence.id, sequence.tokens.all)
+                    queue.cache.keep(sequence.id, sequence.tokens.list())
                 siblings, sequence.siblings = sequence.siblings, []
                 for sibling in siblings:
                     if not sibling.cancelled:

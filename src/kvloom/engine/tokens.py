@@ -33,9 +33,9 @@ class Tokens:
         self._room[self._made] = token
         self._made += 1
 
-    @property
-    def all(self) -> I64:
-        return self.between(0, len(self))
+    def list(self) -> list[int]:
+        """All, copied."""
+        return [*self.prompt.tolist(), *self.output.tolist()]
 
     def between(self, start: int, end: int) -> I64:
         """Tokens [start, end), counted from the prompt's first."""
