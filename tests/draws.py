@@ -58,3 +58,16 @@ def softmax(values: F64) -> F64:
     weights = np.exp(values - values.max())
     total: F64 = weights / weights.sum()
     return total
+
+
+def bent(logits: Tensor, chosen: SamplingParams, prompt: list[int], output: list[int]) -> F64:
+    """Repetition, then OpenAI's formula μ − c·frequency − (c > 0)·presence over the output, then the bias."""
+    out = logits.double().numpy().copy()
+    for token in {*prompt, *output}:
+        factor = chosen.repetition_penalty
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+    for token in range(len(out)):
+        count = output.count(token)
+        out[token] -= count * chosen.frequency_penalty + (count > 0) * chosen.presence_penalty
+        out[token] += chosen.logit_bias.get(token, 0.0)
+    return out

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from kvloom.core.job import SampleRow
-from kvloom.core.sampling import SamplingParams
 from kvloom.model.sampler import sample
-from tests.draws import F64, VOCAB, draw, follows, ids, params, random_logits, softmax
+from tests.draws import VOCAB, bent, draw, follows, ids, params, random_logits, softmax
 
 
 def test_repetition_penalty_is_transformers_own() -> None:
@@ -23,19 +21,6 @@ def test_repetition_penalty_is_transformers_own() -> None:
             )
             row = SampleRow(0, 1, 0, params(repetition_penalty=penalty), ids(*prompt), ids(*output))
             assert sample(logits, [row])[0] == wanted.argmax(-1).tolist()
-
-
-def bent(logits: Tensor, chosen: SamplingParams, prompt: list[int], output: list[int]) -> F64:
-    """Repetition, then OpenAI's formula μ − c·frequency − (c > 0)·presence over the output, then the bias."""
-    out = logits.double().numpy().copy()
-    for token in {*prompt, *output}:
-        factor = chosen.repetition_penalty
-        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
-    for token in range(VOCAB):
-        count = output.count(token)
-        out[token] -= count * chosen.frequency_penalty + (count > 0) * chosen.presence_penalty
-        out[token] += chosen.logit_bias.get(token, 0.0)
-    return out
 
 
 def test_penalties_and_bias_by_their_definitions() -> None:

@@ -35,7 +35,8 @@ class Sequence:
     """[0, computed) of its tokens have K and V in the cache.
 
     order: (priority, arrival, choice); who is smaller goes first and is preempted last. siblings: choices
-    that fork off this one when its prompt has been computed.
+    that fork off this one when its prompt has been computed. prompt_logprobs: those known so far, in
+    one list for all choices.
     """
 
     id: int
@@ -45,9 +46,9 @@ class Sequence:
     order: tuple[int, int, int]
     sampling: SamplingParams
     tokens: Tokens
+    prompt_logprobs: list[TokenLogprob]
     guide: GuideState | None = None
     siblings: list[Sequence] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     computed: int = 0
     in_job: bool = False
     cancelled: bool = False
@@ -98,7 +99,7 @@ class Sequence:
         """The prompt's tokens whose log-probability the next `count` tokens, from the forward's token `row`
         on, give for the first time."""
         top = self.sampling.prompt_logprobs
-        if top is None or self.choice:  # the first choice tells for all
+        if top is None:
             return []
         first = max(self.computed, len(self.prompt_logprobs))
         last = min(self.computed + count, self.prompt_length - 1)
