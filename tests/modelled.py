@@ -160,6 +160,9 @@ class ModelledExecutor:
                 self.wrong.append(f"{job.model}: sequence {plan.sequences[i]} lost what it wrote")
             histories += [history[: start + j + 1] for j in range(count)]
             begin += count
+        for s in job.samples:
+            if [*s.prompt, *s.output] != histories[s.row] or s.index != len(s.output):
+                self.wrong.append(f"{job.model}: a draw is told of tokens that are not its own")
         tokens = [next_token(job.model, histories[s.row], s.key, s.index, s.params) for s in job.samples]
         prompts = [TokenLogprob(surprise(job.model, histories[p.row], p.token)) for p in job.prompts]
         return JobResult(tokens, [None] * len(tokens), prompts, 0.0)

@@ -124,8 +124,8 @@ class ScriptedEngine:
         self.bodies.append(body)
         frame: list[Event] = []
         try:
-            top = body.sampling.prompt_logprobs
-            if top is not None and body.prompt[1:]:  # an engine says nothing of a prompt of one token
+            if body.sampling.prompt_logprobs is not None:
+                top = body.sampling.prompt_logprobs
                 yield [PromptEvent([_logprob(one, top) for one in body.prompt[1:]])]
             for count, event in enumerate(self._events(body)):
                 frame.append(event)

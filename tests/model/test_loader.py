@@ -1,9 +1,9 @@
-"""What is no checkpoint for us is refused in one line that names the model; what is, is held once."""
+"""What is no checkpoint for us is refused in one line that names the model; what is has a card."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +11,20 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from kvloom.core.errors import ConfigError
 from kvloom.core.request import SamplingDefaults
 from kvloom.core.spec import ModelSpec
 from kvloom.model.executor import TorchExecutor
-from kvloom.model.linear import FusedLinear, PackedLinear, Part
-from kvloom.model.loader import LoadedModel, load_model
-from tests.checkpoints import EOS, VOCAB, make_checkpoint, save_tokenizer
-
-BLOCK = 2048
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-def load(path: Path | str, **changes: Any) -> LoadedModel:
-    return load_model(ModelSpec(name="mine", path=str(path), **changes), BLOCK)
-
-
-def refusal(path: Path | str, **changes: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(path, **changes)
-    message = caught.value.message
-    assert message.startswith("models.mine: ")
-    assert "\n" not in message
-    assert len(message) < 600
-    return message
+from kvloom.model.loader import load_model
+from tests.checkpoints import EOS, VOCAB, make_checkpoint
+from tests.model.loading import BLOCK, load, reconfigure, refusal
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def reconfigure(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
-
-
-@pytest.fixture
-def qwen(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path, "qwen2")
 
 
 @pytest.fixture
@@ -153,59 +121,6 @@ def test_a_broken_tokenizer(qwen: Path) -> None:
     refusal(qwen)
 
 
-def make(path: Path, kind: str, maker: Any = transformers.AutoModelForCausalLM, **config: Any) -> Path:
-    base = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "eos_token_id": EOS,
-        "bos_token_id": None,
-        "pad_token_id": None,
-    }
-    torch.manual_seed(0)
-    maker.from_config(getattr(transformers, kind)(**(base | config))).save_pretrained(path)
-    save_tokenizer(path, VOCAB)
-    return path
-
-
-def test_latent_attention(tmp_path: Path) -> None:
-    path = make(
-        tmp_path,
-        "DeepseekV3Config",
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=8,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-    )
-    assert "latent attention" in refusal(path)
-
-
-def test_recurrent_layers(tmp_path: Path) -> None:
-    path = make(tmp_path, "MambaConfig", state_size=4, num_hidden_layers=2)
-    assert "does not use transformers' attention interface" in refusal(path)
-
-
-def test_layers_that_drop_what_attention_needs(tmp_path: Path) -> None:
-    path = make(tmp_path, "StableLmConfig", num_key_value_heads=2)
-    assert "its layers do not pass on what kvloom's attention needs" in refusal(path)
-
-
-def test_attention_sinks(tmp_path: Path) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    path = make(tmp_path, "GptOssConfig", num_key_value_heads=2, head_dim=16, sliding_window=24, **experts)
-    assert "attention sinks" in refusal(path)
-
-
 @pytest.mark.parametrize("kind", ["their_own", "qwen2"])
 def test_code_in_a_checkpoint_is_never_run(qwen: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
@@ -216,34 +131,6 @@ def test_code_in_a_checkpoint_is_never_run(qwen: Path, kind: str, capfd: pytest.
     else:
         assert "it needs code of its own" in refusal(qwen)
     assert "trust" not in capfd.readouterr().out
-
-
-def test_layers_of_both_kinds(tmp_path: Path) -> None:
-    path = make(
-        tmp_path,
-        "Lfm2Config",
-        num_hidden_layers=3,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention", "conv"],
-        block_ff_dim=48,
-    )
-    assert "only 1 of its 3 layers are attention" in refusal(path)
-
-
-def test_encoder_decoder(tmp_path: Path) -> None:
-    path = make(
-        tmp_path,
-        "T5Config",
-        transformers.AutoModelForSeq2SeqLM,
-        d_model=32,
-        d_ff=32,
-        d_kv=8,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    assert "encoder-decoder" in refusal(path)
 
 
 def test_a_block_too_small_for_a_token(qwen: Path) -> None:
@@ -295,50 +182,6 @@ def test_a_rope_that_does_not_change_keeps_its_length(tmp_path: Path) -> None:
         "original_max_position_embeddings": 64,
     }
     assert load(make_checkpoint(tmp_path, "qwen2", rope_parameters=rope)).card.context_length == 256
-
-
-def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Every tensor that the module keeps, those in oneDNN's layout and in fused sisters included."""
-    yield from module.parameters()
-    fused: dict[int, FusedLinear] = {}
-    packed: list[PackedLinear] = []
-    for child in module.modules():
-        if isinstance(child, Part):
-            fused[id(child._fused)] = child._fused
-        if isinstance(child, PackedLinear):
-            packed.append(child)
-    packed += [one.linear for one in fused.values()]
-    for linear in packed:
-        yield linear.packed
-        if linear.bias is not None:
-            yield linear.bias
-
-
-def weight_bytes(module: nn.Module) -> int:
-    held = {(t if t.is_mkldnn else t.data_ptr()): t.numel() * t.element_size() for t in tensors(module)}
-    return sum(held.values())
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3", "gpt_neox"])  # llama's head is tied
-def test_weights_are_held_once(architecture: str, tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, architecture)
-    model = load(path)
-    stock = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    whole = sum(p.numel() * 4 for p in stock.parameters())
-    assert model.card.parameters * 4 == whole
-    assert whole <= weight_bytes(model.module) <= whole * 1.02  # oneDNN pads odd sizes a little
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_heads_tied_and_not(tied: bool, tmp_path: Path) -> None:
-    """The prove step has compared the logits; here, that a tied head is the embedding."""
-    path = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=tied)
-    module: Any = load(path).module
-    head, embedding = module.lm_head, module.get_input_embeddings().weight
-    if tied:
-        assert head.weight.data_ptr() == embedding.data_ptr()
-    else:
-        assert isinstance(head, PackedLinear)
 
 
 def test_the_card(qwen: Path) -> None:

@@ -139,7 +139,7 @@ def test_an_early_request_is_not_answered(tmp_path: Path, early: bytes) -> None:
 def test_a_client_that_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request ends in the engine, and long before all is said."""
     monkeypatch.setattr(ClientConnection, "READ_SECONDS", 0.05)
-    most = 1 << 20
+    most = 1 << 16
     engine = ScriptedEngine(lambda *_: tokens("a") * most, [card(context_length=2 * most)])
     ask = {"model": "tiny", "prompt": "hi", "max_tokens": most, "stream": True}
     body = json.dumps(ask).encode()

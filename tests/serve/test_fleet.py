@@ -7,6 +7,7 @@ import os
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,12 +23,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--kv-memory", "8MiB", *(word for path in paths for word in ("--model", f"{path.name}={path}"))]
 
 
-def ask(url: str, model: str) -> dict[str, object]:
-    body = json.dumps({"model": model, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+def ask(url: str, model: str, **parameters: object) -> dict[str, Any]:
+    given = {"model": model, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True} | parameters
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(given).encode(), {"content-type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=60) as response:
-        answer: dict[str, object] = json.load(response)
+        answer: dict[str, Any] = json.load(response)
     return answer
+
+
+def tokens_made(url: str, model: str) -> int:
+    made: int = ask(url, model)["usage"]["completion_tokens"]
+    return made
 
 
 def test_serves_until_ctrl_c(models: list[str]) -> None:
@@ -35,9 +43,9 @@ def test_serves_until_ctrl_c(models: list[str]) -> None:
         url = running.wait_until_ready()
         assert "curl http" in running.wait_for("Try:")
         for model in ("llama", "qwen3"):
-            usage = ask(url, model)["usage"]
-            assert isinstance(usage, dict)
-            assert usage["completion_tokens"] == 4
+            assert tokens_made(url, model) == 4
+        alone = ask(url, "llama", prompt=[1], max_tokens=0, echo=True, logprobs=1)["choices"][0]["logprobs"]
+        assert (alone["token_logprobs"], alone["top_logprobs"]) == ([None], [None])
         children = running.children()
         assert set(children) == {"engine_process", "gateway_process"}
         with outlived(list(children.values())):
@@ -52,14 +60,30 @@ def test_nothing_outlives_a_killed_supervisor(models: list[str]) -> None:
             assert running.end(signal.SIGKILL) == -signal.SIGKILL
 
 
-def test_an_engine_that_dies_ends_the_fleet(models: list[str]) -> None:
+@pytest.mark.parametrize("name", ["engine", "gateway"])
+def test_a_process_that_dies_ends_the_fleet(models: list[str], name: str) -> None:
     with fleet(*models) as running:
         running.wait_until_ready()
         children = running.children()
         with outlived(list(children.values())):
-            os.kill(children["engine_process"], signal.SIGKILL)
+            os.kill(children[f"{name}_process"], signal.SIGKILL)
             assert running.process.wait(60) == 1
-        assert running.errors().startswith("kvloom: the engine was killed by SIGKILL")
+        errors = running.errors()
+        assert errors.startswith(f"kvloom: the {name} was killed by SIGKILL")
+        assert errors.count("\n") == 1
+
+
+def test_two_fleets_at_once(models: list[str]) -> None:
+    """Neither knows of the other, and one goes on when the other has ended."""
+    with fleet(*models) as one, fleet(*models) as other:
+        first, second = one.wait_until_ready(), other.wait_until_ready()
+        assert first != second
+        for _ in range(2):
+            assert tokens_made(first, "llama") == tokens_made(second, "llama") == 4
+        assert one.end(signal.SIGTERM) == 0
+        assert tokens_made(second, "qwen3") == 4
+        assert other.end(signal.SIGTERM) == 0
+        assert one.errors() + other.errors() == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -90,3 +114,20 @@ def test_a_refused_model_is_one_line(tmp_path: Path) -> None:
         errors = running.errors()
         assert errors.startswith("kvloom: models.bad: ")
         assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
+def test_a_hub_that_cannot_be_reached_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """And is asked once."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with fleet("--model", "far=some/model") as running:
+        assert running.process.wait(60) == 2
+        errors = running.errors()
+        assert errors.startswith(f"kvloom: models.far: some/model: the hub at {url} cannot be reached")
+        assert errors.count("\n") == 1
+        assert running.process.stdout is not None
+        assert "Retrying" not in running.process.stdout.read()

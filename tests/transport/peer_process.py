@@ -24,9 +24,10 @@ from kvloom.core.errors import KvloomError
 from kvloom.core.shipment import Parcel, Shipment
 from kvloom.kernels import block_copy
 from kvloom.kv.arena import Arena
-from kvloom.transport import plane
+from kvloom.transport import nixl_plane, nixl_shipment, plane
+from kvloom.transport.nixl import NixlTransport
 from kvloom.transport.shm import ShmTransport
-from tests.transport.wire import BLOCK_BYTES, BLOCKS, SLOTS, Answer, Call, Made, read
+from tests.transport.wire import BLOCK_BYTES, BLOCKS, GRANT, SLOTS, Answer, Call, Made, read
 
 
 class Gate:
@@ -134,7 +135,23 @@ def _shm(name: str, arena: Arena, gate: Gate) -> ShmTransport:
     return ShmTransport(name, arena, slots=SLOTS)
 
 
-_TRANSPORTS: dict[str, Callable[[str, Arena, Gate], ShmTransport]] = {"shm": _shm}
+def _nixl(name: str, arena: Arena, gate: Gate) -> NixlTransport:
+    write = nixl_plane.NixlPlane._write
+
+    def before(self: nixl_plane.NixlPlane, shipment: nixl_shipment.NixlShipment, piece: Parcel) -> None:
+        gate.pass_through("before")
+        gate.pass_through("inside")
+        write(self, shipment, piece)
+
+    setattr(nixl_plane.NixlPlane, "_write", before)  # noqa: B010
+    setattr(nixl_shipment, "PIECE", 4 * BLOCK_BYTES)  # noqa: B010
+    return NixlTransport(name, arena, slots=SLOTS, grant=GRANT)
+
+
+_TRANSPORTS: dict[str, Callable[[str, Arena, Gate], ShmTransport | NixlTransport]] = {
+    "shm": _shm,
+    "nixl": _nixl,
+}
 
 
 async def main(fd: int, kind: str, name: str) -> None:

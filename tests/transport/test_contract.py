@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -16,7 +17,14 @@ from tests.transport.context import HEADS, LAYERS, Context
 from tests.transport.units import Unit, units
 from tests.transport.wire import BLOCKS, SLOTS
 
-KINDS = ["shm"]
+NIXL = find_spec("nixl_cu13") is not None
+KINDS = [
+    "shm",
+    pytest.param(
+        "nixl",
+        marks=pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'"),
+    ),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -169,7 +177,7 @@ def _forgeries(address: KVAddress) -> Iterator[tuple[str, KVAddress]]:
         "block 534 of": {"blocks": ((BLOCKS - 1, 4 * LAYERS * HEADS),)},
         "blocks for 4 pages": {"blocks": ((0, 1),)},
         "are not all": {"end": 50},
-        "slot": {"ticket": Ticket(SLOTS, 1)},
+        "slot|over": {"ticket": Ticket(SLOTS, 1)},
         "over": {"ticket": Ticket(address.ticket.slot, address.ticket.generation + 1)},
         "blocks of": {"form": msgspec.structs.replace(form, block_bytes=8192)},
         "tokens of": {"form": msgspec.structs.replace(form, tokens_per_block=31)},

@@ -13,6 +13,7 @@ from kvloom.core.errors import WireError
 BLOCKS: Final = 512
 BLOCK_BYTES: Final = 4096
 SLOTS: Final = 64
+GRANT: Final = 2.0  # seconds a NIXL sender may write unheard
 
 
 class Call(Struct, array_like=True):

@@ -51,7 +51,7 @@ class Requests:
         queue = self._queues[body.model]
         self._admits(body, queue)
         arrival = next(self._arrivals)
-        prompt = np.asarray(body.prompt, dtype=np.int64)
+        prompt, prompt_logprobs = np.asarray(body.prompt, dtype=np.int64), list[TokenLogprob]()
         sequences = [
             Sequence(
                 id=self.new_id(),
@@ -61,6 +61,7 @@ class Requests:
                 order=(body.priority, arrival, choice),
                 sampling=body.sampling,
                 tokens=Tokens(prompt),
+                prompt_logprobs=prompt_logprobs,
                 guide=guide,
             )
             for choice, guide in enumerate(guides)
@@ -70,7 +71,7 @@ class Requests:
         first.siblings.extend(siblings)
         stream = self._streams[body.request] = Stream(body, sequences)
         if body.sampling.prompt_logprobs is not None and len(body.prompt) == 1:
-            stream.add(PromptEvent([]))  # all there is: nothing comes before the only token
+            stream.add(PromptEvent(prompt_logprobs))  # all there is: nothing comes before the only token
         queue.enqueue(first, now)
         return stream
 
@@ -182,10 +183,10 @@ class Requests:
 
     def _report_prompt(self, sequence: Sequence, logprob: TokenLogprob) -> None:
         sequence.prompt_logprobs.append(logprob)
-        if sequence.cancelled:
+        if len(sequence.prompt_logprobs) < sequence.prompt_length - 1:
             return
-        stream = self._streams[sequence.request]
-        if len(sequence.prompt_logprobs) == sequence.prompt_length - 1:
+        stream = self._streams.get(sequence.request)
+        if stream and sequence in stream.sequences:  # it may have ended, but not all choices with it
             stream.add(PromptEvent(sequence.prompt_logprobs))
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:

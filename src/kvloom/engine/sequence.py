@@ -36,8 +36,9 @@ class Sequence:
     """[0, computed) of its tokens have K and V in the cache.
 
     order: (priority, arrival, choice); who is smaller goes first and is preempted last. siblings: choices
-    that fork off this one when its prompt has been computed. cached: tokens of the prompt that needed no
-    computing when it was first admitted. outbound: what it owes a peer.
+    that fork off this one when its prompt has been computed. prompt_logprobs: those known so far, in
+    one list for all choices. cached: tokens of the prompt that needed no computing when it was first
+    admitted. outbound: what it owes a peer.
     """
 
     id: int
@@ -47,10 +48,10 @@ class Sequence:
     order: tuple[int, int, int]
     sampling: SamplingParams
     tokens: Tokens
+    prompt_logprobs: list[TokenLogprob]
     guide: GuideState | None = None
     outbound: Outbound | None = None
     siblings: list[Sequence] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     computed: int = 0
     cached: int | None = None
     in_job: bool = False
@@ -89,12 +90,12 @@ class Sequence:
 
     @property
     def cacheable(self) -> int:
-        """Tokens that may come from the cache: all but the last, whose logits are needed, and none while the
-        prompt's own logits are."""
-        asked = (
-            self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
-        )
-        return 0 if asked and not self.choice else len(self.tokens) - 1
+        """Tokens that may come from the cache: all but the last, whose logits are needed, and only those
+        whose log-probabilities are known where they are asked for."""
+        known, wanted = len(self.prompt_logprobs), self.prompt_length - 1
+        if self.sampling.prompt_logprobs is not None and known < wanted:
+            return known
+        return len(self.tokens) - 1
 
     def adopted(self, tokens: int) -> None:
         """The sequence begins with `tokens` tokens of the cache."""
@@ -122,7 +123,7 @@ class Sequence:
         """The prompt's tokens whose log-probability the next `count` tokens, from the forward's token `row`
         on, give for the first time."""
         top = self.sampling.prompt_logprobs
-        if top is None or self.choice:  # the first choice tells for all
+        if top is None:
             return []
         first = max(self.computed, len(self.prompt_logprobs))
         last = min(self.computed + count, self.prompt_length - 1)

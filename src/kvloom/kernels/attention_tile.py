@@ -12,6 +12,7 @@ from kvloom.kernels.vector import (
     maximum,
     multiply,
     multiply_add,
+    prefetch,
     read,
     splat,
     store,
@@ -24,6 +25,8 @@ from kvloom.kernels.vector import (
 
 TILE = 64  # tokens whose scores are held at once; a multiple of LANES
 LOWEST = -3e38
+_LINE = 64
+_AHEAD = 8  # rows of k; past its end comes v
 
 
 @njit(inline="never")
@@ -33,6 +36,8 @@ def score(scores, q, q_head, k, count, group, dim):  # type: ignore[no-untyped-d
     for t in range(0, count - 3, 4):
         k0 = k + t * row
         k1, k2, k3 = k0 + row, k0 + 2 * row, k0 + 3 * row
+        for i in range(0, 4 * row, _LINE):
+            prefetch(k0 + _AHEAD * row + i)
         for g in range(group):
             x, at = q + g * q_head, scores + (g * TILE + t) * 4
             s0 = s1 = s2 = s3 = splat(0.0)

@@ -81,8 +81,8 @@ def attend(a, counters):  # type: ignore[no-untyped-def]
 
     Heads go inside tiles, for the blocks of a page are likelier neighbours in memory than those of a head.
     Scratch is scores [group, TILE] and, for each head, sums [group, D] of V weighted by exp(score - best),
-    best [group] and norm [group]. The memory's own prefetchers follow a block better than fetching the next
-    one by hand does (34 against 29 GB/s on Zen 4).
+    best [group] and norm [group]. Fetching a few rows ahead is better than fetching the whole next block
+    (34 against 29 GB/s on Zen 4), where the memory's own prefetchers no longer help.
     """
     group, row, scale, softcap = a.group, a.head_dim * 4, np.float32(a.scale), np.float32(a.softcap)
     to_v = a.page_tokens * row

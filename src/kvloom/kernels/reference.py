@@ -104,3 +104,13 @@ def copy_blocks(
             spans = [slice(v + first * token_bytes, v + (first + n) * token_bytes) for v in (0, half)]
         for span in spans:
             targets[o, span] = rows[i, span]
+
+
+def panel_product(x: Tensor, w: Tensor) -> Tensor:
+    """x [n, K] · w [K, 64], one panel of a packed weight."""
+    return x @ w
+
+
+def score(q: Tensor, k: Tensor) -> Tensor:
+    """q [n, D] · k [t, D]ᵀ: an attention tile's scores, and a tied head's logits."""
+    return q @ k.T

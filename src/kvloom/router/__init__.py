@@ -1,1 +1,7 @@
-"""Deciding for the fleet: which engine does what. No torch."""
+"""Deciding for the fleet: which engine does what. No torch. What a program needs is here."""
+
+from kvloom.router.call import Call, Frames, Spot
+from kvloom.router.fleet import Fleet
+from kvloom.router.replica import Replica
+
+__all__ = ["Call", "Fleet", "Frames", "Replica", "Spot"]

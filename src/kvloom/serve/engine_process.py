@@ -24,6 +24,10 @@ def main(parent: Parent) -> None:
 
 async def serve(parent: Parent, order: EngineOrder) -> None:
     """Load the models, then answer verbs until SIGTERM, which the parent's end is too."""
+    from kvloom.serve.hub import require_hub  # noqa: PLC0415
+
+    spec = order.spec
+    require_hub(spec.models)
     # torch is imported here, after the supervisor has been told, and in no other process
     import transformers  # noqa: PLC0415
 
@@ -34,7 +38,6 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     from kvloom.serve.server import Server  # noqa: PLC0415
 
     transformers.logging.disable_progress_bar()
-    spec = order.spec
     executor = TorchExecutor.load(
         list(spec.models),
         kv_bytes=spec.kv_bytes,

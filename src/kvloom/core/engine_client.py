@@ -1,0 +1,48 @@
+"""How anyone calls an engine: over HTTP in the real world, directly in the simulated one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from kvloom.core.load import UnitLoad
+from kvloom.core.request import Event, ModelCard, StartGenerate
+from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+
+
+class Server(Protocol):
+    """Whoever answers requests: one engine, or a router before many. Every method raises KvloomError: the
+    engine's own, or Unavailable where it cannot be reached."""
+
+    async def models(self) -> list[ModelCard]:
+        """The models that are served."""
+
+    def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        """Frames of events, until each choice has had its EndEvent. Closing the generator early aborts the
+        request and gives its blocks back within one job. Errors of admission are raised on the first
+        step, before any event."""
+
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it, and give back what it has reserved, wherever it stands; unknown
+        or ended ones are fine."""
+
+
+class EngineClient(Server, Protocol):
+    """One engine: the verbs (Microserving, section 3.1), each described by its body in core.verbs."""
+
+    async def prep_recv(self, body: PrepRecv) -> Prepared: ...
+
+    async def remote_send(self, body: RemoteSend) -> Sent: ...
+
+    async def renew(self, request: str) -> Lease:
+        """Raises BadRequest where nothing is reserved for `request`."""
+
+    async def pin(self, body: Prefix) -> Held:
+        """Keep what is cached of the prefix until `unpin`, which undoes one `pin`."""
+
+    async def unpin(self, body: Prefix) -> Held: ...
+
+    async def evict(self, body: Prefix) -> Held:
+        """Drop what is cached of the prefix and past it, as far as nobody uses it."""
+
+    async def load(self) -> UnitLoad: ...

@@ -1,0 +1,195 @@
+"""One request under a program: the verbs it may use, and what they hold until the request is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from msgspec.structs import replace
+
+from kvloom.core.address import Endpoint, KVAddress, resolve
+from kvloom.core.clock import Clock
+from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
+from kvloom.core.request import Event, StartGenerate
+from kvloom.core.verbs import PrepRecv, RemoteSend, Sent
+from kvloom.router.fleet import Fleet
+from kvloom.router.replica import Replica
+
+Frames = AsyncGenerator[list[Event], None]
+What = Literal["room", "work"]
+
+_REFUSALS: Final = (BadRequest, UnknownModel, QueueFull, OutOfBlocks)  # after them nothing is held
+RELEASE_SECONDS: Final = 2.0  # for engines to be told that a request is over; leases do it where that fails
+RENEWALS: Final = 3  # in the time of one lease
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Room at `replica` for prompt[matched:end]; what lies before is there already. lease: seconds."""
+
+    replica: Replica
+    matched: int
+    end: int
+    address: KVAddress
+    peer: Endpoint
+    lease: float
+
+
+class Call:
+    """Positions count in the prompt, negative ones from its end; None is its end. Verbs raise KvloomError.
+
+    answered: an event has been passed on, so nobody else can answer any more. refused: the replicas that
+    would not, or could not, answer from the first token on.
+    """
+
+    def __init__(self, body: StartGenerate, fleet: Fleet, clock: Clock, tasks: asyncio.TaskGroup) -> None:
+        self.body = body
+        self.model = body.model
+        self.prompt = body.prompt
+        self.answered = False
+        self.aborted = False
+        self.refused: set[Replica] = set()
+        self._fleet = fleet
+        self._clock = clock
+        self._tasks = tasks
+        self._held: list[tuple[Replica, What]] = []
+        self._streams: list[Frames] = []
+
+    # -- the verbs --------------------------------------------------------------------------------------
+
+    async def prep_recv(
+        self, replica: Replica, end: int | None = None, *, sender: Replica | None = None
+    ) -> Spot:
+        """Room at `replica` for prompt[:end], kept until the request is over or generates there. `sender`:
+        who will send; refused here where it keeps K and V in another form."""
+        body = PrepRecv(
+            model=self.model,
+            request=self.body.request,
+            prompt=self.prompt,
+            end=end,
+            sender=sender.form if sender else None,
+        )
+        async with self._asking(replica, "room"):
+            made = await replica.client.prep_recv(body)
+        return Spot(replica, made.matched, made.end, made.address, made.peer, made.lease)
+
+    async def remote_send(
+        self, source: Replica, spot: Spot, *, begin: int = 0, end: int | None = None
+    ) -> Sent:
+        """`source` writes prompt[begin:end] into the spot, as far as it belongs there. The lease is kept
+        alive meanwhile. Where there is nothing to send, nobody is asked."""
+        begin = max(resolve(begin, len(self.prompt), "begin"), spot.matched)
+        end = min(resolve(end, len(self.prompt), "end"), spot.end)
+        if begin >= end:
+            return Sent(cached=0, computed=0)
+        body = RemoteSend(
+            model=self.model,
+            request=self.body.request,
+            prompt=self.prompt,
+            address=spot.address,
+            peer=spot.peer,
+            begin=begin,
+            end=end,
+            priority=self.body.priority,
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                renewing = group.create_task(self._renew(spot))
+                async with self._asking(source, "work"):
+                    with source.computing(end - begin):
+                        sent = await source.client.remote_send(body)
+                renewing.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self._let_go(source, "work")
+        self._fleet.note(self.prompt[:end], source)
+        return sent
+
+    def start_generate(self, replica: Replica, *, begin: int = 0) -> Frames:
+        """Generate at `replica`, where prompt[:begin] has been received. It is closed with the request."""
+        frames = self._generate(replica, begin)
+        self._streams.append(frames)
+        return frames
+
+    async def _generate(self, replica: Replica, begin: int) -> Frames:
+        body = replace(self.body, begin=begin) if begin else self.body
+        left = len(self.prompt) - resolve(begin, len(self.prompt), "begin")
+        self._fleet.note(self.prompt, replica)
+        try:
+            async with self._asking(replica, "work"), aclosing(replica.client.start_generate(body)) as frames:
+                with replica.computing(left):
+                    async for frame in frames:
+                        self._let_go(replica, "room")  # the engine has taken it over
+                        self.answered = self.answered or bool(frame)
+                        yield frame
+                        if frame:
+                            break
+                async for frame in frames:
+                    yield frame
+        except GeneratorExit:  # closing the engine's stream has ended the request there
+            self._let_go(replica, "work")
+            raise
+        except KvloomError:
+            if not begin:
+                self.refused.add(replica)
+            raise
+        self._let_go(replica, "work")
+
+    async def _renew(self, spot: Spot) -> None:
+        while True:
+            await self._clock.sleep(spot.lease / RENEWALS)
+            async with spot.replica.reached():
+                await spot.replica.client.renew(self.body.request)
+
+    # -- what it holds ----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _asking(self, replica: Replica, what: What) -> AsyncIterator[None]:
+        """Something is held at `replica` from here on, unless it refuses."""
+        if self.aborted:
+            raise Unavailable("the request was aborted")
+        self._held.append((replica, what))
+        replica.calls += 1
+        try:
+            async with replica.reached():
+                yield
+        except _REFUSALS:
+            self._let_go(replica, what)
+            raise
+
+    def _let_go(self, replica: Replica, what: What) -> None:
+        if (replica, what) in self._held:
+            self._held.remove((replica, what))
+            replica.calls -= 1
+
+    async def release(self) -> None:
+        """Give back what is held, wherever that is. An engine that cannot be reached is no error."""
+        try:
+            while self._streams:
+                with suppress(KvloomError):
+                    await self._streams.pop().aclose()
+        finally:
+            if self._held:
+                await asyncio.shield(self._tasks.create_task(self._give_back()))
+
+    async def _give_back(self) -> None:
+        held, self._held = self._held, []
+        for replica, _ in held:
+            replica.calls -= 1
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RELEASE_SECONDS), asyncio.TaskGroup() as group:
+                for replica in {replica for replica, _ in held}:
+                    group.create_task(self._end_at(replica))
+
+    async def _end_at(self, replica: Replica, choice: int | None = None) -> None:
+        with suppress(KvloomError):
+            await replica.client.abort(self.body.request, choice)
+
+    async def abort(self, choice: int | None) -> None:
+        """End the request, or one choice of it, where it runs."""
+        self.aborted = self.aborted or choice is None
+        for replica in {replica for replica, _ in self._held}:
+            await self._end_at(replica, choice)

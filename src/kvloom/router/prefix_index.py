@@ -1,0 +1,61 @@
+"""Which units probably hold which contexts, going by what was sent where."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+CHUNK: Final = 16  # tokens that are told apart
+MOST_CHUNKS: Final = 1 << 16  # remembered of one unit
+
+
+class PrefixIndex:
+    """A trie of chunks of tokens for each unit, bounded like the unit's own cache: one for all its models, of
+    which the least recently used goes first.
+
+    A node is named by a hash over all chunks from the root to it. Nodes are used from the leaf to the root,
+    so that the oldest of a unit is always a leaf.
+    """
+
+    def __init__(self, most_chunks: int = MOST_CHUNKS) -> None:
+        self._most = most_chunks
+        self._units: dict[str, OrderedDict[int, None]] = {}
+
+    def __len__(self) -> int:
+        """Chunks remembered, over all units."""
+        return sum(len(nodes) for nodes in self._units.values())
+
+    def note(self, model: str, tokens: Sequence[int], unit: str) -> None:
+        """`unit` holds these tokens now, or soon."""
+        nodes = self._units.setdefault(unit, OrderedDict())
+        for node in reversed(_path(model, tokens)):
+            nodes[node] = None
+            nodes.move_to_end(node)
+        while len(nodes) > self._most:
+            nodes.popitem(last=False)
+
+    def match(self, model: str, tokens: Sequence[int]) -> dict[str, int]:
+        """For each unit that holds some of these tokens: how many, from the first on, in whole chunks."""
+        path = _path(model, tokens)
+        depths = {unit: _depth(path, nodes) for unit, nodes in self._units.items()}
+        return {unit: depth * CHUNK for unit, depth in depths.items() if depth}
+
+    def forget(self, unit: str) -> None:
+        self._units.pop(unit, None)
+
+
+def _path(model: str, tokens: Sequence[int]) -> list[int]:
+    """The nodes of the whole chunks of `tokens`, root first."""
+    chunks = array("i", tokens).tobytes()
+    size = CHUNK * array("i").itemsize
+    path, node = [], hash(model)
+    for end in range(size, len(chunks) + 1, size):
+        node = hash((node, chunks[end - size : end]))
+        path.append(node)
+    return path
+
+
+def _depth(path: list[int], nodes: OrderedDict[int, None]) -> int:
+    return next((depth for depth, node in enumerate(path) if node not in nodes), len(path))

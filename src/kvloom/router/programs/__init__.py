@@ -1,0 +1,27 @@
+"""The programs that are shipped: what the router does with a request, one a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvloom.router.call import Frames
+from kvloom.router.programs.balanced import balanced
+from kvloom.router.programs.cache_aware import cache_aware
+from kvloom.router.programs.cache_aware_disaggregate import cache_aware_disaggregate
+from kvloom.router.programs.data_parallel import data_parallel
+from kvloom.router.programs.disaggregate import disaggregate
+from kvloom.router.programs.least_loaded import least_loaded
+from kvloom.router.programs.migrate_context import migrate_context
+
+PROGRAMS: dict[str, Callable[..., Frames]] = {
+    program.__name__: program
+    for program in (
+        data_parallel,
+        least_loaded,
+        disaggregate,
+        cache_aware_disaggregate,
+        balanced,
+        cache_aware,
+        migrate_context,
+    )
+}

@@ -1,0 +1,71 @@
+"""A model on one unit, and what this router has asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Final
+
+from kvloom.core.address import KVForm
+from kvloom.core.engine_client import EngineClient
+from kvloom.core.errors import Unavailable
+from kvloom.core.request import ModelCard
+
+if TYPE_CHECKING:
+    from kvloom.router.unit import Unit
+
+CALL_TOKENS: Final = 128  # what a call in flight weighs, in prompt tokens
+
+
+class Replica:
+    """calls: in flight there, from the first reservation on. queue: prompt tokens that it has been asked to
+    compute and has not yet. turn: when it was last chosen, against its peers."""
+
+    def __init__(self, unit: Unit, card: ModelCard) -> None:
+        self.card = card
+        self.calls = 0
+        self.queue = 0
+        self.turn = 0
+        self._unit = unit
+
+    def __repr__(self) -> str:
+        return f"{self.card.name} on {self.name}"
+
+    @property
+    def name(self) -> str:
+        """The unit's."""
+        return self._unit.name
+
+    @property
+    def client(self) -> EngineClient:
+        return self._unit.client
+
+    @property
+    def form(self) -> KVForm | None:
+        return self.card.form
+
+    @property
+    def up(self) -> bool:
+        return self._unit.up
+
+    @property
+    def load(self) -> int:
+        """Tokens."""
+        return self.queue + CALL_TOKENS * self.calls
+
+    @contextmanager
+    def computing(self, tokens: int) -> Iterator[None]:
+        self.queue += tokens
+        try:
+            yield
+        finally:
+            self.queue -= tokens
+
+    @asynccontextmanager
+    async def reached(self) -> AsyncIterator[None]:
+        """Where what is done here shows that the unit might be gone, it is asked."""
+        try:
+            yield
+        except Unavailable as error:
+            await self._unit.check()
+            raise Unavailable(f"{self.name}: {error.message}", retry_after=error.retry_after) from error

@@ -1,0 +1,111 @@
+"""One engine process as the router knows it: what it serves, and whether it can be reached."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvloom.core.clock import Clock
+from kvloom.core.engine_client import EngineClient
+from kvloom.core.errors import KvloomError
+from kvloom.core.load import UnitLoad
+from kvloom.core.request import ModelCard
+from kvloom.router.replica import Replica
+
+ANSWER_SECONDS: Final = 5.0  # after which an engine that does not answer counts as away
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # between two times that a lost unit is asked
+
+
+class Unit:
+    """admit: called with the cards whenever the unit comes up, and raises KvloomError where it must stay out.
+    lost: called whenever it goes down. `problem` says why it is down."""
+
+    def __init__(
+        self,
+        name: str,
+        client: EngineClient,
+        clock: Clock,
+        *,
+        admit: Callable[[Unit, Sequence[ModelCard]], None],
+        lost: Callable[[Unit], None],
+    ) -> None:
+        self.name = name
+        self.client = client
+        self.replicas: dict[str, Replica] = {}
+        self.up = False
+        self.problem: KvloomError | None = None
+        self._clock = clock
+        self._admit = admit
+        self._lost = lost
+        self._withdrawn = False
+        self._to_be_asked = asyncio.Event()
+        self._checking = asyncio.Lock()
+        self._answered_at = clock.now()
+
+    async def watch(self) -> None:
+        """Asks the unit while it is lost, ever more slowly."""
+        while True:
+            await self._to_be_asked.wait()
+            pause = FIRST_PAUSE
+            while self._to_be_asked.is_set():
+                await self._clock.sleep(pause)
+                await self.ask()
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def ask(self) -> None:
+        """Learn what it serves. It is up where it answers, unless it was withdrawn meanwhile."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                cards = await self.client.models()
+            self._admit(self, cards)
+        except (KvloomError, TimeoutError) as error:
+            self._lose(error)
+            return
+        if self._withdrawn:
+            return
+        for card in cards:
+            known = self.replicas.setdefault(card.name, Replica(self, card))
+            known.card = card
+        for gone in self.replicas.keys() - {card.name for card in cards}:
+            del self.replicas[gone]
+        self.up, self.problem = True, None
+        self._to_be_asked.clear()
+
+    async def check(self) -> None:
+        """A call has failed there: is it still alive? Callers who fail together ask once."""
+        failed_at = self._clock.now()
+        async with self._checking:
+            if not self.up or self._answered_at > failed_at:
+                return
+            if await self.load():
+                self._answered_at = self._clock.now()
+
+    async def load(self) -> UnitLoad | None:
+        """None where it does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await self.client.load()
+        except (KvloomError, TimeoutError) as error:
+            self._lose(error)
+            return None
+
+    def withdraw(self) -> None:
+        """Down until it is admitted, however well it answers."""
+        self._withdrawn = True
+        self.up = False
+        self._to_be_asked.clear()
+        self._lost(self)
+
+    async def admit(self) -> None:
+        """Undoes `withdraw`. The unit may be a new process."""
+        self._withdrawn = False
+        self._lost(self)
+        await self.ask()
+
+    def _lose(self, error: Exception) -> None:
+        self.up = False
+        self.problem = error if isinstance(error, KvloomError) else None
+        self._lost(self)
+        if not self._withdrawn:
+            self._to_be_asked.set()

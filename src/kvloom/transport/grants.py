@@ -1,0 +1,162 @@
+"""What a receiver has reserved, where senders share no memory with it: they ask, and write while granted.
+
+A grant holds for `grant` seconds from when its sender asked and is renewed by asking again; the sender counts
+from before it asked and stops by itself, the receiver counts from after it heard and adds GRACE for the piece
+that was under way. So the clocks need only run alike, and a reservation whose sender is silent can be closed.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from kvloom.core.address import Ticket
+from kvloom.core.errors import BadRequest, QueueFull
+from kvloom.transport.messages import (
+    Claim,
+    Delivered,
+    Done,
+    FromReceiver,
+    FromSender,
+    Granted,
+    Quit,
+    Refused,
+    Renew,
+)
+
+GRACE = 0.5
+_OVER = "this reservation is over"
+
+Key = tuple[str, int]  # the sender's agent, and its number for the shipment
+Letter = tuple[str, FromReceiver]  # to this agent
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """until: when its sender has stopped for sure; None: it has said so, and all is there."""
+
+    begin: int
+    end: int
+    until: float | None
+
+
+@dataclass(slots=True)
+class _Reservation:
+    claimed: int
+    received: int
+    closing: bool = False
+    sends: dict[Key, _Claimed] = field(default_factory=dict)
+
+    def forget(self, key: Key) -> None:
+        """Undo a claim, unless another has followed."""
+        gone = self.sends.pop(key)
+        if self.claimed == gone.end:
+            self.claimed = gone.begin
+
+    def expire(self, now: float) -> None:
+        for key in [k for k, send in self.sends.items() if send.until is not None and send.until <= now]:
+            self.forget(key)
+
+    def deliver(self) -> list[Letter]:
+        """Move `received` over what is there."""
+        letters: list[Letter] = []
+        while ready := [k for k, s in self.sends.items() if s.until is None and s.begin == self.received]:
+            self.received = self.sends.pop(ready[0]).end
+            letters.append((ready[0][0], Delivered(ready[0][1])))
+        return letters
+
+
+class Grants:
+    """On any thread. `now` is a monotonic clock's."""
+
+    def __init__(self, unit: str, most: int, grant: float) -> None:
+        self._unit = unit
+        self._most = most
+        self._grant = grant
+        self._generation = 0
+        self._open: dict[Ticket, _Reservation] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, begin: int) -> Ticket:
+        with self._lock:
+            if len(self._open) >= self._most:
+                raise QueueFull(f"{self._most} reservations are open already", retry_after=1)
+            self._generation += 1
+            ticket = Ticket(0, self._generation)
+            self._open[ticket] = _Reservation(begin, begin)
+            return ticket
+
+    def received(self, ticket: Ticket) -> int:
+        with self._lock:
+            if ticket not in self._open:
+                raise BadRequest(_OVER)
+            return self._open[ticket].received
+
+    def close(self, ticket: Ticket, now: float) -> tuple[bool, list[Letter]]:
+        """Whether it is closed, and whom to tell that it closes."""
+        with self._lock:
+            reservation = self._open.get(ticket)
+            if reservation is None:
+                return True, []
+            reservation.expire(now)
+            letters: list[Letter] = []
+            if not reservation.closing:
+                reservation.closing = True
+                letters = [(agent, self._over(number)) for agent, number in reservation.sends]
+            if any(send.until is not None for send in reservation.sends.values()):
+                return False, letters
+            del self._open[ticket]
+            return True, letters
+
+    def hear(self, agent: str, message: FromSender, now: float) -> list[Letter]:
+        """What to answer, to whom."""
+        key = agent, message.number
+        with self._lock:
+            if isinstance(message, Claim):
+                return [(agent, self._claim(key, message, now))]
+            found = next((r for r in self._open.values() if key in r.sends), None)
+            if found is not None:
+                return self._hear(found, key, message, now)
+            return [] if isinstance(message, Quit) else [(agent, self._over(message.number))]
+
+    def _hear(
+        self, reservation: _Reservation, key: Key, message: Renew | Done | Quit, now: float
+    ) -> list[Letter]:
+        match message:
+            case Quit():
+                reservation.forget(key)
+                return []
+            case Done():
+                reservation.sends[key].until = None
+                return [] if reservation.closing else reservation.deliver()
+            case Renew():
+                return [(key[0], self._renew(key, reservation, now))]
+
+    def _claim(self, key: Key, claim: Claim, now: float) -> FromReceiver:
+        reservation = self._open.get(claim.ticket)
+        if reservation is None or reservation.closing:
+            return self._over(claim.number)
+        reservation.expire(now)
+        if reservation.claimed != claim.begin:
+            return Refused(
+                claim.number,
+                f"begin: tokens up to {reservation.claimed} of this reservation at {self._unit} are claimed; "
+                f"the next send begins there, not at {claim.begin}",
+            )
+        reservation.claimed = claim.end
+        reservation.sends[key] = _Claimed(claim.begin, claim.end, now + self._grant + GRACE)
+        return Granted(claim.number)
+
+    def _renew(self, key: Key, reservation: _Reservation, now: float) -> FromReceiver:
+        if reservation.closing:
+            return self._over(key[1])
+        send = reservation.sends[key]
+        if send.until is not None:
+            send.until = now + self._grant + GRACE
+        return Granted(key[1])
+
+    def _over(self, number: int) -> Refused:
+        return Refused(number, f"the reservation at {self._unit} is over")

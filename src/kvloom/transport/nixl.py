@@ -1,0 +1,88 @@
+"""The KV plane between hosts, over NIXL (the extra `kvloom[cluster]`): one-sided writes, and messages for
+what shared memory would tell."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from kvloom.core.address import Endpoint, KVAddress, Ticket
+from kvloom.core.errors import BadRequest
+from kvloom.kv.arena import Arena
+from kvloom.transport.agent import Agent
+from kvloom.transport.grants import Grants
+from kvloom.transport.nixl_plane import Clock, NixlPlane
+from kvloom.transport.nixl_shipment import NixlShipment, Where
+from kvloom.transport.room import Room
+
+
+class NixlTransport:
+    """Implements Transport. grant: seconds for which a sender may write without being heard of; the same at
+    all units. That a reservation is over, or its tokens are claimed, `arrived` tells, not `ship`."""
+
+    def __init__(
+        self, unit: str, arena: Arena, *, slots: int = 4096, grant: float = 2.0, clock: Clock = time.monotonic
+    ) -> None:
+        """Raises ConfigError where NIXL is not installed."""
+        self._arena = arena
+        self._clock = clock
+        address = arena.bytes.data_ptr()
+        agent = Agent(unit, address, arena.bytes.numel())
+        where = Where(agent.name, agent.metadata, address, arena.blocks, arena.block_bytes)
+        self._endpoint = Endpoint(unit=unit, kind="nixl", where=msgspec.msgpack.encode(where))
+        self._grants = Grants(unit, slots, grant)
+        self._plane = NixlPlane(agent, address, self._grants, grant, clock)
+        self._agents: dict[str, str] = {}  # by unit
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    def open(self, begin: int) -> Ticket:
+        return self._grants.open(begin)
+
+    def received(self, ticket: Ticket) -> int:
+        return self._grants.received(ticket)
+
+    def close(self, ticket: Ticket) -> bool:
+        closed, letters = self._grants.close(ticket, self._clock())
+        self._plane.post(letters)
+        return closed
+
+    def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> NixlShipment:
+        where = _decode(peer)
+        room = Room.of(
+            address,
+            begin,
+            end,
+            own_blocks=self._arena.blocks,
+            own_block_bytes=self._arena.block_bytes,
+            peer_blocks=where.blocks,
+            peer_block_bytes=where.block_bytes,
+        )
+        if self._agents.get(peer.unit) != where.agent:
+            self.forget(peer.unit)
+            self._agents[peer.unit] = where.agent
+        shipment = NixlShipment(self._plane.submit, peer, where, room, address.ticket, begin, end)
+        self._plane.start(shipment)
+        return shipment
+
+    def forget(self, unit: str) -> None:
+        """Part from a unit's agent; its shipments fail."""
+        agent = self._agents.pop(unit, None)
+        if agent is not None:
+            self._plane.part(agent)
+
+    def close_all(self) -> None:
+        """Fail what has not arrived, end the thread and leave NIXL."""
+        self._plane.close()
+
+
+def _decode(endpoint: Endpoint) -> Where:
+    if endpoint.kind != "nixl":
+        raise BadRequest(f"peer: {endpoint.unit} moves K and V by {endpoint.kind}, this unit by nixl")
+    try:
+        return msgspec.msgpack.decode(endpoint.where, type=Where)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(f"peer: the endpoint of {endpoint.unit} cannot be read: {error}") from error

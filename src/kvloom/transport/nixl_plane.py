@@ -1,0 +1,244 @@
+"""The thread that speaks NIXL, for what this unit sends and for what it receives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import get_args
+
+import msgspec
+import numpy as np
+
+from kvloom.core.errors import BadRequest, KvloomError, Unavailable
+from kvloom.core.shipment import Parcel
+from kvloom.transport.agent import Agent
+from kvloom.transport.delivery import Delivery
+from kvloom.transport.grants import Grants, Letter
+from kvloom.transport.messages import (
+    Claim,
+    Delivered,
+    Done,
+    FromReceiver,
+    FromSender,
+    Granted,
+    Message,
+    Quit,
+    Refused,
+    Renew,
+)
+from kvloom.transport.nixl_shipment import NixlShipment
+
+_SHORTEST, _BUSY, _IDLE = 50e-6, 1e-3, 20e-3  # seconds between two looks
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    letters: list[Letter]
+
+
+Task = tuple[Delivery, Parcel | None] | Letters | str | None
+
+
+class NixlPlane:
+    def __init__(self, agent: Agent, address: int, grants: Grants, grant: float, clock: Clock) -> None:
+        """address: where this unit's arena begins."""
+        self._agent, self._address, self._grants = agent, address, grants
+        self._grant, self._clock = grant, clock
+        self._queue: SimpleQueue[Task] = SimpleQueue()
+        self._live: dict[int, NixlShipment] = {}
+        self._numbers = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
+        self._thread.start()
+
+    def submit(self, shipment: Delivery, parcel: Parcel | None) -> None:
+        self._queue.put((shipment, parcel))
+        if self._closed:
+            self._refuse_rest()
+
+    def start(self, shipment: NixlShipment) -> None:
+        """Ask the peer at once, before there is anything to write."""
+        none = np.zeros(0, np.int32)
+        self.submit(shipment, Parcel(none, none, none, none))
+
+    def post(self, letters: list[Letter]) -> None:
+        if letters:
+            self._queue.put(Letters(letters))
+
+    def part(self, agent: str) -> None:
+        self._queue.put(agent)
+
+    def close(self) -> None:
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+        self._refuse_rest()
+        self._agent.close()
+
+    def _run(self) -> None:
+        pause = _SHORTEST
+        while not self._closed:
+            busy = self._take(pause)
+            busy = self._hear() or busy
+            for shipment in list(self._live.values()):
+                busy = self._advance(shipment) or busy
+            most = _BUSY if self._live or len(self._grants) else _IDLE
+            pause = _SHORTEST if busy else min(2 * pause, most)
+
+    # what the event loop wants
+
+    def _take(self, pause: float) -> bool:
+        took = False
+        with suppress(Empty):
+            task = self._queue.get(timeout=pause)
+            while True:
+                took = True
+                self._do(task)
+                task = self._queue.get_nowait()
+        return took
+
+    def _do(self, task: Task) -> None:
+        match task:
+            case NixlShipment() as shipment, (None | Parcel()) as parcel:
+                if shipment.number < 0:
+                    self._numbers += 1
+                    shipment.number = self._numbers
+                    self._live[shipment.number] = shipment
+                shipment.take(parcel)
+            case str():
+                self._agent.part(task)
+            case Letters():
+                self._answer(task.letters)
+
+    def _refuse_rest(self) -> None:
+        """There is no thread any more: fail what it has left, and what is put from now on."""
+        rest: list[Delivery] = list(self._live.values())
+        self._live = {}
+        with suppress(Empty):
+            while True:
+                match self._queue.get_nowait():
+                    case NixlShipment() as late, _:
+                        rest.append(late)
+        for shipment in rest:
+            shipment.settle(Unavailable("this unit is stopping"))
+
+    # what peers say
+
+    def _hear(self) -> bool:
+        heard = self._agent.heard()
+        for agent, body in heard:
+            with suppress(msgspec.MsgspecError):  # not one of ours
+                message = msgspec.msgpack.decode(body, type=Message)
+                if isinstance(message, get_args(FromSender)):
+                    self._hear_sender(agent, message)
+                else:
+                    self._hear_receiver(agent, message)
+        return bool(heard)
+
+    def _hear_sender(self, agent: str, message: FromSender) -> None:
+        if isinstance(message, Claim):
+            with suppress(Unavailable):
+                self._agent.meet(agent, message.metadata)
+        self._answer(self._grants.hear(agent, message, self._clock()))
+
+    def _answer(self, letters: list[Letter]) -> None:
+        for agent, message in letters:
+            try:
+                self._agent.tell(agent, msgspec.msgpack.encode(message))
+            except Unavailable:
+                self._agent.part(agent)  # its grants run out
+
+    def _hear_receiver(self, agent: str, message: FromReceiver) -> None:
+        shipment = self._live.get(message.number)
+        if shipment is None or shipment.where.agent != agent:
+            return
+        match message:
+            case Granted():
+                if shipment.asked is not None:
+                    shipment.deadline = shipment.asked + self._grant
+                    shipment.asked = None
+                shipment.granted = True
+            case Refused(_, reason):
+                shipment.fail(BadRequest(reason))
+            case Delivered():
+                self._settle(shipment, None)
+
+    # what is to be sent
+
+    def _advance(self, shipment: NixlShipment) -> bool:
+        """One step of one shipment. False: it waits for others."""
+        try:
+            if shipment.failure is None and self._keep_grant(shipment):
+                return True
+            if shipment.transfer is not None:
+                return self._land(shipment)
+            if shipment.failure is None:
+                return self._progress(shipment)
+            self._give_up(shipment)
+            return True
+        except KvloomError as error:
+            shipment.transfer = None
+            shipment.fail(Unavailable(f"{shipment.peer.unit} is gone: {error.message}"))
+            self._agent.part(shipment.where.agent)
+            return True
+
+    def _land(self, shipment: NixlShipment) -> bool:
+        if not self._agent.written(shipment.where.agent, shipment.transfer):
+            return False
+        shipment.transfer = None
+        return True
+
+    def _keep_grant(self, shipment: NixlShipment) -> bool:
+        now = self._clock()
+        if shipment.asked is None and now >= shipment.deadline - 0.75 * self._grant:
+            if not shipment.granted:
+                self._agent.meet(shipment.where.agent, shipment.where.metadata)
+                shipment.deadline = now + self._grant
+            shipment.asked = now
+            self._tell(shipment, self._question(shipment))
+            return True
+        if now >= shipment.deadline:
+            raise Unavailable(f"no answer in {self._grant:g} s")
+        return False
+
+    def _question(self, shipment: NixlShipment) -> FromSender:
+        number, ticket = shipment.number, shipment.ticket
+        if shipment.granted:
+            return Renew(number)
+        return Claim(number, ticket, shipment.begin, shipment.end, self._agent.metadata)
+
+    def _progress(self, shipment: NixlShipment) -> bool:
+        if not shipment.granted or shipment.told:
+            return False
+        if shipment.pieces:
+            self._write(shipment, shipment.pieces.popleft())
+            return True
+        if shipment.ended:
+            shipment.told = True
+            self._tell(shipment, Done(shipment.number))
+        return shipment.told
+
+    def _write(self, shipment: NixlShipment, piece: Parcel) -> None:
+        """Unless the grant has run out meanwhile."""
+        if self._clock() >= shipment.deadline:
+            raise Unavailable(f"this unit was silent for more than {self._grant:g} s")
+        own, peer = shipment.spans(piece, self._address)
+        if len(own):
+            shipment.transfer = self._agent.write(shipment.where.agent, own, peer)
+
+    def _give_up(self, shipment: NixlShipment) -> None:
+        with suppress(Unavailable):
+            self._tell(shipment, Quit(shipment.number))
+        self._settle(shipment, shipment.failure)
+
+    def _tell(self, shipment: NixlShipment, message: FromSender) -> None:
+        self._agent.tell(shipment.where.agent, msgspec.msgpack.encode(message))
+
+    def _settle(self, shipment: NixlShipment, failure: KvloomError | None) -> None:
+        del self._live[shipment.number]
+        shipment.settle(failure)

@@ -1,0 +1,69 @@
+"""Guides in the engine: one that breaks, and one that comes too late."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvloom.core.errors import Unavailable
+from kvloom.core.sampling import Guide
+from kvloom.engine.guide import GuideCompiler
+from tests.engine.plays import order, serve
+from tests.modelled import ModelledExecutor, ask, engine_over, expected, modelled, turns
+
+
+class _NoToken:
+    """A grammar that has nothing to say."""
+
+    done = False
+
+    def mask(self) -> None:
+        return None
+
+    def accepts(self, token: int) -> bool:
+        return False
+
+
+def test_a_guide_that_refuses_its_token_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide, choices: [_NoToken()])
+    executor = ModelledExecutor(100)
+    engine = engine_over(executor)
+
+    async def play() -> None:
+        guided = order("guided", "wide", 9, guide=Guide("json"))
+        plain = order("plain", "wide", 12)
+        ended, answer = await asyncio.gather(ask(engine, guided), ask(engine, plain))
+        assert ended.ends[0].reason == "error"
+        assert not ended.tokens
+        assert answer.tokens == expected(executor, plain)
+
+    serve(play(), engine, executor)
+
+
+def test_a_guide_ready_after_the_stop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = threading.Event()
+
+    def slow(compiler: GuideCompiler, guide: Guide, choices: int) -> list[_NoToken]:
+        assert ready.wait(10)
+        return [_NoToken()]
+
+    monkeypatch.setattr(GuideCompiler, "start", slow)
+    executor = ModelledExecutor(100)
+    engine = engine_over(executor)
+
+    async def play() -> None:
+        asking = asyncio.create_task(ask(engine, order("guided", "wide", 9, guide=Guide("json"))))
+        await turns()
+        await engine.stop()
+        await turns()
+        ready.set()
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(asking, 10)
+
+    async def whole() -> None:
+        async with modelled(engine, executor):
+            await play()
+
+    asyncio.run(whole())

@@ -1,0 +1,75 @@
+"""Requests, choices and engines that end early."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.engine.plays import order, serve, until, until_in_a_job
+from tests.modelled import ModelledExecutor, ask, engine_over, expected, turns
+
+
+def test_an_abort_frees_the_blocks_with_the_job_that_runs() -> None:
+    executor = ModelledExecutor(100)
+    engine = engine_over(executor, chunk_tokens=8)
+
+    async def play() -> None:
+        for hangs_up in (False, True):
+            stream = engine.start_generate(order("r", "wide", 60, n=2))
+            await anext(stream)
+            before = len(executor.jobs)
+            await until_in_a_job(executor, before + 2)
+            running = len(executor.jobs)
+            assert engine.pool.free < engine.pool.total
+            if hangs_up:
+                await stream.aclose()
+            else:
+                await engine.abort("r")
+            await until(lambda: executor.idle == executor.compute)
+            await turns(3)
+            assert engine.pool.free == engine.pool.total
+            assert len(executor.jobs) == running
+            await stream.aclose()
+
+    serve(play(), engine, executor)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("gone", [{0}, {1}, {0, 2}])
+def test_one_choice_given_up_leaves_the_others(gone: set[int], after: int) -> None:
+    """Whether their prompt waits still, is being computed, or has a second part to come."""
+    executor = ModelledExecutor(100)
+    engine = engine_over(executor, chunk_tokens=16)
+
+    async def play() -> None:
+        body = order("r", "wide", 20, n=4)
+        asking = asyncio.create_task(ask(engine, body))
+        await turns(2)
+        if after:
+            await until_in_a_job(executor, after)
+        for choice in gone:
+            await engine.abort("r", choice)
+        answer, whole = await asking, expected(executor, body)
+        for choice, tokens in whole.items():
+            reason = answer.ends[choice].reason
+            assert (reason, answer.tokens.get(choice, [])) == (
+                ("abort", []) if choice in gone else ("length", tokens)
+            )
+
+    serve(play(), engine, executor)
+
+
+def test_stop_ends_every_stream_and_waits_for_the_job() -> None:
+    executor = ModelledExecutor(100)
+    engine = engine_over(executor)
+
+    async def play() -> None:
+        asking = asyncio.create_task(ask(engine, order("r", "wide", 40, n=3)))
+        await until_in_a_job(executor)
+        await engine.stop()
+        answer = await asking
+        assert {end.reason for end in answer.ends.values()} == {"error"}
+        assert {end.message for end in answer.ends.values()} == {"the engine is stopping"}
+
+    serve(play(), engine, executor)

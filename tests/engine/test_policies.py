@@ -1,0 +1,111 @@
+"""The batching policies are pure functions of a view, and each has its order."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from kvloom.engine.batching import POLICIES
+from kvloom.engine.batching.view import Decode, Preempt, Prefill, UnitView
+from tests.engine.views import model, unit, views
+
+_SETTINGS = settings(max_examples=500, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@_SETTINGS
+@given(view=views())
+def test_every_answer_can_be_carried_out(policy: str, view: UnitView) -> None:
+    before = copy.deepcopy(view)
+    action = POLICIES[policy](view)
+    assert action == POLICIES[policy](view)
+    assert view == before
+    if action is None:
+        return
+    chosen = next(m for m in view.models if m.name == action.model)
+    if isinstance(action, Preempt):
+        assert chosen.held
+        return
+    assert 1 <= action.share <= view.idle
+    if isinstance(action, Decode):
+        assert chosen.decodable
+        assert not chosen.decoding
+        assert chosen.decode_blocks <= view.free_blocks
+    else:
+        assert chosen.waiting or chosen.partial
+        assert not chosen.prefilling
+        assert chosen.head_blocks <= action.blocks <= view.free_blocks
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@_SETTINGS
+@given(view=views())
+def test_where_nothing_runs_and_something_can_something_happens(policy: str, view: UnitView) -> None:
+    still = tuple(replace(m, prefilling=False, decoding=False, running=m.held) for m in view.models)
+    view = replace(view, models=still, idle=view.compute)
+    first = min((m for m in view.models if m.wants_prefill), key=lambda m: m.head, default=None)
+    can = any(m.wants_decode for m in view.models)
+    if first:
+        can |= first.head_blocks <= view.free_blocks or any(
+            m.held and m.victim > first.head for m in view.models
+        )
+    assert not can or POLICIES[policy](view)
+
+
+@_SETTINGS
+@given(view=views())
+def test_adbs_prefills_one_at_a_time(view: UnitView) -> None:
+    if view.prefill_runs:
+        assert not isinstance(POLICIES["adbs"](view), Prefill)
+
+
+@_SETTINGS
+@given(view=views())
+def test_fcfs_runs_one_job_at_a_time(view: UnitView) -> None:
+    action = POLICIES["fcfs"](view)
+    if view.idle < view.compute:
+        assert action is None
+    elif isinstance(action, Prefill | Decode):
+        assert action.share == view.compute
+
+
+@_SETTINGS
+@given(view=views())
+def test_only_the_urgent_go_beyond_what_is_kept_for_it(view: UnitView) -> None:
+    action = POLICIES["adbs"](view)
+    urgent = view.urgent
+    if isinstance(action, Prefill) and urgent and action.model != urgent.name and view.idle < view.compute:
+        assert action.blocks <= view.free_blocks - urgent.head_blocks
+
+
+def test_fcfs_serves_the_oldest_and_by_priority() -> None:
+    a = model("a", waiting=1, head_blocks=4, head=(1, 3, 0))
+    b = model("b", waiting=1, head_blocks=4, head=(1, 2, 0))
+    c = model("c", waiting=1, head_blocks=4, head=(0, 9, 0))
+    names = []
+    for others in ((a, b), (a, b, c)):
+        action = POLICIES["fcfs"](unit(*others))
+        assert isinstance(action, Prefill)
+        names.append(action.model)
+    assert names == ["b", "c"]
+
+
+def test_round_robin_takes_turns() -> None:
+    a = model("a", waiting=5, head_blocks=2, decodable=1, held=1, running=1, used=2)
+    models = {name: replace(a, name=name) for name in "abc"}
+    order: list[tuple[str, type]] = []
+    for now in range(1, 13):
+        action = POLICIES["round-robin"](unit(*models.values(), compute=1))
+        assert isinstance(action, Prefill | Decode)
+        order.append((action.model, type(action)))
+        chosen = models[action.model]
+        prefilled = isinstance(action, Prefill)
+        models[action.model] = (
+            replace(chosen, last_prefill=now) if prefilled else replace(chosen, last_decode=now)
+        )
+    assert [name for name, _ in order] == list("abc") * 4
+    for name in "abc":
+        assert [kind for who, kind in order if who == name] == [Prefill, Decode] * 2

@@ -1,0 +1,36 @@
+"""Forwards over a small arena of their own, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvloom.core.geometry import Geometry
+from kvloom.core.plan import I64
+from kvloom.kv.arena import Arena
+from kvloom.kv.pool import Pool
+from kvloom.model.attention import ForwardState
+from kvloom.model.forward import Forward
+
+
+class Batch:
+    """`rows` sequences of one float32 model."""
+
+    def __init__(self, geometry: Geometry, rows: int) -> None:
+        arena = Arena(geometry.blocks_per_page * rows * 8, geometry.block_bytes)
+        self._view = arena.view(geometry.head_dim, torch.float32)
+        self._pool = Pool(arena.blocks, {"m": geometry}, max_sequences=rows, max_tokens={"m": 128})
+        self._cache = self._pool.caches["m"]
+        self._sequences = list(range(rows))
+        for sequence in self._sequences:
+            self._cache.add_sequence(sequence)
+
+    def forward(self, forward: Forward, tokens: I64, appends: Sequence[int], kept: I64) -> Tensor:
+        """Append `appends[i]` tokens to each sequence → logits of the rows `kept`."""
+        plan = self._cache.begin_forward(self._sequences, list(appends))
+        with torch.inference_mode():
+            logits = forward(tokens, kept, ForwardState(plan, self._view))
+        self._cache.end_forward(plan)
+        return logits[: len(kept)]

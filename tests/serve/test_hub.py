@@ -1,0 +1,73 @@
+"""When the hub is asked whether it is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from kvloom.core.errors import ConfigError
+from kvloom.core.spec import ModelSpec
+from kvloom.serve.hub import require_hub
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows of no model."""
+
+    def do_HEAD(self) -> None:
+        assert isinstance(self.server, Asked)
+        self.server.paths.append(self.path)
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Asked(HTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Hub)
+        self.paths: list[str] = []
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Asked]:
+    with Asked() as server:
+        template = f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def models(*paths: str) -> list[ModelSpec]:
+    return [ModelSpec(name=f"m{at}", path=path) for at, path in enumerate(paths)]
+
+
+def test_what_it_answers_is_for_the_loader_to_tell(hub: Asked) -> None:
+    require_hub(models("some/model", "other/model"))
+    assert hub.paths == [f"/{one}/model/resolve/main/config.json" for one in ("some", "other")]
+
+
+def test_it_is_not_asked_for_what_is_here(hub: Asked, tmp_path: Path) -> None:
+    cached = tmp_path / "cache" / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "config.json").write_text("{}")
+    require_hub(models(str(tmp_path), "some/model"))
+    assert not hub.paths
+
+
+def test_it_is_not_asked_when_that_was_forbidden(hub: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"^models\.m0: some/model: the hub at .* cannot be reached \("):
+        require_hub(models("some/model"))
+    assert not hub.paths
