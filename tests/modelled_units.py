@@ -42,6 +42,11 @@ class Unit:
         await self.engine.abort("nobody")  # the loop looks at the clock when something happens
         await turns()
 
+    async def settled(self) -> None:
+        """Until no sender holds what was given up."""
+        while any(entry.closing for entry in self.transport.ledger.values()):
+            await self.pass_time(1)
+
     @property
     def computed(self) -> int:
         return sum(job.tokens.size for job in self.executor.jobs)

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from kvloom.core.clock import Clock
-from kvloom.core.errors import Unavailable
+from kvloom.core.errors import OutOfBlocks, Unavailable
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Executor, JobResult, Phase
 from kvloom.core.load import UnitLoad
@@ -218,7 +218,20 @@ class Engine:
         return self._reservations.renew(request)
 
     async def pin(self, body: Prefix) -> Held:
-        return Held(tokens=self._prefixes(body).pin(body.prompt))
+        """Raises OutOfBlocks where the longest request would find no room beside what is pinned."""
+        prefixes = self._prefixes(body)
+        tokens = prefixes.pin(body.prompt)
+        pinned = sum(queue.cache.prefixes.pinned_blocks for queue in self._queues.values())
+        longest = max(
+            queue.cache.geometry.blocks(queue.card.context_length) for queue in self._queues.values()
+        )
+        if self.pool.total - pinned < longest:
+            prefixes.unpin(body.prompt)
+            raise OutOfBlocks(
+                f"pin: {pinned} of {self.pool.total} blocks would be pinned, and the longest request "
+                f"needs {longest}; unpin others first"
+            )
+        return Held(tokens=tokens)
 
     async def unpin(self, body: Prefix) -> Held:
         return Held(tokens=self._prefixes(body).unpin(body.prompt))

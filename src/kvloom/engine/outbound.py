@@ -12,13 +12,14 @@ from kvloom.kv.cache import ModelCache
 @dataclass(slots=True, eq=False)
 class Outbound:
     """Tokens [sent, end) of a sequence go to `address`. held: pages that copies may still read after the
-    sequence has let go of them."""
+    sequence has let go of them. over: no copy will begin any more."""
 
     shipment: Shipment
     address: KVAddress
     sent: int
     end: int
     held: list[int] = field(default_factory=list)
+    over: bool = False
 
     def begin(self, cache: ModelCache, sequence: int, computed: int) -> None:
         """The sequence has blocks and `computed` tokens: those go at once, later ones with their forwards."""
@@ -36,4 +37,10 @@ class Outbound:
 
     def hold(self, cache: ModelCache, sequence: int) -> None:
         """The sequence is about to lose its pages."""
-        self.held += cache.hold(sequence, self.address.begin, self.sent)
+        if not self.over:
+            self.held += cache.hold(sequence, self.address.begin, self.sent)
+
+    def settle(self, cache: ModelCache) -> None:
+        """Nothing is copied any more."""
+        self.over = True
+        cache.let_go(self.held)

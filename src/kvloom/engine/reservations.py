@@ -102,8 +102,8 @@ class Reservations:
         return Lease(lease=self._lease)
 
     def take(self, body: StartGenerate) -> None:
-        """start_generate is here: what has been received up to its `begin` becomes cached, from where its
-        sequence takes it like any other prefix. Raises BadRequest where less has been received."""
+        """start_generate is here: what has been received becomes cached, from where its sequence takes it
+        like any other prefix. Raises BadRequest where less than `begin` has been received."""
         begin = resolve(body.begin, len(body.prompt), "begin")
         reservation = self._open.get(body.request)
         if reservation is None:
@@ -122,17 +122,10 @@ class Reservations:
                 param="begin",
             )
         del self._open[body.request]
-        self._adopt(reservation, begin)
-
-    def _adopt(self, reservation: Reservation, begin: int) -> None:
-        cache, sequence, matched = reservation.cache, reservation.sequence, reservation.answer.matched
-        if reservation.answer.end > matched:
-            cache.commit_receive(sequence, max(0, begin - matched))
-        cache.keep(sequence, reservation.body.prompt, tail=True)
-        cache.remove_sequence(sequence)
+        self._keep(reservation, received)
 
     def release(self, request: str) -> None:
-        """Give up a reservation; unknown ones are fine."""
+        """Give up a reservation, but keep what has been received cached; unknown ones are fine."""
         reservation = self._open.pop(request, None)
         if reservation is not None:
             self._close(reservation)
@@ -152,13 +145,21 @@ class Reservations:
             self._close(reservation)
 
     def _close(self, reservation: Reservation) -> None:
-        if not self._transport.close(reservation.answer.address.ticket):
+        ticket = reservation.answer.address.ticket
+        received = self._transport.received(ticket)
+        if self._transport.close(ticket):
+            self._keep(reservation, received)
+        else:
             reservation.due = self._clock.now() + _AGAIN
             self._closing.append(reservation)
-            return
-        if reservation.answer.end > reservation.answer.matched:
-            reservation.cache.cancel_receive(reservation.sequence)
-        reservation.cache.remove_sequence(reservation.sequence)
+
+    def _keep(self, reservation: Reservation, received: int) -> None:
+        """Nobody writes any more: what has been received is cached from now on, and the room is nobody's."""
+        cache, sequence, matched = reservation.cache, reservation.sequence, reservation.answer.matched
+        if reservation.answer.end > matched:
+            cache.commit_receive(sequence, received - matched)
+        cache.keep(sequence, reservation.body.prompt, tail=True)
+        cache.remove_sequence(sequence)
 
     def _missing(self, request: str) -> BadRequest:
         return BadRequest(

@@ -142,7 +142,7 @@ class Shipping:
             with suppress(KvloomError):
                 await outbound.shipment.arrived()
         finally:
-            queue.cache.let_go(outbound.held)
+            outbound.settle(queue.cache)
             self._open[request].discard(outbound)
             if not self._open[request]:
                 del self._open[request]

@@ -56,6 +56,11 @@ class PrefixTree:
         """By page, how often the tree and its pins hold it."""
         return {page: 1 + node.pins for page, node in self._nodes.items()}
 
+    @property
+    def pinned_blocks(self) -> int:
+        pages = sum(node.pins > 0 for node in self._nodes.values())
+        return pages * self._pages.geometry.blocks_per_page
+
     # -- what the verbs ask ---------------------------------------------------------------------------
 
     def pin(self, tokens: Sequence[int]) -> int:
