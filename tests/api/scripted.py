@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import uvicorn
+from hypothesis import HealthCheck, settings
 from starlette.types import ASGIApp
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -25,6 +26,9 @@ from kvloom.core.request import (
     TokenEvent,
     TokenLogprob,
 )
+
+# On a busy machine any example may take long.
+UNTIMED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 EOS = "</s>"
 SPECIAL = ["<s>", EOS, "<|user|>", "<|assistant|>", "[TOOL_CALLS]"]

@@ -16,7 +16,7 @@ from kvloom.api.detokenizer import detokenizer
 from kvloom.api.stops import StopStrings
 from kvloom.api.tokenizer import LONG_TEXT, Tokenizer
 from kvloom.core.errors import BadRequest, ConfigError
-from tests.api.scripted import card, token, tokens
+from tests.api.scripted import UNTIMED, card, token, tokens
 
 
 @st.composite
@@ -31,6 +31,7 @@ def run(stops: StopStrings, pieces: list[str]) -> str:
     return "".join(shown) + stops.end()
 
 
+@UNTIMED
 @given(cut_texts(), st.lists(st.text(alphabet="abc ", min_size=1, max_size=5), max_size=4))
 def test_stops_do_not_see_where_a_text_is_cut(cut: tuple[str, list[str]], words: list[str]) -> None:
     text, pieces = cut
@@ -47,6 +48,7 @@ def test_stops_do_not_see_where_a_text_is_cut(cut: tuple[str, list[str]], words:
         assert len(shown + stops.hit) == min(ends)
 
 
+@UNTIMED
 @given(cut_texts())
 def test_stops_hold_back_no_more_than_could_become_one(cut: tuple[str, list[str]]) -> None:
     stops = StopStrings(["abca"])
@@ -87,27 +89,32 @@ PIECES = sentencepiece()
 WORDS = words()
 
 
+@UNTIMED
 @given(st.text(max_size=40))
 def test_streamed_text_is_the_text(text: str) -> None:
     assert streamed(TINY, tokens(text)) == text
 
 
+@UNTIMED
 @given(st.lists(st.integers(0, 400), max_size=40))
 def test_any_tokens_at_all(ids: list[int]) -> None:
     """Broken UTF-8, special tokens and ids beyond the vocabulary included."""
     assert streamed(TINY, ids) == TINY.decode(ids)
 
 
+@UNTIMED
 @given(st.lists(st.sampled_from([256, 257, 258, 259, 260, *b"a\n"]), max_size=20))
 def test_sentencepiece(ids: list[int]) -> None:
     assert streamed(PIECES, ids) == PIECES.decode(ids)
 
 
+@UNTIMED
 @given(st.lists(st.integers(0, 255), max_size=20))
 def test_sentencepiece_bytes_never_raise(ids: list[int]) -> None:
     assert streamed(PIECES, ids) == bytes(ids).decode("utf-8", "replace")
 
 
+@UNTIMED
 @given(st.lists(st.integers(0, 3), max_size=20))
 def test_a_vocabulary_whose_decoder_adds_spaces(ids: list[int]) -> None:
     assert streamed(WORDS, ids) == WORDS.decode(ids)

@@ -19,7 +19,7 @@ from kvloom.api.tokenizer import Tokenizer
 from kvloom.api.tool_families import Family, ToolCall, family_of, forced_guide
 from kvloom.api.tools import ToolParser
 from kvloom.engine.guide import GuideCompiler
-from tests.api.scripted import ScriptedEngine, byte_level, card, says, serving, token
+from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, serving, token
 
 WEATHER = ToolCall("weather", '{"city": "Zürich"}')
 TIME = ToolCall("time", "{}")
@@ -58,6 +58,7 @@ def parse(family: Family, pieces: list[str]) -> tuple[str, list[ToolCall]]:
 
 
 @pytest.mark.parametrize(("family", "text", "shown", "calls"), CASES)
+@UNTIMED
 @given(data=st.data())
 def test_calls_however_the_text_is_cut(
     family: Family, text: str, shown: str, calls: list[ToolCall], data: st.DataObject
@@ -69,6 +70,7 @@ def test_calls_however_the_text_is_cut(
     assert parse(family, list(text)) == (shown, calls)
 
 
+@UNTIMED
 @given(st.sampled_from(list(Family)), st.text(alphabet='<>/[]{}"\\ ab;:tol_cTOL_CALS|', max_size=60))
 def test_any_text_at_all(family: Family, text: str) -> None:
     shown, calls = parse(family, list(text))

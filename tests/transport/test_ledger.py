@@ -33,6 +33,7 @@ def test_claims_and_deliveries_are_in_order(ends: tuple[Ledger, PeerLedger]) -> 
     assert ledger.received(ticket) == 5
     assert peer.deliver(ticket, 5, 9)
     assert peer.deliver(ticket, 9, 12)
+    assert peer.deliver(ticket, 9, 9)  # of no tokens
     assert ledger.received(ticket) == 12
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Literal
 
 import numpy as np
@@ -88,11 +89,13 @@ class KVAddress(Struct, frozen=True, kw_only=True):
     def block_map(self) -> I32:
         """[pages, layers, kv_heads]. Raises BadRequest where the runs do not make up as many blocks."""
         shape = (self.pages, self.form.layers, self.form.kv_heads)
-        wanted, found = int(np.prod(shape)), sum(length for _, length in self.blocks)
+        runs = np.fromiter(chain.from_iterable(self.blocks), np.int64, 2 * len(self.blocks))
+        firsts, lengths = runs.reshape(-1, 2).T
+        wanted, found = int(np.prod(shape)), int(lengths.sum())
         if found != wanted:
             raise BadRequest(f"address: {found} blocks for {self.pages} pages of {self.model}, not {wanted}")
-        runs = [np.arange(first, first + length, dtype=np.int32) for first, length in self.blocks]
-        return np.concatenate(runs).reshape(shape) if runs else np.zeros(shape, dtype=np.int32)
+        steps = np.repeat(firsts - np.cumsum(lengths) + lengths, lengths)
+        return (np.arange(wanted) + steps).astype(np.int32).reshape(shape)
 
     @staticmethod
     def compress(block_map: I32) -> tuple[tuple[int, int], ...]:

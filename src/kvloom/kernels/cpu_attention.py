@@ -125,6 +125,7 @@ def attend(a, counters):  # type: ignore[no-untyped-def]
                 write(at + i, read(all_sums + r * row + i) * share)
         fetch_add(counters + 8, 1)
         item = fetch_add(counters, 1)
+    scratch[0] = 0  # numba frees an array after its last use, and addresses are none
 
 
 @kernel(AttentionArguments)

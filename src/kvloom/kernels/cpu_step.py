@@ -226,3 +226,4 @@ def step(pointer):  # type: ignore[no-untyped-def]
         _plain_head(s, normal, s.x_row, counters, sums)
     else:
         _product(s.head, s.head, s.logits, s.logits_row, normal, s.x_row, s.kept_rows, False, counters, sums)
+    scratch[0] = 0  # numba frees an array after its last use, and addresses are none

@@ -1,6 +1,7 @@
 """NIXL, as far as the KV plane needs it: an agent that writes into other agents' memory and sends messages.
 
-Sources: `nixl_cu13/_api.py` 1.5.1, and its errors as they came when peers were killed.
+By the bindings under NIXL's Python API 1.5.1 (`nixl_cu13/_api.py`, which is thin): the API leaves no say in
+the progress thread's pace, and then that takes a third of a core while nothing happens.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import secrets
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,10 @@ from kvloom.core.arrays import I64
 from kvloom.core.errors import ConfigError, Unavailable
 
 Spans = npt.NDArray[np.uint64]  # [n, 3]: address, bytes, device
+Transfer = int  # NIXL's handle
 
-Transfer = Any  # NIXL's own handle
+_log = logging.getLogger(__name__)
+_PACE = 200  # microseconds between two looks of the progress thread
 
 
 class Agent:
@@ -27,20 +30,22 @@ class Agent:
     def __init__(self, unit: str, address: int, size: int) -> None:
         """address, size: the memory that peers may write to, and that is sent from."""
         try:
-            api = importlib.import_module("nixl_cu13._api")
-            bindings = importlib.import_module("nixl_cu13._bindings")
+            nixl: Any = importlib.import_module("nixl_cu13._bindings")
         except ImportError as error:
             raise ConfigError(
                 f"transport: nixl is not installed here ({error}); pip install 'kvloom[cluster]', or use shm"
             ) from error
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout
-        kinds = [kind for kind in vars(bindings).values() if isinstance(kind, type)]
+        self._nixl = nixl
+        kinds = [kind for kind in vars(nixl).values() if isinstance(kind, type)]
         self._errors = tuple(kind for kind in kinds if issubclass(kind, Exception))
         self.name = f"{unit}-{secrets.token_hex(4)}"
-        config = api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
-        self._nixl = api.nixl_agent(self.name, config)
-        self._memory = self._nixl.register_memory([(address, size, 0, "")], "DRAM")
-        self.metadata: bytes = self._nixl.get_agent_metadata()
+        config = nixl.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, _PACE
+        self._agent = nixl.nixlAgent(self.name, config)
+        self._agent.createBackend("UCX", {})
+        self._memory = nixl.nixlRegDList(nixl.DRAM_SEG, [(address, size, 0, "")])
+        self._agent.registerMem(self._memory, [])
+        self.metadata: bytes = self._agent.getLocalMD()
         self._known: set[str] = set()
 
     def meet(self, name: str, metadata: bytes) -> None:
@@ -48,7 +53,7 @@ class Agent:
         if name in self._known:
             return
         try:
-            found = self._nixl.add_remote_agent(metadata)
+            found = self._agent.loadRemoteMD(metadata)
         except self._errors as error:
             raise Unavailable(f"NIXL cannot reach {name}: {error}") from error
         found = found.decode() if isinstance(found, bytes) else str(found)
@@ -62,50 +67,58 @@ class Agent:
         if name in self._known:
             self._known.remove(name)
             try:
-                self._nixl.remove_remote_agent(name)
+                self._agent.invalidateRemoteMD(name)
             except self._errors as error:
-                logging.getLogger(__name__).debug("parting from %s: %s", name, error)
+                _log.debug("parting from %s: %s", name, error)
 
     def tell(self, name: str, message: bytes) -> None:
         """Raises Unavailable where it is known that this cannot arrive."""
         try:
-            self._nixl.send_notif(name, message)
+            self._agent.genNotif(name, message)
         except self._errors as error:
             raise Unavailable(f"{name} cannot be reached: {error}") from error
 
     def heard(self) -> list[tuple[str, bytes]]:
         """Messages since the last call, each agent's in order."""
-        news: dict[str, list[bytes]] = self._nixl.get_new_notifs()
+        news: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
         return [(name, message) for name, messages in news.items() for message in messages]
 
     def write(self, name: str, own: Spans, peer: Spans) -> Transfer:
         """Begin to write; own[i] and peer[i] are of one length. Raises Unavailable."""
+        nixl = self._nixl
         try:
-            sides = (self._nixl.get_xfer_descs(spans, "DRAM") for spans in (own, peer))
-            transfer = self._nixl.initialize_xfer("WRITE", *sides, name)
-            if self._nixl.transfer(transfer) == "ERR":
-                raise Unavailable(f"writing to {name} failed")
+            sides = (nixl.nixlXferDList(nixl.DRAM_SEG, spans) for spans in (own, peer))
+            transfer: int = self._agent.createXferReq(nixl.NIXL_WRITE, *sides, name, b"", [])
         except self._errors as error:
+            raise Unavailable(f"writing to {name} cannot begin: {error}") from error
+        try:
+            self._agent.postXferReq(transfer, b"")
+        except self._errors as error:
+            self.drop(transfer)
             raise Unavailable(f"writing to {name} failed: {error}") from error
         return transfer
 
     def written(self, name: str, transfer: Transfer) -> bool:
-        """Raises Unavailable where it failed. True only once; what it held is given back."""
-        state: Literal["DONE", "PROC", "ERR"]
+        """Raises Unavailable where it failed."""
         try:
-            state = self._nixl.check_xfer_state(transfer)
-            if state != "PROC":
-                transfer.release()
+            status = self._agent.getXferStatus(transfer)
         except self._errors as error:
             raise Unavailable(f"writing to {name} failed: {error}") from error
-        if state == "ERR":
-            raise Unavailable(f"writing to {name} failed")
-        return state == "DONE"
+        if status not in (self._nixl.NIXL_SUCCESS, self._nixl.NIXL_IN_PROG):
+            raise Unavailable(f"writing to {name} failed: {status}")
+        return bool(status == self._nixl.NIXL_SUCCESS)
+
+    def drop(self, transfer: Transfer) -> None:
+        """Give back what a transfer holds; one that is under way is ended."""
+        try:
+            self._agent.releaseXferReq(transfer)
+        except self._errors as error:
+            _log.debug("dropping a transfer: %s", error)
 
     def close(self) -> None:
         for name in list(self._known):
             self.part(name)
-        self._nixl.deregister_memory(self._memory)
+        self._agent.deregisterMem(self._memory, [])
 
 
 def spans(starts: I64, sizes: I64) -> Spans:

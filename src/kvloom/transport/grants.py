@@ -60,8 +60,8 @@ class _Reservation:
     def deliver(self) -> list[Letter]:
         """Move `received` over what is there."""
         letters: list[Letter] = []
-        while ready := [k for k, s in self.sends.items() if s.until is None and s.begin == self.received]:
-            self.received = self.sends.pop(ready[0]).end
+        while ready := [k for k, s in self.sends.items() if s.until is None and s.begin <= self.received]:
+            self.received = max(self.received, self.sends.pop(ready[0]).end)
             letters.append((ready[0][0], Delivered(ready[0][1])))
         return letters
 

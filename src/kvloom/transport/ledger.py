@@ -109,9 +109,9 @@ class PeerLedger:
         """Tokens [begin, end) are there. False: those before `begin` are not; ask again."""
         with self.writing(ticket):
             row = self._rows[ticket.slot]
-            if row[_RECEIVED] != begin:
+            if row[_RECEIVED] < begin:
                 return False
-            row[_RECEIVED] = end
+            row[_RECEIVED] = max(end, row[_RECEIVED])  # it is past `begin` where nothing was sent
             return True
 
     @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvloom.core.errors import BadRequest, KvloomError, Unavailable
 from kvloom.core.shipment import Parcel
-from kvloom.transport.agent import Agent
+from kvloom.transport.agent import Agent, Transfer
 from kvloom.transport.delivery import Delivery
 from kvloom.transport.grants import Grants, Letter
 from kvloom.transport.messages import (
@@ -176,22 +176,27 @@ class NixlPlane:
             if shipment.failure is None and self._keep_grant(shipment):
                 return True
             if shipment.transfer is not None:
-                return self._land(shipment)
+                return self._land(shipment, shipment.transfer)
             if shipment.failure is None:
                 return self._progress(shipment)
             self._give_up(shipment)
             return True
         except KvloomError as error:
-            shipment.transfer = None
+            self._drop_transfer(shipment)
             shipment.fail(Unavailable(f"{shipment.peer.unit} is gone: {error.message}"))
             self._agent.part(shipment.where.agent)
             return True
 
-    def _land(self, shipment: NixlShipment) -> bool:
-        if not self._agent.written(shipment.where.agent, shipment.transfer):
+    def _land(self, shipment: NixlShipment, transfer: Transfer) -> bool:
+        if not self._agent.written(shipment.where.agent, transfer):
             return False
-        shipment.transfer = None
+        self._drop_transfer(shipment)
         return True
+
+    def _drop_transfer(self, shipment: NixlShipment) -> None:
+        if shipment.transfer is not None:
+            self._agent.drop(shipment.transfer)
+            shipment.transfer = None
 
     def _keep_grant(self, shipment: NixlShipment) -> bool:
         now = self._clock()

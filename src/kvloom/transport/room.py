@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.core.address import KVAddress, KVForm
+from kvloom.core.arrays import I32
 from kvloom.core.errors import BadRequest
 from kvloom.core.shipment import Parcel
 
@@ -46,11 +47,9 @@ class Room:
         if own_block_bytes != peer_block_bytes:
             raise BadRequest(f"peer: blocks of {peer_block_bytes} bytes; here they have {own_block_bytes}")
         token_bytes = _token_bytes(address.form, own_block_bytes)
-        last = max((first + length for first, length in address.blocks), default=0)
-        if last > peer_blocks:
-            raise BadRequest(f"address: block {last - 1} of an arena of {peer_blocks}")
+        blocks = _blocks(address, peer_blocks)
         allowed = np.zeros(peer_blocks, dtype=np.bool_)
-        allowed[address.block_map()] = True
+        allowed[blocks] = True
         return Room(own_block_bytes, address.form.tokens_per_block, token_bytes, own_blocks, allowed)
 
     def check(self, parcel: Parcel) -> None:
@@ -69,6 +68,17 @@ class Room:
         )
         if not inside:
             raise BadRequest("parcel: blocks or tokens outside the address")
+
+
+def _blocks(address: KVAddress, peer_blocks: int) -> I32:
+    """[pages, layers, kv_heads], all of them in an arena of `peer_blocks`."""
+    wanted = address.pages * address.form.layers * address.form.kv_heads
+    if wanted > peer_blocks:
+        raise BadRequest(f"address: {wanted} blocks of an arena of {peer_blocks}")
+    blocks = address.block_map()
+    if blocks.size and blocks.max() >= peer_blocks:
+        raise BadRequest(f"address: block {blocks.max()} of an arena of {peer_blocks}")
+    return blocks
 
 
 def _token_bytes(form: KVForm, block_bytes: int) -> int:

@@ -1,0 +1,44 @@
+"""A process that forgets to end its transport ends all the same, and at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.transport.test_contract import KINDS
+
+PROGRAM = """
+import asyncio, sys
+import numpy as np
+from kvloom.core.address import KVAddress, KVForm
+from kvloom.core.shipment import Parcel
+from kvloom.kv.arena import Arena
+from kvloom.transport.nixl import NixlTransport
+from kvloom.transport.shm import ShmTransport
+
+FORM = KVForm(layers=1, kv_heads=1, head_dim=16, dtype="float32", block_bytes=4096, tokens_per_block=32)
+
+async def main():
+    kind = {"shm": ShmTransport, "nixl": NixlTransport}[sys.argv[1]]
+    sender, receiver = kind("sender", Arena(64, 4096)), kind("receiver", Arena(64, 4096))
+    address = KVAddress(
+        model="m", form=FORM, begin=0, end=32, blocks=((7, 1),), ticket=receiver.open(0)
+    )
+    shipment = sender.ship(receiver.endpoint, address, 0, 32)
+    one, none, all_ = (np.array([n], np.int32) for n in (7, 0, 32))
+    shipment.put(Parcel(one, one, none, all_))
+    await shipment.arrived()
+    print(receiver.received(address.ticket), flush=True)
+    return sender, receiver, shipment
+
+kept = asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_ends_with_its_transport_open(kind: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "32\n"), done.stderr
