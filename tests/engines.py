@@ -15,6 +15,7 @@ from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
 from kvloom.engine.engine import Engine
 from kvloom.model.executor import TorchExecutor
+from kvloom.transport.shm import ShmTransport
 
 _REQUESTS = itertools.count()
 
@@ -64,16 +65,18 @@ async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
     executor = TorchExecutor.load(
         spec.models, kv_bytes=spec.kv_bytes, block_bytes=spec.block_bytes, threads=spec.threads
     )
-    engine = Engine(executor, spec, WallClock())
+    transport = ShmTransport(spec.unit, executor.arena)
+    engine = Engine(executor, transport, spec, WallClock())
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())
         try:
             yield engine
         finally:
             await engine.stop()
+    transport.close_all()
     executor.close()
     engine.pool.check()
-    assert engine.pool.free == engine.pool.total
+    assert engine.pool.available == engine.pool.total
 
 
 def body(

@@ -21,14 +21,14 @@ def test_an_abort_frees_the_blocks_with_the_job_that_runs() -> None:
             before = len(executor.jobs)
             await until_in_a_job(executor, before + 2)
             running = len(executor.jobs)
-            assert engine.pool.free < engine.pool.total
+            assert engine.pool.available < engine.pool.total
             if hangs_up:
                 await stream.aclose()
             else:
                 await engine.abort("r")
             await until(lambda: executor.idle == executor.compute)
             await turns(3)
-            assert engine.pool.free == engine.pool.total
+            assert engine.pool.available == engine.pool.total
             assert len(executor.jobs) == running
             await stream.aclose()
 

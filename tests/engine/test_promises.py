@@ -34,10 +34,10 @@ def test_an_abort_frees_the_blocks_within_one_job(fleet: Fleet) -> None:
                 else:
                     await engine.abort(order.request)
                 async with asyncio.timeout(20):
-                    while engine.pool.free < engine.pool.total:
+                    while engine.pool.available < engine.pool.total:
                         await engine.load()
                         await asyncio.sleep(0)
-                assert engine.pool.free == engine.pool.total
+                assert engine.pool.available == engine.pool.total
                 assert await count(engine.load()) - jobs <= 1
                 await stream.aclose()
 

@@ -56,7 +56,7 @@ def test_a_slow_reader_of_an_ended_request_does_not_end_its_successor() -> None:
         slow = engine.start_generate(order("same", "wide", 8))
         await anext(slow)
         await until_in_a_job(executor)
-        await until(lambda: engine.pool.free == engine.pool.total)
+        await until(lambda: engine.pool.available == engine.pool.total)
         body = order("same", "wide", 30, max_tokens=40)
         new = asyncio.create_task(ask(engine, body))
         await turns(5)

@@ -30,7 +30,7 @@ class TorchExecutor:
 
     def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
         self._models = models
-        self._arena = arena
+        self.arena = arena
         self._views = {
             name: arena.view(model.geometry.head_dim, model.dtype) for name, model in models.items()
         }
