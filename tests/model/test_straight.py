@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from kvloom.model import few
@@ -29,6 +30,15 @@ def test_who_is_straight(architecture: str, tmp_path: Path) -> None:
     assert isinstance(forward, Straight if architecture in STRAIGHT else Modular)
 
 
+def enliven(path: Path) -> None:
+    """Give biases and norms, which start as zeros and ones, values of their own."""
+    tensors = load_file(path / "model.safetensors")
+    for tensor in tensors.values():
+        if tensor.dim() == 1:
+            tensor.add_(0.3 * torch.randn(len(tensor), generator=torch.Generator().manual_seed(len(tensor))))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 9])
 @pytest.mark.parametrize("limit", [0, 100])  # layer by layer, and all in one kernel
 @pytest.mark.parametrize("architecture", sorted(STRAIGHT))
@@ -38,7 +48,10 @@ def test_straight_is_modular(
     """Sequences of different lengths, whose K and V the same forward has written; some rows asked for, one
     of them twice. Sizes are no multiples of a panel's."""
     monkeypatch.setattr(few, "FEW_ROWS", limit)
-    model = load(make_checkpoint(tmp_path, architecture, vocab_size=VOCAB + 13, intermediate_size=88))
+    path = make_checkpoint(tmp_path, architecture, vocab_size=VOCAB + 13, intermediate_size=88)
+    enliven(path)
+    model = load(path)
+    assert isinstance(model.forward, Straight)
     lengths = [(7 * i) % 40 + 1 for i in range(rows)]
     kept = np.array([*range(0, rows, 2), rows - 1, 0])
     tokens = np.random.default_rng(rows).integers(0, VOCAB, (3, sum(lengths)))

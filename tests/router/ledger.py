@@ -110,7 +110,7 @@ class Room:
 
 class LedgerEngine:
     """An `EngineClient`. down: cannot be reached. free: tokens that may be reserved together. pace: turns of
-    the event loop that a send takes. gate: streams wait for it after their first token."""
+    the event loop that a send takes. gate: streams wait for it after each token; answers: `models` does."""
 
     def __init__(self, name: str, world: World, cards: tuple[ModelCard, ...]) -> None:
         self.name = name
@@ -120,6 +120,8 @@ class LedgerEngine:
         self.pace = 1
         self.gate = asyncio.Event()
         self.gate.set()
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.refusal: KvloomError | None = None
         self.rooms: dict[str, Room] = {}
         self.sending: set[str] = set()
@@ -127,6 +129,7 @@ class LedgerEngine:
         self.cached: list[list[int]] = []
         self.computed = 0
         self.renewals = 0
+        self.priorities: list[int] = []  # of its sends
         self.aborts: list[tuple[str, int | None]] = []
         self._world = world
         self._tickets = 0
@@ -140,10 +143,12 @@ class LedgerEngine:
         self.cached.clear()
 
     async def models(self) -> list[ModelCard]:
+        await self.answers.wait()
         self._reach()
         return list(self.cards)
 
     async def load(self) -> UnitLoad:
+        await asyncio.sleep(0)
         self._reach()
         return UnitLoad(total_blocks=8, free_blocks=8, block_bytes=256, policy="adbs", models={})
 
@@ -188,6 +193,7 @@ class LedgerEngine:
             raise BadRequest(f"[{begin}, {end}) is not in the address")
         peer = self._world.engines[body.peer.unit]
         self.sending.add(body.request)
+        self.priorities.append(body.priority)
         try:
             for _ in range(self.pace):
                 await asyncio.sleep(0)

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvloom.core.request import Event, StartGenerate
 from kvloom.router.programs import PROGRAMS
@@ -62,11 +63,12 @@ def test_every_program_answers_like_a_lone_engine(program: str, units: int) -> N
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_one_replica_is_asked_for_nothing_else(program: str) -> None:
+def test_one_replica_is_asked_for_nothing_else(program: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with routed(1, program) as fleets:
             for length in (1, 2, 40, 40):
                 assert await asked(fleets, body(length)) == [generate("a")]
+            assert not caplog.messages  # no error led there
 
     run(test)
 
@@ -294,6 +296,15 @@ def test_the_prompts_logprobs_are_computed_in_one_place(program: str) -> None:
                 request = body(length, prompt_logprobs=0)
                 [seen] = await asked(fleets, request)
                 assert seen in (generate("a"), generate("b"))
+
+    run(test)
+
+
+def test_a_send_has_its_requests_priority() -> None:
+    async def test() -> None:
+        async with routed(2, "disaggregate") as fleets:
+            await ask_well(fleets.router, replace(body(20), priority=-3))
+            assert fleets.engines[0].priorities == [-3]
 
     run(test)
 

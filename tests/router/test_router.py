@@ -14,7 +14,20 @@ from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.router import Router
 from tests.router.fleets import ManualClock, ask, ask_well, body, routed, run, turns
-from tests.router.ledger import World, card
+from tests.router.ledger import LedgerEngine, World, card
+
+
+def count_calls(engine: LedgerEngine, verb: str, clock: ManualClock | None = None) -> list[float]:
+    """When it is called, from now on."""
+    times: list[float] = []
+    real = getattr(engine, verb)
+
+    async def counted() -> object:
+        times.append(round((clock or ManualClock()).now(), 3))
+        return await real()
+
+    setattr(engine, verb, counted)
+    return times
 
 
 def test_models_are_everybodys() -> None:
@@ -103,14 +116,7 @@ def test_a_lost_unit_is_asked_ever_more_slowly() -> None:
     async def test() -> None:
         async with routed(1) as fleets:
             [engine] = fleets.engines
-            asked: list[float] = []
-            models = engine.models
-
-            async def counted() -> object:
-                asked.append(round(fleets.clock.now(), 3))
-                return await models()
-
-            engine.models = counted  # type: ignore[method-assign,assignment]
+            asked = count_calls(engine, "models", fleets.clock)
             engine.down = True
             with suppress(Unavailable):
                 await ask(fleets.router, body())
@@ -161,6 +167,72 @@ def test_a_withdrawn_unit_finishes_and_gets_nothing_new() -> None:
             await fleets.router.admit("a")
             await ask_well(fleets.router, body())
             assert fleets.journal[-1].unit == "a"
+
+    run(test)
+
+
+def test_a_unit_that_is_withdrawn_while_it_is_asked() -> None:
+    async def test() -> None:
+        async with routed(2) as fleets:
+            engine = fleets.engines[0]
+            asked, may_answer = count_calls(engine, "models"), asyncio.Event()
+            for down in (False, True):
+                engine.down, engine.answers = down, may_answer
+                may_answer.clear()
+                asking = asyncio.create_task(fleets.router.admit("a"))
+                await turns()
+                fleets.router.withdraw("a")
+                may_answer.set()
+                await asking
+                asked.clear()
+                await fleets.clock.advance(60)
+                assert not asked
+                assert fleets.router.up == {"a": False, "b": True}
+
+    run(test)
+
+
+def test_calls_that_fail_together_ask_once_whether_the_unit_lives() -> None:
+    async def test() -> None:
+        async with routed(2) as fleets:
+            engine = fleets.engines[0]
+            engine.gate.clear()
+            asked = count_calls(engine, "load")
+            tasks = [asyncio.create_task(ask(fleets.router, body(tokens=9))) for _ in range(8)]
+            await turns()
+            engine.down = True
+            engine.gate.set()
+            await asyncio.wait(tasks)
+            failed = [task for task in tasks if task.exception()]
+            assert len(failed) == 4
+            assert len(asked) == 1
+
+    run(test)
+
+
+def test_models_that_a_unit_no_longer_serves() -> None:
+    async def test() -> None:
+        world = World()
+        engine = world.engine("a", card("m"), card("old"))
+        async with Router(world.engines, load_program("data_parallel"), ManualClock()) as router:
+            await ask_well(router, body(model="old"))
+            engine.cards = (card("m", context_length=7), card("new"))
+            await router.admit("a")
+            assert [(one.name, one.context_length) for one in await router.models()] == [
+                ("m", 7),
+                ("new", 512),
+            ]
+            with pytest.raises(UnknownModel):
+                await ask(router, body(model="old"))
+
+    run(test)
+
+
+def test_an_error_passes_through_the_router_as_it_is() -> None:
+    async def test() -> None:
+        with pytest.raises(ZeroDivisionError):
+            async with Router(World().engines, load_program("data_parallel"), ManualClock()):
+                raise ZeroDivisionError
 
     run(test)
 
@@ -250,8 +322,8 @@ def test_an_aborted_request_does_not_go_elsewhere() -> None:
                 request = body(20, tokens=50)
                 task = asyncio.create_task(ask(fleets.router, request))
                 await turns(turn)
-                await fleets.router.abort(request.request)
                 begun = len(fleets.journal)
+                await fleets.router.abort(request.request)
                 await asyncio.wait([task])
                 error = task.exception()
                 if error is None:

@@ -4,42 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvloom.core.address import Endpoint, KVAddress, Ticket
-from kvloom.core.errors import BadRequest, KvloomError, QueueFull, Unavailable
+from kvloom.core.errors import BadRequest, QueueFull
 from tests.transport.context import HEADS, LAYERS, Context
-from tests.transport.units import Unit, units
+from tests.transport.units import Unit
 from tests.transport.wire import BLOCKS, SLOTS
-
-NIXL = find_spec("nixl_cu13") is not None
-KINDS = [
-    "shm",
-    pytest.param(
-        "nixl",
-        marks=pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'"),
-    ),
-]
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Unit, Unit]]:
-    """A sender and a receiver that outlive a test."""
-    with units(request.param, "sender", "receiver") as (sender, receiver):
-        yield sender, receiver
-
-
-@pytest.fixture(params=KINDS)
-def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Unit, Unit]]:
-    """A sender and a receiver for one test."""
-    with units(request.param, "sender", "receiver") as (sender, receiver):
-        yield sender, receiver
-
 
 SPANS = [(0, 1), (0, 32), (0, 33), (31, 33), (5, 20), (32, 64), (30, 250), (64, 190), (21, 63), (0, 1000)]
 
@@ -227,74 +201,3 @@ def test_endpoints_that_cannot_be_are_refused(pair: tuple[Unit, Unit]) -> None:
     context.send(0, 100)
     context.check(0, 100)
     context.receiver.close_soon(context.ticket)
-
-
-def test_after_close_says_true_a_stalled_sender_writes_nothing(pair: tuple[Unit, Unit]) -> None:
-    context = Context.make(*pair, 0, 100, seed=13)
-    sender, receiver = pair
-    shipment = context.ship(0, 100)
-    sender.call("set_gate", where="before", skip=1)
-    context.put(shipment, context.whole(0, 100))
-    sender.call("at_gate")
-    receiver.close_soon(context.ticket)
-    receiver.call("fill", seed=99)  # the blocks are used for something else
-    after = receiver.arena.copy()
-    sender.call("ungate")
-    with pytest.raises((BadRequest, Unavailable), match="receiver"):
-        sender.call("arrived", number=shipment)
-    np.testing.assert_array_equal(receiver.arena, after)
-
-
-def test_shipments_that_have_not_arrived_fail_at_the_end(mortal: tuple[Unit, Unit]) -> None:
-    context = Context.make(*mortal, 0, 100, seed=14)
-    first, second = context.ship(0, 50), context.ship(50, 100)
-    early = context.sender.start("arrived", number=second)
-    context.sender.call("close_all")
-    with pytest.raises(Unavailable, match="stopping"):
-        context.sender.result(early)
-    context.sender.result(context.put(first, context.whole(0, 50)))
-    with pytest.raises(Unavailable, match="stopping"):
-        context.sender.call("arrived", number=first)
-    context.receiver.close_soon(context.ticket)
-    context.check_untouched()
-
-
-def test_a_receiver_that_dies_makes_the_send_fail(mortal: tuple[Unit, Unit]) -> None:
-    context = Context.make(*mortal, 0, 100, seed=15)
-    sender, receiver = mortal
-    shipment = context.ship(0, 100)
-    sender.call("set_gate", where="before", skip=2)
-    context.put(shipment, context.whole(0, 100))
-    sender.call("at_gate")
-    receiver.kill()
-    sender.call("ungate")
-    with pytest.raises(Unavailable, match="receiver"):
-        sender.call("arrived", number=shipment)
-    with pytest.raises(Unavailable, match="receiver"):
-        sender.call("arrived", number=context.ship(0, 100))
-
-
-def test_a_sender_that_dies_half_way_leaves_a_reservation_that_closes(mortal: tuple[Unit, Unit]) -> None:
-    context = Context.make(*mortal, 0, 100, seed=16)
-    sender, receiver = mortal
-    shipment = context.ship(0, 100)
-    sender.call("set_gate", where="inside", skip=2)
-    context.put(shipment, context.whole(0, 100))
-    sender.call("at_gate")
-    sender.kill()
-    assert context.received() == 0
-    receiver.close_soon(context.ticket)
-    assert receiver.call("close", ticket=receiver.open(0))
-
-
-def test_a_restarted_receiver_is_another_peer(mortal: tuple[Unit, Unit]) -> None:
-    sender, receiver = mortal
-    context = Context.make(sender, receiver, 0, 100, seed=17)
-    context.send(0, 50)
-    with units(receiver.endpoint.kind, "receiver") as (restarted,):
-        receiver.kill()
-        with pytest.raises(KvloomError, match="receiver"):
-            context.send(50, 100)
-        again = Context.make(sender, restarted, 0, 100, seed=18)
-        again.send(0, 100)
-        again.check(0, 100)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.transport.test_contract import KINDS
+from tests.transport.kinds import KINDS
 
 PROGRAM = """
 import asyncio, sys

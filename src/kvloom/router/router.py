@@ -182,6 +182,4 @@ class Router:
 def _may_go_on(call: Call, error: KvloomError) -> bool:
     """True where a plain start_generate elsewhere may still answer: nothing has been passed on, and it is not
     the request itself that a replica has refused."""
-    if call.answered or call.aborted:
-        return False
-    return not call.refused or isinstance(error, _ELSEWHERE)
+    return not call.answered and (not call.refused or isinstance(error, _ELSEWHERE))
