@@ -293,7 +293,7 @@ def test_the_demo_fleet_without_anything() -> None:
 def test_auto_is_never_less_than_a_block(folder: Path) -> None:
     (folder / "f.yaml").write_text(M)
     config = load_config(folder / "f.yaml", {}, {}, dataclasses.replace(MACHINE, memory=10))
-    assert config.kv_memory == config.block_bytes
+    assert config.engines[0].kv_bytes == config.block_bytes
 
 
 @pytest.mark.parametrize(
