@@ -65,6 +65,7 @@ def test_what_dies_comes_back_and_the_others_serve_on(config: str, folder: Path)
     with fleet(config, folder=folder) as running:
         url = running.wait_until_ready()
         assert "unit-1: starting the engine" in running.output
+        assert [ask(url, model) for model in ("guide", "stories", "sums")] == [200] * 3
         before = running.children()
         assert before.keys() == {"unit-0", "unit-1", "gateway"}
         os.kill(before["unit-0"], signal.SIGKILL)

@@ -45,8 +45,8 @@ class Parent:
         return msgspec.json.decode(line, type=kind)
 
     def watch(self, folder: Path) -> None:
-        """No order is to come. From now on, when the supervisor is gone, its `folder` is removed, this process
-        gets a SIGTERM, and if it still lives some seconds later it is ended."""
+        """No order is to come. From now on, when the supervisor is gone, its `folder` is removed, and this
+        process gets a SIGTERM; if it still lives some seconds later it is ended."""
         threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()
 
     def report(self, report: Report) -> None:
