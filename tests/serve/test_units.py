@@ -24,6 +24,14 @@ units:
     policy: fcfs
 """
 
+PROGRAM = """
+async def last(call, fleet, *, say: str):
+    replica = fleet.up[-1]
+    print(f"{say}: {replica.name}")
+    async for frame in call.start_generate(replica):
+        yield frame
+"""
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
@@ -106,3 +114,25 @@ def test_nothing_is_left_where_an_engine_does_not_listen(config: str, folder: Pa
         os.kill(running.children()["unit-1"], signal.SIGSTOP)
         with leaves_nothing(running, folder):
             assert running.end(signal.SIGINT) == 0
+
+
+def test_a_program_that_is_none_is_one_line(config: str, folder: Path) -> None:
+    with open(config, "a") as file:
+        file.write("program: {name: balanced, ratoi: 1}\n")
+    with fleet(config, folder=folder) as running:
+        assert running.process.wait(DEADLINE) == 2
+        errors = running.errors()
+        assert errors.startswith("kvloom: program: balanced has no option ratoi")
+        assert errors.count("\n") == 1
+        assert not list(folder.glob("kvloom-*"))
+
+
+def test_a_program_of_ones_own_beside_the_config(config: str, folder: Path) -> None:
+    with open(config, "a") as file:
+        file.write("program: {name: 'my_router:last', say: here}\n")
+    Path(config).with_name("my_router.py").write_text(PROGRAM)
+    with fleet(config, folder=folder) as running:
+        url = running.wait_until_ready()
+        assert ask(url, "sums") == 200
+        running.wait_for("gateway | here: unit-1")
+        assert running.end(signal.SIGTERM) == 0
