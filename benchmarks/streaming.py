@@ -32,9 +32,10 @@ from benchmarks.workload import Ask
 from kvloom.api.app import DEFAULT_MAX_BODY
 from kvloom.core.request import StartGenerate
 from kvloom.core.sampling import SamplingParams
+from kvloom.core.spec import ProgramSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
-from kvloom.serve.orders import GatewayOrder, Ready
+from kvloom.serve.orders import Begin, GatewayOrder, Ready
 from kvloom.serve.supervisor import GATEWAY
 
 MOST_MS, LEAST_PACE = 3.0, 5000.0
@@ -78,18 +79,21 @@ async def front(period: float) -> AsyncIterator[Front]:
             if await engine.stdout.readline() != b"ready\n":
                 raise RuntimeError("the null engine did not start")
             order = GatewayOrder(
-                engine=f"unix://{path}",
+                engines={"unit-0": f"unix://{path}"},
                 secret=secret,
                 listener=listener.fileno(),
                 api_keys=frozenset(),
                 max_body=DEFAULT_MAX_BODY,
+                program=ProgramSpec("data_parallel"),
+                folder=folder,
+                sockets=folder,
             )
-            await gateway.order(order)
+            await gateway.order(order, Begin())
             await _ready(gateway)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             yield Front(f"unix://{path}", secret, url, gateway.pid, engine.pid)
         finally:
-            gateway.let_go()
+            gateway.terminate()
             engine.terminate()
             await gateway.ended()
             await engine.wait()

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from kvloom.core.clock import WallClock
 from kvloom.core.request import EndEvent, Event, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
 from kvloom.core.sampling import SamplingParams
@@ -47,16 +49,17 @@ class Answer:
 
 
 def spec_of(paths: dict[str, Path], *, policy: Policy = "adbs", **changes: int) -> EngineSpec:
-    settings = {
-        "kv_bytes": 4 << 20,
-        "block_bytes": 2048,
-        "max_running": 64,
-        "max_waiting": 256,
-        "chunk_tokens": 64,
-        "threads": 2,
-    } | changes
-    models = tuple(ModelSpec(name=name, path=str(path)) for name, path in paths.items())
-    return EngineSpec(models=models, policy=policy, **settings)
+    spec = EngineSpec(
+        models=tuple(ModelSpec(name=name, path=str(path)) for name, path in paths.items()),
+        kv_bytes=4 << 20,
+        block_bytes=2048,
+        policy=policy,
+        max_running=64,
+        max_waiting=256,
+        chunk_tokens=64,
+        threads=2,
+    )
+    return replace(spec, **changes)
 
 
 @asynccontextmanager

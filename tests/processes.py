@@ -8,35 +8,51 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 DEADLINE: Final = 120.0
 _URL: Final = re.compile(r"http://\S+")
 
 
 class Fleet:
-    """A running `kvloom serve`. Its output goes to a pipe; what was read of it is in `output`."""
+    """A running `kvloom serve`. Its output goes to a pipe; what was read of it is in `output`. folder: where
+    it keeps its sockets."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], folder: Path | None = None) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=os.environ | ({"TMPDIR": str(folder)} if folder else {}),
         )
         self.output = ""
         self.url = ""
+        self._unread = b""
 
     def wait_for(self, words: str) -> str:
-        """The first line that holds `words`."""
+        """The first line that holds `words`, of those that were not looked at yet."""
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            while b"\n" in self._unread:
+                raw, _, self._unread = self._unread.partition(b"\n")
+                line = raw.decode() + "\n"
+                self.output += line
+                if words in line:
+                    return line
+            self._unread += self._read(deadline) or self._fail(words)
+
+    def _read(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
-        while line := self.process.stdout.readline():
-            self.output += line
-            if words in line:
-                return line
+        there = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
+        return os.read(self.process.stdout.fileno(), 1 << 16) if there else b""
+
+    def _fail(self, words: str) -> NoReturn:
+        self.process.kill()
         raise AssertionError(f"{words!r} never came: {self.output}{self.errors()}")
 
     def wait_until_ready(self) -> str:
@@ -46,8 +62,8 @@ class Fleet:
         return found.group()
 
     def children(self) -> dict[str, int]:
-        """Process ids by the module that each runs."""
-        return {module: pid for pid, module in _children(self.process.pid)}
+        """Process ids by component: gateway, unit-0, …"""
+        return {name: pid for pid, name in _children(self.process.pid)}
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
@@ -59,8 +75,8 @@ class Fleet:
 
 
 @contextmanager
-def fleet(*arguments: str) -> Iterator[Fleet]:
-    started = Fleet(list(arguments))
+def fleet(*arguments: str, folder: Path | None = None) -> Iterator[Fleet]:
+    started = Fleet(list(arguments), folder)
     try:
         yield started
     finally:
@@ -82,9 +98,31 @@ def outlived(pids: list[int]) -> Iterator[None]:
             os.close(handle)
 
 
+@contextmanager
+def leaves_nothing(fleet: Fleet, folder: Path) -> Iterator[None]:
+    """After the block there is no process, no socket and no shared memory of this fleet. folder: its own."""
+    assert list(folder.iterdir())
+    pids = [fleet.process.pid, *fleet.children().values()]
+    arenas = {arena for pid in pids for arena in _arenas(Path("/proc", str(pid)))}
+    assert arenas
+    with outlived(pids[1:]):
+        yield
+    assert not list(folder.glob("kvloom-*"))
+    for process in Path("/proc").glob("[0-9]*"):
+        assert not arenas & set(_arenas(process)), f"{process.name} holds on to an arena"
+
+
+def _arenas(process: Path) -> Iterator[str]:
+    """The inodes of the arenas that a process maps."""
+    with suppress(OSError):
+        for line in (process / "maps").read_text().splitlines():
+            if "memfd:kvloom-arena" in line:
+                yield line.split()[4]
+
+
 def _children(parent: int) -> Iterator[tuple[int, str]]:
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
                 words = (folder / "cmdline").read_text().split("\0")
-                yield int(folder.name), words[words.index("-m") + 1].rpartition(".")[2]
+                yield int(folder.name), words[words.index("-m") + 3]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvloom.config import Config
+
 
 def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvloom.cli", *arguments]
@@ -34,6 +36,17 @@ def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("serve", "--host", "two..dots"), ["host", "two..dots", "an address of this machine"]),
         (("serve", "--host", "203.0.113.1"), ["host", "203.0.113.1", "is not this machine"]),
         (("serve", "nowhere.yaml"), ["nowhere.yaml", "No such file"]),
+        (("program",), ["ACTION", "`kvloom program --help`"]),
+        (("program", "set"), ["NAME", "`kvloom program set --help`"]),
+        (("program", "show", "--ulr", "x"), ["--ulr", "`kvloom program --help`"]),
+        (("program", "show", "--url", "localhost:8000"), ["--url localhost:8000", "http://HOST:PORT"]),
+        (("program", "show", "--url", "http://h:port"), ["--url http://h:port", "http://HOST:PORT"]),
+        (("program", "show", "--api-key-file", "/dev/null"), ["--api-key-file", "no key"]),
+        (("program", "set", "a b"), ["program", "'a b'", "module:function"]),
+        (("program", "set", "balanced", "--option", "ratio"), ["--option ratio", "KEY=VALUE"]),
+        (("program", "set", "balanced", "--option", "name=x"), ["--option name=x", "KEY=VALUE"]),
+        (("program", "set", "balanced", "--option", "a=1", "--option", "a=2"), ["--option a", "twice"]),
+        (("program", "set", "balanced", "--option", "a={}"), ["program: a: {}", "a number"]),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: tuple[str, ...], parts: list[str]) -> None:
@@ -59,7 +72,8 @@ def test_version_and_help() -> None:
     assert kvloom("--version").stdout.startswith("kvloom ")
     shown = kvloom("serve", "--help")
     assert shown.returncode == 0
-    assert "kv_memory: auto" in shown.stdout
+    for key in Config.model_fields:
+        assert f"\n  {key}:" in shown.stdout
 
 
 @pytest.mark.parametrize("module", ["kvloom.cli", "kvloom.serve.supervisor", "kvloom.serve.gateway_process"])

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from kvloom.config import DEMO, Config
 from kvloom.config_file import load_config
 from kvloom.core.errors import ConfigError
+from kvloom.core.spec import ProgramSpec
 from kvloom.machine import Machine
-from kvloom.sizes import parse_size, show_size
+from kvloom.sizes import parse_seconds, parse_size, show_size
 
 MACHINE = Machine(cores=4, memory=3 << 30)
 GIB = 1 << 30
@@ -46,7 +47,10 @@ def refused(folder: Path, text: str, flags: dict[str, Any] | None = None) -> str
 def test_defaults_and_short_form(folder: Path) -> None:
     config = load(folder, "models: {a: ./model}")
     assert (config.host, config.port, config.policy) == ("127.0.0.1", 8000, "adbs")
-    assert (config.kv_memory, config.threads, config.block_bytes) == (GIB, 4, 16384)
+    (engine,) = config.engines
+    assert (engine.unit, engine.kv_bytes, engine.threads, engine.block_bytes) == ("unit-0", GIB, 4, 16384)
+    assert (engine.transport, engine.lease) == ("shm", 30.0)
+    assert config.program == ProgramSpec("data_parallel")
     assert config.models["a"].path == str(folder / "model")
     assert config.api_keys() == frozenset()
 
@@ -56,11 +60,14 @@ def test_all_keys(folder: Path) -> None:
         folder,
         "host: 0.0.0.0\nport: 0\nkv_memory: 0.5GiB\nblock_bytes: 4096\npolicy: round-robin\nmax_running: 8\n"
         "max_waiting: 9\nchunk_tokens: 64\nthreads: 2\napi_key_file: keys.txt\nmax_body: 1MB\n"
+        "transport: nixl\nlease: 1.5min\nprogram: {name: balanced, ratio: 0.2}\n"
         "models:\n  a: {path: model, dtype: bfloat16, rate: 3, max_context: 512}\n  b: org/name\n",
     )
     assert config.api_keys() == {"alpha", "beta"}
     assert config.max_body == 1_000_000
-    spec = config.engine()
+    assert config.program == ProgramSpec("balanced", {"ratio": 0.2})
+    (spec,) = config.engines
+    assert (spec.transport, spec.lease) == ("nixl", 90.0)
     assert (spec.kv_bytes, spec.block_bytes, spec.policy, spec.threads) == (GIB // 2, 4096, "round-robin", 2)
     first, second = spec.models
     assert (first.name, first.dtype, first.rate, first.max_context) == ("a", "bfloat16", 3.0, 512)
@@ -81,6 +88,110 @@ def test_frozen(folder: Path) -> None:
 
 
 M = "models: {a: ./model}\n"
+AB = "models: {a: ./model, b: ./other}\n"
+
+
+def test_units(folder: Path) -> None:
+    """What units do not say, the fleet does; the machine has 4 cores and 3 GiB."""
+    config = load(
+        folder,
+        AB + "policy: fcfs\nkv_memory: 1GiB\nprogram: my.own:route\nunits:\n"
+        "- {models: [a, b], replicas: 2}\n- {models: [b], kv_memory: 256MiB, threads: 1, policy: adbs}\n",
+    )
+    assert [(e.unit, [m.name for m in e.models], e.policy) for e in config.engines] == [
+        ("unit-0", ["a", "b"], "fcfs"),
+        ("unit-1", ["a", "b"], "fcfs"),
+        ("unit-2", ["b"], "adbs"),
+    ]
+    assert [e.kv_bytes >> 20 for e in config.engines] == [384, 384, 256]
+    assert [e.threads for e in config.engines] == [2, 1, 1]
+    assert config.program == ProgramSpec("my.own:route")
+    assert config.folder == folder
+
+
+@pytest.mark.parametrize(
+    ("text", "memory", "threads"),
+    [
+        ("[{models: [a], replicas: 2}]", [512, 512], [2, 2]),
+        ("[{models: [a], kv_memory: 1536MiB}, {models: [a]}]", [1536, 512], [2, 2]),
+        ("[{models: [a], threads: 3}, {models: [a]}]", [512, 512], [3, 1]),
+        ("[{models: [a], threads: 4}, {models: [a]}]", [512, 512], [4, 1]),
+        ("[{models: [a], threads: 1, replicas: 6}]", [170] * 6, [1] * 6),
+        ("[{models: [a], replicas: 6}]", [170] * 6, [1] * 6),
+    ],
+)
+def test_auto_is_shared_out(folder: Path, text: str, memory: list[int], threads: list[int]) -> None:
+    engines = load(folder, f"{M}units: {text}").engines
+    assert [engine.kv_bytes >> 20 for engine in engines] == memory
+    assert [engine.threads for engine in engines] == threads
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("units: []", "units: []; at least one is right"),
+        ("units:", "units: nothing; a list is right"),
+        ("units: a", "units: 'a'; a list is right"),
+        ("units: [a]", "units.0: 'a'; a mapping with `models` is right"),
+        ("units: [{}]", "units.0.models: is missing; a list of models' names is needed"),
+        ("units: [{models: a}]", "units.0.models: 'a'; a list is right"),
+        ("units: [{models: []}]", "units.0.models: []; at least one is right"),
+        ("units: [{models: [1]}]", "units.0.models.0: 1; a text is right"),
+        ("units: [{modls: [a], models: [b]}]", "units.0.modls: unknown key; did you mean `models`?"),
+        ("units: [{models: [a, aa, b]}]", "units.0.models: no model 'aa'; did you mean `a`?"),
+        ("units: [{models: [a, b]}, {models: [zz]}]", "units.1.models: no model 'zz'; known are a, b"),
+        (
+            "units: [{models: [a, b, a]}]",
+            "units.0.models: a model stands there twice; `replicas` makes more of a unit",
+        ),
+        ("units: [{models: [a]}]", "units: 'b' is on none of them; each model needs at least one"),
+        ("units: [{models: [a, b], replicas: 0}]", "units.0.replicas: 0; 1 or more is right"),
+        ("units: [{models: [a, b], replicas: 65}]", "units.0.replicas: 65; 64 or less is right"),
+        ("units: [{models: [a, b], replicas: yes}]", "units.0.replicas: 'true'; a number is right"),
+        (
+            "units: [{models: [a, b], replicas: 60}, {models: [a], replicas: 5}]",
+            "units: 65 engines; 64 or less is right",
+        ),
+        (
+            "units: [{models: [a, b], policy: lifo}]",
+            "units.0.policy: 'lifo'; 'adbs', 'fcfs' or 'round-robin' is right",
+        ),
+        (
+            "units: [{models: [a, b], kv_memory: 4TiB}]",
+            "units.0.kv_memory: 4 TiB is more than the 3 GiB available here; less, or `auto`, is right",
+        ),
+        (
+            "units: [{models: [a, b], kv_memory: 2GiB, replicas: 2}]",
+            "units: 4 GiB of kv_memory for all engines is more than the 3 GiB available here; less is right",
+        ),
+        (
+            "kv_memory: 1GiB\nunits: [{models: [a, b], kv_memory: 2GiB}]",
+            "units: 2 GiB of kv_memory for all engines is more than the 1 GiB of `kv_memory`; less is right",
+        ),
+        (
+            "kv_memory: 1GiB\nunits: [{models: [a], kv_memory: 1GiB}, {models: [b]}]",
+            "kv_memory: 0 bytes for unit-1 is less than one block; at least 16 KiB is right",
+        ),
+        (
+            "units: [{models: [a, b], kv_memory: 1KiB}]",
+            "units.0.kv_memory: 1 KiB for unit-0 is less than one block; at least 16 KiB is right",
+        ),
+        (
+            "units: [{models: [a, b], threads: 5}]",
+            "units.0.threads: 5 of 4 cores; 1 to 4, or `auto`, is right",
+        ),
+        (
+            "units: [{models: [a, b], threads: 3, replicas: 2}]",
+            "units: 6 threads for all engines are more than the 4 cores here; less is right",
+        ),
+        (
+            "threads: 2\nunits: [{models: [a, b], threads: 3}]",
+            "units: 3 threads for all engines are more than the 2 of `threads`; less is right",
+        ),
+    ],
+)
+def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
+    assert refused(folder, AB + text) == f"{folder / 'fleet.yaml'}: {message}"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +215,19 @@ M = "models: {a: ./model}\n"
         (M + "max_running: 0", ["max_running", "0", "1 or more"]),
         (M + "chunk_tokens: 1.5", ["chunk_tokens", "whole number"]),
         (M + "threads: 9", ["threads", "9 of 4 cores", "`auto`"]),
+        (M + "threads: 0", ["threads", "0 of 4 cores"]),
+        (M + "threads: few", ["threads", "few of 4 cores"]),
+        (M + "transport: tcp", ["transport", "'tcp'", "'shm' or 'nixl'"]),
+        (M + "lease: soon", ["lease", "'soon'", "`30s`"]),
+        (M + "lease: yes", ["lease", "no time"]),
+        (M + "lease: 0", ["lease", "0 s", "1 s to 3600 s"]),
+        (M + "lease: 2h", ["lease", "7200 s", "1 s to 3600 s"]),
+        (M + "program: 7", ["program", "7", "a program's name"]),
+        (M + "program: {ratio: 1}", ["program", "`name`"]),
+        (M + "program: {name: [a]}", ["program", "['a']", "module:function"]),
+        (M + "program: 'a b'", ["program", "'a b'", "module:function"]),
+        (M + "program: {name: balanced, 2: 1}", ["program", "2 is no option's name"]),
+        (M + "program: {name: balanced, ratio: {}}", ["program", "ratio: {}", "a number"]),
         (M + "max_body: 1TiB", ["max_body"]),
         (M + "api_key_file: none.txt", ["api_key_file", "none.txt", "one key a line"]),
         (M + "api_key_file: fleet.yaml/..", ["api_key_file"]),
@@ -169,7 +293,7 @@ def test_the_demo_fleet_without_anything() -> None:
 def test_auto_is_never_less_than_a_block(folder: Path) -> None:
     (folder / "f.yaml").write_text(M)
     config = load_config(folder / "f.yaml", {}, {}, dataclasses.replace(MACHINE, memory=10))
-    assert config.kv_memory == config.block_bytes
+    assert config.engines[0].kv_bytes == config.block_bytes
 
 
 @pytest.mark.parametrize(
@@ -196,3 +320,16 @@ def test_no_sizes(text: str) -> None:
 
 def test_sizes_are_shown_short() -> None:
     assert [show_size(n) for n in (100, 4096, 3 << 29)] == ["100 bytes", "4 KiB", "1.5 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("2 min", 120), ("200ms", 0.2), (1.5, 1.5), ("1h", 3600)]
+)
+def test_seconds(text: str | float, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "1 day", "-1", True, "nan", "9" * 50])
+def test_no_seconds(text: str) -> None:
+    with pytest.raises(ValueError, match="is no time"):
+        parse_seconds(text)

@@ -17,6 +17,7 @@ from kvloom.api.schemas_chat import ChatBody
 from kvloom.api.schemas_completion import CompletionBody
 from kvloom.cli import make_parser
 from kvloom.config import Config, ModelConfig
+from kvloom.config_units import UnitConfig
 from kvloom.core.clock import WallClock
 from kvloom.core.errors import KvloomError
 from kvloom.core.load import ModelLoad, UnitLoad
@@ -42,7 +43,7 @@ def names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-@pytest.mark.parametrize(("model", "table"), [(Config, 0), (ModelConfig, 1)])
+@pytest.mark.parametrize(("model", "table"), [(Config, 0), (ModelConfig, 1), (UnitConfig, 2)])
 def test_every_config_key_and_its_default(model: type[BaseModel], table: int) -> None:
     told = {names(key)[0]: default.strip("`") for key, default, _ in rows("Config", table)}
     assert told.keys() == model.model_fields.keys()

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, TypeAlias, get_args
 
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import Policy
 
-USAGE_ERROR = 2
+SERVER_ERROR, USAGE_ERROR = 1, 2
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 SERVE = """\
 Serve several models from one KV pool behind an OpenAI API.
@@ -36,11 +37,26 @@ CONFIG.yaml, with the defaults:
   max_waiting: 1024      # requests that may queue for a model
   chunk_tokens: 512      # prompt tokens a prefill job takes
   threads: auto          # cores to use
+  transport: shm         # or nixl: how engines exchange K and V
+  lease: 30s             # how long an engine keeps room for K and V that do not come
+  program: data_parallel # who computes what; or {name: balanced, ratio: 0.2}, or my_module:my_program
   max_body: 8MiB         # of a request
   api_key_file: keys.txt # one key a line; left out, everyone is served
   models:
     chat: Qwen/Qwen3-0.6B
-    code: {path: /models/coder, dtype: auto, rate: 1.0, max_context: 4096}"""
+    code: {path: /models/coder, dtype: auto, rate: 1.0, max_context: 4096}
+  units:                 # left out, one engine has all models
+    - {models: [chat, code], replicas: 2}
+    - {models: [chat], kv_memory: 1GiB, threads: 2, policy: fcfs}
+
+kv_memory and threads are the whole fleet's; engines whose unit names none share what is left of them."""
+
+PROGRAM = """\
+Show or change the router program of a fleet that serves. Requests in flight end under the program they began
+with; no engine starts again."""
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +76,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="kvloom", description="Many LLMs woven over one KV cache.", allow_abbrev=False)
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_program(commands)
+    return parser
+
+
+def _add_serve(commands: Commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="serve models",
@@ -81,7 +103,28 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--kv-memory", metavar="SIZE", help="the KV pool's size, as 512MiB or 2GB (auto)")
     serve.add_argument("--policy", metavar="P", help=f"{', '.join(get_args(Policy))} (adbs)")
     serve.add_argument("--api-key-file", metavar="F", help="serve only who knows one of its keys, one a line")
-    return parser
+
+
+def _add_program(commands: Commands) -> None:
+    program = commands.add_parser(
+        "program", help="show or change the router program", description=PROGRAM, allow_abbrev=False
+    )
+    actions = program.add_subparsers(dest="action", metavar="ACTION", required=True)
+    change = actions.add_parser("set", help="change it", description=PROGRAM, allow_abbrev=False)
+    change.add_argument("name", metavar="NAME", help="a program that comes with kvloom, or module:function")
+    change.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the program, as ratio=0.2; may be given again",
+    )
+    show = actions.add_parser("show", help="show it", description=PROGRAM, allow_abbrev=False)
+    for action in (change, show):
+        action.add_argument("--url", default=DEFAULT_URL, help=f"of the server ({DEFAULT_URL})")
+        action.add_argument(
+            "--api-key-file", type=Path, metavar="F", help="the server's API keys, one a line"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         Parser(prog=f"kvloom {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return serve(options)
+        return serve(options) if options.command == "serve" else program(options)
     except ConfigError as error:
         print(f"kvloom: {error.message}", file=sys.stderr)
         return USAGE_ERROR
@@ -109,6 +152,22 @@ def serve(options: argparse.Namespace) -> int:
         flags["api_key_file"] = Path(options.api_key_file).expanduser().absolute()
     config = load_config(options.config, flags, parse_models(options.model), Machine.here())
     return serve_fleet(config)
+
+
+def program(options: argparse.Namespace) -> int:
+    from kvloom import admin  # noqa: PLC0415
+
+    try:
+        gateway = admin.Gateway(options.url, options.api_key_file)
+        if options.action == "show":
+            found = gateway.program()
+        else:
+            found = gateway.set_program(admin.read_options(options.name, options.option))
+    except admin.ServerError as error:
+        print(f"kvloom: {error}", file=sys.stderr)
+        return SERVER_ERROR
+    print(admin.show(found))
+    return 0
 
 
 def parse_models(texts: Sequence[str]) -> dict[str, str]:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -24,10 +22,24 @@ from pydantic import (
 )
 
 from kvloom.config_errors import explain
+from kvloom.config_fields import (
+    Count,
+    Memory,
+    NoNull,
+    Program,
+    Seconds,
+    Section,
+    Size,
+    Some,
+    Surroundings,
+    Threads,
+    no_bool,
+)
+from kvloom.config_units import UnitConfig, list_engines, share_memory, share_threads
 from kvloom.core.errors import ConfigError
-from kvloom.core.spec import Dtype, EngineSpec, ModelSpec, Policy
+from kvloom.core.spec import Dtype, EngineSpec, ModelSpec, Plane, Policy
 from kvloom.machine import Machine
-from kvloom.sizes import parse_size, show_size
+from kvloom.sizes import show_size
 
 DEMO: Final = Path(__file__).parent / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
@@ -41,40 +53,12 @@ def _power_of_two(size: int) -> int:
     return size
 
 
-def _no_bool(value: Any) -> Any:
-    """`yes` is a bool to YAML and 1 to Python."""
-    if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()!r}; a number is right")
-    return value
-
-
-Size = Annotated[int, BeforeValidator(parse_size)]
-Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=1 << 20)]
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a value is checked against. folder: where relative paths start."""
-
-    folder: Path
-    machine: Machine
-
-    @staticmethod
-    def of(info: ValidationInfo) -> Surroundings:
-        assert isinstance(info.context, Surroundings)
-        return info.context
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """A model: `path` is a checkpoint directory or a hub id. Short form: just the path."""
 
     path: str
     dtype: Dtype = "auto"
-    rate: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1e9)] = 1.0
+    rate: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e9)] = 1.0
     max_context: Count | None = None
 
     @model_validator(mode="before")
@@ -88,49 +72,37 @@ class ModelConfig(_Section):
         return resolve_model(value, Surroundings.of(info).folder)
 
 
-class Config(_Section):
-    """Resolved: `auto` has become a number and a relative path an absolute one."""
+class Config(Section):
+    """Resolved: a relative path has become an absolute one, and `engines` have numbers for `auto`."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    port: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65535)] = 8000
+    port: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65535)] = 8000
     block_bytes: Annotated[Size, AfterValidator(_power_of_two)] = 16 << 10
-    kv_memory: Size = Field(default="auto", validate_default=True)
+    kv_memory: Memory = "auto"
     policy: Policy = "adbs"
     max_running: Count = 256
     max_waiting: Count = 1024
     chunk_tokens: Count = 512
-    threads: Count = Field(default="auto", validate_default=True)
+    threads: Threads = "auto"
+    transport: Plane = "shm"
+    lease: Seconds = Field(default="30s", validate_default=True)
+    program: Program = Field(default="data_parallel", validate_default=True)
     api_key_file: Path | None = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20
     models: Annotated[dict[str, ModelConfig], Field(min_length=1)]
+    units: Annotated[Annotated[tuple[UnitConfig, ...], Some] | None, NoNull] = None
 
-    @field_validator("kv_memory", mode="before")
+    _folder: Path = PrivateAttr()
+    _engines: tuple[EngineSpec, ...] = PrivateAttr()
+
+    @field_validator("kv_memory")
     @classmethod
-    def _fits(cls, value: Any, info: ValidationInfo) -> Any:
-        machine = Surroundings.of(info).machine
+    def _holds_a_block(cls, value: Memory, info: ValidationInfo) -> Memory:
         block: int = info.data.get("block_bytes", 0)
-        if value == "auto":
-            return max(machine.memory // 3, block)
-        size = parse_size(value)
-        if size < block:
+        if value != "auto" and value < block:
             raise ValueError(
-                f"{show_size(size)} is less than one block; at least {show_size(block)} is right"
+                f"{show_size(value)} is less than one block; at least {show_size(block)} is right"
             )
-        if size > machine.memory:
-            have = show_size(machine.memory)
-            raise ValueError(
-                f"{show_size(size)} is more than the {have} available here; less, or `auto`, is right"
-            )
-        return size
-
-    @field_validator("threads", mode="before")
-    @classmethod
-    def _cores(cls, value: Any, info: ValidationInfo) -> Any:
-        cores = Surroundings.of(info).machine.cores
-        if value == "auto":
-            return cores
-        if isinstance(value, int) and value > cores:
-            raise ValueError(f"{value} of {cores} cores; 1 to {cores}, or `auto`, is right")
         return value
 
     @field_validator("api_key_file")
@@ -158,17 +130,42 @@ class Config(_Section):
         except ValueError as error:
             raise ConfigError(f"api_key_file: {error}") from error
 
-    def engine(self) -> EngineSpec:
-        return EngineSpec(
-            models=tuple(ModelSpec(name=name, **model.model_dump()) for name, model in self.models.items()),
-            kv_bytes=self.kv_memory,
-            block_bytes=self.block_bytes,
-            policy=self.policy,
-            max_running=self.max_running,
-            max_waiting=self.max_waiting,
-            chunk_tokens=self.chunk_tokens,
-            threads=self.threads,
+    @model_validator(mode="after")
+    def _share_out(self, info: ValidationInfo) -> Self:
+        here = Surroundings.of(info)
+        self._folder = here.folder
+        engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
+        pools = share_memory(engines, self.kv_memory, self.block_bytes, here.machine)
+        cores = share_threads(engines, self.threads, here.machine)
+        self._engines = tuple(
+            EngineSpec(
+                unit=engine.name,
+                models=tuple(
+                    ModelSpec(name=name, **self.models[name].model_dump()) for name in engine.unit.models
+                ),
+                kv_bytes=pool,
+                block_bytes=self.block_bytes,
+                policy=engine.unit.policy or self.policy,
+                max_running=self.max_running,
+                max_waiting=self.max_waiting,
+                chunk_tokens=self.chunk_tokens,
+                threads=threads,
+                lease=self.lease,
+                transport=self.transport,
+            )
+            for engine, pool, threads in zip(engines, pools, cores, strict=True)
         )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths start, and a router program of one's own is looked for."""
+        return self._folder
+
+    @property
+    def engines(self) -> tuple[EngineSpec, ...]:
+        """One for each unit and replica."""
+        return self._engines
 
 
 def resolve_model(value: str, folder: Path) -> str:

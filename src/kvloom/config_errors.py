@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -25,7 +25,15 @@ _WANTED: Final = {
     "greater_than": "more than {gt}",
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "{le} or less",
-    "model_type": "a path, a hub id or a mapping with `path`",
+    "tuple_type": "a list",
+}
+_SECTIONS: Final = {
+    "ModelConfig": "a path, a hub id or a mapping with `path`",
+    "UnitConfig": "a mapping with `models`",
+}
+_NEEDED: Final = {
+    ("models", "models"): "; at least one `NAME: PATH_OR_HUB_ID` is needed",
+    ("units", "models"): "; a list of models' names is needed",
 }
 
 
@@ -52,11 +60,9 @@ def _reason(error: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         return f"unknown key; {nearest(str(where[-1]), _keys(root, where))}"
     if kind == "missing":
-        return (
-            "is missing; at least one `NAME: PATH_OR_HUB_ID` is needed"
-            if where == ("models",)
-            else "is missing"
-        )
+        return "is missing" + _NEEDED.get((str(where[0]), str(where[-1])), "")
+    if kind == "model_type":
+        return f"{_show(error.get('input'))}; {_SECTIONS[context['class_name']]} is right"
     if kind == "value_error":
         return str(context["error"])
     wanted = _WANTED.get(kind)
@@ -68,8 +74,15 @@ def _keys(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:
     """The keys that are known where an unknown one was found."""
     if len(where) == 1:
         return list(root.model_fields)
-    inner: Any = root.model_fields[str(where[0])].annotation
-    return list(inner.__args__[-1].model_fields)
+    return [key for section in _sections(root.model_fields[str(where[0])].annotation) for key in section]
+
+
+def _sections(annotation: Any) -> Iterator[list[str]]:
+    """The keys of the sections that an annotation names, at whatever depth."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield list(annotation.model_fields)
+    for part in get_args(annotation):
+        yield from _sections(part)
 
 
 def _show(value: object) -> str:

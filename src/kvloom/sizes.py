@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Bytes and seconds as people write them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from typing import Final
 
 _FORM: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|)", re.IGNORECASE)
+_SECONDS: Final = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -28,3 +30,12 @@ def show_size(size: int) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:.4g} TiB"
+
+
+def parse_seconds(text: str | int | float) -> float:
+    """`30s`, `1.5min`, `200ms`, or a number of seconds. Raises ValueError."""
+    found = None if isinstance(text, bool) else _SPAN.fullmatch(str(text).strip())
+    if found is None or len(str(text)) > 30:
+        raise ValueError(f"{str(text)[:40]!r} is no time; `30s`, `2min` or a number of seconds is right")
+    number, unit = found.groups()
+    return float(number) * _SECONDS[unit.lower()]

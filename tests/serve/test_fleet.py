@@ -47,7 +47,7 @@ def test_serves_until_ctrl_c(models: list[str]) -> None:
         alone = ask(url, "llama", prompt=[1], max_tokens=0, echo=True, logprobs=1)["choices"][0]["logprobs"]
         assert (alone["token_logprobs"], alone["top_logprobs"]) == ([None], [None])
         children = running.children()
-        assert set(children) == {"engine_process", "gateway_process"}
+        assert set(children) == {"unit-0", "gateway"}
         with outlived(list(children.values())):
             assert running.end(signal.SIGINT) == 0
         assert running.errors() == ""
@@ -60,16 +60,16 @@ def test_nothing_outlives_a_killed_supervisor(models: list[str]) -> None:
             assert running.end(signal.SIGKILL) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("name", ["engine", "gateway"])
-def test_a_process_that_dies_ends_the_fleet(models: list[str], name: str) -> None:
+@pytest.mark.parametrize("name", ["unit-0", "gateway"])
+def test_one_that_dies_before_it_ever_answered_ends_the_fleet(models: list[str], name: str) -> None:
     with fleet(*models) as running:
-        running.wait_until_ready()
+        running.wait_for("starting the engine")
         children = running.children()
         with outlived(list(children.values())):
-            os.kill(children[f"{name}_process"], signal.SIGKILL)
+            os.kill(children[name], signal.SIGKILL)
             assert running.process.wait(60) == 1
         errors = running.errors()
-        assert errors.startswith(f"kvloom: the {name} was killed by SIGKILL")
+        assert errors.startswith(f"kvloom: {name} was killed by SIGKILL")
         assert errors.count("\n") == 1
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import StartGenerate
 from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import EngineSpec, ModelSpec
+from kvloom.core.spec import EngineSpec, ModelSpec, ProgramSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
-from kvloom.serve.orders import EngineOrder, GatewayOrder, Order, Ready
-from kvloom.serve.supervisor import ENGINE, GATEWAY, end
+from kvloom.serve.orders import Begin, EngineOrder, GatewayOrder, Order, Ready
+from kvloom.serve.supervisor import ENGINE, GATEWAY
 from tests.checkpoints import make_checkpoint
 
 SECRET = "s"
@@ -42,26 +42,30 @@ def engine_order(folder: Path) -> EngineOrder:
 
 def gateway_order(engine: EngineOrder, listener: socket.socket) -> GatewayOrder:
     return GatewayOrder(
-        engine=f"unix://{engine.socket}",
+        engines={"unit-0": f"unix://{engine.socket}"},
         secret=SECRET,
         listener=listener.fileno(),
         api_keys=frozenset(),
         max_body=1 << 20,
+        program=ProgramSpec("data_parallel"),
+        folder=str(Path(engine.socket).parent),
+        sockets=str(Path(engine.socket).parent),
     )
 
 
 @asynccontextmanager
-async def ready(component: Component, order: Order) -> AsyncIterator[None]:
+async def ready(component: Component, *orders: Order) -> AsyncIterator[None]:
     """From its report on, and until it has ended."""
     async with asyncio.TaskGroup() as group:
         group.create_task(heard(component))
         try:
-            await component.order(order)
+            await component.order(*orders)
             said = [report async for report in until_ready(component)]
             assert said, "it ended before it was ready"
             yield
         finally:
-            await end(component)
+            component.terminate()
+            await component.ended()
 
 
 async def until_ready(component: Component) -> AsyncIterator[Ready]:
@@ -110,12 +114,12 @@ def test_the_requests_of_a_killed_gateway_give_their_blocks_back(tmp_path: Path)
     async def play() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         order = engine_order(tmp_path)
-        engine = await Component.start("engine", ENGINE)
+        engine = await Component.start("unit-0", ENGINE)
         gateway = await Component.start("gateway", GATEWAY, [listener.fileno()])
         async with (
             asyncio.timeout(120),
             ready(engine, order),
-            ready(gateway, gateway_order(order, listener)),
+            ready(gateway, gateway_order(order, listener), Begin()),
             HttpEngineClient(f"unix://{order.socket}", secret=SECRET) as client,
         ):
             clients = [await asked(listener.getsockname(), stream=stream) for stream in (True, False)]

@@ -1,4 +1,4 @@
-"""Everything an engine process must be told to start."""
+"""What an engine and a router must be told to start."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from msgspec import Struct
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["adbs", "fcfs", "round-robin"]
+Plane = Literal["shm", "nixl"]
+Option = bool | int | float | str | list[str]
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -23,7 +25,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
     """One unit: its models, its pool of `kv_bytes`, and how they are scheduled. lease: seconds for which a
-    reservation is kept without being renewed."""
+    reservation is kept without being renewed. transport: what carries K and V to other units."""
 
     models: tuple[ModelSpec, ...]
     kv_bytes: int
@@ -35,3 +37,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     threads: int
     unit: str = "unit-0"
     lease: float = 30.0
+    transport: Plane = "shm"
+
+
+class ProgramSpec(Struct, frozen=True):
+    """A router program: a shipped one's name or `module:function`, and what it is called with."""
+
+    name: str
+    options: dict[str, Option] = {}

@@ -21,7 +21,7 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TQDM_MININTERVAL": "3"}
 
 
 class Component:
-    """Lives until `let_go` or this process's end, whichever comes first."""
+    """Lives until it is told to end, or until this process has ended."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, reports: asyncio.StreamReader) -> None:
         assert process.stdin is not None
@@ -43,6 +43,7 @@ class Component:
                 "-m",
                 module,
                 str(write),
+                name,  # for whoever lists processes
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -62,9 +63,9 @@ class Component:
     def pid(self) -> int:
         return self._process.pid
 
-    async def order(self, order: Order) -> None:
+    async def order(self, *orders: Order) -> None:
         with suppress(ConnectionError):  # it has ended, which `reports` and `ended` tell
-            self._orders.write(msgspec.json.encode(order) + b"\n")
+            self._orders.writelines(msgspec.json.encode(order) + b"\n" for order in orders)
             await self._orders.drain()
 
     async def reports(self) -> AsyncIterator[Report]:
@@ -93,9 +94,10 @@ class Component:
         name = signal.Signals(-code).name
         return f"was killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
 
-    def let_go(self) -> None:
-        """Close its order pipe, upon which it ends by itself."""
-        self._orders.close()
+    def terminate(self) -> None:
+        """It is to finish what it does, and to end."""
+        if self._process.returncode is None:
+            self._process.terminate()
 
     def kill(self) -> None:
         if self._process.returncode is None:

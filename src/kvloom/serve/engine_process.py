@@ -1,15 +1,22 @@
-"""The process of one engine: `python -m kvloom.serve.engine_process FD`."""
+"""The process of one engine: `python -m kvloom.serve.engine_process FD NAME`."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from kvloom.serve.orders import EngineOrder, Progress, Ready
 from kvloom.serve.parent import Parent, run_child
+
+if TYPE_CHECKING:
+    from kvloom.core.spec import EngineSpec
+    from kvloom.kv.arena import Arena
+    from kvloom.transport.nixl import NixlTransport
+    from kvloom.transport.shm import ShmTransport
 
 GRACE_SECONDS = 1
 
@@ -45,7 +52,8 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
         threads=spec.threads,
         progress=lambda text: parent.report(Progress(text)),
     )
-    engine = Engine(executor, spec, WallClock())
+    transport = open_transport(spec, executor.arena)
+    engine = Engine(executor, transport, spec, WallClock())
     chat = tuple(card.name for card in await engine.models() if card.chat_template is not None)
     server = Server(
         create_verbs(engine, secret=order.secret),
@@ -60,7 +68,19 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
             await server.serve()
             await engine.stop()
     finally:
+        transport.close_all()
         executor.close()
+
+
+def open_transport(spec: EngineSpec, arena: Arena) -> ShmTransport | NixlTransport:
+    """The unit's end of the KV plane, as the config chooses. Raises ConfigError."""
+    if spec.transport == "nixl":
+        from kvloom.transport.nixl import NixlTransport  # noqa: PLC0415
+
+        return NixlTransport(spec.unit, arena)
+    from kvloom.transport.shm import ShmTransport  # noqa: PLC0415
+
+    return ShmTransport(spec.unit, arena)
 
 
 if __name__ == "__main__":

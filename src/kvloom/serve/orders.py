@@ -1,14 +1,14 @@
 """What the supervisor and a process it started say to each other, a line of JSON each.
 
-The order goes down the child's stdin, which then stays open as long as the child is wanted. Reports come
-up a pipe of their own. Neither is seen by other users of the machine, as arguments would be.
+Orders go down the child's stdin, which then stays open as long as the supervisor lives. Reports come up a
+pipe of their own. Neither is seen by other users of the machine, as arguments would be.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from kvloom.core.spec import EngineSpec
+from kvloom.core.spec import EngineSpec, ProgramSpec
 
 
 class EngineOrder(Struct, frozen=True, kw_only=True):
@@ -20,13 +20,22 @@ class EngineOrder(Struct, frozen=True, kw_only=True):
 
 
 class GatewayOrder(Struct, frozen=True, kw_only=True):
-    """listener: descriptor of the listening socket, inherited."""
+    """Be ready to serve, and wait for `Begin`. engines: unit → URL. listener: descriptor of the listening
+    socket, inherited. folder: where the program is looked for, if it is one of the user's. sockets: where the
+    engines' sockets are."""
 
-    engine: str
+    engines: dict[str, str]
     secret: str
     listener: int
     api_keys: frozenset[str]
     max_body: int
+    program: ProgramSpec
+    folder: str
+    sockets: str
+
+
+class Begin(Struct, frozen=True):
+    """Serve from now on."""
 
 
 class Progress(Struct, frozen=True, tag="progress"):
@@ -47,5 +56,5 @@ class Refused(Struct, frozen=True, tag="refused"):
     message: str
 
 
-Order = EngineOrder | GatewayOrder
+Order = EngineOrder | GatewayOrder | Begin
 Report = Progress | Ready | Refused

@@ -26,14 +26,14 @@ AnyOrder = TypeVar("AnyOrder", bound=Order)
 
 
 class Parent:
-    """Gives one order, reads reports, and may be gone at any time: then this process ends too."""
+    """Gives orders, reads reports, and may be gone at any time: then this process ends too."""
 
     def __init__(self, reports: int) -> None:
         self._reports = reports
         os.set_inheritable(reports, False)
 
     def order(self, kind: type[AnyOrder]) -> AnyOrder:
-        """Wait for the order. Raises SystemExit where the supervisor ends without giving one."""
+        """Wait for the next order. Raises SystemExit where the supervisor ends without giving one."""
         line = bytearray()
         while not line.endswith(b"\n"):
             piece = os.read(
@@ -44,9 +44,9 @@ class Parent:
             line += piece
         return msgspec.json.decode(line, type=kind)
 
-    def watch(self, folder: Path | None = None) -> None:
-        """From now on, when the supervisor lets go of the pipe, `folder` is removed, this process gets a
-        SIGTERM, and if it still lives some seconds later it is ended."""
+    def watch(self, folder: Path) -> None:
+        """No order is to come. From now on, when the supervisor is gone, its `folder` is removed, and this
+        process gets a SIGTERM; if it still lives some seconds later it is ended."""
         threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()
 
     def report(self, report: Report) -> None:
@@ -54,11 +54,10 @@ class Parent:
             os.write(self._reports, msgspec.json.encode(report) + b"\n")
 
 
-def _end_with_parent(folder: Path | None) -> None:
+def _end_with_parent(folder: Path) -> None:
     while os.read(ORDERS, 4096):
         pass
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)  # the supervisor's, which may have been killed
+    shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(LAST_SECONDS)
     os._exit(1)

@@ -17,7 +17,7 @@ from kvloom.core.clock import Clock
 class Screen:
     """Steps with their seconds, the components' logs between them, and at last how to call the fleet.
 
-    On a terminal the current step moves; elsewhere each is a line of its own.
+    Each component may be at a step of its own. On a terminal current steps move; elsewhere each is a line.
     """
 
     def __init__(self, console: Console, clock: Clock) -> None:
@@ -25,20 +25,32 @@ class Screen:
         self._clock = clock
         self._started = clock.now()
         self._status: Status | None = None
-        self._step: tuple[str, float] | None = None
+        self._steps: dict[str, tuple[str, float]] = {}  # by who is at it
 
-    def step(self, text: str) -> None:
-        """`text` is what is being done now; what was before is done."""
-        self._finish_step()
-        self._step = text, self._clock.now()
+    def step(self, text: str, of: str = "") -> None:
+        """`text` is what is being done now; what `of` did before is done."""
+        self.done(of)
+        text = f"{of}: {text}" if of else text
+        self._steps[of] = text, self._clock.now()
         if self._console.is_terminal:
-            self._status = self._console.status(Text(f"{text} …"))
-            self._status.start()
+            self._show_steps()
         else:
             self._print(f"{self._clock.now() - self._started:6.1f} s  {text} …")
 
+    def done(self, of: str = "") -> None:
+        """`of` has done its step, if it was at one."""
+        if of not in self._steps:
+            return
+        text, begun = self._steps.pop(of)
+        if self._console.is_terminal:
+            self._show_steps()
+            self._print(f"{self._clock.now() - begun:6.1f} s  {text}", style="green")
+
     def log(self, component: str, line: str) -> None:
         self._print(f"{component:>7} | {line}", style="dim")
+
+    def warn(self, component: str, line: str) -> None:
+        self._print(f"{component:>7} | {line}", style="yellow")
 
     def ready(self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool) -> None:
         """`models`: name → path; `chat`: the names of those that have a chat template."""
@@ -48,14 +60,18 @@ class Screen:
         self._print(f"Try: {curl(url, models, chat, locked=locked)}")
 
     def close(self) -> None:
-        self._finish_step()
+        """All steps are done."""
+        for of in list(self._steps):
+            self.done(of)
 
-    def _finish_step(self) -> None:
-        if self._status is not None and self._step is not None:
+    def _show_steps(self) -> None:
+        if self._status is not None:
             self._status.stop()
-            text, begun = self._step
-            self._print(f"{self._clock.now() - begun:6.1f} s  {text}", style="green")
-        self._status = self._step = None
+            self._status = None
+        if self._steps:
+            texts = " · ".join(text for text, _ in self._steps.values())
+            self._status = self._console.status(Text(f"{texts} …"))
+            self._status.start()
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)

@@ -1,0 +1,130 @@
+"""What a config's keys may hold, and how a value becomes one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+)
+
+from kvloom.core.spec import ProgramSpec
+from kvloom.machine import Machine
+from kvloom.sizes import parse_seconds, parse_size, show_size
+
+Listed = TypeVar("Listed", bound=tuple[object, ...])
+Auto = Literal["auto"]
+LONGEST_LEASE: Final = 3600.0
+_PROGRAM: Final = re.compile(r"[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a value is checked against. folder: where relative paths start."""
+
+    folder: Path
+    machine: Machine
+
+    @staticmethod
+    def of(info: ValidationInfo) -> Surroundings:
+        assert isinstance(info.context, Surroundings)
+        return info.context
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, arbitrary_types_allowed=True
+    )
+
+
+def no_bool(value: Any) -> Any:
+    """`yes` is a bool to YAML and 1 to Python."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()!r}; a number is right")
+    return value
+
+
+def _some(value: Listed) -> Listed:
+    if not value:
+        raise ValueError("[]; at least one is right")
+    return value
+
+
+def _no_null(value: Any) -> Any:
+    """A key without a value is not a key left out."""
+    if value is None:
+        raise ValueError("nothing; a list is right")
+    return value
+
+
+def _memory(value: Any, info: ValidationInfo) -> int | Auto:
+    if value == "auto":
+        return "auto"
+    size, free = parse_size(value), Surroundings.of(info).machine.memory
+    if size > free:
+        raise ValueError(
+            f"{show_size(size)} is more than the {show_size(free)} available here; less, or `auto`, is right"
+        )
+    return size
+
+
+def _threads(value: Any, info: ValidationInfo) -> int | Auto:
+    if value == "auto":
+        return "auto"
+    cores = Surroundings.of(info).machine.cores
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= cores:
+        raise ValueError(f"{str(value)[:40]} of {cores} cores; 1 to {cores}, or `auto`, is right")
+    return value
+
+
+def _lease(value: Any) -> float:
+    seconds = parse_seconds(value)
+    if not 1 <= seconds <= LONGEST_LEASE:
+        raise ValueError(f"{seconds:g} s; 1 s to {LONGEST_LEASE:g} s is right")
+    return seconds
+
+
+def parse_program(value: Any) -> ProgramSpec:
+    """`balanced`, `my_module:my_program`, or a mapping with such a `name` and the program's options. Raises
+    ValueError."""
+    settings = {"name": value} if isinstance(value, str) else value
+    if not isinstance(settings, dict) or "name" not in settings:
+        raise ValueError(f"{_short(value)}; a program's name, or a mapping with `name` and options, is right")
+    name, options = settings["name"], {key: settings[key] for key in settings if key != "name"}
+    if not isinstance(name, str) or not _PROGRAM.fullmatch(name):
+        raise ValueError(f"{_short(name)}; a program's name, or `module:function`, is right")
+    for key, option in options.items():
+        if not (isinstance(key, str) and key.isidentifier()):
+            raise ValueError(f"{_short(key)} is no option's name; letters, digits and _ are right")
+        try:
+            msgspec.convert({"name": name, "options": {key: option}}, ProgramSpec)
+        except msgspec.ValidationError:
+            raise ValueError(
+                f"{key}: {_short(option)}; a number, a text, a bool or a list of texts is right"
+            ) from None
+    return ProgramSpec(name, options)
+
+
+def _short(value: object) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=1 << 20)]
+Memory = Annotated[int | Auto, PlainValidator(_memory)]
+Threads = Annotated[int | Auto, PlainValidator(_threads)]
+Seconds = Annotated[float, PlainValidator(_lease)]
+Program = Annotated[ProgramSpec, PlainValidator(parse_program)]
+Some = AfterValidator(_some)
+NoNull = BeforeValidator(_no_null)

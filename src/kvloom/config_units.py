@@ -1,0 +1,94 @@
+"""Which engines a fleet has: units times replicas, and what of the machine each gets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from pydantic import BeforeValidator, Field
+
+from kvloom.config_errors import nearest
+from kvloom.config_fields import Auto, Memory, Section, Some, Threads, no_bool
+from kvloom.core.spec import Policy
+from kvloom.machine import Machine
+from kvloom.sizes import show_size
+
+MOST_ENGINES: Final = 64
+
+
+class UnitConfig(Section):
+    """Models that share an engine, and how many such engines there are. What is left out, the fleet's own
+    keys say."""
+
+    models: Annotated[tuple[str, ...], Some]
+    replicas: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MOST_ENGINES)] = 1
+    kv_memory: Memory = "auto"
+    threads: Threads = "auto"
+    policy: Policy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine to be. key: where its unit stands in the config."""
+
+    key: str
+    name: str
+    unit: UnitConfig
+
+
+def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[Engine]:
+    """Every engine. Raises ValueError where units and models do not go together."""
+    for i, unit in enumerate(units):
+        for name in unit.models:
+            if name not in models:
+                raise ValueError(f"units.{i}.models: no model {name!r}; {nearest(name, list(models))}")
+        if len(set(unit.models)) < len(unit.models):
+            raise ValueError(f"units.{i}.models: a model stands there twice; `replicas` makes more of a unit")
+    for name in models:
+        if not any(name in unit.models for unit in units):
+            raise ValueError(f"units: {name!r} is on none of them; each model needs at least one")
+    keys = [(f"units.{i}", unit) for i, unit in enumerate(units) for _ in range(unit.replicas)]
+    if len(keys) > MOST_ENGINES:
+        raise ValueError(f"units: {len(keys)} engines; {MOST_ENGINES} or less is right")
+    return [Engine(key, f"unit-{number}", unit) for number, (key, unit) in enumerate(keys)]
+
+
+def share_memory(engines: Sequence[Engine], total: int | Auto, block: int, machine: Machine) -> list[int]:
+    """Bytes of each engine's pool: its own size, or an equal share of what the others leave of `total`.
+    Raises ValueError."""
+    fixed = [engine.unit.kv_memory for engine in engines if engine.unit.kv_memory != "auto"]
+    most, whose = (machine.memory, "available here") if total == "auto" else (total, "of `kv_memory`")
+    if sum(fixed) > most:
+        raise ValueError(
+            f"units: {show_size(sum(fixed))} of kv_memory for all engines is more than the "
+            f"{show_size(most)} {whose}; less is right"
+        )
+    left = (most - sum(fixed)) // 3 if total == "auto" else most - sum(fixed)
+    takers = len(engines) - len(fixed)
+    share = left // takers if takers else 0
+    if total == "auto":
+        share = max(share, block)
+    for engine in engines:
+        own = engine.unit.kv_memory
+        got, key = (share, "kv_memory") if own == "auto" else (own, f"{engine.key}.kv_memory")
+        if got < block:
+            what = f"{show_size(got)} for {engine.name}" if takers > 1 or fixed else show_size(got)
+            raise ValueError(f"{key}: {what} is less than one block; at least {show_size(block)} is right")
+    return [share if engine.unit.kv_memory == "auto" else engine.unit.kv_memory for engine in engines]
+
+
+def share_threads(engines: Sequence[Engine], total: int | Auto, machine: Machine) -> list[int]:
+    """Cores of each engine: its own number, or an equal share of what the others leave of `total`, and one
+    at least. Raises ValueError."""
+    cores = machine.cores if total == "auto" else total
+    fixed = [engine.unit.threads for engine in engines if engine.unit.threads != "auto"]
+    if sum(fixed) > cores and max(fixed) > 1:
+        whose = "cores here" if total == "auto" else "of `threads`"
+        raise ValueError(
+            f"units: {sum(fixed)} threads for all engines are more than the {cores} {whose}; less is right"
+        )
+    takers = len(engines) - len(fixed)
+    left = max(0, cores - sum(fixed))
+    shares = iter([max(1, left // takers + (i < left % takers)) for i in range(takers)])
+    return [next(shares) if engine.unit.threads == "auto" else engine.unit.threads for engine in engines]

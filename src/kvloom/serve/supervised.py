@@ -1,0 +1,228 @@
+"""A process that is kept alive: started, watched, and started again when it has died."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from kvloom.core.clock import Clock
+from kvloom.serve.component import Component
+from kvloom.serve.orders import Begin, Order, Progress, Ready, Refused
+
+
+class State(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    BACKING_OFF = "backing off"
+    ENDED = "ended"
+
+
+NEXT: Final = {
+    State.STARTING: {State.READY, State.BACKING_OFF, State.ENDED},
+    State.READY: {State.BACKING_OFF, State.ENDED},
+    State.BACKING_OFF: {State.STARTING, State.ENDED},
+    State.ENDED: set[State](),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """In seconds. Before a start: `first`, doubled with each death up to `most`, `first` again after a life
+    of `healthy`. A process that gives no answer to `misses` questions in a row hangs; it is asked every
+    `check` seconds and has `answer` for each."""
+
+    first: float = 0.5
+    most: float = 30.0
+    healthy: float = 60.0
+    check: float = 5.0
+    answer: float = 10.0
+    misses: int = 3
+
+    def pause(self, last: float, lived: float) -> float:
+        """Before the next start. last: the pause before the life that has ended, 0 for none."""
+        return self.first if lived >= self.healthy else min(max(self.first, 2 * last), self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a process is there for. held: it serves only from `begin` on. check: asks whether it is well."""
+
+    name: str
+    module: str
+    order: Order
+    inherit: Sequence[int] = ()
+    held: bool = False
+    check: Callable[[], Awaitable[bool]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    process: Supervised
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    process: Supervised
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """It has died, `how`, and starts again in `pause` seconds."""
+
+    process: Supervised
+    how: str
+    pause: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It died before it ever answered, and is not started again. refused: it could not use its order."""
+
+    process: Supervised
+    how: str
+    refused: bool
+
+
+Event = Doing | Answers | Lost | Failed
+
+
+class Supervised:
+    """`run` keeps it alive until `end`, and tells of what happens. What did not work at the first start is
+    not tried again: a person is there to read why."""
+
+    def __init__(
+        self,
+        role: Role,
+        clock: Clock,
+        *,
+        tell: Callable[[Event], None],
+        log: Callable[[str, str], None],
+        patience: Patience | None = None,
+    ) -> None:
+        self.name = role.name
+        self.state = State.STARTING
+        self.chat: tuple[str, ...] = ()
+        self.begun = not role.held
+        self._role = role
+        self._clock = clock
+        self._tell = tell
+        self._log = log
+        self._patience = patience or Patience()
+        self._component: Component | None = None
+        self._since: float | None = None  # when the last one that answered began to
+        self._ending = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until `end`, and then until the process has ended."""
+        pause = 0.0
+        try:
+            while True:
+                how, refused = await self._live()
+                if self._ending.is_set():
+                    return
+                if self._since is None:
+                    self._tell(Failed(self, how, refused))
+                    return
+                lived = self._clock.now() - self._since if self.state is State.READY else 0.0
+                pause = self._patience.pause(pause, lived)
+                await self._back_off(how, pause)
+                if self._ending.is_set():
+                    return
+                self._turn(State.STARTING)
+        finally:
+            self._turn(State.ENDED)
+            self._ended.set()
+
+    async def begin(self) -> None:
+        """Let it serve, and its successors as soon as they can."""
+        self.begun = True
+        if self._component is not None:
+            await self._component.order(Begin())
+
+    def end(self) -> None:
+        self._ending.set()
+        if self._component is not None:
+            self._component.terminate()
+
+    def kill(self) -> None:
+        self._ending.set()
+        if self._component is not None:
+            self._component.kill()
+
+    async def ended(self) -> None:
+        await self._ended.wait()
+
+    async def _live(self) -> tuple[str, bool]:
+        """One process from its start to its end: how that came, and whether it refused its order."""
+        try:
+            component = await Component.start(self.name, self._role.module, self._role.inherit)
+        except OSError as error:
+            return f"cannot be started: {error.strerror}", False
+        self._component = component
+        if self._ending.is_set():
+            component.terminate()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._show(component))
+                return await self._follow(component, group)
+        finally:
+            self._component = None
+            component.kill()
+
+    async def _follow(self, component: Component, group: asyncio.TaskGroup) -> tuple[str, bool]:
+        begins = (Begin(),) if self._role.held and self.begun else ()
+        await component.order(self._role.order, *begins)
+        watch: asyncio.Task[None] | None = None
+        refusal: str | None = None
+        async for report in component.reports():
+            match report:
+                case Progress(text):
+                    self._tell(Doing(self, text))
+                case Refused(message):
+                    refusal = message
+                case Ready(chat):
+                    self.chat, self._since = chat, self._clock.now()
+                    self._turn(State.READY)
+                    self._tell(Answers(self))
+                    if self._role.check is not None:
+                        watch = group.create_task(self._watch(component, self._role.check))
+        how = await component.ended()
+        hung = watch is not None and watch.done()
+        if watch is not None:
+            watch.cancel()
+        return refusal or ("did not answer any more and was killed" if hung else how), refusal is not None
+
+    async def _watch(self, component: Component, check: Callable[[], Awaitable[bool]]) -> None:
+        """Kill it once it hangs."""
+        missed = 0
+        while missed < self._patience.misses:
+            await self._clock.sleep(self._patience.check)
+            missed = 0 if await self._is_well(check) else missed + 1
+        component.kill()
+
+    async def _is_well(self, check: Callable[[], Awaitable[bool]]) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience.answer):
+                return await check()
+        return False
+
+    async def _back_off(self, how: str, pause: float) -> None:
+        self._turn(State.BACKING_OFF)
+        self._tell(Lost(self, how, pause))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self._ending.wait()
+
+    async def _show(self, component: Component) -> None:
+        async for line in component.logs():
+            self._log(self.name, line)
+
+    def _turn(self, state: State) -> None:
+        assert state in NEXT[self.state], f"{self.name}: from {self.state} to {state}"
+        self.state = state

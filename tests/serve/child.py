@@ -1,0 +1,50 @@
+"""A process for the supervisor's tests: `python -m tests.serve.child FD NAME`. Its option `lives` says what
+each life does, the first start's first: `ready`, `held` until it is told to begin, `refuse` or `die`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+from kvloom.core.errors import ConfigError
+from kvloom.serve.orders import Begin, GatewayOrder, Progress, Ready
+from kvloom.serve.parent import Parent, run_child
+
+
+def main(parent: Parent) -> None:
+    order = parent.order(GatewayOrder)
+    print("pid", os.getpid())
+    lives = order.program.options["lives"]
+    assert isinstance(lives, list)
+    started = Path(order.folder, "started")
+    number = len(started.read_text()) if started.exists() else 0
+    started.write_text("x" * (number + 1))
+    match lives[min(number, len(lives) - 1)]:
+        case "refuse":
+            raise ConfigError("this is no good")
+        case "die":
+            raise SystemExit(3)
+        case "held":
+            parent.report(Progress("waiting"))
+            parent.order(Begin)
+    parent.watch(Path(order.sockets))
+    asyncio.run(serve(parent, order.engines["unit-0"]))
+
+
+async def serve(parent: Parent, path: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    async with await asyncio.start_unix_server(answer, path):
+        parent.report(Ready(("chatty",)))
+        await told.wait()
+
+
+if __name__ == "__main__":
+    run_child(main)

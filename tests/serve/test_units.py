@@ -1,0 +1,138 @@
+"""Two engines and a gateway under one supervisor, each killed in turn. Real processes and models."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kvloom.config import DEMO
+from tests.processes import DEADLINE, Fleet, fleet, leaves_nothing
+
+CONFIG = f"""
+kv_memory: 16MiB
+block_bytes: 4KiB
+models: {{guide: {DEMO}/guide, stories: {DEMO}/stories, sums: {DEMO}/sums}}
+units:
+  - models: [guide, sums]
+  - models: [stories, sums]
+    policy: fcfs
+"""
+
+PROGRAM = """
+async def last(call, fleet, *, say: str):
+    replica = fleet.up[-1]
+    print(f"{say}: {replica.name}")
+    async for frame in call.start_generate(replica):
+        yield frame
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(CONFIG)
+    return str(file)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """For the fleet's sockets."""
+    made = tmp_path / "s"
+    made.mkdir()
+    return made
+
+
+def ask(url: str, model: str) -> int:
+    """The status of a short answer by `model`."""
+    body = json.dumps({"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE) as response:
+            assert json.load(response)["usage"]["completion_tokens"] == 4
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def kill(running: Fleet, name: str) -> int:
+    """Kill a component, and wait until its successor answers, whose process id is returned."""
+    os.kill(running.children()[name], signal.SIGKILL)
+    assert "was killed by SIGKILL" in (line := running.wait_for(f"{name} | "))
+    assert "starts again in 0.5 s" in line
+    running.wait_for(f"{name} | answers again")
+    return running.children()[name]
+
+
+def test_what_dies_comes_back_and_the_others_serve_on(config: str, folder: Path) -> None:
+    with fleet(config, folder=folder) as running:
+        url = running.wait_until_ready()
+        assert "unit-1: starting the engine" in running.output
+        assert [ask(url, model) for model in ("guide", "stories", "sums")] == [200] * 3
+        before = running.children()
+        assert before.keys() == {"unit-0", "unit-1", "gateway"}
+        os.kill(before["unit-0"], signal.SIGKILL)
+        running.wait_for("unit-0 | was killed by SIGKILL")
+        assert ask(url, "stories") == ask(url, "sums") == 200
+        running.wait_for("unit-0 | answers again")
+        assert ask(url, "guide") == 200
+        kill(running, "unit-1")
+        assert ask(url, "stories") == 200
+        after = running.children()
+        assert after["gateway"] == before["gateway"]
+        assert len({*before.values(), *after.values()}) == 5
+        with leaves_nothing(running, folder):
+            assert running.end(signal.SIGINT) == 0
+        assert running.errors() == ""
+
+
+def test_clients_wait_for_a_new_gateway_at_the_same_port(config: str, folder: Path) -> None:
+    with fleet(config, folder=folder) as running:
+        url = running.wait_until_ready()
+        os.kill(running.children()["gateway"], signal.SIGKILL)
+        running.wait_for("gateway | was killed by SIGKILL")
+        assert ask(url, "sums") == 200
+        running.wait_for("gateway | answers again")
+        assert running.end(signal.SIGTERM) == 0
+
+
+def test_nothing_outlives_a_killed_supervisor(config: str, folder: Path) -> None:
+    with fleet(config, folder=folder) as running:
+        running.wait_until_ready()
+        with leaves_nothing(running, folder):
+            assert running.end(signal.SIGKILL) == -signal.SIGKILL
+
+
+def test_nothing_is_left_where_an_engine_does_not_listen(config: str, folder: Path) -> None:
+    with fleet(config, folder=folder) as running:
+        running.wait_until_ready()
+        os.kill(running.children()["unit-1"], signal.SIGSTOP)
+        with leaves_nothing(running, folder):
+            assert running.end(signal.SIGINT) == 0
+
+
+def test_a_program_that_is_none_is_one_line(config: str, folder: Path) -> None:
+    with open(config, "a") as file:
+        file.write("program: {name: balanced, ratoi: 1}\n")
+    with fleet(config, folder=folder) as running:
+        assert running.process.wait(DEADLINE) == 2
+        errors = running.errors()
+        assert errors.startswith("kvloom: program: balanced has no option ratoi")
+        assert errors.count("\n") == 1
+        assert not list(folder.glob("kvloom-*"))
+
+
+def test_a_program_of_ones_own_beside_the_config(config: str, folder: Path) -> None:
+    with open(config, "a") as file:
+        file.write("program: {name: 'my_router:last', say: here}\n")
+    Path(config).with_name("my_router.py").write_text(PROGRAM)
+    with fleet(config, folder=folder) as running:
+        url = running.wait_until_ready()
+        assert ask(url, "sums") == 200
+        running.wait_for("gateway | here: unit-1")
+        assert running.end(signal.SIGTERM) == 0

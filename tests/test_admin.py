@@ -1,0 +1,123 @@
+"""`kvloom program` against a server that answers as it is told."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvloom.cli import main
+
+
+@dataclass
+class Scripted:
+    """What the server answers, and what it was asked: method, path, key and body."""
+
+    status: int = 200
+    answer: bytes = b'{"name": "balanced", "options": {"ratio": 0.2, "of": "1", "peers": ["a b"]}}'
+    asked: list[tuple[str, str, str | None, bytes]] = field(default_factory=list)
+    url: str = ""
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    scripted = Scripted()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            scripted.asked.append((self.command, self.path, self.headers.get("authorization"), body))
+            self.send_response(scripted.status)
+            self.end_headers()
+            self.wfile.write(scripted.answer)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        scripted.url = f"http://127.0.0.1:{http.server_port}/"
+        yield scripted
+        http.shutdown()
+        thread.join()
+
+
+def test_show(server: Scripted, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "keys").write_text("# mine\nsecret\n")
+    assert main(["program", "show", "--url", server.url, "--api-key-file", str(tmp_path / "keys")]) == 0
+    assert server.asked == [("GET", "/admin/program", "Bearer secret", b"")]
+    shown = "balanced --option ratio=0.2 --option 'of=\"1\"' --option 'peers=[\"a b\"]'\n"
+    assert capsys.readouterr().out == shown
+
+
+def test_set(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["ratio=0.2", "adapt=true", "shape=1P2D", 'peers=["unit-0"]', "text=a=b"]
+    options = [word for option in given for word in ("--option", option)]
+    assert main(["program", "set", "my.own:route", *options, "--url", server.url]) == 0
+    ((method, path, key, body),) = server.asked
+    assert (method, path, key) == ("POST", "/admin/program", None)
+    assert json.loads(body) == {
+        "name": "my.own:route",
+        "options": {"ratio": 0.2, "adapt": True, "shape": "1P2D", "peers": ["unit-0"], "text": "a=b"},
+    }
+    assert capsys.readouterr().out.startswith("balanced ")
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "said"),
+    [
+        (
+            400,
+            b'{"error": {"message": "no program \'x\'; known are\\n balanced"}}',
+            "no program 'x'; known are balanced",
+        ),
+        (401, b"{}", "status 401"),
+        (404, b"<html>", "status 404"),
+        (500, b"", "status 500"),
+        (200, b"<html>", "answers, but not as kvloom does"),
+        (200, b'{"nam": 1}', "answers, but not as kvloom does"),
+    ],
+)
+def test_a_server_that_says_no(
+    server: Scripted, capsys: pytest.CaptureFixture[str], status: int, answer: bytes, said: str
+) -> None:
+    server.status, server.answer = status, answer
+    assert main(["program", "set", "x", "--url", server.url]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvloom: {server.url.rstrip('/')}: {said}")
+    assert error.count("\n") == 1
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    for bad, said in ((url, "refused"), ("http://no.such.host.invalid", "cannot be reached")):
+        assert main(["program", "show", "--url", bad]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+
+
+def test_a_server_that_hangs_up(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"nonsense\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert main(["program", "show", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
+        thread.join()
+    assert capsys.readouterr().err.count("\n") == 1
