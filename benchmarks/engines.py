@@ -64,5 +64,5 @@ async def _ready(component: Component) -> None:
 
 
 async def _end(component: Component) -> None:
-    component.let_go()
+    component.terminate()
     await component.ended()

@@ -60,8 +60,8 @@ class EagerEngine:
 
     async def abort(self, request: str, choice: int | None = None) -> None: ...
 
-    async def load(self) -> UnitLoad:
-        return UnitLoad(total_blocks=1, free_blocks=1, block_bytes=1, policy="none", models={})
+    async def loads(self) -> dict[str, UnitLoad]:
+        return {}
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         for index in range(body.sampling.max_tokens):

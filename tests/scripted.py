@@ -13,6 +13,7 @@ from kvloom.core.errors import KvloomError, PromptTooLong, QueueFull
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate, TokenEvent
 from kvloom.core.sampling import SamplingParams
+from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 from kvloom.serve.server import Server
 
 CARD = ModelCard(
@@ -48,6 +49,27 @@ class ScriptedEngine:
 
     async def load(self) -> UnitLoad:
         return UnitLoad(total_blocks=8, free_blocks=8, block_bytes=4096, policy="adbs", models={})
+
+    async def loads(self) -> dict[str, UnitLoad]:
+        return {"unit-0": await self.load()}
+
+    async def prep_recv(self, body: PrepRecv) -> Prepared:
+        raise NotImplementedError
+
+    async def remote_send(self, body: RemoteSend) -> Sent:
+        raise NotImplementedError
+
+    async def renew(self, request: str) -> Lease:
+        return Lease(lease=float(len(request)))
+
+    async def pin(self, body: Prefix) -> Held:
+        return Held(tokens=len(body.prompt))
+
+    async def unpin(self, body: Prefix) -> Held:
+        return Held(tokens=len(body.prompt) + 1)
+
+    async def evict(self, body: Prefix) -> Held:
+        return Held(tokens=len(body.prompt) + 2)
 
     async def abort(self, request: str, choice: int | None = None) -> None:
         self.aborted.append((request, choice))

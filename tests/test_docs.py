@@ -89,15 +89,17 @@ def test_every_metric() -> None:
         waiting=0,
         running=0,
         used_blocks=0,
+        cached_blocks=0,
         quota_blocks=0,
         prompt_tokens_total=0,
+        cached_tokens_total=0,
         output_tokens_total=0,
         preemptions_total=0,
         prefill_jobs_total=0,
         decode_jobs_total=0,
     )
     load = UnitLoad(total_blocks=1, free_blocks=1, block_bytes=64, policy="adbs", models={"m": model})
-    text = Metrics(WallClock()).render(load).decode()
+    text = Metrics(WallClock()).render({"unit-0": load}).decode()
     assert {(names(name)[0], kind) for name, kind, _ in rows("Metrics")} == set(
         re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M)
     )

@@ -115,12 +115,13 @@ class ScriptedEngine:
     async def abort(self, request: str, choice: int | None = None) -> None:
         self.aborted.append((request, choice))
 
-    async def load(self) -> UnitLoad:
+    async def loads(self) -> dict[str, UnitLoad]:
         if self.away:
             raise KvloomError("gone")
-        return UnitLoad(
+        load = UnitLoad(
             total_blocks=100, free_blocks=60, block_bytes=4096, policy="adbs", models={"tiny": _load()}
         )
+        return {"unit-0": load}
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         if self.error is not None:
@@ -181,8 +182,10 @@ def _load() -> ModelLoad:
         waiting=1,
         running=2,
         used_blocks=40,
+        cached_blocks=5,
         quota_blocks=50,
         prompt_tokens_total=7,
+        cached_tokens_total=6,
         output_tokens_total=8,
         preemptions_total=3,
         prefill_jobs_total=4,

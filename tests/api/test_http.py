@@ -256,19 +256,19 @@ def test_metrics(http: TestClient, engine: ScriptedEngine) -> None:
     for line in (
         'kvloom_requests_total{model="tiny",status="200"} 2.0',
         'kvloom_requests_total{model="unknown",status="400"} 1.0',
-        'kvloom_requests_waiting{model="tiny"} 1.0',
-        'kvloom_requests_running{model="tiny"} 2.0',
-        'kvloom_kv_blocks_used{model="tiny"} 40.0',
-        "kvloom_kv_blocks_free 60.0",
-        'kvloom_preemptions_total{model="tiny"} 3.0',
+        'kvloom_requests_waiting{model="tiny",unit="unit-0"} 1.0',
+        'kvloom_requests_running{model="tiny",unit="unit-0"} 2.0',
+        'kvloom_kv_blocks_used{model="tiny",unit="unit-0"} 40.0',
+        'kvloom_kv_blocks_free{unit="unit-0"} 60.0',
+        'kvloom_preemptions_total{model="tiny",unit="unit-0"} 3.0',
         'kvloom_request_output_tokens_total{model="tiny"} 6.0',
         'kvloom_time_to_first_token_seconds_count{model="tiny"} 1.0',
         'kvloom_time_per_output_token_seconds_count{model="tiny"} 1.0',
-        "kvloom_engine_up 1.0",
+        "kvloom_engines_up 1.0",
     ):
         assert line in text, line
     engine.away = True
-    assert "kvloom_engine_up 0.0" in http.get("/metrics").text
+    assert "kvloom_engines_up 0.0" in http.get("/metrics").text
 
 
 def test_two_gateways_in_one_process(engine: ScriptedEngine) -> None:

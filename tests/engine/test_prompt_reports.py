@@ -9,7 +9,10 @@ import httpx
 import pytest
 
 from kvloom.api.app import create_app
+from kvloom.core.clock import WallClock
 from kvloom.core.request import Event, PromptEvent
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
 from tests.engine.plays import check, order, serve, until_in_a_job
 from tests.engine.real_fleet import Fleet, spec
 from tests.engines import running
@@ -72,8 +75,11 @@ def test_a_prompt_of_one_token_is_echoed_with_its_logprobs(fleet: Fleet) -> None
     body: dict[str, Any] = {"model": "wide", "prompt": [[5], [5, 6]], "echo": True, "logprobs": 1}
 
     async def play() -> list[dict[str, Any]]:
-        async with running(spec(fleet)) as engine:
-            transport = httpx.ASGITransport(create_app(engine))
+        async with (
+            running(spec(fleet)) as engine,
+            Router({"unit-0": engine}, load_program("data_parallel"), WallClock()) as router,
+        ):
+            transport = httpx.ASGITransport(create_app(router))
             async with httpx.AsyncClient(transport=transport, base_url="http://kvloom") as http:
                 answer = await http.post("/v1/completions", json=body | {"max_tokens": 2, "temperature": 0})
                 assert answer.status_code == 200, answer.text

@@ -48,8 +48,10 @@ def whole(url: str) -> Iterator[None]:
     yield
     assert sum_of(url, 17, 25) == "17 + 25 = 42."
     deadline = time.monotonic() + 20
-    while (free := metric(url, "kvloom_kv_blocks_free")) != (total := metric(url, "kvloom_kv_blocks")):
-        assert time.monotonic() < deadline, f"{free} of {total} blocks are free"
+    while (held := metric(url, "kvloom_kv_blocks_used")) > 0:
+        assert time.monotonic() < deadline, f"{held} blocks are held"
+    free, cached = (metric(url, f"kvloom_kv_blocks_{what}") for what in ("free", "cached"))
+    assert free + cached == metric(url, "kvloom_kv_blocks")
 
 
 def sum_of(url: str, a: int, b: int) -> str:
@@ -74,9 +76,9 @@ def post(url: str, body: bytes, path: str = "/v1/chat/completions") -> tuple[int
 
 def metric(url: str, name: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-        found = re.search(rf"^{name} (\S+)$", response.read().decode(), re.M)
+        found = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", response.read().decode(), re.M)
     assert found, name
-    return float(found[1])
+    return sum(map(float, found))
 
 
 def connect(url: str) -> socket.socket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from kvloom.api.auth import RequireKey
 from kvloom.api.catalog import Catalog, ServedModel
@@ -25,7 +25,7 @@ from kvloom.api.gateway import Gateway
 from kvloom.api.limits import LimitBody
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openapi import describe, page
-from kvloom.core.client import EngineClient
+from kvloom.core.client import Server
 from kvloom.core.clock import Clock, WallClock
 from kvloom.core.errors import KvloomError, Unavailable
 from kvloom.core.load import UnitLoad
@@ -36,9 +36,10 @@ ENGINE_SECONDS = 5.0  # after which an engine that does not answer counts as awa
 
 
 def create_app(
-    client: EngineClient,
+    client: Server,
     *,
     api_keys: frozenset[str] = frozenset(),
+    admin: Sequence[BaseRoute] = (),
     max_body: int = DEFAULT_MAX_BODY,
     body_seconds: float = BODY_SECONDS,
     clock: Clock | None = None,
@@ -49,7 +50,7 @@ def create_app(
     clock = clock or WallClock()
     gateway = Gateway(client, Catalog(client, clock), Metrics(clock), clock, unix_time, random_bits)
     info = _Information(gateway, int(unix_time()))
-    document = describe()
+    document = describe(admin=bool(admin))
     openapi, docs = msgspec.json.encode(document), page(document)
 
     async def openapi_json(_: Request) -> Response:
@@ -69,6 +70,7 @@ def create_app(
             Route("/metrics", info.metrics, methods=["GET"]),
             Route("/openapi.json", openapi_json, methods=["GET"]),
             Route("/docs", docs_page, methods=["GET"]),
+            *admin,
         ],
         middleware=[
             Middleware(RequireKey, keys=api_keys),
@@ -111,22 +113,22 @@ class _Information:
 
     async def health(self, _: Request) -> Response:
         try:
-            await self._load()
+            loads = await self._loads()
         except KvloomError as error:
             return error_response(Unavailable(f"the engine does not answer: {error.message}"))
-        return _json({"status": "ok"})
+        return _json({"status": "ok"}) if loads else error_response(Unavailable("no engine answers"))
 
     async def metrics(self, _: Request) -> Response:
         try:
-            load = await self._load()
+            loads = await self._loads()
         except KvloomError:
-            load = None
-        return Response(self.gateway.metrics.render(load), media_type=CONTENT_TYPE)
+            loads = {}
+        return Response(self.gateway.metrics.render(loads), media_type=CONTENT_TYPE)
 
-    async def _load(self) -> UnitLoad:
+    async def _loads(self) -> dict[str, UnitLoad]:
         try:
             async with asyncio.timeout(ENGINE_SECONDS):
-                return await self.gateway.client.load()
+                return await self.gateway.client.loads()
         except TimeoutError:
             raise Unavailable(f"no answer from the engine in {ENGINE_SECONDS:g} s") from None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvloom.api.chat_template import ChatTemplate
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.api.tool_families import Family, family_of
-from kvloom.core.client import EngineClient
+from kvloom.core.client import Server
 from kvloom.core.clock import Clock
 from kvloom.core.errors import ConfigError, Unavailable, UnknownModel
 from kvloom.core.request import ModelCard
@@ -39,7 +39,7 @@ class Catalog:
     """Asks the engine once, and again for a name it does not know. A model that cannot be read is not listed,
     and whoever asks for it by name is told why."""
 
-    def __init__(self, client: EngineClient, clock: Clock) -> None:
+    def __init__(self, client: Server, clock: Clock) -> None:
         self._client = client
         self._clock = clock
         self._models: dict[str, ServedModel | UnreadableModel] = {}

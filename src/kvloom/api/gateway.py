@@ -14,7 +14,7 @@ from kvloom.api.catalog import Catalog
 from kvloom.api.generation import Generation, Piece
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.stream import EventStream, merged, while_connected
-from kvloom.core.client import EngineClient
+from kvloom.core.client import Server
 from kvloom.core.clock import Clock
 
 
@@ -22,7 +22,7 @@ from kvloom.core.clock import Clock
 class Gateway:
     """`unix_time` and `random_bits` are the world's; tests hand in their own."""
 
-    client: EngineClient
+    client: Server
     catalog: Catalog
     metrics: Metrics
     clock: Clock

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvloom.api.detokenizer import detokenizer
 from kvloom.api.stops import StopStrings
 from kvloom.api.tokenizer import Tokenizer
-from kvloom.core.client import EngineClient
+from kvloom.core.client import Server
 from kvloom.core.errors import KvloomError, Unavailable
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
 
@@ -101,7 +101,7 @@ class Generation:
     def output_tokens(self) -> int:
         return 0 if self._scoring else sum(choice.made for choice in self.choices)
 
-    async def pieces(self, client: EngineClient) -> AsyncGenerator[list[Piece], None]:
+    async def pieces(self, client: Server) -> AsyncGenerator[list[Piece], None]:
         """Ends when every choice is over; closing it, or leaving it early, ends the request in the engine."""
         left = len(self.choices)
         async with aclosing(client.start_generate(self.body)) as frames:

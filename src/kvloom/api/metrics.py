@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -40,11 +40,11 @@ class Metrics:
     def watch(self) -> Watch:
         return Watch(self)
 
-    def render(self, load: UnitLoad | None) -> bytes:
-        """`load`: None where the engine does not answer."""
+    def render(self, loads: Mapping[str, UnitLoad]) -> bytes:
+        """`loads`: by unit, of those that answer."""
         whole = CollectorRegistry()
         whole.register(_WithoutTimes(self._registry))
-        whole.register(_EngineLoad(load))
+        whole.register(_EngineLoads(loads))
         return generate_latest(whole)
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
@@ -109,14 +109,25 @@ class Watch:
             metrics.per_token.labels(model).observe((now - self._first) / (output_tokens - 1))
 
 
+_UNIT: tuple[tuple[str, str, Callable[[UnitLoad], int]], ...] = (
+    ("kvloom_kv_blocks", "KV blocks of the pool.", lambda load: load.total_blocks),
+    ("kvloom_kv_blocks_free", "KV blocks nobody holds.", lambda load: load.free_blocks),
+    ("kvloom_kv_block_bytes", "Bytes of a KV block.", lambda load: load.block_bytes),
+)
 _GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_requests_waiting", "Requests in the engine's queue.", lambda load: load.waiting),
     ("kvloom_requests_running", "Requests the engine works on.", lambda load: load.running),
-    ("kvloom_kv_blocks_used", "KV blocks the model holds.", lambda load: load.used_blocks),
+    ("kvloom_kv_blocks_used", "KV blocks the model's requests hold.", lambda load: load.used_blocks),
+    (
+        "kvloom_kv_blocks_cached",
+        "KV blocks of prefixes nobody uses.",
+        lambda load: load.cached_blocks,
+    ),
     ("kvloom_kv_blocks_quota", "KV blocks the model may hold.", lambda load: load.quota_blocks),
 )
 _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_prompt_tokens", "Prompt tokens the engine computed.", lambda load: load.prompt_tokens_total),
+    ("kvloom_cached_tokens", "Tokens found in the prefix cache.", lambda load: load.cached_tokens_total),
     ("kvloom_output_tokens", "Tokens the engine made.", lambda load: load.output_tokens_total),
     ("kvloom_preemptions", "Requests put back to free blocks.", lambda load: load.preemptions_total),
     ("kvloom_prefill_jobs", "Prefill jobs run.", lambda load: load.prefill_jobs_total),
@@ -137,29 +148,28 @@ class _WithoutTimes:
             yield metric
 
 
-class _EngineLoad:
-    """A collector of one report."""
+class _EngineLoads:
+    """A collector of one report of each unit."""
 
-    def __init__(self, load: UnitLoad | None) -> None:
-        self._load = load
+    def __init__(self, loads: Mapping[str, UnitLoad]) -> None:
+        self._loads = loads
 
     def collect(self) -> Iterator[Metric]:
-        load = self._load
-        yield GaugeMetricFamily(
-            "kvloom_engine_up", "1 where the engine answers.", value=float(load is not None)
-        )
-        if load is None:
-            return
-        yield GaugeMetricFamily("kvloom_kv_blocks", "KV blocks of the pool.", value=load.total_blocks)
-        yield GaugeMetricFamily("kvloom_kv_blocks_free", "KV blocks nobody holds.", value=load.free_blocks)
-        yield GaugeMetricFamily("kvloom_kv_block_bytes", "Bytes of a KV block.", value=load.block_bytes)
-        for name, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["model"])
-            for model, one in load.models.items():
-                gauge.add_metric([model], value(one))
+        yield GaugeMetricFamily("kvloom_engines_up", "Engines that answer.", value=float(len(self._loads)))
+        for name, text, of_unit in _UNIT:
+            gauge = GaugeMetricFamily(name, text, labels=["unit"])
+            for unit, load in self._loads.items():
+                gauge.add_metric([unit], of_unit(load))
             yield gauge
+        for name, text, value in _GAUGES:
+            yield self._by_model(GaugeMetricFamily(name, text, labels=["unit", "model"]), value)
         for name, text, value in _TOTALS:
-            total = CounterMetricFamily(name, text, labels=["model"])
+            yield self._by_model(CounterMetricFamily(name, text, labels=["unit", "model"]), value)
+
+    def _by_model(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[ModelLoad], int]
+    ) -> Metric:
+        for unit, load in self._loads.items():
             for model, one in load.models.items():
-                total.add_metric([model], value(one))
-            yield total
+                family.add_metric([unit, model], value(one))
+        return family

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from kvloom.api.openapi_verbs import verb_paths, verb_schemas
 from kvloom.api.schemas import ErrorAnswer, ModelAnswer, ModelList
 from kvloom.api.schemas_chat import ChatAnswer, ChatBody, ChatChunk
 from kvloom.api.schemas_completion import CompletionAnswer, CompletionBody
@@ -28,7 +29,8 @@ _FAILURES = {
 }
 
 
-def describe() -> Json:
+def describe(*, admin: bool = False) -> Json:
+    """admin: with the fleet's program and the units' verbs."""
     inputs: list[type[BaseModel]] = [CompletionBody, ChatBody]
     outputs: list[type[BaseModel]] = [
         CompletionAnswer, ChatAnswer, ChatChunk, ModelAnswer, ModelList, ErrorAnswer
@@ -46,9 +48,9 @@ def describe() -> Json:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{"key": []}, {}],
-        "paths": _paths(),
+        "paths": _paths() | (verb_paths() if admin else {}),
         "components": {
-            "schemas": schemas["$defs"],
+            "schemas": schemas["$defs"] | (verb_schemas() if admin else {}),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }

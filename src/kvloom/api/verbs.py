@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -59,7 +59,9 @@ def create_verbs(client: EngineClient, *, secret: str, max_body: int = MAX_BODY)
 def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
     """A route for each verb of one engine. A caller of `waits` who hangs up has changed its mind."""
 
-    def verb(kind: type[Body], call: Callable[[Body], Awaitable[object]], *, waits: bool = False) -> Endpoint:
+    def verb(
+        kind: type[Body], call: Callable[[Body], Coroutine[Any, Any, object]], *, waits: bool = False
+    ) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             work = call(decode(request, await read_body(request, max_body), kind))
             return answer(request, await (while_connected(request.receive, work) if waits else work))

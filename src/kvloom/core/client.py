@@ -10,9 +10,9 @@ from kvloom.core.request import Event, ModelCard, StartGenerate
 from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 
 
-class Server(Protocol):
-    """Whoever answers requests: one engine, or a router before many. Every method raises KvloomError: the
-    engine's own, or Unavailable where it cannot be reached."""
+class Generator(Protocol):
+    """Whoever answers requests. Every method raises KvloomError: the engine's own, or Unavailable where it
+    cannot be reached."""
 
     async def models(self) -> list[ModelCard]:
         """The models that are served."""
@@ -27,7 +27,14 @@ class Server(Protocol):
         or ended ones are fine."""
 
 
-class EngineClient(Server, Protocol):
+class Server(Generator, Protocol):
+    """Many engines, to a gateway as one."""
+
+    async def loads(self) -> dict[str, UnitLoad]:
+        """By unit, of those that answer."""
+
+
+class EngineClient(Generator, Protocol):
     """One engine: the verbs (Microserving, section 3.1), each described by its body in core.verbs."""
 
     async def prep_recv(self, body: PrepRecv) -> Prepared: ...

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvloom.core.address import KVForm
-from kvloom.core.engine_client import EngineClient
+from kvloom.core.client import EngineClient
 from kvloom.core.errors import Unavailable
 from kvloom.core.request import ModelCard
 

@@ -11,8 +11,8 @@ from typing import Final, Self
 
 from msgspec.structs import replace
 
+from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
-from kvloom.core.engine_client import EngineClient
 from kvloom.core.errors import (
     BadRequest,
     ConfigError,

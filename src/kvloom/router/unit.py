@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
-from kvloom.core.engine_client import EngineClient
 from kvloom.core.errors import KvloomError
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard

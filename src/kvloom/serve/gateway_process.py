@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvloop
 
+from kvloom.api.admin import admin_routes
 from kvloom.api.app import create_app
 from kvloom.core.clock import WallClock
 from kvloom.router.client import HttpEngineClient
@@ -43,7 +44,12 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program) -> None:
         }
         router = await stack.enter_async_context(Router(engines, program, WallClock()))
         server = Server(
-            create_app(router, api_keys=order.api_keys, max_body=order.max_body),
+            create_app(
+                router,
+                api_keys=order.api_keys,
+                max_body=order.max_body,
+                admin=admin_routes(router, engines),
+            ),
             connection=ClientConnection,
             grace=GRACE_SECONDS,
             ready=lambda: parent.report(Ready()),
