@@ -32,6 +32,7 @@ MSGPACK, JSON = "application/msgpack", "application/json"
 
 Body = TypeVar("Body")
 Endpoint = Callable[[Request], Awaitable[Response]]
+Call = Callable[[Body], Coroutine[Any, Any, object]]
 
 
 class Abort(msgspec.Struct, frozen=True):
