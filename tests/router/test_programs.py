@@ -162,7 +162,8 @@ def test_cache_aware_disaggregate_takes_who_has_most_of_the_prompt() -> None:
             first = await asked(fleets, body([*context, 1]))
             second = await asked(fleets, body([*other, 1]))
             assert {call.unit for call in (*first, *second)} == {"a", "b", "c", "d"}
-            for suffix, (known, seen) in enumerate(((context, first), (other, second)) * 2, start=100):
+            one, two = (context, first), (other, second)
+            for suffix, (known, seen) in enumerate((one, one, two, two, one, one), start=100):
                 target, source, _ = (call.unit for call in seen)
                 matched = len(known)
                 assert await asked(fleets, body([*known, *[suffix] * 7])) == [

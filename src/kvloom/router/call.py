@@ -181,7 +181,7 @@ class Call:
             replica.calls -= 1
         with suppress(TimeoutError):
             async with asyncio.timeout(RELEASE_SECONDS), asyncio.TaskGroup() as group:
-                for replica in {replica for replica, _ in held}:
+                for replica in dict.fromkeys(replica for replica, _ in held):
                     group.create_task(self._end_at(replica))
 
     async def _end_at(self, replica: Replica, choice: int | None = None) -> None:
@@ -191,5 +191,5 @@ class Call:
     async def abort(self, choice: int | None) -> None:
         """End the request, or one choice of it, where it runs."""
         self.aborted = self.aborted or choice is None
-        for replica in {replica for replica, _ in self._held}:
+        for replica in dict.fromkeys(replica for replica, _ in self._held):
             await self._end_at(replica, choice)
