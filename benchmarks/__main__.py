@@ -21,7 +21,7 @@ from benchmarks import engine_step, memory_start, multimodel, streaming, through
 from benchmarks.peers import prepare
 from benchmarks.places import BUILD, VLLM_VENV
 from benchmarks.report import Report, bench_markdown
-from benchmarks.servers import BEST_SETUP, VLLM_SETUPS, Vllm
+from benchmarks.servers import AS_IT_COMES, BEST_SETUP, VLLM_SETUPS, Vllm
 
 QUIET = 0.5  # load average above which the machine is not
 
@@ -30,7 +30,8 @@ def plan(options: argparse.Namespace, console: Console) -> dict[str, Callable[[]
     """What can be run, by name, cheapest first."""
     vllm = Vllm(options.venv, options.vllm_setup)
     quick: bool = options.quick
-    peers = [] if options.no_peers else ["vllm", "transformers"]
+    setups = [] if options.no_peers else [AS_IT_COMES, BEST_SETUP]
+    vllms = [Vllm(options.venv, setup) for setup in setups]
     systems = [*multimodel.POLICIES, *([] if options.no_peers else [multimodel.VLLM])]
     pace = throughput.Effort(requests=6, output=8, one_output=8, rounds=1) if quick else throughput.Effort()
     streams = streaming.Effort(rounds=20, paces=(5500.0,), tokens=100) if quick else streaming.Effort()
@@ -43,7 +44,9 @@ def plan(options: argparse.Namespace, console: Console) -> dict[str, Callable[[]
         "engine-step": step,
         "memory-start": lambda: memory_start.measure(1 if quick else 3, console),
         "streaming": lambda: streaming.measure(streams, console),
-        "throughput": lambda: throughput.measure(["B"] if quick else ["A", "B"], peers, pace, vllm, console),
+        "throughput": lambda: throughput.measure(
+            ["B"] if quick else ["A", "B"], vllms, pace, console, transformers=not options.no_peers
+        ),
         "multimodel": lambda: multimodel.measure(systems, many, vllm, console),
     }
 

@@ -83,7 +83,7 @@ VLLM_SETUPS: dict[str, VllmSetup] = {
     "eager": VllmSetup({"VLLM_CPU_OMP_THREADS_BIND": _cores()}, ("--enforce-eager",)),
     "eager-one-thread": VllmSetup(_threads(1), ("--enforce-eager",)),
 }
-BEST_SETUP = "one-process"
+AS_IT_COMES, BEST_SETUP = "auto", "one-process"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Output tokens a second of one model: kvloom, then its peers, one after the other, asked the same.
 
-python -m benchmarks.throughput [--shape A B] [--requests 64] [--peer vllm transformers]
+python -m benchmarks.throughput [--shape A B] [--requests 64] [--vllm-setup auto one-process] [--transformers]
 
 Many: `--requests` at once, prompts of 32, 128 and 256 tokens in turn, 64 output tokens each. One: a single
 request of 32 prompt tokens and 128 output tokens. Whole answers, not streams, so that the client takes as
@@ -26,13 +26,14 @@ from benchmarks.peers import versions
 from benchmarks.places import checkpoint
 from benchmarks.process import running
 from benchmarks.report import Cell, Finding, Report, this_machine
-from benchmarks.servers import BEST_SETUP, VLLM_SETUPS, Served, Vllm, kvloom
+from benchmarks.servers import AS_IT_COMES, BEST_SETUP, VLLM_SETUPS, Served, Vllm, kvloom
 from benchmarks.workload import burst
 
 KV_BYTES = 2 << 30
 LEAST_RATIO = 1.8
 WARM_SEED, STREAM_SEED = 1000, 2000
 ONE_OUTPUT = 128
+TRANSFORMERS = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +94,30 @@ def _transformers(shape: str, requests: int, output: int, rounds: int) -> list[f
 
 
 async def measure(
-    shapes: Sequence[str], peers: Sequence[str], effort: Effort, vllm: Vllm, console: Console
+    shapes: Sequence[str], vllms: Sequence[Vllm], effort: Effort, console: Console, *, transformers: bool
 ) -> Report:
+    """transformers: whether its continuous batching is measured too."""
     paces: dict[tuple[str, str], Pace] = {}
-    machine = this_machine(**versions(vllm.venv))
+    machine = this_machine(**versions(vllms[0].venv) if vllms else {})
     for shape in shapes:
-        for name in ("kvloom", *peers):
+        path = checkpoint(shape)
+        servers = {"kvloom": kvloom({"m": path}, KV_BYTES)}
+        servers |= {f"vLLM, {vllm.setup}": vllm.serve("m", path, KV_BYTES) for vllm in vllms}
+        for name, served in servers.items():
             console.print(f"shape {shape}: {name}", style="dim")
-            if name == "transformers":
-                paces[shape, name] = measure_transformers(shape, effort)
-                continue
-            path = checkpoint(shape)
-            ours = name == "kvloom"
-            served = kvloom({"m": path}, KV_BYTES) if ours else vllm.serve("m", path, KV_BYTES)
             paces[shape, name] = await measure_server(served, effort)
+        if transformers:
+            console.print(f"shape {shape}: {TRANSFORMERS}", style="dim")
+            paces[shape, TRANSFORMERS] = measure_transformers(shape, effort)
     return Report(
         name="throughput",
         title=f"Output tokens/s: {effort.requests} requests × {effort.output} tokens, "
         f"and one of {effort.one_output}",
         columns=["", "many", "one", "TTFT many, ms", "TPOT many, ms", "TTFT one, ms", "TPOT one, ms"],
         rows=[_row(shape, name, pace) for (shape, name), pace in paces.items()],
-        findings=_findings(paces, peers),
+        findings=_findings(paces),
         machine=machine,
-        notes=[f"vLLM's setup: {vllm.setup} (benchmarks/servers.py). Streamed columns are of one round."],
+        notes=["vLLM's setups are in benchmarks/servers.py. Streamed columns are of one round."],
         raw={f"{shape}/{name}": pace for (shape, name), pace in paces.items()},
     )
 
@@ -127,17 +129,16 @@ def _row(shape: str, name: str, pace: Pace) -> list[Cell]:
     return [f"{shape}, {name}", median(pace.many), median(pace.one), *(streamed or [None] * 4)]
 
 
-def _findings(paces: dict[tuple[str, str], Pace], peers: Sequence[str]) -> list[Finding]:
+def _findings(paces: dict[tuple[str, str], Pace]) -> list[Finding]:
     findings = []
-    for shape in sorted({shape for shape, _ in paces}):
-        ours = paces[shape, "kvloom"]
-        for peer in peers:
-            theirs = paces[shape, peer]
-            least = LEAST_RATIO if peer == "vllm" else None
-            for told, mine, its in (("many", ours.many, theirs.many), ("one", ours.one, theirs.one)):
-                ratio = median(mine) / median(its)
-                what = f"shape {shape}, {told}: kvloom / {peer}"
-                findings.append(Finding(what=what, value=ratio, unit="×", least=least))
+    for (shape, peer), theirs in paces.items():
+        if peer == "kvloom":
+            continue
+        ours, least = paces[shape, "kvloom"], None if peer == TRANSFORMERS else LEAST_RATIO
+        for told, mine, its in (("many", ours.many, theirs.many), ("one", ours.one, theirs.one)):
+            ratio = median(mine) / median(its)
+            what = f"shape {shape}, {told}: kvloom / {peer}"
+            findings.append(Finding(what=what, value=ratio, unit="×", least=least))
     return findings
 
 
@@ -146,16 +147,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", nargs="+", choices=["A", "B"], default=["A", "B"])
-    parser.add_argument("--peer", nargs="*", choices=["vllm", "transformers"], default=["vllm"])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vllm-setup", choices=sorted(VLLM_SETUPS), default=BEST_SETUP)
+    parser.add_argument(
+        "--vllm-setup", nargs="*", choices=sorted(VLLM_SETUPS), default=[AS_IT_COMES, BEST_SETUP]
+    )
+    parser.add_argument("--transformers", action="store_true", help="its continuous batching too")
     options = parser.parse_args()
     console = Console()
     effort = Effort(options.requests, options.output, min(ONE_OUTPUT, 2 * options.output), options.rounds)
-    vllm = Vllm(setup=options.vllm_setup)
-    report = asyncio.run(measure(options.shape, options.peer, effort, vllm, console))
+    vllms = [Vllm(setup=setup) for setup in options.vllm_setup]
+    report = asyncio.run(measure(options.shape, vllms, effort, console, transformers=options.transformers))
     report.show(console)
     console.print(report.save())
 
