@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvloom.core.arrays import I32, I64, U32, AnyArray
+from kvloom.core.shipment import PlannedSend
 
-__all__ = ["I32", "I64", "U32", "AnyArray", "PageCopy", "PageSend", "Plan"]
+__all__ = ["I32", "I64", "U32", "AnyArray", "PageCopy", "Plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +16,6 @@ class PageCopy:
 
     source: int
     target: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PageSend:
-    """Copy tokens [begin, end) of page `source` into page `target`, layer by layer as they are written."""
-
-    source: int
-    target: int
-    source_offset: int
-    target_offset: int
     tokens: int
 
 
@@ -54,4 +44,4 @@ class Plan:
     slot_page: I32
     slot_offset: I32
     copies: tuple[PageCopy, ...] = ()
-    sends: tuple[PageSend, ...] = ()
+    sends: tuple[PlannedSend, ...] = ()

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from kvloom.core.errors import OutOfBlocks
 from kvloom.core.plan import I32
 
 
+class Reclaimable(Protocol):
+    """Held blocks that are given back when they are wanted."""
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+
+    def reclaim(self, count: int) -> None:
+        """Give back at least `count` of them."""
+
+
 class BlockAllocator:
     """A stack of free block ids. Freed blocks are taken again first, while they are warm."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, cached: Reclaimable) -> None:
         self.total = total
+        self._cached = cached
         self._stack: I32 = np.arange(total - 1, -1, -1, dtype=np.int32)
         self._free = total
         self._held = np.zeros(total, dtype=np.bool_)
@@ -21,10 +35,18 @@ class BlockAllocator:
     def free(self) -> int:
         return self._free
 
+    @property
+    def available(self) -> int:
+        """Blocks that `take` can give: free ones, and cached ones that nobody uses."""
+        return self._free + self._cached.blocks
+
     def take(self, count: int) -> I32:
-        """`count` block ids. Raises OutOfBlocks and takes nothing where fewer are free."""
+        """`count` block ids, for which cached pages give way. Raises OutOfBlocks, with nothing taken or
+        reclaimed, where fewer are available."""
+        if count > self.available:
+            raise OutOfBlocks(f"{count} blocks asked for, {self.available} of {self.total} available")
         if count > self._free:
-            raise OutOfBlocks(f"{count} blocks asked for, {self._free} of {self.total} free")
+            self._cached.reclaim(count - self._free)
         blocks = np.sort(self._stack[self._free - count : self._free])  # runs in order read faster
         self._free -= count
         self._held[blocks] = True

@@ -1,4 +1,4 @@
-"""A model's pages: which blocks each is made of, and how many sequences hold it."""
+"""A model's pages: which blocks each is made of, and how many hold it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from kvloom.kv.allocator import BlockAllocator
 
 class PageTable:
     """`map[page, layer, head]` is a block. Sized once for the whole pool, so that running jobs never see
-    it move; a page's row is constant while anyone holds the page."""
+    it move; a page's row is constant while anyone holds the page.
+
+    refs: [pages] holders. cached: [pages] whether the prefix tree is one of them. held: pages with a holder;
+    idle: those that the tree alone holds, which may be reclaimed.
+    """
 
     def __init__(self, geometry: Geometry, allocator: BlockAllocator) -> None:
         self.geometry = geometry
@@ -21,12 +25,23 @@ class PageTable:
         capacity = allocator.total // geometry.blocks_per_page
         self.map: I32 = np.zeros((capacity, geometry.layers, geometry.kv_heads), dtype=np.int32)
         self.refs = np.zeros(capacity, dtype=np.int32)
+        self.cached = np.zeros(capacity, dtype=np.bool_)
         self._ids = list(range(capacity - 1, -1, -1))
         self.held = 0
+        self.idle = 0
 
     @property
     def used_blocks(self) -> int:
-        return self.held * self.geometry.blocks_per_page
+        return (self.held - self.idle) * self.geometry.blocks_per_page
+
+    @property
+    def idle_blocks(self) -> int:
+        return self.idle * self.geometry.blocks_per_page
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can give."""
+        return self._allocator.available // self.geometry.blocks_per_page
 
     def allocate(self, count: int) -> list[int]:
         """`count` new pages, each with one holder. Raises OutOfBlocks and takes nothing."""
@@ -45,18 +60,38 @@ class PageTable:
         for page in pages:
             if self.refs[page] < 1:
                 raise ValueError(f"page {page} is free and cannot be shared")
+            self.idle -= self._is_idle(page)
             self.refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """One holder fewer; pages without one give their blocks back."""
         gone: list[int] = []
         for page in pages:
-            if self.refs[page] < 1:
+            if self.refs[page] - self.cached[page] < 1:
                 raise ValueError(f"page {page} was released twice")
             self.refs[page] -= 1
+            self.idle += self._is_idle(page)
             if self.refs[page] == 0:
                 gone.append(page)
         if gone:
             self._allocator.give(self.map[gone].ravel())
             self._ids.extend(gone)
             self.held -= len(gone)
+
+    def cache(self, page: int) -> None:
+        """The tree becomes a holder of a page that somebody holds."""
+        if self.cached[page]:
+            raise ValueError(f"page {page} is cached already")
+        self.retain([page])
+        self.cached[page] = True
+
+    def uncache(self, page: int) -> None:
+        """The tree holds the page no longer."""
+        if not self.cached[page]:
+            raise ValueError(f"page {page} is not cached")
+        self.idle -= self._is_idle(page)
+        self.cached[page] = False
+        self.release([page])
+
+    def _is_idle(self, page: int) -> bool:
+        return bool(self.cached[page]) and int(self.refs[page]) == 1

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from kvloom.core.geometry import Geometry
 from kvloom.kv.allocator import BlockAllocator
 from kvloom.kv.cache import ModelCache
+from kvloom.kv.recency import Recency
 
 
 class Pool:
@@ -20,10 +23,16 @@ class Pool:
         max_sequences: int,
         max_tokens: Mapping[str, int],
     ) -> None:
-        self._allocator = BlockAllocator(total_blocks)
+        self._recency = Recency()
+        self._allocator = BlockAllocator(total_blocks, self._recency)
         self.caches = {
             name: ModelCache(
-                name, geometry, self._allocator, max_sequences=max_sequences, max_tokens=max_tokens[name]
+                name,
+                geometry,
+                self._allocator,
+                self._recency,
+                max_sequences=max_sequences,
+                max_tokens=max_tokens[name],
             )
             for name, geometry in geometries.items()
         }
@@ -34,22 +43,37 @@ class Pool:
 
     @property
     def free(self) -> int:
+        """Blocks that nobody holds."""
         return self._allocator.free
+
+    @property
+    def cached(self) -> int:
+        """Blocks of cached pages that nobody uses: they give way when blocks are short."""
+        return self._recency.blocks
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had: free and cached."""
+        return self._allocator.available
 
     def check(self) -> None:
         """Law 1, conservation. Raises AssertionError with the numbers where it does not hold."""
-        held = sum(cache.used_blocks for cache in self.caches.values())
-        assert self.free + held == self.total, f"free {self.free} + held {held} != total {self.total}"
+        used = sum(cache.used_blocks for cache in self.caches.values())
+        assert self.free + used + self.cached == self.total, (
+            f"free {self.free} + used {used} + cached {self.cached} != total {self.total}"
+        )
+        blocks: list[int] = []
+        nodes = 0
         for cache in self.caches.values():
-            holders: dict[int, int] = {}
-            for sequence in cache.sequences:
-                for page in cache.page_list(sequence):
-                    holders[page] = holders.get(page, 0) + 1
-            for page in cache.copying:
-                holders[page] = holders.get(page, 0) + 1
-            refs = {int(p): int(cache.pages.refs[p]) for p in cache.pages.refs.nonzero()[0]}
-            assert refs == holders, f"{cache.model}: refcounts {refs} != holders {holders}"
-            blocks = [int(b) for page in refs for b in cache.pages.map[page].ravel()]
-            assert len(set(blocks)) == len(blocks) == cache.used_blocks, (
-                f"{cache.model}: a block has two pages"
-            )
+            pages, holders, tree = cache.pages, cache.holders(), cache.prefixes.holders()
+            refs = {int(page): int(pages.refs[page]) for page in pages.refs.nonzero()[0]}
+            assert refs == holders, f"{cache.model}: refcounts {refs} != holders {dict(holders)}"
+            marked = {int(page) for page in pages.cached.nonzero()[0]}
+            assert marked == set(tree), f"{cache.model}: cached {marked} != in the tree {set(tree)}"
+            idle = int(np.count_nonzero(pages.cached & (pages.refs == 1)))
+            assert idle == pages.idle, f"{cache.model}: {pages.idle} idle pages, not {idle}"
+            blocks += pages.map[list(refs)].ravel().tolist()
+            nodes += len(tree)
+        assert len(set(blocks)) == len(blocks) == used + self.cached, "a block has two pages, or none"
+        ordered = len(self._recency.nodes)
+        assert nodes == ordered, f"{nodes} pages in trees, {ordered} in the order of use"

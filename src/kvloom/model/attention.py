@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvloom.core.errors import ConfigError
-from kvloom.core.plan import PageCopy, PageSend, Plan
+from kvloom.core.plan import PageCopy, Plan
+from kvloom.core.shipment import PlannedSend
 from kvloom.kernels import cpu, reference
 
 NAME = "kvloom"
@@ -66,12 +67,10 @@ class ForwardState:
             source, target = self.page_map[copy.source].flatten(), self.page_map[copy.target].flatten()
             self.arena[target, :, : copy.tokens] = self.arena[source, :, : copy.tokens]
 
-    def send(self, layer: int, sends: tuple[PageSend, ...]) -> None:
-        """Pass on this layer's tokens to receivers in the same arena."""
-        for item in sends:
-            source, target = self.page_map[item.source, layer], self.page_map[item.target, layer]
-            begin, into, count = item.source_offset, item.target_offset, item.tokens
-            self.arena[target, :, into : into + count] = self.arena[source, :, begin : begin + count]
+    def send(self, layer: int, sends: tuple[PlannedSend, ...]) -> None:
+        """Put what this layer has written for peers on its way."""
+        for send in sends:
+            send.shipment.put(send.parcel(self.plan.page_map, layer))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]. Rows past the plan's tokens are

@@ -1,0 +1,195 @@
+"""A model's cached prefixes: a radix tree over token ids, one page a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvloom.core.arrays import I64
+from kvloom.kv.node import Node, Run
+from kvloom.kv.pages import PageTable
+from kvloom.kv.recency import Recency
+
+TokenIds = Sequence[int] | I64
+
+
+class PrefixTree:
+    """Holds each of its pages once, and once more for each pin whose path leads through it.
+
+    A page that nobody else holds is idle: it gives way when blocks are short, the least recently used first.
+    """
+
+    def __init__(self, pages: PageTable, recency: Recency) -> None:
+        self._pages = pages
+        self._width = pages.geometry.tokens_per_block
+        self._recency = recency
+        self._root = Node((), -1, None)
+        self._nodes: dict[int, Node] = {}  # by page
+        self._pins: dict[Run, list[tuple[Node, int]]] = {}  # by the tokens pinned: where they end, how many
+        recency.keepers.append(self)
+
+    # -- what the cache asks --------------------------------------------------------------------------
+
+    def match(self, tokens: TokenIds, limit: int) -> tuple[list[int], int]:
+        """The pages that hold the longest cached prefix of tokens[:limit], and its length; the last page may
+        hold more than that. They are used now."""
+        path, length = self._walk(_plain(tokens), limit)
+        if path:
+            self._recency.touch(path[-1])
+        return [node.page for node in path], length
+
+    def insert(self, tokens: TokenIds, pages: Sequence[int]) -> list[int]:
+        """Cache `tokens`, which `pages` hold; returns the pages that hold them here, which are others where
+        the same tokens were cached before. Raises ValueError where the pages are not as many as it takes."""
+        if len(pages) != -(-len(tokens) // self._width):
+            raise ValueError(f"{len(pages)} pages cannot be those of {len(tokens)} tokens")
+        ids, node, found = _plain(tokens), self._root, []
+        for i, page in enumerate(pages):
+            run = tuple(ids[i * self._width : (i + 1) * self._width])
+            node = self._child(node, run, page)
+            found.append(node.page)
+        self._recency.touch(node)
+        return found
+
+    def give_up(self, page: int) -> None:
+        """Let go of a page, if it is cached, and all below it: its user is about to write to it."""
+        if page in self._nodes:
+            self.drop(self._nodes[page])
+
+    def holders(self) -> dict[int, int]:
+        """By page, how often the tree and its pins hold it."""
+        return {page: 1 + node.pins for page, node in self._nodes.items()}
+
+    # -- what the verbs ask ---------------------------------------------------------------------------
+
+    def pin(self, tokens: TokenIds) -> int:
+        """Keep what is cached of `tokens` until `unpin` is called with the same tokens, as often; returns how
+        many tokens that are."""
+        ids = _plain(tokens)
+        path, length = self._walk(ids, len(ids))
+        if path:
+            self._recency.touch(path[-1])
+            self._pages.retain(node.page for node in path)
+            for node in path:
+                node.pins += 1
+            self._pins.setdefault(tuple(ids), []).append((path[-1], length))
+        return length
+
+    def unpin(self, tokens: TokenIds) -> int:
+        """Undo one pin of the same tokens, the last; returns how many tokens it kept, 0 without one."""
+        key = tuple(_plain(tokens))
+        pins = self._pins.get(key)
+        if not pins:
+            return 0
+        end, length = pins.pop()
+        if not pins:
+            del self._pins[key]
+        for node in end.upwards():
+            node.pins -= 1
+            self._pages.release([node.page])
+        self._recency.touch(end)
+        return length
+
+    def evict(self, tokens: TokenIds) -> int:
+        """Drop what is cached of `tokens` and what goes on from them, but for pages that are used, or lead to
+        ones that are used or to other prefixes; returns how many tokens that were. No tokens: everything."""
+        ids = _plain(tokens)
+        path, length = self._walk(ids, len(ids))
+        dropped = 0
+        if length == len(ids):
+            rest = tuple(ids[length - length % self._width :])
+            full = path[: length // self._width]
+            last = full[-1] if full else self._root
+            tops = last.beginning_with(rest) if rest or not ids else [last]
+            dropped += sum(self._prune(top) for top in tops)
+        for node in reversed(path[: length // self._width]):
+            if self._nodes.get(node.page) is node:
+                dropped += self._drop_idle_leaf(node)
+        return dropped
+
+    # -- what the pool asks ---------------------------------------------------------------------------
+
+    @property
+    def idle_blocks(self) -> int:
+        return self._pages.idle_blocks
+
+    def is_idle(self, node: Node) -> bool:
+        return int(self._pages.refs[node.page]) == 1
+
+    def drop(self, node: Node) -> int:
+        """See `Keeper`. Not where a pin leads through it."""
+        gone = node.subtree()
+        assert node.parent is not None, "the root stays"
+        assert not node.pins, "a pinned page stays"
+        node.parent.remove(node)
+        for one in gone:
+            self._recency.leave(one)
+            del self._nodes[one.page]
+            self._pages.uncache(one.page)
+        return sum(len(one.tokens) for one in gone)
+
+    # -- inside ---------------------------------------------------------------------------------------
+
+    def _walk(self, tokens: Sequence[int], limit: int) -> tuple[list[Node], int]:
+        """The nodes from the root's child on that hold the longest cached prefix of tokens[:limit], and its
+        length: full pages, and at the end perhaps one of which it takes a part."""
+        node, path, limit = self._root, list[Node](), min(max(limit, 0), len(tokens))
+        while True:
+            at = len(path) * self._width
+            run = tuple(tokens[at : min(at + self._width, limit)])
+            child = node.children.get(run)
+            if child is None or len(run) < self._width:
+                break
+            path.append(child)
+            node = child
+        near, common = node.closest(run)
+        if near is not None:
+            path.append(near)
+        return path, at + common
+
+    def _child(self, parent: Node, run: Run, page: int) -> Node:
+        """The child that holds `run`: as it was, grown from one that held its beginning, or new."""
+        if run in parent.children:
+            return parent.children[run]
+        near, common = parent.closest(run)
+        if near is not None and common == len(run):
+            return near
+        if near is not None and common == len(near.tokens):
+            self._grow(near, run, page)
+            return near
+        child = Node(run, page, parent)
+        self._pages.cache(page)
+        parent.add(child)
+        self._nodes[page] = child
+        self._recency.enter(child, self)
+        return child
+
+    def _grow(self, node: Node, run: Run, page: int) -> None:
+        """A tail gives way to `page`, which holds what it holds and more. Its pins go over."""
+        assert node.parent is not None
+        if page != node.page:
+            self._pages.cache(page)
+            self._pages.retain([page] * node.pins)
+            self._pages.release([node.page] * node.pins)
+            self._pages.uncache(node.page)
+            del self._nodes[node.page]
+            self._nodes[page] = node
+        node.parent.remove(node)
+        node.tokens, node.page = run, page
+        node.parent.add(node)
+
+    def _prune(self, top: Node) -> int:
+        """Drop what is idle at and below `top` and leads to nothing that stays."""
+        return sum(self._drop_idle_leaf(node) for node in reversed(top.subtree()))
+
+    def _drop_idle_leaf(self, node: Node) -> int:
+        return self.drop(node) if not node.children and self.is_idle(node) else 0
+
+
+def _plain(tokens: TokenIds) -> Sequence[int]:
+    """Python's own numbers: they are kept for long, and compared often."""
+    if isinstance(tokens, np.ndarray):
+        plain: list[int] = tokens.tolist()
+        return plain
+    return tokens

@@ -1,0 +1,156 @@
+"""A model's sequences: which pages each is made of, and how it gets and loses them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvloom.core.plan import I32, PageCopy
+from kvloom.kv.pages import PageTable
+from kvloom.kv.prefix import PrefixTree
+from kvloom.kv.sends import MarkedSend
+
+
+@dataclass(slots=True)
+class Held:
+    """One sequence's row in the table. [0, length) is valid, [length, length + planned) is being written,
+    [length, length + reserved) waits for a peer's write; pages cover all of it.
+
+    ships: whether K and V of it have gone to a peer, whose copies may still read its pages. left: pages that
+    it ships from and has a copy of instead, so that it is still their holder.
+    """
+
+    row: int
+    pages: int = 0
+    length: int = 0
+    planned: int = 0
+    reserved: int = 0
+    ships: bool = False
+    sends: list[MarkedSend] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+
+
+class SequenceTable:
+    """tables: [max_sequences, pages] page ids, each sequence's in its own row."""
+
+    def __init__(
+        self, model: str, pages: PageTable, prefixes: PrefixTree, *, max_sequences: int, max_tokens: int
+    ) -> None:
+        self.model = model
+        self.pages = pages
+        self.width = pages.geometry.tokens_per_block
+        self.tables: I32 = np.zeros((max_sequences, pages.geometry.pages(max_tokens)), dtype=np.int32)
+        self.held: dict[int, Held] = {}
+        self._prefixes = prefixes
+        self._rows = list(range(max_sequences - 1, -1, -1))
+
+    def add(self, sequence: int) -> Held:
+        if sequence in self.held:
+            raise ValueError(f"sequence {sequence} exists already")
+        if not self._rows:
+            raise ValueError(f"{self.model}: no room for more than {len(self.held)} sequences")
+        held = self.held[sequence] = Held(self._rows.pop())
+        return held
+
+    def remove(self, sequence: int) -> None:
+        held = self.held.pop(sequence)
+        self.pages.release([*self.page_list(held), *held.left])
+        self._rows.append(held.row)
+
+    def idle(self, sequence: int) -> Held:
+        held = self.held[sequence]
+        if held.planned:
+            raise ValueError(f"sequence {sequence} is in a running forward")
+        return held
+
+    def row(self, held: Held) -> I32:
+        """[pages] ids, a view."""
+        return self.tables[held.row, : held.pages]
+
+    def page_list(self, held: Held) -> list[int]:
+        pages: list[int] = self.row(held).tolist()
+        return pages
+
+    def share(self, held: Held, pages: Sequence[int], length: int) -> None:
+        """An empty sequence begins with `length` tokens in `pages`, which it holds with others."""
+        held.pages, held.length = len(pages), length
+        self.row(held)[:] = pages
+        self.pages.retain(pages)
+
+    def switch(self, held: Held, pages: Sequence[int]) -> None:
+        """Hold `pages` instead of its first ones, which hold the same tokens."""
+        for i, (own, page) in enumerate(zip(self.page_list(held), pages, strict=False)):
+            if own != page:
+                self.pages.retain([page])
+                self.pages.release([own])
+                self.tables[held.row, i] = page
+
+    def trim(self, held: Held) -> None:
+        """Release the pages past the sequence's tokens."""
+        keep = self.pages.geometry.pages(held.length + held.reserved)
+        self.pages.release(self.page_list(held)[keep:])
+        held.pages = keep
+
+    # -- growth ---------------------------------------------------------------------------------------
+
+    def tail(self, held: Held) -> int | None:
+        """The page that the next token goes into, where it holds tokens already; None for a new one."""
+        edge, offset = divmod(held.length, self.width)
+        return int(self.tables[held.row, edge]) if offset else None
+
+    def shares_tail(self, held: Held) -> bool:
+        tail = self.tail(held)
+        return tail is not None and int(self.pages.refs[tail]) > 1
+
+    def need(self, held: Held, count: int) -> int:
+        """Pages that appending `count` tokens takes at least, a copied one included."""
+        fresh = max(self.pages.geometry.pages(held.length + count) - held.pages, 0)
+        return fresh + (self.shares_tail(held) and not self._takers([held]))
+
+    def grow(self, helds: Sequence[Held], appends: Sequence[int]) -> tuple[PageCopy, ...]:
+        """Give each sequence the pages for its new tokens, and one of its own for a tail that others hold.
+
+        The shared page stays retained until the forward, which copies it, has ended: another holder may
+        be writing at the same time otherwise. Where the pool is too short for a copy, and only the prefix
+        tree holds the page beside these sequences, one of them writes to it, and the tree lets go of it: what
+        is cached never costs a sequence more than it would take without.
+        """
+        geometry = self.pages.geometry
+        fresh = [geometry.pages(h.length + n) - h.pages for h, n in zip(helds, appends, strict=True)]
+        if any(h.pages + n > self.tables.shape[1] for h, n in zip(helds, fresh, strict=True)):
+            raise ValueError(
+                f"{self.model}: a sequence would outgrow its table of {self.tables.shape[1]} pages"
+            )
+        shared = [held for held in helds if self.shares_tail(held)]
+        need = sum(fresh) + len(shared)
+        takers = self._takers(shared)[: max(need - self.pages.available, 0)]
+        new = self.pages.allocate(need - len(takers))
+        for held in takers:
+            self._prefixes.give_up(self.tables[held.row, held.length // self.width].item())
+        copies = [self._copy_tail(held, new.pop()) for held in shared if held not in takers]
+        for held, count in zip(helds, fresh, strict=True):
+            held.pages += count
+            self.row(held)[held.pages - count :] = [new.pop() for _ in range(count)]
+        return tuple(copies)
+
+    def _takers(self, shared: Sequence[Held]) -> list[Held]:
+        """Of those that share a tail with each other and the tree alone, the one with the most tokens in it:
+        what it writes, nobody else has read."""
+        users = Counter(self.tail(held) for held in shared)
+        most: dict[int, Held] = {}
+        for held in shared:
+            tail = self.tail(held)
+            if tail is None or not self.pages.cached[tail] or self.pages.refs[tail] != 1 + users[tail]:
+                continue
+            if tail not in most or most[tail].length < held.length:
+                most[tail] = held
+        return list(most.values())
+
+    def _copy_tail(self, held: Held, page: int) -> PageCopy:
+        edge, offset = divmod(held.length, self.width)
+        copy = PageCopy(int(self.tables[held.row, edge]), page, offset)
+        self.tables[held.row, edge] = page
+        return copy
