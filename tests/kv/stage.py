@@ -182,6 +182,8 @@ class Stage:
                 codes = after(0, path)[len(path) - len(node.tokens) :]
                 places = [(node.page, offset) for offset in range(len(codes))]
                 self.account.check_written(model, dict(zip(places, codes, strict=True)))
+            pinned = sum(node.pins > 0 for _, node in nodes(cache.prefixes))
+            assert cache.prefixes.pinned_blocks == pinned * cache.geometry.blocks_per_page
         for model, tokens, length in self.pinned:
             assert longest(self.pool.caches[model].prefixes, tokens) >= length
 

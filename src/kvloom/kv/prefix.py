@@ -26,6 +26,7 @@ class PrefixTree:
         self._recency = recency
         self._root = Node((), -1, None)
         self._nodes: dict[int, Node] = {}  # by page
+        self._pinned = 0  # nodes with a pin
         self._pins: dict[Run, list[tuple[Node, int]]] = {}  # by the tokens pinned: where they end, how many
         recency.keepers.append(self)
 
@@ -61,6 +62,11 @@ class PrefixTree:
         """By page, how often the tree and its pins hold it."""
         return {page: 1 + node.pins for page, node in self._nodes.items()}
 
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that no request can have before something is unpinned."""
+        return self._pinned * self._pages.geometry.blocks_per_page
+
     # -- what the verbs ask ---------------------------------------------------------------------------
 
     def pin(self, tokens: TokenIds) -> int:
@@ -72,6 +78,7 @@ class PrefixTree:
             self._recency.touch(path[-1])
             self._pages.retain(node.page for node in path)
             for node in path:
+                self._pinned += node.pins == 0
                 node.pins += 1
             self._pins.setdefault(tuple(ids), []).append((path[-1], length))
         return length
@@ -87,6 +94,7 @@ class PrefixTree:
             del self._pins[key]
         for node in end.upwards():
             node.pins -= 1
+            self._pinned -= node.pins == 0
             self._pages.release([node.page])
         self._recency.touch(end)
         return length
