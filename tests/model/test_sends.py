@@ -1,4 +1,4 @@
-"""K and V that one sequence sends to another's reserved slots are as good as computed there."""
+"""K and V that one sequence sends to another's reserved pages are as good as computed there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from kvloom.core.address import KVAddress, KVForm, Ticket
 from kvloom.core.job import Job, Phase, SampleRow
 from kvloom.core.request import TokenLogprob
 from kvloom.core.sampling import SamplingParams
+from kvloom.core.shipment import Parcel
 from kvloom.core.spec import ModelSpec
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
@@ -19,6 +22,22 @@ from tests.checkpoints import make_checkpoint
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, 37)]
 PARAMS = SamplingParams(max_tokens=1, seed=0, logprobs=5)
+
+
+class WithinOneArena:
+    """A shipment whose peer is the same unit: what is put is copied at once. arena: [blocks, 2, T, D]."""
+
+    def __init__(self, arena: Tensor) -> None:
+        self.arena = arena
+
+    def put(self, parcel: Parcel) -> None:
+        rows = zip(parcel.own, parcel.peer, parcel.offsets, parcel.counts, strict=True)
+        for own, peer, offset, count in rows:
+            self.arena[peer, :, offset : offset + count] = self.arena[own, :, offset : offset + count]
+
+    async def arrived(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 def forward(executor: TorchExecutor, cache: ModelCache, sequence: int, tokens: list[int]) -> TokenLogprob:
@@ -40,23 +59,37 @@ def forward(executor: TorchExecutor, cache: ModelCache, sequence: int, tokens: l
 @pytest.mark.parametrize(("own", "cached"), [(0, 0), (0, 20), (0, 36), (16, 20), (5, 20), (5, 3)])
 def test_sent_is_as_good_as_computed(own: int, cached: int, tmp_path: Path) -> None:
     """`own`: tokens that the receiver has computed itself; `cached`: those that the sender holds when it is
-    told to send."""
+    told to send. The last 5 of the others come one by one."""
     path = make_checkpoint(tmp_path, "qwen3")
     spec = ModelSpec(name="m", path=str(path))
     executor = TorchExecutor.load([spec], kv_bytes=1 << 20, block_bytes=2048, threads=1)
     pool = Pool(executor.blocks, executor.geometries, max_sequences=4, max_tokens={"m": 256})
     cache = pool.caches["m"]
+    shipment = WithinOneArena(executor._views["m"])
     sender, receiver = 0, 1
     for sequence, count in ((sender, cached), (receiver, own)):
         cache.add_sequence(sequence)
         if count:
             forward(executor, cache, sequence, PROMPT[:count])
-    address = cache.prepare_receive(receiver, len(PROMPT) - own)
-    cache.mark_send(sender, own, address)
+    address = KVAddress(
+        model="m",
+        form=KVForm.of(cache.geometry, "float32"),
+        begin=own,
+        end=len(PROMPT),
+        blocks=KVAddress.compress(cache.prepare_receive(receiver, len(PROMPT) - own)),
+        ticket=Ticket(0, 1),
+    )
+    if cached > own:
+        shipment.put(cache.planned_send(sender, address, shipment, own, cached).whole(cache.pages.map))
+    cache.mark_send(sender, address, shipment, max(own, cached), len(PROMPT))
     with pytest.raises(ValueError, match="waits for"):
         cache.remove_sequence(receiver)
-    forward(executor, cache, sender, PROMPT[cached:])
-    cache.commit_receive(receiver)
+    last = max(cached, len(PROMPT) - 5)
+    if last > cached:
+        forward(executor, cache, sender, PROMPT[cached:last])
+    for token in PROMPT[last:]:
+        forward(executor, cache, sender, [token])
+    cache.commit_receive(receiver, len(PROMPT) - own)
     assert cache.length(receiver) == len(PROMPT)
     there, here = (forward(executor, cache, sequence, [7, 8]) for sequence in (receiver, sender))
     assert [token for token, _ in there.top] == [token for token, _ in here.top]

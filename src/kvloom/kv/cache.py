@@ -13,7 +13,7 @@ from kvloom.core.shipment import PlannedSend, Shipment
 from kvloom.kv.allocator import BlockAllocator
 from kvloom.kv.pages import PageTable
 from kvloom.kv.planning import make_plan
-from kvloom.kv.prefix import PrefixTree
+from kvloom.kv.prefix import PrefixTree, TokenIds
 from kvloom.kv.recency import Recency
 from kvloom.kv.sends import MarkedSend
 from kvloom.kv.sequences import Held, SequenceTable
@@ -106,7 +106,7 @@ class ModelCache:
 
     # -- the prefix tree ------------------------------------------------------------------------------
 
-    def adopt(self, sequence: int, tokens: Sequence[int], limit: int, *, whole_pages: bool = False) -> int:
+    def adopt(self, sequence: int, tokens: TokenIds, limit: int, *, whole_pages: bool = False) -> int:
         """Add a sequence that begins with the longest cached prefix of tokens[:limit]; returns its length.
         It shares those pages; the last is copied when the sequence writes to it. whole_pages: take no part
         of a page, for a peer writes at once."""
@@ -117,7 +117,7 @@ class ModelCache:
         self._table.share(held, pages[: self.geometry.pages(length)], length)
         return length
 
-    def keep(self, sequence: int, tokens: Sequence[int], *, tail: bool = False) -> None:
+    def keep(self, sequence: int, tokens: TokenIds, *, tail: bool = False) -> None:
         """Cache the sequence's valid tokens, which `tokens` begins with, as far as they fill pages; with
         `tail` all of them, for a sequence that is removed next. Where the same is cached already the sequence
         goes over to those pages, unless it ships from its own."""

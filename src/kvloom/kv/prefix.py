@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from kvloom.core.arrays import I64
 from kvloom.kv.node import Node, Run
 from kvloom.kv.pages import PageTable
 from kvloom.kv.recency import Recency
+
+TokenIds = Sequence[int] | I64
 
 
 class PrefixTree:
@@ -21,27 +26,28 @@ class PrefixTree:
         self._recency = recency
         self._root = Node((), -1, None)
         self._nodes: dict[int, Node] = {}  # by page
+        self._pinned = 0  # nodes with a pin
         self._pins: dict[Run, list[tuple[Node, int]]] = {}  # by the tokens pinned: where they end, how many
         recency.keepers.append(self)
 
     # -- what the cache asks --------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
+    def match(self, tokens: TokenIds, limit: int) -> tuple[list[int], int]:
         """The pages that hold the longest cached prefix of tokens[:limit], and its length; the last page may
         hold more than that. They are used now."""
-        path, length = self._walk(tokens, limit)
+        path, length = self._walk(_plain(tokens), limit)
         if path:
             self._recency.touch(path[-1])
         return [node.page for node in path], length
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
+    def insert(self, tokens: TokenIds, pages: Sequence[int]) -> list[int]:
         """Cache `tokens`, which `pages` hold; returns the pages that hold them here, which are others where
         the same tokens were cached before. Raises ValueError where the pages are not as many as it takes."""
         if len(pages) != -(-len(tokens) // self._width):
             raise ValueError(f"{len(pages)} pages cannot be those of {len(tokens)} tokens")
-        node, found = self._root, []
+        ids, node, found = _plain(tokens), self._root, []
         for i, page in enumerate(pages):
-            run = tuple(tokens[i * self._width : (i + 1) * self._width])
+            run = tuple(ids[i * self._width : (i + 1) * self._width])
             node = self._child(node, run, page)
             found.append(node.page)
         self._recency.touch(node)
@@ -58,26 +64,28 @@ class PrefixTree:
 
     @property
     def pinned_blocks(self) -> int:
-        pages = sum(node.pins > 0 for node in self._nodes.values())
-        return pages * self._pages.geometry.blocks_per_page
+        """Blocks that no request can have before something is unpinned."""
+        return self._pinned * self._pages.geometry.blocks_per_page
 
     # -- what the verbs ask ---------------------------------------------------------------------------
 
-    def pin(self, tokens: Sequence[int]) -> int:
+    def pin(self, tokens: TokenIds) -> int:
         """Keep what is cached of `tokens` until `unpin` is called with the same tokens, as often; returns how
         many tokens that are."""
-        path, length = self._walk(tokens, len(tokens))
+        ids = _plain(tokens)
+        path, length = self._walk(ids, len(ids))
         if path:
             self._recency.touch(path[-1])
             self._pages.retain(node.page for node in path)
             for node in path:
+                self._pinned += node.pins == 0
                 node.pins += 1
-            self._pins.setdefault(tuple(tokens), []).append((path[-1], length))
+            self._pins.setdefault(tuple(ids), []).append((path[-1], length))
         return length
 
-    def unpin(self, tokens: Sequence[int]) -> int:
+    def unpin(self, tokens: TokenIds) -> int:
         """Undo one pin of the same tokens, the last; returns how many tokens it kept, 0 without one."""
-        key = tuple(tokens)
+        key = tuple(_plain(tokens))
         pins = self._pins.get(key)
         if not pins:
             return 0
@@ -86,20 +94,22 @@ class PrefixTree:
             del self._pins[key]
         for node in end.upwards():
             node.pins -= 1
+            self._pinned -= node.pins == 0
             self._pages.release([node.page])
         self._recency.touch(end)
         return length
 
-    def evict(self, tokens: Sequence[int]) -> int:
+    def evict(self, tokens: TokenIds) -> int:
         """Drop what is cached of `tokens` and what goes on from them, but for pages that are used, or lead to
         ones that are used or to other prefixes; returns how many tokens that were. No tokens: everything."""
-        path, length = self._walk(tokens, len(tokens))
+        ids = _plain(tokens)
+        path, length = self._walk(ids, len(ids))
         dropped = 0
-        if length == len(tokens):
-            rest = tuple(tokens[length - length % self._width :])
+        if length == len(ids):
+            rest = tuple(ids[length - length % self._width :])
             full = path[: length // self._width]
             last = full[-1] if full else self._root
-            tops = last.beginning_with(rest) if rest or not tokens else [last]
+            tops = last.beginning_with(rest) if rest or not ids else [last]
             dropped += sum(self._prune(top) for top in tops)
         for node in reversed(path[: length // self._width]):
             if self._nodes.get(node.page) is node:
@@ -132,7 +142,7 @@ class PrefixTree:
     def _walk(self, tokens: Sequence[int], limit: int) -> tuple[list[Node], int]:
         """The nodes from the root's child on that hold the longest cached prefix of tokens[:limit], and its
         length: full pages, and at the end perhaps one of which it takes a part."""
-        node, path, limit = self._root, list[Node](), min(limit, len(tokens))
+        node, path, limit = self._root, list[Node](), min(max(limit, 0), len(tokens))
         while True:
             at = len(path) * self._width
             run = tuple(tokens[at : min(at + self._width, limit)])
@@ -183,3 +193,11 @@ class PrefixTree:
 
     def _drop_idle_leaf(self, node: Node) -> int:
         return self.drop(node) if not node.children and self.is_idle(node) else 0
+
+
+def _plain(tokens: TokenIds) -> Sequence[int]:
+    """Python's own numbers: they are kept for long, and compared often."""
+    if isinstance(tokens, np.ndarray):
+        plain: list[int] = tokens.tolist()
+        return plain
+    return tokens

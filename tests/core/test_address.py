@@ -1,0 +1,85 @@
+"""Addresses of blocks: nothing is lost on the way, no shorter run list says the same, and none that is not
+whole is believed."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from kvloom.core.address import KVAddress, KVForm, Ticket, resolve
+from kvloom.core.errors import BadRequest
+from kvloom.core.geometry import Geometry
+
+_FORM = KVForm(layers=2, kv_heads=3, head_dim=8, dtype="float32", block_bytes=256, tokens_per_block=4)
+_EACH = _FORM.layers * _FORM.kv_heads
+
+
+@st.composite
+def _addresses(draw: st.DrawFn) -> tuple[KVAddress, list[int]]:
+    """An address, and its blocks one by one: now in a row, now anywhere."""
+    begin = draw(st.integers(0, 30))
+    end = draw(st.integers(begin, begin + 20))
+    pages = -(-end // 4) - begin // 4 if end > begin else 0
+    ids: list[int] = []
+    while len(ids) < pages * _EACH:
+        first, length = draw(st.integers(0, 500)), draw(st.integers(1, 15))
+        ids += range(first, first + length)
+    del ids[pages * _EACH :]
+    blocks = np.asarray(ids, dtype=np.int32).reshape(pages, _FORM.layers, _FORM.kv_heads)
+    runs = KVAddress.compress(blocks)
+    return KVAddress(model="m", form=_FORM, begin=begin, end=end, blocks=runs, ticket=Ticket(1, 1)), ids
+
+
+@given(made=_addresses())
+def test_the_way_there_and_back(made: tuple[KVAddress, list[int]]) -> None:
+    address, ids = made
+    found = address.block_map()
+    assert found.dtype == np.int32
+    assert found.shape == (address.pages, _FORM.layers, _FORM.kv_heads)
+    assert found.ravel().tolist() == ids
+    breaks = sum(after != before + 1 for before, after in itertools.pairwise(ids))
+    assert len(address.blocks) == (breaks + 1 if ids else 0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(address), type=KVAddress) == address
+
+
+@given(made=_addresses())
+def test_its_pages_are_those_that_hold_the_tokens(made: tuple[KVAddress, list[int]]) -> None:
+    address, _ = made
+    pages = sorted({position // 4 for position in range(address.begin, address.end)})
+    assert list(range(address.first_page, address.first_page + address.pages)) == pages or not pages
+    assert address.pages == len(pages)
+
+
+@given(made=_addresses(), by=st.sampled_from([-1, 1, _EACH]))
+def test_one_that_is_not_whole_is_refused(made: tuple[KVAddress, list[int]], by: int) -> None:
+    address, ids = made
+    ids = [*ids, *range(by)] if by > 0 else ids[:by]
+    short = structs.replace(address, blocks=tuple((block, 1) for block in ids))
+    if len(ids) != address.pages * _EACH:
+        with pytest.raises(BadRequest, match=f"{len(ids)} blocks for {address.pages} pages of m"):
+            short.block_map()
+
+
+def test_forms_differ_by_name() -> None:
+    geometry = Geometry(layers=2, kv_heads=3, head_dim=8, itemsize=4, block_bytes=256)
+    assert KVForm.of(geometry, "float32") == _FORM
+    _FORM.refuse_unlike(_FORM, model="m")
+    for change in ({"layers": 3}, {"dtype": "float16"}, {"tokens_per_block": 8}):
+        with pytest.raises(BadRequest, match=f"peer's m has {next(iter(change))}"):
+            _FORM.refuse_unlike(structs.replace(_FORM, **change), model="m")
+
+
+@given(length=st.integers(0, 50), position=st.integers(-60, 60))
+def test_positions_count_from_either_end(length: int, position: int) -> None:
+    if -length <= position <= length:
+        assert resolve(position, length, "end") == (position if position >= 0 else length + position)
+    else:
+        with pytest.raises(BadRequest, match=f"{position} is outside a prompt of {length}"):
+            resolve(position, length, "end")
+    assert resolve(None, length, "end") == length
