@@ -44,7 +44,7 @@ def test_the_way_there_and_back(made: tuple[KVAddress, list[int]]) -> None:
     assert found.shape == (address.pages, _FORM.layers, _FORM.kv_heads)
     assert found.ravel().tolist() == ids
     breaks = sum(after != before + 1 for before, after in itertools.pairwise(ids))
-    assert len(address.blocks) == (breaks + 1 if ids else 0)
+    assert len(address.blocks) == 8 * (breaks + 1 if ids else 0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(address), type=KVAddress) == address
 
 
@@ -60,10 +60,21 @@ def test_its_pages_are_those_that_hold_the_tokens(made: tuple[KVAddress, list[in
 def test_one_that_is_not_whole_is_refused(made: tuple[KVAddress, list[int]], by: int) -> None:
     address, ids = made
     ids = [*ids, *range(by)] if by > 0 else ids[:by]
-    short = structs.replace(address, blocks=tuple((block, 1) for block in ids))
+    short = structs.replace(address, blocks=np.array([[block, 1] for block in ids], "<i4").tobytes())
     if len(ids) != address.pages * _EACH:
         with pytest.raises(BadRequest, match=f"{len(ids)} blocks for {address.pages} pages of m"):
             short.block_map()
+
+
+@pytest.mark.parametrize("runs", [[[3, 6], [-1, 6]], [[3, 13], [9, -1]], [[3, 12], [9, 0]]])
+def test_runs_that_are_none_are_refused(runs: list[list[int]]) -> None:
+    ticket = Ticket(1, 1)
+    blocks = np.array(runs, "<i4").tobytes()
+    address = KVAddress(model="m", form=_FORM, begin=0, end=8, blocks=blocks, ticket=ticket)
+    with pytest.raises(BadRequest, match="a run of blocks"):
+        address.block_map()
+    with pytest.raises(BadRequest, match="pairs of int32"):
+        structs.replace(address, blocks=blocks[:-1]).block_map()
 
 
 def test_forms_differ_by_name() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 
 from kvloom.core.address import KVAddress, KVForm, Ticket
@@ -34,7 +36,7 @@ def address_of(geometry: Geometry, begin: int, end: int, model: str = "m") -> KV
         form=KVForm.of(geometry, "float32"),
         begin=begin,
         end=end,
-        blocks=((FIRST, count),) if count else (),
+        blocks=struct.pack("<ii", FIRST, count) if count else b"",
         ticket=Ticket(0, 1),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 from msgspec import structs
@@ -155,7 +157,7 @@ def test_a_send_that_makes_no_sense_changes_nothing() -> None:
         with pytest.raises(ValueError, match="is none for m"):
             cache.mark_send(1, wrong, shelf, 8, 12)
     with pytest.raises(BadRequest, match="7 blocks for 2 pages"):
-        cache.mark_send(1, structs.replace(address, blocks=((0, 7),)), shelf, 8, 12)
+        cache.mark_send(1, structs.replace(address, blocks=struct.pack("<ii", 0, 7)), shelf, 8, 12)
     plan = cache.begin_forward([1], [2])
     assert not plan.sends
     for refused in (

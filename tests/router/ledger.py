@@ -179,7 +179,7 @@ class LedgerEngine:
             form=FORM,
             begin=matched,
             end=end,
-            blocks=(),
+            blocks=b"",
             ticket=Ticket(slot=0, generation=self._tickets),
         )
         where = Endpoint(unit=self.name, kind="modelled", where=b"")

@@ -50,7 +50,7 @@ class Context:
         receiver.call("fill", seed=2 * seed + 1)
         rng = np.random.default_rng(seed)
         ticket = receiver.open(begin)
-        empty = KVAddress(model="m", form=form, begin=begin, end=end, blocks=(), ticket=ticket)
+        empty = KVAddress(model="m", form=form, begin=begin, end=end, blocks=b"", ticket=ticket)
         shape = (empty.pages, LAYERS, HEADS)
         own, peer = (rng.permutation(BLOCKS)[: np.prod(shape)].astype(np.int32) for _ in range(2))
         address = KVAddress(

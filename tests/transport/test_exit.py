@@ -10,7 +10,7 @@ import pytest
 from tests.transport.kinds import KINDS
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, struct, sys
 import numpy as np
 from kvloom.core.address import KVAddress, KVForm
 from kvloom.core.shipment import Parcel
@@ -24,7 +24,7 @@ async def main():
     kind = {"shm": ShmTransport, "nixl": NixlTransport}[sys.argv[1]]
     sender, receiver = kind("sender", Arena(64, 4096)), kind("receiver", Arena(64, 4096))
     address = KVAddress(
-        model="m", form=FORM, begin=0, end=32, blocks=((7, 1),), ticket=receiver.open(0)
+        model="m", form=FORM, begin=0, end=32, blocks=struct.pack("<ii", 7, 1), ticket=receiver.open(0)
     )
     shipment = sender.ship(receiver.endpoint, address, 0, 32)
     one, none, all_ = (np.array([n], np.int32) for n in (7, 0, 32))

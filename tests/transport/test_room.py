@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,8 +18,12 @@ FORM = KVForm(layers=2, kv_heads=3, head_dim=16, dtype="float32", block_bytes=40
 ARENA = 64
 
 
-def _address(runs: tuple[tuple[int, int], ...], *, end: int = 64) -> KVAddress:
-    return KVAddress(model="m", form=FORM, begin=0, end=end, blocks=runs, ticket=Ticket(0, 1))
+def _address(blocks: bytes, *, end: int = 64) -> KVAddress:
+    return KVAddress(model="m", form=FORM, begin=0, end=end, blocks=blocks, ticket=Ticket(0, 1))
+
+
+def _packed(runs: Sequence[tuple[int, int]]) -> bytes:
+    return b"".join(struct.pack("<ii", *run) for run in runs)
 
 
 def _room(address: KVAddress) -> Room:
@@ -42,9 +49,9 @@ def test_a_map_comes_back_from_its_runs(ids: list[int]) -> None:
 @pytest.mark.parametrize("runs", [(), ((0, 11),), ((0, 6), (7, 7)), ((60, 12),), ((0, 1), (2**31 - 2, 11))])
 def test_runs_that_are_not_the_peers_are_refused(runs: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(BadRequest, match="address:"):
-        _room(_address(runs))
+        _room(_address(_packed(runs)))
 
 
 def test_an_address_larger_than_the_arena_is_refused_before_it_is_unpacked() -> None:
     with pytest.raises(BadRequest, match="of an arena of 64"):
-        _room(_address(((0, 2**31 - 1),), end=2**31 - 1))
+        _room(_address(_packed([(0, 2**31 - 1)]), end=2**31 - 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Annotated, Literal
 
 import numpy as np
@@ -14,17 +13,19 @@ from kvloom.core.geometry import Geometry
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
 Kind = Literal["shm", "nixl", "modelled"]
+_Size = Annotated[int, Meta(ge=1, lt=2**31)]
+_RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
 
 
 class KVForm(Struct, frozen=True, kw_only=True):
     """What two units must have in common to exchange a model's K and V. dtype: torch's name."""
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    layers: _Size
+    kv_heads: _Size
+    head_dim: _Size
     dtype: str
-    block_bytes: int
-    tokens_per_block: int
+    block_bytes: _Size
+    tokens_per_block: _Size
 
     @staticmethod
     def of(geometry: Geometry, dtype: str) -> KVForm:
@@ -66,15 +67,16 @@ class Ticket(Struct, frozen=True, array_like=True):
 class KVAddress(Struct, frozen=True, kw_only=True):
     """Tokens [begin, end) of a sequence at the receiver.
 
-    blocks: (first, length) runs of the receiver's block ids, in order [page, layer, head], for the pages that
-    hold these tokens; position p lies at offset p mod tokens_per_block in its page, at both sides.
+    blocks: runs of the receiver's block ids, in order [page, layer, head], for the pages that hold these
+    tokens: first and length of each, as little-endian int32 (base64 in JSON). Position p lies at offset
+    p mod tokens_per_block in its page, at both sides.
     """
 
     model: str
     form: KVForm
     begin: Position
     end: Position
-    blocks: tuple[tuple[Position, Annotated[int, Meta(ge=1, lt=2**31)]], ...]
+    blocks: bytes
     ticket: Ticket
 
     @property
@@ -89,8 +91,12 @@ class KVAddress(Struct, frozen=True, kw_only=True):
     def block_map(self) -> I32:
         """[pages, layers, kv_heads]. Raises BadRequest where the runs do not make up as many blocks."""
         shape = (self.pages, self.form.layers, self.form.kv_heads)
-        runs = np.fromiter(chain.from_iterable(self.blocks), np.int64, 2 * len(self.blocks))
-        firsts, lengths = runs.reshape(-1, 2).T
+        if len(self.blocks) % _RUN.itemsize:
+            raise BadRequest("address: its blocks are no pairs of int32")
+        runs = np.frombuffer(self.blocks, _RUN)
+        firsts, lengths = runs["first"].astype(np.int64), runs["length"].astype(np.int64)
+        if (firsts < 0).any() or (lengths < 1).any() or (firsts + lengths > 2**31).any():
+            raise BadRequest("address: a run of blocks has no length, or ids that cannot be")
         wanted, found = int(np.prod(shape)), int(lengths.sum())
         if found != wanted:
             raise BadRequest(f"address: {found} blocks for {self.pages} pages of {self.model}, not {wanted}")
@@ -98,14 +104,15 @@ class KVAddress(Struct, frozen=True, kw_only=True):
         return (np.arange(wanted) + steps).astype(np.int32).reshape(shape)
 
     @staticmethod
-    def compress(block_map: I32) -> tuple[tuple[int, int], ...]:
+    def compress(block_map: I32) -> bytes:
         """[pages, layers, kv_heads] → the shortest run list in that order."""
         ids = block_map.ravel()
         if not ids.size:
-            return ()
+            return b""
         starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
-        lengths = np.diff(starts, append=ids.size)
-        return tuple(zip(ids[starts].tolist(), lengths.tolist(), strict=True))
+        runs = np.empty(starts.size, _RUN)
+        runs["first"], runs["length"] = ids[starts], np.diff(starts, append=ids.size)
+        return runs.tobytes()
 
 
 def resolve(position: int | None, length: int, name: str) -> int:

@@ -81,7 +81,7 @@ class Reservations:
         except BaseException:
             self._transport.close(ticket)  # nobody has heard of it
             raise
-        runs = () if blocks is None else KVAddress.compress(blocks)
+        runs = b"" if blocks is None else KVAddress.compress(blocks)
         address = KVAddress(model=body.model, form=form, begin=matched, end=end, blocks=runs, ticket=ticket)
         return Prepared(
             matched=matched, end=end, address=address, peer=self._transport.endpoint, lease=self._lease
@@ -116,12 +116,14 @@ class Reservations:
         received = self._transport.received(answer.address.ticket)
         if begin > received:
             raise BadRequest(f"begin: {begin} is past the {received} tokens received", param="begin")
+        del self._open[body.request]
         if not self._transport.close(answer.address.ticket):
+            self._close_again(reservation)
             raise BadRequest(
-                "begin: tokens are being sent right now; start_generate comes after remote_send's answer",
+                "begin: tokens were still being sent, and what they went to is given up; start_generate "
+                "comes after remote_send's answer",
                 param="begin",
             )
-        del self._open[body.request]
         self._keep(reservation, received)
 
     def release(self, request: str) -> None:
@@ -150,8 +152,12 @@ class Reservations:
         if self._transport.close(ticket):
             self._keep(reservation, received)
         else:
-            reservation.due = self._clock.now() + _AGAIN
-            self._closing.append(reservation)
+            self._close_again(reservation)
+
+    def _close_again(self, reservation: Reservation) -> None:
+        """Soon: a sender is writing, and has been told to stop."""
+        reservation.due = self._clock.now() + _AGAIN
+        self._closing.append(reservation)
 
     def _keep(self, reservation: Reservation, received: int) -> None:
         """Nobody writes any more: what has been received is cached from now on, and the room is nobody's."""

@@ -78,7 +78,7 @@ class Shipping:
         if address.model != body.model:
             raise BadRequest(f"address: it is {address.model}'s, not {body.model}'s", param="address")
         self._queues[body.model].form.refuse_unlike(address.form, model=body.model)
-        if not address.begin <= begin <= end <= address.end:
+        if not address.begin <= begin <= end <= address.end <= length:
             raise BadRequest(
                 f"begin, end: [{begin}, {end}) is not within the address, which takes "
                 f"[{address.begin}, {address.end})",
