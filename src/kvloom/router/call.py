@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvloom.core.address import Endpoint, KVAddress, resolve
 from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
-from kvloom.core.request import Event, StartGenerate
+from kvloom.core.request import EndEvent, Event, StartGenerate
 from kvloom.core.verbs import PrepRecv, RemoteSend, Sent
 from kvloom.router.fleet import Fleet
 from kvloom.router.replica import Replica
@@ -57,6 +57,7 @@ class Call:
         self._tasks = tasks
         self._held: list[tuple[Replica, What]] = []
         self._streams: list[Frames] = []
+        self._computed = 0  # tokens whose K and V were made elsewhere for this request
 
     # -- the verbs --------------------------------------------------------------------------------------
 
@@ -106,6 +107,7 @@ class Call:
             raise errors.exceptions[0] from None
         self._let_go(source, "work")
         self._fleet.note(self.prompt[:end], source)
+        self._computed += sent.computed
         return sent
 
     def start_generate(self, replica: Replica, *, begin: int = 0) -> Frames:
@@ -124,11 +126,11 @@ class Call:
                     async for frame in frames:
                         self._let_go(replica, "room")  # the engine has taken it over
                         self.answered = self.answered or bool(frame)
-                        yield frame
+                        yield _less_cached(frame, self._computed) if begin and self._computed else frame
                         if frame:
                             break
                 async for frame in frames:
-                    yield frame
+                    yield _less_cached(frame, self._computed) if begin and self._computed else frame
         except GeneratorExit:  # closing the engine's stream has ended the request there
             self._let_go(replica, "work")
             raise
@@ -193,3 +195,13 @@ class Call:
         self.aborted = self.aborted or choice is None
         for replica in dict.fromkeys(replica for replica, _ in self._held):
             await self._end_at(replica, choice)
+
+
+def _less_cached(frame: list[Event], computed: int) -> list[Event]:
+    """What was received had been computed for this very request: the cache has not spared it."""
+    return [
+        replace(event, cached_tokens=max(0, event.cached_tokens - computed))
+        if isinstance(event, EndEvent)
+        else event
+        for event in frame
+    ]
