@@ -1,0 +1,168 @@
+"""Prompt tokens that two engines compute for requests with common beginnings, under two router programs.
+
+python -m benchmarks.shared_prefix [--trace conversation.jsonl]. Synthetic: conversations of several turns,
+each of which begins with all before it. A trace has one request a line with `hash_ids`, one for each 512
+tokens of the prompt, equal ids meaning equal tokens (the form of Mooncake's); its blocks become 16 tokens.
+Real engines over shape B, in processes of their own; each holds half of what all contexts would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.engines import MODEL, engines
+from benchmarks.report import Finding, Report, this_machine
+from kvloom.core.clock import WallClock
+from kvloom.core.request import StartGenerate
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.verbs import Prefix
+from kvloom.router.client import HttpEngineClient
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
+
+PROGRAMS = ("data_parallel", "cache_aware")
+LEAST = 2.0
+AT_ONCE, OUTPUT, VOCAB = 8, 4, 8000
+TRACED, BLOCK, LONGEST = (
+    600,
+    16,
+    900,
+)  # requests of a trace, tokens a block of it is scaled to, and of a prompt
+TALKS, TURNS, SAID = 40, 12, 64  # conversations, turns of each, tokens of a turn
+TOKEN_BYTES = 2 * 6 * 4 * 64 * 4  # K and V of a token of shape B
+
+
+class Line(msgspec.Struct):
+    """Of a trace."""
+
+    hash_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    computed: int
+    cached: int
+    seconds: float
+
+
+def talks() -> list[list[int]]:
+    """Prompts of all turns, the conversations shuffled into each other."""
+    rng = random.Random(1)
+    contexts: list[list[int]] = [[] for _ in range(TALKS)]
+    order = [talk for talk in range(TALKS) for _ in range(TURNS)]
+    rng.shuffle(order)
+    out = []
+    for talk in order:
+        contexts[talk] = contexts[talk] + [rng.randrange(300, VOCAB) for _ in range(SAID)]
+        out.append(contexts[talk])
+    return out
+
+
+def traced(path: Path) -> list[list[int]]:
+    out = []
+    with path.open("rb") as lines:
+        for line, _ in zip(lines, range(TRACED), strict=False):
+            ids = msgspec.json.decode(line, type=Line).hash_ids
+            prompt = [token for one in ids for token in _block(one)]
+            out.append(prompt[:LONGEST])
+    return out
+
+
+def _block(number: int) -> list[int]:
+    rng = random.Random(number)
+    return [rng.randrange(300, VOCAB) for _ in range(BLOCK)]
+
+
+async def serve_all(router: Router, prompts: Sequence[list[int]]) -> float:
+    """Seconds for all, in order, AT_ONCE at a time."""
+    queue = list(enumerate(prompts))[::-1]
+    began = time.perf_counter()
+
+    async def worker() -> None:
+        while queue:
+            number, prompt = queue.pop()
+            sampling = SamplingParams(max_tokens=OUTPUT, seed=0)
+            body = StartGenerate(
+                model=MODEL,
+                request=f"{router.program.name}-{number}",
+                prompt=prompt,
+                sampling=sampling,
+                interval=8,
+            )
+            async with aclosing(router.start_generate(body)) as frames:
+                async for _ in frames:
+                    pass
+
+    await asyncio.gather(*[worker() for _ in range(AT_ONCE)])
+    return time.perf_counter() - began
+
+
+async def compare(clients: dict[str, HttpEngineClient], prompts: Sequence[list[int]]) -> dict[str, Seen]:
+    out = {}
+    async with Router(clients, load_program(PROGRAMS[0]), WallClock()) as router:
+        for name in PROGRAMS:
+            for client in clients.values():
+                await client.evict(Prefix(model=MODEL, prompt=[]))
+            router.set_program(load_program(name))
+            before = await _count(router)
+            seconds = await serve_all(router, prompts)
+            after = await _count(router)
+            out[name] = Seen(after[0] - before[0], after[1] - before[1], seconds)
+    return out
+
+
+async def _count(router: Router) -> tuple[int, int]:
+    """Tokens of prompts computed, and found in a cache."""
+    loads = [load.models[MODEL] for load in (await router.loads()).values()]
+    return sum(one.prompt_tokens_total for one in loads), sum(one.cached_tokens_total for one in loads)
+
+
+async def measure(trace: Path | None, console: Console) -> Report:
+    machine = this_machine()
+    workloads = {"conversations": talks()} | ({"trace": traced(trace)} if trace else {})
+    rows: list[list[str | int | float | None]] = []
+    findings = []
+    for name, prompts in workloads.items():
+        console.print(name, style="dim")
+        distinct = len(
+            {tuple(prompt[: i + BLOCK]) for prompt in prompts for i in range(0, len(prompt), BLOCK)}
+        )
+        kv_bytes = distinct * BLOCK * TOKEN_BYTES // 2
+        async with engines(2, "B", kv_bytes=kv_bytes) as pair:
+            seen = await compare({f"unit-{i}": client for i, client in enumerate(pair)}, prompts)
+        for program, one in seen.items():
+            rows.append([f"{name}, {program}", sum(map(len, prompts)), one.computed, one.cached, one.seconds])
+        ratio = seen[PROGRAMS[0]].computed / seen[PROGRAMS[1]].computed
+        findings.append(Finding(what=f"{name}: less prompt computed", value=ratio, unit="×", least=LEAST))
+    return Report(
+        name="shared-prefix",
+        title="Prompts with common beginnings over two engines",
+        columns=["", "prompt tokens", "computed", "cached", "seconds"],
+        rows=rows,
+        findings=findings,
+        machine=machine,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", type=Path)
+    options = parser.parse_args()
+    console = Console()
+    report = asyncio.run(measure(options.trace, console))
+    report.show(console)
+    console.print(report.save())
+
+
+if __name__ == "__main__":
+    main()
