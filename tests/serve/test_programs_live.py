@@ -1,0 +1,107 @@
+"""A fleet of two units whose program is changed while it answers, and whose verbs anyone may drive."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from kvloom.cli import main
+from kvloom.config import DEMO
+from kvloom.router.programs import PROGRAMS
+from tests.processes import DEADLINE, fleet
+
+CONFIG = f"""
+kv_memory: 32MiB
+block_bytes: 4KiB
+models: {{guide: {DEMO}/guide, sums: {DEMO}/sums}}
+units: [{{models: [guide, sums], replicas: 2}}]
+"""
+PROMPT = list(range(40, 90))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
+    file.write_text(CONFIG)
+    with fleet(str(file)) as running:
+        yield running.wait_until_ready()
+
+
+def call(url: str, path: str, body: object) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=DEADLINE) as response:
+        return [json.loads(line) for line in response] if path.endswith("generate") else json.load(response)
+
+
+def test_the_program_changes_while_streams_run(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Streams of several threads all the while: no error, and always the same text."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
+    seen: list[str] = []
+    over = threading.Event()
+
+    def listen(number: int) -> None:
+        while not over.is_set():
+            question = {"role": "user", "content": f"What is {17 + number} + 25?"}
+            stream = client.chat.completions.create(
+                model="sums",
+                messages=[question],
+                temperature=0,
+                stream=True,  # type: ignore[list-item]
+            )
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+            seen.append(f"{number}: {text}")
+
+    listeners = [threading.Thread(target=listen, args=(number,)) for number in range(4)]
+    for listener in listeners:
+        listener.start()
+    try:
+        for name in [*PROGRAMS, "disaggregate"]:
+            count = len(seen)
+            assert main(["program", "set", name, "--url", url]) == 0
+            assert main(["program", "show", "--url", url]) == 0
+            assert capsys.readouterr().out.splitlines()[-1].startswith(name)
+            while len(seen) < count + 8 and any(listener.is_alive() for listener in listeners):
+                listeners[0].join(0.01)
+    finally:
+        over.set()
+        for listener in listeners:
+            listener.join(DEADLINE)
+    assert set(seen) == {f"{number}: {17 + number} + 25 = {42 + number}." for number in range(4)}
+    assert main(["program", "set", "none-such", "--url", url]) == 1
+    assert "none-such" in capsys.readouterr().err
+
+
+def test_the_verbs_by_hand(url: str) -> None:
+    """As the OpenAPI page tells: room at one unit, filled by the other, and an answer from there."""
+    document = call(url, "/openapi.json", None)
+    assert "/verbs/{unit}/prep_recv" in document["paths"]
+    ask = {"model": "sums", "request": "by-hand", "prompt": PROMPT}
+    spot = call(url, "/verbs/unit-1/prep_recv", ask | {"end": -1})
+    assert spot["matched"] == 0
+    send = ask | {"address": spot["address"], "peer": spot["peer"], "end": -1}
+    sent = call(url, "/verbs/unit-0/remote_send", send)
+    assert sent == {"cached": 0, "computed": len(PROMPT) - 1}
+    sampling = {"max_tokens": 5, "seed": 0}
+    moved = call(url, "/verbs/unit-1/start_generate", ask | {"begin": -1, "sampling": sampling})
+    alone = call(url, "/verbs/unit-0/start_generate", ask | {"request": "alone", "sampling": sampling})
+
+    def tokens(lines: list[Any]) -> list[int]:
+        return [event[3] for line in lines for event in line if event[0] == "token"]
+
+    assert tokens(moved) == tokens(alone)
+    assert len(tokens(moved)) == 5
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        call(url, "/verbs/unit-1/renew", {"request": "by-hand"})
+
+
+def test_a_unit_that_is_none(url: str) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        call(url, "/verbs/unit-7/load", None)
