@@ -12,8 +12,9 @@ import argparse
 import asyncio
 import itertools
 import random
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from statistics import median
 
@@ -36,6 +37,7 @@ from kvloom.transport.shm import ShmTransport
 
 WANTED = {500: 1.7, 1500: 4.0, 2500: 6.0}  # context tokens → how much faster with migration
 NEW, MOVED, VOCAB = 200, 2000, 8000
+TOKEN_BYTES = 2 * 12 * 12 * 64 * 4  # K and V of a token of shape A
 AT_ONCE, APART = 4, 0.3  # contexts sent one after the other, and seconds of decoding before and after
 HIDDEN, SLOWER = 0.9, 1.05
 _names = itertools.count()
@@ -163,17 +165,19 @@ async def in_this_process(spec: EngineSpec) -> AsyncIterator[tuple[Engine, Timed
     executor.close()
 
 
-async def beside(a: HttpEngineClient, b: HttpEngineClient, moves: int) -> tuple[float, float]:
-    """Seconds a token of a decode at b: alone, and while contexts arrive from a, one after the other."""
+async def beside(a: HttpEngineClient, b: HttpEngineClient, moves: int) -> tuple[float, float, float]:
+    """Seconds a token of a decode at b: alone, while contexts arrive from a one after the other, and while a
+    process that has nothing to do with either copies as many bytes of its own."""
     await _clear(a, b)
     prompt = _prompt(MOVED)
     await _first(a, _body(prompt, 1))
     times: list[float] = []
-    spans: list[tuple[float, float]] = []
+    arriving: list[tuple[float, float]] = []
+    copying: list[tuple[float, float]] = []
     under_way, stop = asyncio.Event(), asyncio.Event()
 
     async def decode() -> None:
-        async with aclosing(b.start_generate(_body(_prompt(64), 1200))) as frames:
+        async with aclosing(b.start_generate(_body(_prompt(64), 1600))) as frames:
             async for frame in frames:
                 times.extend(time.perf_counter() for e in frame if isinstance(e, TokenEvent))
                 if len(times) > 20:
@@ -181,7 +185,7 @@ async def beside(a: HttpEngineClient, b: HttpEngineClient, moves: int) -> tuple[
                 if stop.is_set():
                     return
 
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group, bystander() as copy:
         group.create_task(decode())
         await under_way.wait()
         for _ in range(moves):
@@ -190,25 +194,67 @@ async def beside(a: HttpEngineClient, b: HttpEngineClient, moves: int) -> tuple[
             began = time.perf_counter()
             for send in sends:  # reserved before: what is timed is the plane's work
                 await a.remote_send(send)
-            spans.append((began, time.perf_counter()))
+            arriving.append((began, time.perf_counter()))
             await asyncio.sleep(APART)
             for send in sends:
                 await b.abort(send.request)
             await _clear(b)
+            await asyncio.sleep(APART)
+            began = time.perf_counter()
+            await copy()
+            copying.append((began, time.perf_counter()))
         stop.set()
-    return _pace(times[10:], spans)
+    alone, during = _pace(times[10:], arriving, arriving + copying)
+    return alone, during, _pace(times[10:], copying, arriving + copying)[1]
 
 
-def _pace(times: list[float], spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """Mean seconds a token outside and inside of `spans`."""
-    inside = outside = 0.0
-    tokens_in = tokens_out = 0
+_COPIES = """
+import sys
+import numpy
+source = numpy.ones({bytes}, numpy.uint8)
+target = source.copy()
+print(flush=True)
+for _ in sys.stdin:
+    for _ in range({times}):
+        target[:] = source
+    print(flush=True)
+"""
+
+
+@asynccontextmanager
+async def bystander() -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """A call that has a process of its own copy what AT_ONCE contexts hold."""
+    program = _COPIES.format(bytes=MOVED * TOKEN_BYTES, times=AT_ONCE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+    await stdout.readline()
+
+    async def copy() -> None:
+        stdin.write(b"\n")
+        await stdout.readline()
+
+    try:
+        yield copy
+    finally:
+        stdin.close()
+        await process.wait()
+
+
+def _pace(
+    times: list[float], spans: list[tuple[float, float]], busy: list[tuple[float, float]]
+) -> tuple[float, float]:
+    """Mean seconds a token outside of all `busy` spans, and inside of `spans`."""
+    inside, outside = [], []
     for before, after in itertools.pairwise(times):
         if any(begin < after and before < end for begin, end in spans):
-            inside, tokens_in = inside + after - before, tokens_in + 1
-        else:
-            outside, tokens_out = outside + after - before, tokens_out + 1
-    return outside / tokens_out, inside / tokens_in
+            inside.append(after - before)
+        elif not any(begin < after and before < end for begin, end in busy):
+            outside.append(after - before)
+    return sum(outside) / len(outside), sum(inside) / len(inside)
 
 
 async def measure(rounds: int, console: Console) -> Report:
@@ -225,7 +271,7 @@ async def measure(rounds: int, console: Console) -> Report:
                         unit="×", least=wanted)
             )  # fmt: skip
         console.print("beside a decode", style="dim")
-        alone, during = await beside(a, b, 4 * rounds)
+        alone, during, control = await beside(a, b, 4 * rounds)
     console.print("transfers behind computing", style="dim")
     behind, transfer = await overlap(rounds)
     hidden = 100 * (1 - behind / transfer)
@@ -236,6 +282,8 @@ async def measure(rounds: int, console: Console) -> Report:
         Finding(what="waited for after the prefill that it follows", value=1e3 * behind, unit=" ms"),
         Finding(what="time per token at the receiver while contexts arrive, against alone",
                 value=during / alone, unit="×", most=SLOWER),
+        Finding(what="the same while a process of its own copies as many bytes", value=control / alone,
+                unit="×"),
     ]  # fmt: skip
     return Report(
         name="migration",
