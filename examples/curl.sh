@@ -5,7 +5,7 @@ URL="${KVLOOM_URL:-http://127.0.0.1:8000}"
 
 # what the server says, without what differs from run to run
 ask() {
-  curl --silent --show-error "$@" | sed -E 's/"(chatcmpl|cmpl)-[0-9a-f]+"/"\1-…"/g; s/"created":[0-9]+/"created":0/g'
+  curl --silent --show-error "$@" | sed -E 's/"(chatcmpl|cmpl)-[0-9a-f]+"/"\1-…"/g; s/"created":[0-9]+/"created":0/g; s/"cached_tokens":[0-9]+/"cached_tokens":0/g'
   echo
 }
 

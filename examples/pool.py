@@ -21,7 +21,7 @@ URL = os.environ.get("KVLOOM_URL", "http://127.0.0.1:8000")
 SECONDS = 60.0
 STORIES, STORY_TOKENS = 24, 200
 ANSWERS, ANSWER_TOKENS = 6, 150
-_SAMPLE = re.compile(r'^(kvloom_kv_blocks\w*)(?:{model="(\w+)"})? (\S+)$', re.MULTILINE)
+_SAMPLE = re.compile(r'^(kvloom_kv_blocks\w*){(?:model="(\w+)",)?unit="unit-0"} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,8 @@ def shares() -> Shares:
         text = response.read().decode()
     blocks = {(name, model): float(value) for name, model, value in _SAMPLE.findall(text)}
     total = blocks["kvloom_kv_blocks", ""]
-    return Shares(
-        guide=blocks["kvloom_kv_blocks_used", "guide"] / total,
-        stories=blocks["kvloom_kv_blocks_used", "stories"] / total,
-        free=blocks["kvloom_kv_blocks_free", ""] / total,
-    )
+    used = {model: value / total for (name, model), value in blocks.items() if name.endswith("_used")}
+    return Shares(used["guide"], used["stories"], free=1 - sum(used.values()))
 
 
 async def watch() -> AsyncGenerator[Shares, None]:
@@ -94,7 +91,7 @@ async def main() -> None:
         whole = [task.result() for task in told].count(STORY_TOKENS)
         print(f"stories: {whole} of {STORIES} answers are whole")
         await until(lambda pool: pool.free == 1)
-        print("all blocks are free again")
+        print("no request holds a block any more")
 
 
 if __name__ == "__main__":

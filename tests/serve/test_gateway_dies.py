@@ -101,12 +101,16 @@ async def asked(address: tuple[str, int], *, stream: bool) -> Connected:
     return reader, writer
 
 
+def cached(load: UnitLoad) -> int:
+    return sum(model.cached_blocks for model in load.models.values())
+
+
 async def when(client: HttpEngineClient, *, free: bool) -> UnitLoad:
     """The load once all blocks are free, or two requests of two choices run."""
     while True:
         load = await client.load()
         running = load.models["llama"].running
-        if load.free_blocks == load.total_blocks if free else running == 4:
+        if load.free_blocks + cached(load) == load.total_blocks if free else running == 4:
             return load
 
 

@@ -75,8 +75,8 @@ def test_the_program_changes_while_streams_run(url: str, capsys: pytest.CaptureF
         for listener in listeners:
             listener.join(DEADLINE)
     assert set(seen) == {f"{number}: {17 + number} + 25 = {42 + number}." for number in range(4)}
-    assert main(["program", "set", "none-such", "--url", url]) == 1
-    assert "none-such" in capsys.readouterr().err
+    assert main(["program", "set", "none_such", "--url", url]) == 1
+    assert "none_such" in capsys.readouterr().err
 
 
 def test_the_verbs_by_hand(url: str) -> None:

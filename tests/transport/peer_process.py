@@ -20,7 +20,7 @@ import torch
 
 from kvloom.core.address import Endpoint, KVAddress, Ticket
 from kvloom.core.arrays import I32
-from kvloom.core.errors import KvloomError
+from kvloom.core.errors import BadRequest, KvloomError
 from kvloom.core.shipment import Parcel, Shipment
 from kvloom.kernels import block_copy
 from kvloom.kv.arena import Arena
@@ -172,6 +172,8 @@ async def _answer(unit: Unit, call: Call, writer: asyncio.StreamWriter) -> None:
         answer = Answer(call.number, await method(**arguments))
     except KvloomError as error:
         answer = Answer(call.number, error=error.to_wire())
+    except msgspec.ValidationError as error:  # as the verbs' server refuses a body
+        answer = Answer(call.number, error=BadRequest(f"body: {error}").to_wire())
     body = msgspec.msgpack.encode(answer)
     writer.write(len(body).to_bytes(4, "little") + body)
 

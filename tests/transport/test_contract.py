@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -147,9 +148,9 @@ def test_a_slot_used_again_refuses_tickets_of_before(pair: tuple[Unit, Unit]) ->
 def _forgeries(address: KVAddress) -> Iterator[tuple[str, KVAddress]]:
     form = address.form
     changes: dict[str, dict[str, Any]] = {
-        "arena of 512": {"blocks": ((BLOCKS, 4 * LAYERS * HEADS),)},
-        "block 534 of": {"blocks": ((BLOCKS - 1, 4 * LAYERS * HEADS),)},
-        "blocks for 4 pages": {"blocks": ((0, 1),)},
+        "arena of 512": {"blocks": struct.pack("<ii", BLOCKS, 4 * LAYERS * HEADS)},
+        "block 534 of": {"blocks": struct.pack("<ii", BLOCKS - 1, 4 * LAYERS * HEADS)},
+        "blocks for 4 pages": {"blocks": struct.pack("<ii", 0, 1)},
         "are not all": {"end": 50},
         "slot|over": {"ticket": Ticket(SLOTS, 1)},
         "over": {"ticket": Ticket(address.ticket.slot, address.ticket.generation + 1)},
@@ -157,7 +158,7 @@ def _forgeries(address: KVAddress) -> Iterator[tuple[str, KVAddress]]:
         "tokens of": {"form": msgspec.structs.replace(form, tokens_per_block=31)},
         "number format": {"form": msgspec.structs.replace(form, dtype="float33")},
         "tokens": {"form": msgspec.structs.replace(form, dtype="float16")},
-        "sizes": {"form": msgspec.structs.replace(form, head_dim=0)},
+        ">= 1": {"form": msgspec.structs.replace(form, head_dim=0)},
     }
     for words, change in changes.items():
         yield words, msgspec.structs.replace(address, **change)
