@@ -23,6 +23,7 @@ from rich.console import Console
 from benchmarks.engines import MODEL, engines, spec_of
 from benchmarks.report import Finding, Report, this_machine
 from kvloom.core.address import Endpoint, KVAddress
+from kvloom.core.client import EngineClient
 from kvloom.core.clock import WallClock
 from kvloom.core.request import StartGenerate, TokenEvent
 from kvloom.core.sampling import SamplingParams
@@ -66,7 +67,7 @@ async def _first(engine: HttpEngineClient, body: StartGenerate) -> None:
                 return
 
 
-async def _move(source: HttpEngineClient, target: HttpEngineClient, prompt: list[int], request: str) -> Sent:
+async def _move(source: EngineClient, target: HttpEngineClient, prompt: list[int], request: str) -> Sent:
     spot = await target.prep_recv(PrepRecv(model=MODEL, request=request, prompt=prompt))
     return await source.remote_send(
         RemoteSend(
@@ -134,7 +135,8 @@ class TimedTransport(ShmTransport):
 
 async def overlap(rounds: int) -> tuple[float, float]:
     """Seconds that a transfer is waited for: after the prefill that it followed, and by itself."""
-    behind, alone = [], []
+    behind: list[float] = []
+    alone: list[float] = []
     spec = spec_of("A", "unit-1", kv_bytes=1 << 30, threads=1)
     async with engines(1, "A") as (b,), in_this_process(spec) as (a, transport):
         for _ in range(rounds + 1):

@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
 
 from kvloom.cli import main
 from kvloom.config import DEMO
@@ -49,12 +50,12 @@ def test_the_program_changes_while_streams_run(url: str, capsys: pytest.CaptureF
 
     def listen(number: int) -> None:
         while not over.is_set():
-            question = {"role": "user", "content": f"What is {17 + number} + 25?"}
+            question: ChatCompletionUserMessageParam = {
+                "role": "user",
+                "content": f"What is {17 + number} + 25?",
+            }
             stream = client.chat.completions.create(
-                model="sums",
-                messages=[question],
-                temperature=0,
-                stream=True,  # type: ignore[list-item]
+                model="sums", messages=[question], temperature=0, stream=True
             )
             text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
             seen.append(f"{number}: {text}")
