@@ -13,10 +13,11 @@ from hashlib import blake2b
 
 import numpy as np
 
+from kvloom.core.arrays import I64
 from kvloom.core.clock import Clock
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
-from kvloom.core.plan import I64, Plan
+from kvloom.core.plan import Plan
 from kvloom.core.request import ModelCard, StartGenerate, TokenLogprob
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy

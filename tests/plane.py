@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvloom.core.address import Endpoint, KVAddress, Ticket
+from kvloom.core.arrays import AnyArray
 from kvloom.core.errors import BadRequest, KvloomError, QueueFull, Unavailable
-from kvloom.core.plan import AnyArray
 from kvloom.core.shipment import Parcel
 
 _SLOTS = 32

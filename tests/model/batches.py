@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvloom.core.arrays import I64
 from kvloom.core.geometry import Geometry
-from kvloom.core.plan import I64
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.model.attention import ForwardState

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
+from kvloom.core.arrays import I64, U32
 from kvloom.core.geometry import Geometry
-from kvloom.core.plan import I64, U32, Plan
+from kvloom.core.plan import Plan
 from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.core.sampling import SamplingParams
 

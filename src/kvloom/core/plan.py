@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvloom.core.arrays import I32, I64, U32, AnyArray
+from kvloom.core.arrays import I32, I64
 from kvloom.core.shipment import PlannedSend
-
-__all__ = ["I32", "I64", "U32", "AnyArray", "PageCopy", "Plan"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from kvloom.core.arrays import U32
 from kvloom.core.errors import BadRequest
-from kvloom.core.plan import U32
 from kvloom.core.request import ModelCard
 from kvloom.core.sampling import JSON_SPACING, Guide
 

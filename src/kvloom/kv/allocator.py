@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from kvloom.core.arrays import I32
 from kvloom.core.errors import OutOfBlocks
-from kvloom.core.plan import I32
 
 
 class Reclaimable(Protocol):

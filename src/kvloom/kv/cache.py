@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvloom.core.address import KVAddress
+from kvloom.core.arrays import I32
 from kvloom.core.geometry import Geometry
-from kvloom.core.plan import I32, Plan
+from kvloom.core.plan import Plan
 from kvloom.core.shipment import PlannedSend, Shipment
 from kvloom.kv.allocator import BlockAllocator
 from kvloom.kv.pages import PageTable

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvloom.core.arrays import I32
 from kvloom.core.geometry import Geometry
-from kvloom.core.plan import I32
 from kvloom.kv.allocator import BlockAllocator
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvloom.core.plan import I64, PageCopy, Plan
+from kvloom.core.arrays import I64
+from kvloom.core.plan import PageCopy, Plan
 from kvloom.kv.sequences import SequenceTable
 
 

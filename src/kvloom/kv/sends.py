@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvloom.core.address import KVAddress
+from kvloom.core.arrays import I32
 from kvloom.core.geometry import Geometry
-from kvloom.core.plan import I32
 from kvloom.core.shipment import PlannedSend, Shipment
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvloom.core.plan import I32, PageCopy
+from kvloom.core.arrays import I32
+from kvloom.core.plan import PageCopy
 from kvloom.kv.pages import PageTable
 from kvloom.kv.prefix import PrefixTree
 from kvloom.kv.sends import MarkedSend

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvloom.core.plan import I64
+from kvloom.core.arrays import I64
 from kvloom.kernels.cpu_step import (
     COUNTERS,
     GELU,

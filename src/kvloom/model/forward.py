@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.core.plan import I64
+from kvloom.core.arrays import I64
 from kvloom.model.attention import ForwardState
 from kvloom.model.linear import FEWEST_ROWS
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvloom.core.plan import I64
+from kvloom.core.arrays import I64
 from kvloom.kernels.cpu_attention import attend_all
 from kvloom.model import turns
 from kvloom.model.attention import ForwardState
