@@ -84,6 +84,12 @@ def _block(number: int) -> list[int]:
     return [rng.randrange(300, VOCAB) for _ in range(BLOCK)]
 
 
+def distinct(prompts: Sequence[list[int]]) -> int:
+    """Tokens that no other prompt has after the same beginning, a block at a time."""
+    starts = {tuple(prompt[: i + BLOCK]) for prompt in prompts for i in range(0, len(prompt), BLOCK)}
+    return len(starts) * BLOCK
+
+
 async def serve_all(router: Router, prompts: Sequence[list[int]]) -> float:
     """Seconds for all, in order, AT_ONCE at a time."""
     queue = list(enumerate(prompts))[::-1]
@@ -135,10 +141,7 @@ async def measure(trace: Path | None, console: Console) -> Report:
     findings = []
     for name, prompts in workloads.items():
         console.print(name, style="dim")
-        starts = 
-            {tuple(prompt[: i + BLOCK]) for prompt in prompts for i in range(0, len(prompt), BLOCK)}
-        
-        at_best = len(starts) * BLOCK
+        at_best = distinct(prompts)
         kv_bytes = 3 * at_best * TOKEN_BYTES // 4
         async with engines(2, "B", kv_bytes=kv_bytes) as pair:
             seen = await compare({f"unit-{i}": client for i, client in enumerate(pair)}, prompts)
