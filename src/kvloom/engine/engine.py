@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Final
 
-import msgspec
-
 from kvloom.core.clock import Clock
-from kvloom.core.errors import OutOfBlocks, Unavailable
-from kvloom.core.geometry import Geometry
+from kvloom.core.errors import Unavailable
 from kvloom.core.job import Executor, JobResult, Phase
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
@@ -22,21 +19,21 @@ from kvloom.core.transport import Transport
 from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Action, Preempt, Prefill, UnitView
+from kvloom.engine.fitting import fitted, tell_waste
 from kvloom.engine.flight import Flight, compose
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.pins import Pins
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import Reservations
 from kvloom.engine.sequence import Sequence
 from kvloom.engine.shipping import Shipping
 from kvloom.engine.tuner import QuotaTuner
 from kvloom.kv.pool import Pool
-from kvloom.kv.prefix import PrefixTree
 
 _log = logging.getLogger(__name__)
 
 MAX_RESERVED: Final = 256  # sequences a model's cache can hold beyond those that run
-_MUCH_WASTE = 0.05
 
 
 class Engine:
@@ -46,9 +43,9 @@ class Engine:
         self._executor = executor
         self._spec = spec
         self._policy = POLICIES[spec.policy]
-        _tell_waste(executor.geometries)
+        tell_waste(executor.geometries)
         cards = {
-            name: _fitted(card, executor.geometries[name], executor.blocks)
+            name: fitted(card, executor.geometries[name], executor.blocks)
             for name, card in executor.cards.items()
         }
         self.pool = Pool(
@@ -61,6 +58,7 @@ class Engine:
             name: ModelQueue(card, self.pool.caches[name], spec.max_running, spec.max_waiting)
             for name, card in cards.items()
         }
+        self._pins = Pins(self._queues, self.pool.total)
         self._tuner = QuotaTuner(self._queues, {m.name: m.rate for m in spec.models}, self.pool.total, clock)
         self._clock = clock
         self._wake = asyncio.Event()
@@ -218,30 +216,16 @@ class Engine:
         return self._reservations.renew(request)
 
     async def pin(self, body: Prefix) -> Held:
-        """Raises OutOfBlocks where the longest request would find no room beside what is pinned."""
-        prefixes = self._prefixes(body)
-        tokens = prefixes.pin(body.prompt)
-        pinned = sum(queue.cache.prefixes.pinned_blocks for queue in self._queues.values())
-        longest = max(
-            queue.cache.geometry.blocks(queue.card.context_length) for queue in self._queues.values()
-        )
-        if self.pool.total - pinned < longest:
-            prefixes.unpin(body.prompt)
-            raise OutOfBlocks(
-                f"pin: {pinned} of {self.pool.total} blocks would be pinned, and the longest request "
-                f"needs {longest}; unpin others first"
-            )
-        return Held(tokens=tokens)
+        self._requests.check_prompt(body.model, body.prompt)
+        return self._pins.pin(body)
 
     async def unpin(self, body: Prefix) -> Held:
-        return Held(tokens=self._prefixes(body).unpin(body.prompt))
+        self._requests.check_prompt(body.model, body.prompt)
+        return self._pins.unpin(body)
 
     async def evict(self, body: Prefix) -> Held:
-        return Held(tokens=self._prefixes(body).evict(body.prompt))
-
-    def _prefixes(self, body: Prefix) -> PrefixTree:
         self._requests.check_prompt(body.model, body.prompt)
-        return self._queues[body.model].cache.prefixes
+        return self._pins.evict(body)
 
     async def load(self) -> UnitLoad:
         return UnitLoad(
@@ -251,31 +235,3 @@ class Engine:
             policy=self._spec.policy,
             models={name: queue.load() for name, queue in self._queues.items()},
         )
-
-
-def _fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
-    """The card of a model that can hold no longer sequence than the whole pool does."""
-    most = blocks // geometry.blocks_per_page * geometry.tokens_per_block
-    if most >= card.context_length:
-        return card
-    _log.warning(
-        "the context of %s is %d tokens, not %d: more do not fit into the pool (kv_memory)",
-        card.name,
-        most,
-        card.context_length,
-    )
-    return msgspec.structs.replace(card, context_length=most)
-
-
-def _tell_waste(geometries: Mapping[str, Geometry]) -> None:
-    """Whose head size fits the blocks badly."""
-    for name, geometry in geometries.items():
-        if geometry.waste > _MUCH_WASTE:
-            _log.info(
-                "%.0f %% of each block of %s is unused: %d bytes hold %d tokens of %d (block_bytes)",
-                100 * geometry.waste,
-                name,
-                geometry.block_bytes,
-                geometry.tokens_per_block,
-                geometry.token_bytes,
-            )

@@ -1,0 +1,42 @@
+"""How models fit a unit's pool."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from kvloom.core.geometry import Geometry
+from kvloom.core.request import ModelCard
+
+_log = logging.getLogger(__name__)
+_MUCH_WASTE = 0.05
+
+
+def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
+    """The card of a model that can hold no longer sequence than the whole pool does."""
+    most = blocks // geometry.blocks_per_page * geometry.tokens_per_block
+    if most >= card.context_length:
+        return card
+    _log.warning(
+        "the context of %s is %d tokens, not %d: more do not fit into the pool (kv_memory)",
+        card.name,
+        most,
+        card.context_length,
+    )
+    return msgspec.structs.replace(card, context_length=most)
+
+
+def tell_waste(geometries: Mapping[str, Geometry]) -> None:
+    """Whose head size fits the blocks badly."""
+    for name, geometry in geometries.items():
+        if geometry.waste > _MUCH_WASTE:
+            _log.info(
+                "%.0f %% of each block of %s is unused: %d bytes hold %d tokens of %d (block_bytes)",
+                100 * geometry.waste,
+                name,
+                geometry.block_bytes,
+                geometry.tokens_per_block,
+                geometry.token_bytes,
+            )
