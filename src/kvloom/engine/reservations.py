@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from kvloom.core.address import KVAddress, KVForm, resolve
 from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest
+from kvloom.core.errors import BadRequest, QueueFull
 from kvloom.core.request import StartGenerate
 from kvloom.core.transport import Transport
 from kvloom.core.verbs import Lease, Prepared, PrepRecv
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.cache import ModelCache
 
+MOST = 255  # of one model: its cache has rows for no more beside those that run, and one for a send
 _AGAIN = 0.02  # seconds until a ticket that a sender still writes for is closed again
 
 
@@ -54,7 +55,8 @@ class Reservations:
         return min(times, default=None)
 
     def prepare(self, body: PrepRecv) -> Prepared:
-        """The verb prep_recv for a checked body. Raises OutOfBlocks where the pool is short."""
+        """The verb prep_recv for a checked body. Raises OutOfBlocks where the pool is short, QueueFull where
+        there are too many."""
         known = self._open.get(body.request)
         if known is not None:
             if known.body != body:
@@ -62,6 +64,8 @@ class Reservations:
             self.renew(body.request)
             return known.answer
         cache = self._queues[body.model].cache
+        if sum(one.cache is cache for one in (*self._open.values(), *self._closing)) >= MOST:
+            raise QueueFull(f"{MOST} reservations of {body.model} are open already", retry_after=1)
         end = resolve(body.end, len(body.prompt), "end")
         sequence = self._new_id()
         matched = cache.adopt(sequence, body.prompt, end, whole_pages=True)

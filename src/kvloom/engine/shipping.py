@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from kvloom.core.address import Ticket, resolve
+from kvloom.core.address import Endpoint, Ticket, resolve
 from kvloom.core.errors import BadRequest, KvloomError, Unavailable
 from kvloom.core.request import EndEvent, StartGenerate
 from kvloom.core.sampling import SamplingParams
@@ -19,12 +19,12 @@ from kvloom.engine.requests import Requests
 
 _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
 
-_Key = tuple[str, Ticket, int, int]
+_Key = tuple[str, Endpoint, Ticket, int, int, int]  # the last is the prompt's hash
 
 
 class Shipping:
-    """Sends by request id and ticket. `wake` tells the loop that there is a sequence to compute; `jobs` says
-    how many it has started; `new_id` names a sequence of the caches."""
+    """Sends by what they are of and where they go. `wake` tells the loop that there is a sequence to compute;
+    `jobs` says how many it has started."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Shipping:
     async def send(self, body: RemoteSend) -> Sent:
         """Until every byte has arrived. The same send again joins the first, or gets its answer."""
         begin, end = self._range(body)
-        key = (body.request, body.address.ticket, begin, end)
+        key = (body.request, body.peer, body.address.ticket, begin, end, hash(tuple(body.prompt)))
         if key in self._known:
             return await asyncio.shield(self._known[key])
         answer = self._known[key] = asyncio.get_running_loop().create_future()

@@ -1,0 +1,59 @@
+"""Reservations and sends that are told apart, and those that are too many."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.core.errors import BadRequest, QueueFull
+from kvloom.core.verbs import PrepRecv
+from kvloom.engine.engine import MAX_RESERVED
+from kvloom.engine.reservations import MOST
+from tests import plane
+from tests.modelled import ask, expected
+from tests.modelled_units import MODEL, generate, prompt, run, sending, units
+
+
+def test_reservations_leave_rows_for_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plane, "_SLOTS", 4096)
+    assert MOST < MAX_RESERVED
+
+    async def test() -> None:
+        async with units(1) as (d,):
+            for i in range(MOST):
+                await d.engine.prep_recv(PrepRecv(model=MODEL, request=f"r{i}", prompt=[i], end=0))
+            with pytest.raises(QueueFull, match="are open already"):
+                await d.engine.prep_recv(PrepRecv(model=MODEL, request="more", prompt=[1], end=0))
+            await d.engine.prep_recv(PrepRecv(model=MODEL, request="r0", prompt=[0], end=0))
+            body = generate(prompt(5), request="runs")
+            assert (await ask(d.engine, body)).tokens == expected(d.executor, body)
+            await d.pass_time(31)
+            await d.engine.prep_recv(PrepRecv(model=MODEL, request="more", prompt=[1], end=0))
+
+    run(test)
+
+
+def test_two_receivers_with_equal_tickets_are_two_sends() -> None:
+    async def test() -> None:
+        async with units(3) as (p, *receivers):
+            tokens = prompt(14)
+            ask_for = PrepRecv(model=MODEL, request="r", prompt=tokens, end=-1)
+            spots = [await d.engine.prep_recv(ask_for) for d in receivers]
+            assert spots[0].address.ticket == spots[1].address.ticket
+            for d, spot in zip(receivers, spots, strict=True):
+                await p.engine.remote_send(sending(tokens, spot, 0, -1))
+                answer = await ask(d.engine, generate(tokens, begin=-1))
+                assert answer.tokens == expected(d.executor, generate(tokens))
+
+    run(test)
+
+
+def test_a_send_of_another_prompt_is_not_the_same_send() -> None:
+    async def test() -> None:
+        async with units(2) as (p, d):
+            tokens = prompt(14)
+            spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens))
+            await p.engine.remote_send(sending(tokens, spot))
+            with pytest.raises(BadRequest, match="claimed up to 14"):
+                await p.engine.remote_send(sending(prompt(14, first=7), spot))
+
+    run(test)
