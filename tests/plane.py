@@ -99,22 +99,24 @@ class ModelledTransport:
         if entry.claimed != begin:
             raise BadRequest(f"address: claimed up to {entry.claimed}, not {begin}", param="address")
         entry.claimed = end
-        return ModelledShipment(self, target, address.ticket, end)
+        return ModelledShipment(self, target, address.ticket, begin, end)
 
 
 class ModelledShipment:
     """Satisfies `Shipment`. One copy at a time, in order; a copy's content is read when it ends."""
 
     def __init__(
-        self, source: ModelledTransport, target: ModelledTransport, ticket: Ticket, end: int
+        self, source: ModelledTransport, target: ModelledTransport, ticket: Ticket, begin: int, end: int
     ) -> None:
         self._source = source
         self._target = target
         self._ticket = ticket
+        self._first = begin
         self._end = end
         self._parcels: deque[Parcel] = deque()
         self._entry: Entry | None = None  # while a copy is under way
         self._error: KvloomError | None = None
+        self._done = False
         self._quiet = asyncio.Event()
         self._quiet.set()
 
@@ -167,6 +169,8 @@ class ModelledShipment:
 
     async def arrived(self) -> None:
         await self._quiet.wait()
+        if self._done:
+            return
         if self._error is None and self._target.endpoint.where not in self._target.plane.members:
             self._error = Unavailable(f"{self._target.endpoint.unit} is gone")
         if self._error is None:
@@ -175,8 +179,15 @@ class ModelledShipment:
             except KvloomError as error:
                 self._error = error
         if self._error is not None:
+            self._give_back()
             raise self._error
+        self._done = True
+
+    def _give_back(self) -> None:
+        entry = self._target.ledger.get(self._ticket.slot)
+        if entry is not None and entry.ticket == self._ticket and entry.claimed == self._end:
+            entry.claimed = self._first
 
     def abandon(self) -> None:
-        if self._error is None:
+        if self._error is None and not self._done:
             self._error = Unavailable("the send was given up")

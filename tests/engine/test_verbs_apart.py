@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from kvloom.core.errors import BadRequest, QueueFull
+from kvloom.core.errors import BadRequest, QueueFull, Unavailable
 from kvloom.core.verbs import PrepRecv
 from kvloom.engine.engine import MAX_RESERVED
 from kvloom.engine.reservations import MOST
 from tests import plane
-from tests.modelled import ask, expected
+from tests.modelled import ask, expected, turns
 from tests.modelled_units import MODEL, generate, prompt, run, sending, units
 
 
@@ -55,5 +57,33 @@ def test_a_send_of_another_prompt_is_not_the_same_send() -> None:
             await p.engine.remote_send(sending(tokens, spot))
             with pytest.raises(BadRequest, match="claimed up to 14"):
                 await p.engine.remote_send(sending(prompt(14, first=7), spot))
+
+    run(test)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 10, 20, 40])
+def test_a_send_goes_on_for_whoever_still_waits(cut: int) -> None:
+    async def test() -> None:
+        async with units(2, seed=cut) as (p, d):
+            tokens = prompt(40)
+            spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens, end=-1))
+            calls = [asyncio.create_task(p.engine.remote_send(sending(tokens, spot, 0, -1))) for _ in "abc"]
+            await turns(cut)
+            calls[0].cancel()
+            await asyncio.gather(calls[0], return_exceptions=True)
+            assert await calls[1] == await calls[2]
+            answer = await ask(d.engine, generate(tokens, begin=-1))
+            assert answer.tokens == expected(d.executor, generate(tokens))
+
+    run(test)
+
+
+def test_an_engine_that_stops_sends_no_more() -> None:
+    async def test() -> None:
+        async with units(2) as (p, d):
+            spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=prompt(20)))
+            await p.engine.stop()
+            with pytest.raises(Unavailable, match="stopping"):
+                await p.engine.remote_send(sending(prompt(20), spot))
 
     run(test)

@@ -105,7 +105,7 @@ class Engine:
         for request in self._requests.ids:
             self._requests.cancel(request, "error", "the engine is stopping")
         self._reservations.release_all()
-        self._shipping.abort_all()
+        self._shipping.stop()
         self._wake.set()
 
     def _view(self) -> UnitView:

@@ -22,6 +22,10 @@ _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
 _Key = tuple[str, Endpoint, Ticket, int, int, int]  # the last is the prompt's hash
 
 
+class _GivenUp(Exception):
+    """Who asked for the send has hung up; others may still wait for it."""
+
+
 class Shipping:
     """Sends by what they are of and where they go. `wake` tells the loop that there is a sequence to compute;
     `jobs` says how many it has started."""
@@ -42,20 +46,24 @@ class Shipping:
         self._jobs = jobs
         self._known: OrderedDict[_Key, asyncio.Future[Sent]] = OrderedDict()
         self._open: dict[str, set[Outbound]] = {}
+        self._stopped = False
 
     async def send(self, body: RemoteSend) -> Sent:
         """Until every byte has arrived. The same send again joins the first, or gets its answer."""
         begin, end = self._range(body)
         key = (body.request, body.peer, body.address.ticket, begin, end, hash(tuple(body.prompt)))
-        if key in self._known:
-            return await asyncio.shield(self._known[key])
+        while key in self._known:
+            with suppress(_GivenUp):  # then this caller's turn has come
+                return await asyncio.shield(self._known[key])
+        if self._stopped:
+            raise Unavailable("the engine is stopping")
         answer = self._known[key] = asyncio.get_running_loop().create_future()
         try:
             sent = await self._send(body, begin, end)
         except BaseException as error:
             del self._known[key]
-            given_up = Unavailable("the send was given up by who asked for it")
-            answer.set_exception(error if isinstance(error, KvloomError) else given_up)
+            given_up = isinstance(error, asyncio.CancelledError)
+            answer.set_exception(_GivenUp() if given_up else error)
             answer.exception()  # whether or not anyone has joined
             raise
         answer.set_result(sent)
@@ -68,7 +76,9 @@ class Shipping:
         for outbound in self._open.get(request, ()):
             outbound.shipment.abandon()
 
-    def abort_all(self) -> None:
+    def stop(self) -> None:
+        """Give up all sends, and take no more."""
+        self._stopped = True
         for request in self._open:
             self.abort(request)
 
