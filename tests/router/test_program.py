@@ -144,3 +144,10 @@ def test_what_is_installed_is_not_read_anew() -> None:
     with pytest.raises(ConfigError, match="msgspec:Meta is no async generator function"):
         load_program("msgspec:Meta")
     assert sys.modules["msgspec"] is before
+
+
+def test_what_runs_here_is_not_read_anew() -> None:
+    before = sys.modules["kvloom.core.errors"]
+    with pytest.raises(ConfigError, match="no async generator function"):
+        load_program("kvloom.core.errors:BadRequest")
+    assert sys.modules["kvloom.core.errors"] is before

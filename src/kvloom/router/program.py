@@ -59,11 +59,13 @@ def _imported(name: str) -> Any:
 
 
 def _read_anew(name: str) -> ModuleType:
-    """The module; what is installed does not change while serving."""
+    """The module; what is installed does not change while serving, nor does what runs here."""
+    own = __name__.partition(".")[0]
     importlib.invalidate_caches()
     known = sys.modules.get(name)
     file = getattr(known, "__file__", None)
-    if file and not any(Path(file).is_relative_to(home) for home in (sys.prefix, sys.base_prefix)):
+    installed = file and any(Path(file).is_relative_to(home) for home in (sys.prefix, sys.base_prefix))
+    if file and not installed and name.partition(".")[0] != own:
         del sys.modules[name]
     return importlib.import_module(name)
 
