@@ -195,6 +195,14 @@ def test_a_lease_runs_out_unless_it_is_renewed() -> None:
             assert d.engine.pool.free == d.engine.pool.total
             with pytest.raises(BadRequest, match="ran out"):
                 await d.engine.renew("r")
+            await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=prompt(30)))
+            for _ in range(10):
+                await d.pass_time(spot.lease - 1)
+                await d.engine.renew("r")
+            await d.pass_time(spot.lease - 1)
+            with pytest.raises(BadRequest, match="ran out"):  # no reservation is renewed for ever
+                await d.engine.renew("r")
+            assert d.engine.pool.free == d.engine.pool.total
 
     run(test)
 

@@ -15,18 +15,21 @@ from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.cache import ModelCache
 
 MOST = 255  # of one model: its cache has rows for no more beside those that run, and one for a send
+_LEASES = 10  # that a reservation may have in all: two units' rooms could wait for each other for ever
 _AGAIN = 0.02  # seconds until a ticket that a sender still writes for is closed again
 
 
 @dataclass(slots=True)
 class Reservation:
-    """sequence: whose room it is in `cache`. due: when the lease runs out."""
+    """sequence: whose room it is in `cache`. due: when the lease runs out, and last: when it does at the
+    latest, however often it is renewed."""
 
     body: PrepRecv
     answer: Prepared
     cache: ModelCache
     sequence: int
     due: float
+    last: float
 
 
 class Reservations:
@@ -74,7 +77,10 @@ class Reservations:
         except BaseException:
             cache.remove_sequence(sequence)
             raise
-        self._open[body.request] = Reservation(body, answer, cache, sequence, self._clock.now() + self._lease)
+        now, lease = self._clock.now(), self._lease
+        self._open[body.request] = Reservation(
+            body, answer, cache, sequence, now + lease, now + _LEASES * lease
+        )
         return answer
 
     def _reserve(self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int) -> Prepared:
@@ -98,12 +104,13 @@ class Reservations:
         return form
 
     def renew(self, request: str) -> Lease:
-        """Raises BadRequest where nothing is reserved for `request`."""
+        """For another lease, and no longer than a few in all. Raises BadRequest where nothing is reserved for
+        `request`."""
         reservation = self._open.get(request)
         if reservation is None:
             raise self._missing(request)
-        reservation.due = self._clock.now() + self._lease
-        return Lease(lease=self._lease)
+        reservation.due = min(self._clock.now() + self._lease, reservation.last)
+        return Lease(lease=max(0.0, reservation.due - self._clock.now()))
 
     def take(self, body: StartGenerate) -> None:
         """start_generate is here: what has been received becomes cached, from where its sequence takes it
