@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -126,7 +127,7 @@ class ModelledShipment:
             self._quiet.clear()
             self._wait(self._begin)
 
-    def _wait(self, then: object) -> None:
+    def _wait(self, then: Callable[[], None]) -> None:
         turns = self._source.random.randint(0, 3)
         loop = asyncio.get_running_loop()
 
@@ -134,7 +135,7 @@ class ModelledShipment:
             if left:
                 loop.call_soon(step, left - 1)
             else:
-                then()  # type: ignore[operator]
+                then()
 
         loop.call_soon(step, turns)
 

@@ -73,6 +73,15 @@ class Fleets:
     def journal(self) -> list[Called]:
         return self.world.journal
 
+    async def begin_send(self, request: StartGenerate, *, pace: int) -> asyncio.Task[None]:
+        """Ask, and wait until the first engine sends, which takes it `pace` turns."""
+        sender = self.engines[0]
+        sender.pace = pace
+        task = asyncio.create_task(ask_well(self.router, request))
+        while not sender.sending:
+            await turns(1)
+        return task
+
     @property
     def holds_nothing(self) -> bool:
         counts = [

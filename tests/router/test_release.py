@@ -145,11 +145,8 @@ def test_a_stream_that_is_closed_early(program: str) -> None:
 def test_a_receiver_that_dies_during_a_send() -> None:
     async def test() -> None:
         async with routed(2, "disaggregate") as fleets:
-            sender, receiver = fleets.engines
-            sender.pace = 5
-            task = asyncio.create_task(ask_well(fleets.router, body(PROMPT)))
-            while not sender.sending:
-                await turns(1)
+            _, receiver = fleets.engines
+            task = await fleets.begin_send(body(PROMPT), pace=5)
             receiver.down = True
             await task
             assert [call.unit for call in fleets.journal[2:]] == ["a"]
@@ -164,10 +161,7 @@ def test_a_sender_that_dies_half_way() -> None:
     async def test() -> None:
         async with routed(2, "disaggregate") as fleets:
             sender, receiver = fleets.engines
-            sender.pace = 5
-            task = asyncio.create_task(ask_well(fleets.router, body(PROMPT)))
-            while not sender.sending:
-                await turns(1)
+            task = await fleets.begin_send(body(PROMPT), pace=5)
             sender.down = True
             await task
             assert [call.unit for call in fleets.journal[2:]] == ["b"]
@@ -225,11 +219,8 @@ def test_queues_that_are_full_are_all_tried() -> None:
 def test_the_lease_is_renewed_while_a_send_runs() -> None:
     async def test() -> None:
         async with routed(2, "disaggregate") as fleets:
-            sender, receiver = fleets.engines
-            sender.pace = 500
-            task = asyncio.create_task(ask_well(fleets.router, body(PROMPT)))
-            while not sender.sending:
-                await turns(1)
+            _, receiver = fleets.engines
+            task = await fleets.begin_send(body(PROMPT), pace=500)
             await fleets.clock.advance(5.5)
             assert receiver.renewals == 5
             await task
@@ -243,10 +234,7 @@ def test_a_lease_that_ran_out_ends_the_send() -> None:
     async def test() -> None:
         async with routed(2, "disaggregate") as fleets:
             sender, receiver = fleets.engines
-            sender.pace = 500
-            task = asyncio.create_task(ask_well(fleets.router, body(PROMPT)))
-            while not sender.sending:
-                await turns(1)
+            task = await fleets.begin_send(body(PROMPT), pace=500)
             receiver.rooms.clear()
             await fleets.clock.advance(1)
             assert not sender.sending

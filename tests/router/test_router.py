@@ -278,11 +278,7 @@ def test_the_program_changes_while_it_serves() -> None:
 def test_a_request_keeps_its_program() -> None:
     async def test() -> None:
         async with routed(2, "disaggregate") as fleets:
-            sender, _ = fleets.engines
-            sender.pace = 20
-            task = asyncio.create_task(ask_well(fleets.router, body(20)))
-            while not sender.sending:
-                await turns(1)
+            task = await fleets.begin_send(body(20), pace=20)
             fleets.router.set_program(load_program("data_parallel"))
             await ask_well(fleets.router, body(20))
             await task

@@ -99,6 +99,14 @@ class Context:
             self.sender.result(call)
         self.sender.call("arrived", number=shipment)
 
+    def stall(self, where: str, *, skip: int) -> int:
+        """A shipment of tokens [0, 100) that stands `where` a piece is written, after `skip` others."""
+        shipment = self.ship(0, 100)
+        self.sender.call("set_gate", where=where, skip=skip)
+        self.put(shipment, self.whole(0, 100))
+        self.sender.call("at_gate")
+        return shipment
+
     def received(self) -> int:
         return int(self.receiver.call("received", ticket=self.ticket))
 

@@ -13,10 +13,7 @@ from tests.transport.units import Unit, units
 def test_after_close_says_true_a_stalled_sender_writes_nothing(pair: tuple[Unit, Unit]) -> None:
     context = Context.make(*pair, 0, 100, seed=13)
     sender, receiver = pair
-    shipment = context.ship(0, 100)
-    sender.call("set_gate", where="before", skip=1)
-    context.put(shipment, context.whole(0, 100))
-    sender.call("at_gate")
+    shipment = context.stall("before", skip=1)
     receiver.close_soon(context.ticket)
     receiver.call("fill", seed=99)  # the blocks are used for something else
     after = receiver.arena.copy()
@@ -43,10 +40,7 @@ def test_shipments_that_have_not_arrived_fail_at_the_end(mortal: tuple[Unit, Uni
 def test_a_receiver_that_dies_makes_the_send_fail(mortal: tuple[Unit, Unit]) -> None:
     context = Context.make(*mortal, 0, 100, seed=15)
     sender, receiver = mortal
-    shipment = context.ship(0, 100)
-    sender.call("set_gate", where="before", skip=2)
-    context.put(shipment, context.whole(0, 100))
-    sender.call("at_gate")
+    shipment = context.stall("before", skip=2)
     receiver.kill()
     sender.call("ungate")
     with pytest.raises(Unavailable, match="receiver"):
@@ -58,10 +52,7 @@ def test_a_receiver_that_dies_makes_the_send_fail(mortal: tuple[Unit, Unit]) -> 
 def test_a_sender_that_dies_half_way_leaves_a_reservation_that_closes(mortal: tuple[Unit, Unit]) -> None:
     context = Context.make(*mortal, 0, 100, seed=16)
     sender, receiver = mortal
-    shipment = context.ship(0, 100)
-    sender.call("set_gate", where="inside", skip=2)
-    context.put(shipment, context.whole(0, 100))
-    sender.call("at_gate")
+    context.stall("inside", skip=2)
     sender.kill()
     assert context.received() == 0
     receiver.close_soon(context.ticket)

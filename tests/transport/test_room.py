@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +19,13 @@ FORM = KVForm(layers=2, kv_heads=3, head_dim=16, dtype="float32", block_bytes=40
 ARENA = 64
 
 
+class Size(NamedTuple):
+    """Of an arena."""
+
+    blocks: int
+    block_bytes: int
+
+
 def _address(blocks: bytes, *, end: int = 64) -> KVAddress:
     return KVAddress(model="m", form=FORM, begin=0, end=end, blocks=blocks, ticket=Ticket(0, 1))
 
@@ -27,15 +35,7 @@ def _packed(runs: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _room(address: KVAddress) -> Room:
-    return Room.of(
-        address,
-        0,
-        address.end,
-        own_blocks=9,
-        own_block_bytes=4096,
-        peer_blocks=ARENA,
-        peer_block_bytes=4096,
-    )
+    return Room.of(address, 0, address.end, own=Size(9, 4096), peer=Size(ARENA, 4096))
 
 
 @given(st.lists(st.integers(0, ARENA - 1), min_size=12, max_size=12))

@@ -24,10 +24,7 @@ def test_close_waits_for_a_piece_and_no_longer(pair: tuple[Unit, Unit]) -> None:
     """Pieces are of four blocks here; the third is under way when the reservation is closed."""
     context = Context.make(*pair, 0, 100, seed=1)
     sender, receiver = pair
-    shipment, parcel = context.ship(0, 100), context.whole(0, 100)
-    sender.call("set_gate", where="inside", skip=2)
-    context.put(shipment, parcel)
-    sender.call("at_gate")
+    shipment, parcel = context.stall("inside", skip=2), context.whole(0, 100)
     assert not receiver.call("close", ticket=context.ticket)
     assert not receiver.call("close", ticket=context.ticket)
     sender.call("ungate")
@@ -41,10 +38,7 @@ def test_close_waits_for_a_piece_and_no_longer(pair: tuple[Unit, Unit]) -> None:
 def test_a_sender_killed_inside_a_piece_holds_nothing(pair: tuple[Unit, Unit]) -> None:
     context = Context.make(*pair, 0, 100, seed=2)
     sender, receiver = pair
-    shipment = context.ship(0, 100)
-    sender.call("set_gate", where="inside", skip=2)
-    context.put(shipment, context.whole(0, 100))
-    sender.call("at_gate")
+    context.stall("inside", skip=2)
     assert not receiver.call("close", ticket=context.ticket)
     sender.kill()
     assert receiver.call("close", ticket=context.ticket)

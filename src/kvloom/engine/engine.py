@@ -25,7 +25,7 @@ from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.pins import Pins
 from kvloom.engine.requests import Requests
-from kvloom.engine.reservations import Reservations
+from kvloom.engine.reservations import MOST, Reservations
 from kvloom.engine.sequence import Sequence
 from kvloom.engine.shipping import Shipping
 from kvloom.engine.tuner import QuotaTuner
@@ -33,7 +33,7 @@ from kvloom.kv.pool import Pool
 
 _log = logging.getLogger(__name__)
 
-MAX_RESERVED: Final = 256  # sequences a model's cache can hold beyond those that run
+MAX_RESERVED: Final = MOST + 1  # a cache's rows beyond those that run: reservations, and one for a send
 
 
 class Engine:

@@ -14,7 +14,7 @@ from kvloom.core.verbs import Lease, Prepared, PrepRecv
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.cache import ModelCache
 
-MOST = 255  # of one model: its cache has rows for no more beside those that run, and one for a send
+MOST = 255  # of one model
 _LEASES = 10  # that a reservation may have in all: two units' rooms could wait for each other for ever
 _AGAIN = 0.02  # seconds until a ticket that a sender still writes for is closed again
 
@@ -128,14 +128,12 @@ class Reservations:
         if begin > received:
             raise BadRequest(f"begin: {begin} is past the {received} tokens received", param="begin")
         del self._open[body.request]
-        if not self._transport.close(answer.address.ticket):
-            self._close_again(reservation)
+        if not self._close(reservation):
             raise BadRequest(
                 "begin: tokens were still being sent, and what they went to is given up; start_generate "
                 "comes after remote_send's answer",
                 param="begin",
             )
-        self._keep(reservation, received)
 
     def release(self, request: str) -> None:
         """Give up a reservation, but keep what has been received cached; unknown ones are fine."""
@@ -157,18 +155,17 @@ class Reservations:
         for reservation in late:
             self._close(reservation)
 
-    def _close(self, reservation: Reservation) -> None:
+    def _close(self, reservation: Reservation) -> bool:
+        """False where a sender still writes: it has been told to stop, and soon `expire` tries again."""
         ticket = reservation.answer.address.ticket
         received = self._transport.received(ticket)
-        if self._transport.close(ticket):
+        closed = self._transport.close(ticket)
+        if closed:
             self._keep(reservation, received)
         else:
-            self._close_again(reservation)
-
-    def _close_again(self, reservation: Reservation) -> None:
-        """Soon: a sender is writing, and has been told to stop."""
-        reservation.due = self._clock.now() + _AGAIN
-        self._closing.append(reservation)
+            reservation.due = self._clock.now() + _AGAIN
+            self._closing.append(reservation)
+        return closed
 
     def _keep(self, reservation: Reservation, received: int) -> None:
         """Nobody writes any more: what has been received is cached from now on, and the room is nobody's."""

@@ -108,7 +108,7 @@ class Shipping:
             await shipment.arrived()
         finally:
             await self._settle(queue, body.request, outbound)
-        return Sent(cached=max(0, min(cached, end) - begin), computed=end - max(begin, min(cached, end)))
+        return Sent(cached=max(0, cached - begin), computed=end - max(begin, cached))
 
     def _send_cached(self, queue: ModelQueue, body: RemoteSend, outbound: Outbound) -> int:
         """All at once where all is cached; otherwise nothing yet."""

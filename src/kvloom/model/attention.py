@@ -12,7 +12,6 @@ from transformers import AttentionInterface
 
 from kvloom.core.errors import ConfigError
 from kvloom.core.plan import PageCopy, Plan
-from kvloom.core.shipment import PlannedSend
 from kvloom.kernels import cpu, reference
 
 NAME = "kvloom"
@@ -67,9 +66,9 @@ class ForwardState:
             source, target = self.page_map[copy.source].flatten(), self.page_map[copy.target].flatten()
             self.arena[target, :, : copy.tokens] = self.arena[source, :, : copy.tokens]
 
-    def send(self, layer: int, sends: tuple[PlannedSend, ...]) -> None:
+    def send(self, layer: int) -> None:
         """Put what this layer has written for peers on its way."""
-        for send in sends:
+        for send in self.plan.sends:
             send.shipment.put(send.parcel(self.plan.page_map, layer))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -88,8 +87,7 @@ class ForwardState:
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         write = cpu.write_kv if self.native else reference.write_kv
         write(self.arena, self.page_map, layer, k, v, self.slot_page, self.slot_offset)
-        if self.plan.sends:
-            self.send(layer, self.plan.sends)
+        self.send(layer)
 
     def _decode(self, layer: int, q: Tensor, out: Tensor, scoring: Scoring) -> None:
         decode = cpu.decode_attention if self.native else reference.decode_attention

@@ -47,7 +47,7 @@ class Straight:
         if self._few is not None and self._few.takes(tokens, kept):
             logits = self._few(tokens, kept, now, threads)
             for layer in self._parts.layers:
-                state.send(layer.index, state.plan.sends)
+                state.send(layer.index)
             return logits
         return self._decode(torch.from_numpy(tokens), padded(kept), now, threads, state)
 
@@ -77,8 +77,7 @@ class Straight:
                 now[i : i + 1], qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4
             )
             attend_all.at(now[i : i + 1].ctypes.data, threads)
-            if state.plan.sends:
-                state.send(layer.index, state.plan.sends)
+            state.send(layer.index)
             x = layer.finish(x, mixed)
         logits: Tensor = parts.head(parts.norm(x[kept]))
         return logits

@@ -118,6 +118,7 @@ class Call:
 
     async def _generate(self, replica: Replica, begin: int) -> Frames:
         body = replace(self.body, begin=begin) if begin else self.body
+        spent = self._computed if begin else 0
         left = len(self.prompt) - resolve(begin, len(self.prompt), "begin")
         self._fleet.note(self.prompt, replica)
         try:
@@ -126,11 +127,11 @@ class Call:
                     async for frame in frames:
                         self._let_go(replica, "room")  # the engine has taken it over
                         self.answered = self.answered or bool(frame)
-                        yield _less_cached(frame, self._computed) if begin and self._computed else frame
+                        yield _less_cached(frame, spent)
                         if frame:
                             break
                 async for frame in frames:
-                    yield _less_cached(frame, self._computed) if begin and self._computed else frame
+                    yield _less_cached(frame, spent)
         except GeneratorExit:  # closing the engine's stream has ended the request there
             self._let_go(replica, "work")
             raise
@@ -199,6 +200,8 @@ class Call:
 
 def _less_cached(frame: list[Event], computed: int) -> list[Event]:
     """What was received had been computed for this very request: the cache has not spared it."""
+    if not computed:
+        return frame
     return [
         replace(event, cached_tokens=max(0, event.cached_tokens - computed))
         if isinstance(event, EndEvent)

@@ -52,15 +52,7 @@ class NixlTransport:
 
     def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> NixlShipment:
         where = _decode(peer)
-        room = Room.of(
-            address,
-            begin,
-            end,
-            own_blocks=self._arena.blocks,
-            own_block_bytes=self._arena.block_bytes,
-            peer_blocks=where.blocks,
-            peer_block_bytes=where.block_bytes,
-        )
+        room = Room.of(address, begin, end, own=self._arena, peer=where)
         if self._agents.get(peer.unit) != where.agent:
             self.forget(peer.unit)
             self._agents[peer.unit] = where.agent

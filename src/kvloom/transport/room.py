@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,16 @@ from kvloom.core.address import KVAddress, KVForm
 from kvloom.core.arrays import I32
 from kvloom.core.errors import BadRequest
 from kvloom.core.shipment import Parcel
+
+
+class Blocks(Protocol):
+    """An arena, or what is told of one."""
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +44,8 @@ class Room:
         begin: int,
         end: int,
         *,
-        own_blocks: int,
-        own_block_bytes: int,
-        peer_blocks: int,
-        peer_block_bytes: int,
+        own: Blocks,
+        peer: Blocks,
     ) -> Room:
         """Raises BadRequest where the address cannot be the peer's, or [begin, end) is not in it."""
         if not address.begin <= begin <= end <= address.end:
@@ -44,13 +53,13 @@ class Room:
                 f"begin, end: tokens [{begin}, {end}) are not all in the address' "
                 f"[{address.begin}, {address.end})"
             )
-        if own_block_bytes != peer_block_bytes:
-            raise BadRequest(f"peer: blocks of {peer_block_bytes} bytes; here they have {own_block_bytes}")
-        token_bytes = _token_bytes(address.form, own_block_bytes)
-        blocks = _blocks(address, peer_blocks)
-        allowed = np.zeros(peer_blocks, dtype=np.bool_)
+        if own.block_bytes != peer.block_bytes:
+            raise BadRequest(f"peer: blocks of {peer.block_bytes} bytes; here they have {own.block_bytes}")
+        token_bytes = _token_bytes(address.form, own.block_bytes)
+        blocks = _blocks(address, peer.blocks)
+        allowed = np.zeros(peer.blocks, dtype=np.bool_)
         allowed[blocks] = True
-        return Room(own_block_bytes, address.form.tokens_per_block, token_bytes, own_blocks, allowed)
+        return Room(own.block_bytes, address.form.tokens_per_block, token_bytes, own.blocks, allowed)
 
     def check(self, parcel: Parcel) -> None:
         """Raises BadRequest where a parcel leaves the room: an error of this unit, not of the peer."""

@@ -51,15 +51,7 @@ class ShmTransport:
 
     def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> ShmShipment:
         reached = self._reach(peer)
-        room = Room.of(
-            address,
-            begin,
-            end,
-            own_blocks=self._arena.blocks,
-            own_block_bytes=self._arena.block_bytes,
-            peer_blocks=reached.blocks,
-            peer_block_bytes=reached.block_bytes,
-        )
+        room = Room.of(address, begin, end, own=self._arena, peer=reached)
         reached.ledger.claim(address.ticket, begin, end)
         return ShmShipment(self._plane, reached, room, address.ticket, begin, end)
 
