@@ -1,0 +1,1 @@
+"""How long jobs take: on machines that were measured, and on devices that are only known by their sheets."""

@@ -1,0 +1,55 @@
+"""A model's shape: all that its cost depends on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvloom.core.geometry import Geometry
+
+_Count = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class ModelShape(Struct, frozen=True, kw_only=True):
+    """A decoder of `layers` like layers. gated: the MLP has three matrices, not two. tied: the head is the
+    embedding. itemsize: bytes of a weight, and of a number in the KV cache."""
+
+    layers: _Count
+    hidden: _Count
+    heads: _Count
+    kv_heads: _Count
+    head_dim: _Count
+    ffn: _Count
+    vocab: _Count
+    itemsize: Annotated[int, Meta(ge=1, le=8)] = 2
+    gated: bool = True
+    tied: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's matrices."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+
+    def geometry(self, block_bytes: int) -> Geometry:
+        return Geometry(
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            itemsize=self.itemsize,
+            block_bytes=block_bytes,
+        )

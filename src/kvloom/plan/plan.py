@@ -1,0 +1,52 @@
+"""A plan: units, the models on each, and what is expected of them. `serve` and `simulate` both take it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvloom.cost.shape import ModelShape
+
+PLAN_VERSION = 1
+
+_Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+_Rate = Annotated[float, Meta(ge=0.0)]
+
+
+class PlannedModel(Struct, frozen=True, kw_only=True):
+    """A model on a unit. path: its checkpoint, where there is one. rate: requests a second that come to it
+    here; throughput: requests a second that it is expected to answer. prompt, output: mean tokens. Shares are
+    of the unit's compute; quota: of its KV blocks."""
+
+    name: str
+    path: str | None
+    shape: ModelShape
+    rate: _Rate
+    prompt: float
+    output: float
+    prefill_share: _Share
+    decode_share: _Share
+    quota: _Share
+    throughput: _Rate
+
+
+class PlannedUnit(Struct, frozen=True, kw_only=True):
+    """`gpus` devices of kind `device` on one node work as one. kv_bytes: its pool, over all of them."""
+
+    name: str
+    node: str
+    device: str
+    gpus: Annotated[int, Meta(ge=1)]
+    kv_bytes: int
+    models: tuple[PlannedModel, ...]
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """throughput: the sum of what each model is expected to answer, at most its rate. made_by: how, in one
+    line."""
+
+    version: int = PLAN_VERSION
+    units: tuple[PlannedUnit, ...]
+    throughput: float
+    made_by: str

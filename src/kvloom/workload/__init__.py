@@ -1,0 +1,1 @@
+"""What clients ask for and when: made, recorded, replayed; and what became of it."""
