@@ -1,0 +1,94 @@
+"""A fleet in virtual time: production engines and router over modelled devices, links and wires."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from kvloom.core.request import ModelCard
+from kvloom.core.spec import EngineSpec
+from kvloom.core.transport import Transport
+from kvloom.cost.shape import ModelShape
+from kvloom.cost.work import CostModel
+from kvloom.engine.engine import Engine
+from kvloom.router.program import Program
+from kvloom.router.router import Router
+from kvloom.sim.clock import LoopClock
+from kvloom.sim.executor import ModelledExecutor
+from kvloom.sim.wire import ModelledWire
+
+CONTEXT = 8192  # tokens, of a model whose spec sets none
+DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
+
+Links = Callable[[str, ModelledExecutor], Transport]  # a unit's end of the KV plane, by its name
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedUnit:
+    """One engine to be. shapes: by model of the spec. compute: units that its devices are shared out in."""
+
+    spec: EngineSpec
+    shapes: Mapping[str, ModelShape]
+    compute: int
+    cost: CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFleet:
+    router: Router
+    engines: Mapping[str, Engine]
+
+
+@asynccontextmanager
+async def simulated(
+    units: Sequence[SimulatedUnit], program: Program, links: Links, *, delay: float = 0.0003
+) -> AsyncIterator[SimulatedFleet]:
+    """The fleet while it runs, on a virtual loop. delay: of the wire, in seconds, one way."""
+    clock = LoopClock(asyncio.get_running_loop())
+    engines: dict[str, Engine] = {}
+    for unit in units:
+        executor = _executor(unit)
+        engines[unit.spec.unit] = Engine(executor, links(unit.spec.unit, executor), unit.spec, clock)
+    async with asyncio.TaskGroup() as group:
+        for engine in engines.values():
+            group.create_task(engine.run())
+        try:
+            wires = {name: ModelledWire(engine, clock, delay) for name, engine in engines.items()}
+            async with Router(wires, program, clock) as router:
+                yield SimulatedFleet(router, engines)
+        finally:
+            for engine in engines.values():
+                await engine.stop()
+
+
+def _executor(unit: SimulatedUnit) -> ModelledExecutor:
+    spec = unit.spec
+    contexts = {model.name: model.max_context or CONTEXT for model in spec.models}
+    return ModelledExecutor(
+        {name: simulated_card(name, shape, contexts[name]) for name, shape in unit.shapes.items()},
+        {name: shape.geometry(spec.block_bytes) for name, shape in unit.shapes.items()},
+        blocks=spec.kv_bytes // spec.block_bytes,
+        compute=unit.compute,
+        cost=unit.cost,
+    )
+
+
+def simulated_card(name: str, shape: ModelShape, context: int) -> ModelCard:
+    """The card of a model of which only the shape is known."""
+    return ModelCard(
+        name=name,
+        path="",
+        context_length=context,
+        vocab_size=shape.vocab,
+        tokenizer="{}",
+        chat_template=None,
+        special_tokens={},
+        eos_token_ids=(),
+        bos_token_id=None,
+        add_bos=False,
+        architecture="",
+        parameters=shape.parameters,
+        dtype=DTYPES[shape.itemsize],
+    )

@@ -1,0 +1,55 @@
+"""Plays a workload to a server, and tells what became of each ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+
+from kvloom.core.client import Generator
+from kvloom.core.clock import Clock
+from kvloom.core.errors import KvloomError
+from kvloom.core.request import EndEvent, StartGenerate, TokenEvent
+from kvloom.core.sampling import SamplingParams
+from kvloom.workload.ask import Ask, Outcome
+
+Prompts = Callable[[int, Ask], list[int]]  # the token ids of an ask, by its number
+
+
+async def play(
+    server: Generator, asks: Iterable[Ask], prompts: Prompts, clock: Clock, tell: Callable[[Outcome], None]
+) -> None:
+    """Open loop: each ask goes out at its time, whatever became of those before. Asks come in order."""
+    begin = clock.now()
+    async with asyncio.TaskGroup() as group:
+        for number, ask in enumerate(asks):
+            wait = begin + ask.at - clock.now()
+            if wait > 0:
+                await clock.sleep(wait)
+            group.create_task(_play(server, number, ask, prompts, clock, tell))
+
+
+async def _play(
+    server: Generator, number: int, ask: Ask, prompts: Prompts, clock: Clock, tell: Callable[[Outcome], None]
+) -> None:
+    body = StartGenerate(
+        model=ask.model,
+        request=f"ask-{number}",
+        prompt=prompts(number, ask),
+        sampling=SamplingParams(max_tokens=ask.output, seed=number),
+        priority=ask.priority,
+    )
+    begin, first, last, tokens, cached, problem = clock.now(), None, None, 0, 0, ""
+    try:
+        async with aclosing(server.start_generate(body)) as frames:
+            async for frame in frames:
+                for event in frame:
+                    if isinstance(event, TokenEvent):
+                        tokens += 1
+                        last = clock.now() - begin
+                        first = last if first is None else first
+                    elif isinstance(event, EndEvent):
+                        cached, problem = event.cached_tokens, event.message
+    except KvloomError as error:
+        problem = error.message
+    tell(Outcome(ask=ask, first=first, end=last, tokens=tokens, cached=cached, error=problem))

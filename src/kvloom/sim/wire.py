@@ -1,0 +1,64 @@
+"""Calls to an engine of the virtual world: direct, with the time that a wire takes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import TypeVar
+
+from kvloom.core.client import EngineClient
+from kvloom.core.clock import Clock
+from kvloom.core.load import UnitLoad
+from kvloom.core.request import Event, ModelCard, StartGenerate
+from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+
+T = TypeVar("T")
+
+
+class ModelledWire:
+    """Satisfies `EngineClient`. delay: seconds of one way. A stream's frames come without one, so that they
+    keep their distances; its first one has both ways behind it."""
+
+    def __init__(self, engine: EngineClient, clock: Clock, delay: float) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._delay = delay
+
+    async def _there_and_back(self, call: Awaitable[T]) -> T:
+        await self._clock.sleep(self._delay)
+        answer = await call
+        await self._clock.sleep(self._delay)
+        return answer
+
+    async def models(self) -> list[ModelCard]:
+        return await self._there_and_back(self._engine.models())
+
+    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        await self._clock.sleep(2 * self._delay)
+        async with aclosing(self._engine.start_generate(body)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        await self._there_and_back(self._engine.abort(request, choice))
+
+    async def prep_recv(self, body: PrepRecv) -> Prepared:
+        return await self._there_and_back(self._engine.prep_recv(body))
+
+    async def remote_send(self, body: RemoteSend) -> Sent:
+        return await self._there_and_back(self._engine.remote_send(body))
+
+    async def renew(self, request: str) -> Lease:
+        return await self._there_and_back(self._engine.renew(request))
+
+    async def pin(self, body: Prefix) -> Held:
+        return await self._there_and_back(self._engine.pin(body))
+
+    async def unpin(self, body: Prefix) -> Held:
+        return await self._there_and_back(self._engine.unpin(body))
+
+    async def evict(self, body: Prefix) -> Held:
+        return await self._there_and_back(self._engine.evict(body))
+
+    async def load(self) -> UnitLoad:
+        return await self._there_and_back(self._engine.load())
