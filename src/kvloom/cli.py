@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args
@@ -103,6 +103,7 @@ def _add_serve(commands: Commands) -> None:
     serve.add_argument("--kv-memory", metavar="SIZE", help="the KV pool's size, as 512MiB or 2GB (auto)")
     serve.add_argument("--policy", metavar="P", help=f"{', '.join(get_args(Policy))} (adbs)")
     serve.add_argument("--api-key-file", metavar="F", help="serve only who knows one of its keys, one a line")
+    serve.set_defaults(run=run_serve)
 
 
 def _add_program(commands: Commands) -> None:
@@ -125,6 +126,7 @@ def _add_program(commands: Commands) -> None:
         action.add_argument(
             "--api-key-file", type=Path, metavar="F", help="the server's API keys, one a line"
         )
+        action.set_defaults(run=run_program)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,13 +134,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         Parser(prog=f"kvloom {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return serve(options) if options.command == "serve" else program(options)
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
     except ConfigError as error:
         print(f"kvloom: {error.message}", file=sys.stderr)
         return USAGE_ERROR
 
 
-def serve(options: argparse.Namespace) -> int:
+def run_serve(options: argparse.Namespace) -> int:
     from kvloom.config_file import load_config  # noqa: PLC0415  (--help and --version need none of it)
     from kvloom.machine import Machine  # noqa: PLC0415
     from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
@@ -154,7 +157,7 @@ def serve(options: argparse.Namespace) -> int:
     return serve_fleet(config)
 
 
-def program(options: argparse.Namespace) -> int:
+def run_program(options: argparse.Namespace) -> int:
     from kvloom import admin  # noqa: PLC0415
 
     try:
