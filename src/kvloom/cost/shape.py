@@ -13,7 +13,8 @@ _Count = Annotated[int, Meta(ge=1, lt=2**31)]
 
 class ModelShape(Struct, frozen=True, kw_only=True):
     """A decoder of `layers` like layers. gated: the MLP has three matrices, not two. tied: the head is the
-    embedding. itemsize: bytes of a weight, and of a number in the KV cache."""
+    embedding. itemsize: bytes of a weight, and of a number in the KV cache. experts: MLPs of a layer, each
+    `ffn` wide, of which a token goes through `active`."""
 
     layers: _Count
     hidden: _Count
@@ -25,12 +26,23 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     itemsize: Annotated[int, Meta(ge=1, le=8)] = 2
     gated: bool = True
     tied: bool = False
+    experts: _Count = 1
+    active: _Count = 1
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's q, k, v and output matrices."""
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one MLP."""
+        return self.hidden * self.ffn * (3 if self.gated else 2)
 
     @property
     def layer_parameters(self) -> int:
         """Weights of one layer's matrices."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
+        return self.attention_parameters + self.experts * self.expert_parameters
 
     @property
     def parameters(self) -> int:

@@ -35,6 +35,19 @@ class Work:
         pairs = int(appends @ starts) + int(appends @ (appends + 1)) // 2
         return Work(model, phase, share, appends.size, tokens, drawn, pairs, context)
 
+    def next(self) -> Work:
+        """The step that follows this decode step."""
+        return Work(
+            self.model,
+            self.phase,
+            self.share,
+            self.batch,
+            self.tokens,
+            self.drawn,
+            self.pairs + self.batch,
+            self.context + self.batch,
+        )
+
     @staticmethod
     def prefill(model: str, share: float, lengths: Sequence[int]) -> Work:
         """Whole prompts of these lengths at once."""

@@ -1,0 +1,90 @@
+"""Least squares for a cost model's constants, all of which are positive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+F64 = npt.NDArray[np.float64]
+Predict = Callable[[F64], F64]  # constants [C] → seconds [R]
+
+_EASY: Final = 0.05  # errors beyond it count by their size, not its square: outliers do not decide
+_STEP: Final = 1e-4  # of a logarithm, for slopes
+_MOST: Final = 0.5  # that a logarithm moves at once
+
+
+def fit_log(predict: Predict, seconds: F64, start: F64, *, rounds: int = 100) -> F64:
+    """The positive constants [C], from `start`, for which predict(constants) comes nearest to seconds [R]:
+    by the logarithm of their ratio, after Levenberg (1944) and Marquardt (1963), with weights that tame
+    outliers."""
+    point, damping = np.log(start), 1e-2
+    wrong = _wrong(predict, point, seconds)
+    for _ in range(rounds):
+        slopes = _slopes(predict, point, seconds, wrong)
+        weights = 1.0 / np.sqrt(wrong**2 + _EASY**2)
+        curve, down = slopes.T @ (slopes * weights[:, None]), slopes.T @ (weights * wrong)
+        better = None
+        while better is None and damping < 1e9:
+            steps = np.linalg.solve(curve + damping * np.diag(np.diag(curve) + 1e-9), -down)
+            moved = point + np.clip(steps, -_MOST, _MOST)
+            then = _wrong(predict, moved, seconds)
+            if _loss(then) < _loss(wrong):
+                better = then
+            else:
+                damping *= 4.0
+        if better is None:
+            break
+        gained = 1.0 - _loss(better) / _loss(wrong)
+        point, wrong, damping = moved, better, max(damping / 3.0, 1e-9)
+        if gained < 1e-7:
+            break
+    return np.exp(point)
+
+
+def fit_positive(features: F64, seconds: F64) -> F64:
+    """The coefficients ≥ 0 [C] for which features [R, C] @ coefficients comes nearest to seconds [R] by the
+    ratio. The active set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23)."""
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0.0] = 1.0
+    a, b = features / scale / seconds[:, None], np.ones(len(seconds))
+    out, held = np.zeros(a.shape[1]), np.zeros(a.shape[1], bool)  # held: those that may be more than 0
+    for _ in range(3 * a.shape[1]):
+        gain = np.where(held, -np.inf, a.T @ (b - a @ out))
+        if gain.max(initial=-np.inf) <= 1e-9:
+            break
+        held[gain.argmax()] = True
+        while True:
+            best = np.zeros_like(out)
+            best[held] = np.linalg.lstsq(a[:, held], b, rcond=None)[0]
+            falling = held & (best <= 0.0)
+            if not falling.any():
+                break
+            way = (out[falling] / (out[falling] - best[falling])).min()
+            out = out + way * (best - out)
+            held &= out > 1e-12
+            out[~held] = 0.0
+        out = best
+    coefficients: F64 = out / scale
+    return coefficients
+
+
+def _wrong(predict: Predict, point: F64, seconds: F64) -> F64:
+    wrong: F64 = np.log(predict(np.exp(point)) / seconds)
+    return wrong
+
+
+def _slopes(predict: Predict, point: F64, seconds: F64, wrong: F64) -> F64:
+    """[R, C]: how each error changes with each logarithm."""
+    slopes = np.empty((len(wrong), len(point)))
+    for i in range(len(point)):
+        moved = point.copy()
+        moved[i] += _STEP
+        slopes[:, i] = (_wrong(predict, moved, seconds) - wrong) / _STEP
+    return slopes
+
+
+def _loss(wrong: F64) -> float:
+    return float(np.sum(np.sqrt(wrong**2 + _EASY**2) - _EASY))
