@@ -62,7 +62,7 @@ def _reason(error: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "missing":
         return "is missing" + _NEEDED.get((str(where[0]), str(where[-1])), "")
     if kind == "model_type":
-        return f"{_show(error.get('input'))}; {_SECTIONS[context['class_name']]} is right"
+        return f"{_show(error.get('input'))}; {_SECTIONS.get(context['class_name'], 'a mapping')} is right"
     if kind == "value_error":
         return str(context["error"])
     wanted = _WANTED.get(kind)
