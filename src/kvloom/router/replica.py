@@ -53,6 +53,14 @@ class Replica:
         """Tokens."""
         return self.queue + CALL_TOKENS * self.calls
 
+    def begin_call(self) -> None:
+        self.calls += 1
+        self._unit.begin_call()
+
+    def end_call(self) -> None:
+        self.calls -= 1
+        self._unit.end_call()
+
     @contextmanager
     def computing(self, tokens: int) -> Iterator[None]:
         self.queue += tokens

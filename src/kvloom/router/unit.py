@@ -19,7 +19,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # between two times that a lost unit is a
 
 class Unit:
     """admit: called with the cards whenever the unit comes up, and raises KvloomError where it must stay out.
-    lost: called whenever it goes down. `problem` says why it is down."""
+    lost: called whenever it goes down. `problem` says why it is down. withdrawn: it is, or starts so."""
 
     def __init__(
         self,
@@ -29,16 +29,20 @@ class Unit:
         *,
         admit: Callable[[Unit, Sequence[ModelCard]], None],
         lost: Callable[[Unit], None],
+        withdrawn: bool = False,
     ) -> None:
         self.name = name
         self.client = client
         self.replicas: dict[str, Replica] = {}
         self.up = False
         self.problem: KvloomError | None = None
+        self.withdrawn = withdrawn
+        self.calls = 0  # in flight there, of all its models
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._clock = clock
         self._admit = admit
         self._lost = lost
-        self._withdrawn = False
         self._to_be_asked = asyncio.Event()
         self._checking = asyncio.Lock()
         self._answered_at = clock.now()
@@ -54,7 +58,7 @@ class Unit:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def ask(self) -> None:
-        """Learn what it serves. It is up where it answers, unless it was withdrawn meanwhile."""
+        """Learn what it serves. It is up where it answers, unless it is withdrawn."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 cards = await self.client.models()
@@ -62,14 +66,12 @@ class Unit:
         except (KvloomError, TimeoutError) as error:
             self._lose(error)
             return
-        if self._withdrawn:
-            return
         for card in cards:
             known = self.replicas.setdefault(card.name, Replica(self, card))
             known.card = card
         for gone in self.replicas.keys() - {card.name for card in cards}:
             del self.replicas[gone]
-        self.up, self.problem = True, None
+        self.up, self.problem = not self.withdrawn, None
         self._to_be_asked.clear()
 
     async def check(self) -> None:
@@ -90,16 +92,29 @@ class Unit:
             self._lose(error)
             return None
 
+    def begin_call(self) -> None:
+        self.calls += 1
+        self._empty.clear()
+
+    def end_call(self) -> None:
+        self.calls -= 1
+        if not self.calls:
+            self._empty.set()
+
+    async def emptied(self) -> None:
+        """Until no call is in flight there."""
+        await self._empty.wait()
+
     def withdraw(self) -> None:
         """Down until it is admitted, however well it answers."""
-        self._withdrawn = True
+        self.withdrawn = True
         self.up = False
         self._to_be_asked.clear()
         self._lost(self)
 
     async def admit(self) -> None:
         """Undoes `withdraw`. The unit may be a new process."""
-        self._withdrawn = False
+        self.withdrawn = False
         self._lost(self)
         await self.ask()
 
@@ -107,5 +122,5 @@ class Unit:
         self.up = False
         self.problem = error if isinstance(error, KvloomError) else None
         self._lost(self)
-        if not self._withdrawn:
+        if not self.withdrawn:
             self._to_be_asked.set()
