@@ -45,7 +45,7 @@ SET: Final = ("bandwidth", "attention")
 # Fitted by tools/fit_cost_model.py to all rows of the A100 profile that was published with MuxServe.
 FITTED: Final = Constants(
     compute=0.64,
-    full=0.88,
+    full=0.881,
     ease=0.271,
     link=0.204,
     hop=35.1e-6,
