@@ -13,7 +13,7 @@ from kvloom.core.errors import KvloomError, PromptTooLong, QueueFull
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate, TokenEvent
 from kvloom.core.sampling import SamplingParams
-from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 from kvloom.serve.server import Server
 
 CARD = ModelCard(
@@ -62,11 +62,11 @@ class ScriptedEngine:
     async def renew(self, request: str) -> Lease:
         return Lease(lease=float(len(request)))
 
-    async def pin(self, body: Prefix) -> Held:
-        return Held(tokens=len(body.prompt))
+    async def pin(self, body: Pin) -> Pinned:
+        return Pinned(tokens=len(body.prompt), lease=body.lease or 3.0)
 
-    async def unpin(self, body: Prefix) -> Held:
-        return Held(tokens=len(body.prompt) + 1)
+    async def unpin(self, request: str) -> Held:
+        return Held(tokens=len(request) + 1)
 
     async def evict(self, body: Prefix) -> Held:
         return Held(tokens=len(body.prompt) + 2)

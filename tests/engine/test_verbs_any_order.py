@@ -13,7 +13,7 @@ from msgspec import structs
 
 from kvloom.core.errors import KvloomError
 from kvloom.core.request import StartGenerate
-from kvloom.core.verbs import Prefix, Prepared, PrepRecv
+from kvloom.core.verbs import Pin, Prefix, Prepared, PrepRecv
 from tests.modelled import ask, expected, turns
 from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units
 
@@ -61,9 +61,13 @@ class Walk:
                 await here.engine.abort(name)
             case "renew":
                 await self.attempt(here.engine.renew(name))
-            case "pin" | "unpin" | "evict":
+            case "pin":
+                await self.attempt(self.pin(here, request, number))
+            case "unpin":
+                await here.engine.unpin(name)
+            case "evict":
                 prefix = Prefix(model=MODEL, prompt=tokens[: number % (len(tokens) + 1)])
-                await self.attempt(getattr(here.engine, what)(prefix))
+                await here.engine.evict(prefix)
             case "time":
                 await here.pass_time(number % 40)
             case _:
@@ -85,6 +89,14 @@ class Walk:
     async def prepare(self, here: Unit, request: int, end: int | None) -> None:
         body = PrepRecv(model=MODEL, request=f"r{request}", prompt=self.context(request), end=end)
         self.spots[request] = here, await here.engine.prep_recv(body)
+
+    async def pin(self, here: Unit, request: int, number: int) -> None:
+        """Of this request's context, or of the next one's. The lease is the engine's, or longer."""
+        tokens = self.context((request + number % 2) % REQUESTS)[: number % 40]
+        body = Pin(model=MODEL, request=f"r{request}", prompt=tokens, lease=50 if number % 3 else None)
+        pinned = await here.engine.pin(body)
+        assert pinned.tokens <= len(tokens)
+        assert await here.engine.pin(body) == pinned
 
     async def send(self, here: Unit, request: int, number: int) -> None:
         if request not in self.spots:
@@ -110,23 +122,21 @@ class Walk:
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
-@given(steps=st.lists(STEP, max_size=40), seed=st.integers(0, 1000))
-def test_any_order(steps: list[tuple[str, int, int, int, int]], seed: int) -> None:
+@given(steps=st.lists(STEP, max_size=40), seed=st.integers(0, 1000), blocks=st.sampled_from([100, 150, 300]))
+def test_any_order(steps: list[tuple[str, int, int, int, int]], seed: int, blocks: int) -> None:
+    """In pools of the longest request, of one and a half, and of three."""
+
     async def test() -> None:
-        async with units(UNITS, seed=seed, blocks=100) as members:
+        async with units(UNITS, seed=seed, blocks=blocks) as members:
             walk = Walk(members)
             for what, here, there, request, number in steps:
                 await walk.step(what, members[here], members[there], request, number)
             await asyncio.gather(*walk.tasks)
             assert all(message and "\n" not in message for message in walk.refusals)
-            for unit in members:  # leases end, and what was pinned is let go
-                while unit.engine.pool.available < unit.engine.pool.total and unit.transport.ledger:
-                    await unit.pass_time(31)
-                for request in range(REQUESTS):
-                    context = walk.context(request)
-                    for length in range(len(context) + 1):
-                        prefix = Prefix(model=MODEL, prompt=context[:length])
-                        while (await unit.engine.unpin(prefix)).tokens:
-                            pass
+            for unit in members:  # leases end: what was reserved and pinned is let go
+                await unit.pass_time(51)
+                await unit.settled()
+                assert unit.engine.pool.available == unit.engine.pool.total
+                assert not unit.transport.ledger
 
     run(test)

@@ -49,14 +49,6 @@ class Play(Stage):
             self.account.cache(name).fork_sequence(name[1], child, at)
             self.tokens[name[0], child] = self.tokens[name][:at]
 
-    def pop(self, random: Random) -> None:
-        name = self.pick(random, ships=False)
-        if name:
-            tokens = self.tokens[name]
-            count = random.randint(0, len(tokens))
-            self.account.cache(name).pop_tokens(name[1], count)
-            del tokens[len(tokens) - count :]
-
     # -- the prefix tree ---------------------------------------------------------------------------------
 
     def keep(self, random: Random) -> None:
@@ -81,17 +73,15 @@ class Play(Stage):
         model, tokens = random.choice(_MODELS), self.prompt(random)
         tree = self.pool.caches[model].prefixes
         cached = longest(tree, tokens)
-        assert tree.pin(tokens) == cached
-        if cached:
-            self.pinned.append((model, tokens, cached))
+        path = tree.pin(tokens)
+        assert (path.tokens if path else 0) == cached
+        if path:
+            self.pinned.append((model, tokens, path))
 
     def unpin(self, random: Random) -> None:
-        model, tokens = random.choice(_MODELS), self.prompt(random)
-        if self.pinned and random.random() < 0.8:
-            model, tokens, _ = random.choice(self.pinned)
-        mine = [i for i, pin in enumerate(self.pinned) if pin[:2] == (model, tokens)]
-        found = self.pool.caches[model].prefixes.unpin(tokens)
-        assert found == (self.pinned.pop(mine[-1])[2] if mine else 0)
+        if self.pinned:
+            model, _, path = self.pinned.pop(random.randrange(len(self.pinned)))
+            self.pool.caches[model].prefixes.unpin(path)
 
     def evict(self, random: Random) -> None:
         cache = self.pool.caches[random.choice(_MODELS)]
@@ -166,6 +156,7 @@ class Play(Stage):
             return
         pages = cache.page_list(name[1])[start // cache.geometry.tokens_per_block :]
         assert (blocks == cache.pages.map[pages]).all()
+        cache.pages.promise(cache.page_list(name[1]))
         self.reserved[name] = new
         self.account.receive(name, new)
 
@@ -174,9 +165,7 @@ class Play(Stage):
             return
         name = random.choice(sorted(self.reserved))
         tokens, cache = self.reserved.pop(name), self.account.cache(name)
-        if random.random() < 0.3:
-            cache.cancel_receive(name[1])
-            return
+        cache.pages.unpromise(cache.page_list(name[1]))
         arrived = random.choice([0, len(tokens), random.randint(0, len(tokens))])
         cache.commit_receive(name[1], arrived)
         self.tokens[name] += tokens[:arrived]
@@ -215,6 +204,6 @@ class Play(Stage):
 
 OFTEN = {
     **{"serve": 6, "admit": 4, "begin": 4, "end": 8, "remove": 3, "let_go": 3, "settle": 2, "unpin": 2},
-    **dict.fromkeys(["add", "adopt", "fork", "pop", "keep", "pin", "evict", "abort"], 1),
+    **dict.fromkeys(["add", "adopt", "fork", "keep", "pin", "evict", "abort"], 1),
     **dict.fromkeys(["reserve", "ship", "hold"], 1),
 }

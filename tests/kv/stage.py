@@ -8,6 +8,7 @@ from random import Random
 
 from kvloom.core.errors import OutOfBlocks
 from kvloom.core.plan import Plan
+from kvloom.kv.prefix import PinnedPath
 from tests.kv.account import CONTEXT, GEOMETRIES, SEQUENCES, TOTAL, Account, Contents, Name, after
 from tests.kv.trees import cached_tokens, check_form, longest, nodes
 
@@ -41,7 +42,7 @@ class Stage:
         self.reserved: dict[Name, list[int]] = {}
         self.shipping: dict[Name, Shipping] = {}
         self.held: list[tuple[str, list[int], Contents]] = []
-        self.pinned: list[tuple[str, list[int], int]] = []
+        self.pinned: list[tuple[str, list[int], PinnedPath]] = []
 
     def flying(self) -> set[Name]:
         return {(plan.model, sequence) for plan, _ in self.flights for sequence in plan.sequences}
@@ -182,24 +183,29 @@ class Stage:
                 codes = after(0, path)[len(path) - len(node.tokens) :]
                 places = [(node.page, offset) for offset in range(len(codes))]
                 self.account.check_written(model, dict(zip(places, codes, strict=True)))
-            pinned = sum(node.pins > 0 for _, node in nodes(cache.prefixes))
-            assert cache.prefixes.pinned_blocks == pinned * cache.geometry.blocks_per_page
-        for model, tokens, length in self.pinned:
-            assert longest(self.pool.caches[model].prefixes, tokens) >= length
+            pinned = {node.page for _, node in nodes(cache.prefixes) if node.pins}
+            assert cache.prefixes.pinned_blocks == len(pinned) * cache.geometry.blocks_per_page
+            rooms = [cache.page_list(name[1]) for name in self.reserved if name[0] == model]
+            promised = len(pinned.union(*rooms))
+            assert cache.pages.promised_blocks == promised * cache.geometry.blocks_per_page
+        for model, tokens, pin in self.pinned:
+            assert longest(self.pool.caches[model].prefixes, tokens) >= pin.tokens
 
     def finish(self) -> None:
         """Everybody leaves, and all blocks are there again."""
         for plan, _ in self.flights:
             self.pool.caches[plan.model].abort_forward(plan)
         for name in self.reserved:
-            self.account.cache(name).cancel_receive(name[1])
+            cache = self.account.cache(name)
+            cache.pages.unpromise(cache.page_list(name[1]))
+            cache.commit_receive(name[1], 0)
         self.flights, self.reserved = [], {}
         for name in list(self.tokens):
             self.do_remove(name)
         for model, pages, _ in self.held:
             self.pool.caches[model].let_go(pages)
-        for model, tokens, _ in self.pinned:
-            assert self.pool.caches[model].prefixes.unpin(tokens)
+        for model, _, path in self.pinned:
+            self.pool.caches[model].prefixes.unpin(path)
         self.pool.check()
         assert self.pool.available == TOTAL
         for cache in self.pool.caches.values():

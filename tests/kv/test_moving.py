@@ -73,7 +73,7 @@ def test_a_reservation_takes_what_is_cached_and_no_more() -> None:
     assert cache.prepare_receive(2, 12).shape[0] == 3
     assert (pool.cached, pool.free) == (0, 0)
     assert cache.prefixes.match(list(range(20)), 20)[1] == 8
-    cache.cancel_receive(2)
+    cache.commit_receive(2, 0)
     cache.remove_sequence(2)
     pool.check()
     assert pool.available == pool.total

@@ -102,23 +102,50 @@ def test_a_page_in_use_below_one_that_is_not() -> None:
 def test_pins_are_counted_and_undone_one_by_one() -> None:
     pool = make(blocks=20)
     cache, tokens = pool.caches["m"], list(range(10))
-    assert cache.prefixes.pin(tokens) == cache.prefixes.unpin(tokens) == 0
+    tree = cache.prefixes
+    assert tree.pin(tokens) is None
     serve(cache, tokens)
-    assert cache.prefixes.pin([0, 1, 2, 3, 4, 77]) == 5
-    assert cache.prefixes.pin(tokens) == cache.prefixes.pin(tokens) == 10
-    assert (pool.cached, cache.used_blocks) == (0, 6)
-    assert cache.prefixes.unpin([0, 1, 2, 3, 4]) == 0  # never pinned, by that name
-    assert cache.prefixes.unpin(tokens) == 10
+    part, first, second = tree.pin([0, 1, 2, 3, 4, 77]), tree.pin(tokens), tree.pin(tokens)
+    assert part is not None
+    assert first is not None
+    assert second is not None
+    assert (part.tokens, first.tokens, second.tokens) == (5, 10, 10)
+    assert (pool.cached, cache.used_blocks, tree.pinned_blocks) == (0, 6, 6)
+    tree.unpin(second)
     serve(cache, [9] * 28)
-    assert longest(cache.prefixes, tokens) == 10
-    assert cache.prefixes.unpin(tokens) == 10
-    assert cache.prefixes.unpin(tokens) == 0
-    assert cache.used_blocks == 4
+    assert longest(tree, tokens) == 10
+    tree.unpin(first)
+    assert cache.used_blocks == cache.pages.promised_blocks == tree.pinned_blocks == 4
     pool.check()
     serve(cache, [8] * 32)
-    assert longest(cache.prefixes, tokens) == 8
-    assert cache.prefixes.unpin([0, 1, 2, 3, 4, 77]) == 5
+    assert longest(tree, tokens) == 8
+    tree.unpin(part)
     pool.check()
+    assert pool.available == pool.total
+
+
+def test_a_promise_is_a_holders() -> None:
+    """Pages are counted once, however many have promises of them, and nobody promises what is not held."""
+    pool = make(blocks=20)
+    cache = pool.caches["m"]
+    serve(cache, list(range(8)))
+    pages, _ = cache.prefixes.match(list(range(8)), 8)
+    cache.pages.promise(pages[:1])
+    with pytest.raises(ValueError, match="1 holders, and as many promises"):
+        cache.pages.promise(pages[:1])
+    cache.pages.unpromise(pages[:1])
+    cache.adopt(1, list(range(8)), 8, whole_pages=True)
+    cache.pages.promise(pages)
+    path = cache.prefixes.pin(list(range(8)))
+    assert path is not None
+    assert cache.pages.promised_blocks == cache.prefixes.pinned_blocks == 4
+    pool.check()
+    cache.prefixes.unpin(path)
+    assert (cache.pages.promised_blocks, cache.prefixes.pinned_blocks) == (4, 0)
+    cache.pages.unpromise(pages)
+    with pytest.raises(ValueError, match="promised to nobody"):
+        cache.pages.unpromise(pages)
+    cache.remove_sequence(1)
     assert pool.available == pool.total
 
 
@@ -141,12 +168,13 @@ def test_evict() -> None:
     fill()
     assert tree.evict(trunk[:4]) == 8 + 4 + 1 + 3 + 1
     fill()
-    tree.pin([*trunk, 3])
+    path = tree.pin([*trunk, 3])
+    assert path is not None
     cache.adopt(1, [6] * 5, 5)
     assert tree.evict([]) == 4 + 1 + 3
     pool.check()
     cache.remove_sequence(1)
-    tree.unpin([*trunk, 3])
+    tree.unpin(path)
     assert tree.evict([]) == 9 + 5
     pool.check()
     assert pool.free == pool.total

@@ -23,7 +23,7 @@ from kvloom.core.request import (
     TokenEvent,
     TokenLogprob,
 )
-from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 
 PAGE = 4  # tokens
 LEASE = 3.0
@@ -88,7 +88,12 @@ class World:
         return [
             f"{engine.name}: {what} {request}"
             for engine in self.engines.values()
-            for what, some in (("room", engine.rooms), ("send", engine.sending), ("stream", engine.streams))
+            for what, some in (
+                ("room", engine.rooms),
+                ("send", engine.sending),
+                ("stream", engine.streams),
+                ("pin", engine.pins),
+            )
             for request in some
         ]
 
@@ -109,8 +114,9 @@ class Room:
 
 
 class LedgerEngine:
-    """An `EngineClient`. down: cannot be reached. free: tokens that may be reserved together. pace: turns of
-    the event loop that a send takes. gate: streams wait for it after each token; answers: `models` does."""
+    """An `EngineClient`. down: cannot be reached. free: tokens that may be reserved together. pins: tokens, by
+    request. pace: turns of the event loop that a send takes. gate: streams wait for it after each token;
+    answers: `models` does."""
 
     def __init__(self, name: str, world: World, cards: tuple[ModelCard, ...]) -> None:
         self.name = name
@@ -124,6 +130,7 @@ class LedgerEngine:
         self.answers.set()
         self.refusal: KvloomError | None = None
         self.rooms: dict[str, Room] = {}
+        self.pins: dict[str, int] = {}
         self.sending: set[str] = set()
         self.streams: dict[str, set[int]] = {}  # and the choices that have been aborted
         self.cached: list[list[int]] = []
@@ -138,6 +145,7 @@ class LedgerEngine:
     def restart(self) -> None:
         """A new process in the old one's place: all gone."""
         self.rooms.clear()
+        self.pins.clear()
         self.sending.clear()
         self.streams.clear()
         self.cached.clear()
@@ -221,7 +229,7 @@ class LedgerEngine:
     async def renew(self, request: str) -> Lease:
         self._reach()
         self.renewals += 1
-        if request not in self.rooms:
+        if request not in self.rooms and request not in self.pins:
             raise BadRequest(f"nothing is reserved for request {request}")
         return Lease(lease=LEASE)
 
@@ -271,14 +279,24 @@ class LedgerEngine:
             self.streams.get(request, set()).add(choice)
             return
         self.rooms.pop(request, None)
+        self.pins.pop(request, None)
         self._stopped.add(request)
         self.streams.get(request, set()).update(range(128))
 
-    async def pin(self, body: Prefix) -> Held:
-        return Held(tokens=self._matched(body.prompt, len(body.prompt)))
+    async def pin(self, body: Pin) -> Pinned:
+        late = await self._enter("pin", end=len(body.prompt))
+        self._serves(body.model)
+        tokens = self._matched(body.prompt, len(body.prompt))
+        if tokens:
+            self.pins[body.request] = tokens
+        else:
+            self.pins.pop(body.request, None)
+        await asyncio.sleep(0)
+        self._fail(late)
+        return Pinned(tokens=tokens, lease=LEASE)
 
-    async def unpin(self, body: Prefix) -> Held:
-        return Held(tokens=self._matched(body.prompt, len(body.prompt)))
+    async def unpin(self, request: str) -> Held:
+        return Held(tokens=self.pins.pop(request, 0))
 
     async def evict(self, body: Prefix) -> Held:
         return Held(tokens=0)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
-from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 
 
 class Generator(Protocol):
@@ -23,8 +23,8 @@ class Generator(Protocol):
         step, before any event."""
 
     async def abort(self, request: str, choice: int | None = None) -> None:
-        """End a request, or one choice of it, and give back what it has reserved, wherever it stands; unknown
-        or ended ones are fine."""
+        """End a request, or one choice of it, and give back what it has reserved or pinned, wherever it
+        stands; unknown or ended ones are fine."""
 
 
 class Server(Generator, Protocol):
@@ -42,12 +42,13 @@ class EngineClient(Generator, Protocol):
     async def remote_send(self, body: RemoteSend) -> Sent: ...
 
     async def renew(self, request: str) -> Lease:
-        """Raises BadRequest where nothing is reserved for `request`."""
+        """Raises BadRequest where nothing is reserved or pinned for `request`."""
 
-    async def pin(self, body: Prefix) -> Held:
-        """Keep what is cached of the prefix until `unpin`, which undoes one `pin`."""
+    async def pin(self, body: Pin) -> Pinned:
+        """Raises OutOfBlocks where the longest request would find no room beside what is promised."""
 
-    async def unpin(self, body: Prefix) -> Held: ...
+    async def unpin(self, request: str) -> Held:
+        """Unknown requests are fine."""
 
     async def evict(self, body: Prefix) -> Held:
         """Drop what is cached of the prefix and past it, as far as nobody uses it."""

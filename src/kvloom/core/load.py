@@ -7,16 +7,20 @@ from msgspec import Struct
 
 class ModelLoad(Struct, frozen=True, kw_only=True):
     """One model's share of a unit. Blocks are the pool's; counts since start end in `_total`. used: held by
-    sequences and reservations; cached: held by none, and taken when they are needed. cached_tokens_total:
-    tokens that were not computed because they were cached."""
+    sequences, reservations and pins; cached: held by none, and taken when they are needed; pinned: those of
+    the used ones that a pin keeps. cached_tokens_total: tokens that were not computed because they were
+    cached here, before anyone sent them for the request itself. received_tokens_total: tokens whose K and V
+    peers have written here."""
 
     waiting: int
     running: int
     used_blocks: int
     cached_blocks: int
+    pinned_blocks: int
     quota_blocks: int
     prompt_tokens_total: int
     cached_tokens_total: int
+    received_tokens_total: int
     output_tokens_total: int
     preemptions_total: int
     prefill_jobs_total: int

@@ -6,10 +6,14 @@ end. Every verb may be called again with the same body and then answers the same
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
 
 from kvloom.core.address import Endpoint, KVAddress, KVForm
 from kvloom.core.request import Prompt, RequestId, TokenId
+
+LONGEST_PIN: Final = 3600  # seconds
 
 
 class PrepRecv(Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -55,15 +59,39 @@ class Sent(Struct, frozen=True, kw_only=True):
     computed: int
 
 
+class Pin(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Keep what is cached of `prompt` for `request`, which need not be one that generates here: until `unpin`
+    or `abort` of that id, and no longer than `lease` seconds from each `renew` on, the engine's own lease
+    where it is left out. A request has one pin: of another prompt it takes the first one's place."""
+
+    model: str
+    request: RequestId
+    prompt: list[TokenId]
+    lease: Annotated[int, Meta(ge=1, le=LONGEST_PIN)] | None = None
+
+
+class Pinned(Struct, frozen=True, kw_only=True):
+    """prompt[:tokens] is kept for `lease` seconds from now. 0 tokens: nothing was cached, nothing is kept."""
+
+    tokens: int
+    lease: float
+
+
+class Unpin(Struct, frozen=True, kw_only=True):
+    """Undo the request's pin, if there is one."""
+
+    request: RequestId
+
+
 class Prefix(Struct, frozen=True, kw_only=True):
-    """Body of pin, unpin and evict."""
+    """Body of evict."""
 
     model: str
     prompt: list[TokenId]
 
 
 class Held(Struct, frozen=True, kw_only=True):
-    """Answer to pin, unpin and evict: the tokens it was done to."""
+    """Answer to unpin and evict: the tokens it was done to."""
 
     tokens: int
 
@@ -73,6 +101,7 @@ class Renew(Struct, frozen=True, kw_only=True):
 
 
 class Lease(Struct, frozen=True, kw_only=True):
-    """Seconds from now for which the reservation is kept."""
+    """Seconds from now for which what the request has here is kept: its reservation, its pin, the shorter of
+    both."""
 
     lease: float

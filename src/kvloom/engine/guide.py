@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import llguidance
@@ -10,7 +12,7 @@ import numpy as np
 
 from kvloom.core.arrays import U32
 from kvloom.core.errors import BadRequest
-from kvloom.core.request import ModelCard
+from kvloom.core.request import ModelCard, StartGenerate
 from kvloom.core.sampling import JSON_SPACING, Guide
 
 _BITS = 32
@@ -43,6 +45,25 @@ class GuideCompiler:
                 self._card.tokenizer, eos_token=list(self._card.eos_token_ids) or None
             )
         return self._tokenizer
+
+
+class Guides:
+    """A unit's compilers, by model."""
+
+    def __init__(self, cards: Mapping[str, ModelCard]) -> None:
+        self._compilers = {name: GuideCompiler(card) for name, card in cards.items()}
+        self._turn = asyncio.Semaphore(1)
+
+    async def compiled(self, body: StartGenerate, wanted: Callable[[], bool]) -> list[GuideState | None]:
+        """One for each choice. A large grammar takes a while, and so one at a time, beside the loop; a
+        request may not want it any more when its turn comes. Raises BadRequest."""
+        guide, nothing = body.sampling.guide, [None] * body.n
+        if guide is None:
+            return [*nothing]
+        async with self._turn:
+            if not wanted():
+                return [*nothing]
+            return [*await asyncio.to_thread(self._compilers[body.model].start, guide, body.n)]
 
 
 class GuideState:

@@ -84,7 +84,7 @@ class ModelCache:
         """Give back all its pages. Not while a forward runs that includes it, or a peer may still write."""
         held = self._table.idle(sequence)
         if held.reserved:
-            raise ValueError(f"sequence {sequence} waits for {held.reserved} tokens; cancel that first")
+            raise ValueError(f"sequence {sequence} waits for {held.reserved} tokens; commit those first")
         self._table.remove(sequence)
 
     def fork_sequence(self, parent: int, child: int, at: int | None = None) -> None:
@@ -96,14 +96,6 @@ class ModelCache:
             raise ValueError(f"fork at {at}, but sequence {parent} holds {held.length} tokens")
         new = self._table.add(child)
         self._table.share(new, self._table.page_list(held)[: self.geometry.pages(at)], at)
-
-    def pop_tokens(self, sequence: int, count: int) -> None:
-        """Forget the last `count` tokens."""
-        held = self._table.idle(sequence)
-        if held.reserved or not 0 <= count <= held.length:
-            raise ValueError(f"cannot pop {count} of {held.length} tokens ({held.reserved} reserved)")
-        held.length -= count
-        self._table.trim(held)
 
     # -- the prefix tree ------------------------------------------------------------------------------
 
@@ -142,7 +134,7 @@ class ModelCache:
         if held.reserved or count < 1:
             raise ValueError(f"cannot reserve {count} tokens: {held.reserved} are reserved already")
         if self._table.shares_tail(held):  # a peer writes at once, so the page must be this sequence's own
-            raise ValueError(f"sequence {sequence} shares its last page; pop it to a page edge first")
+            raise ValueError(f"sequence {sequence} shares its last page; adopt whole pages first")
         self._table.grow([held], [count])
         held.reserved = count
         blocks: I32 = self.pages.map[self._table.row(held)[held.length // self.geometry.tokens_per_block :]]
@@ -154,11 +146,6 @@ class ModelCache:
         if not 0 <= count <= held.reserved:
             raise ValueError(f"cannot commit {count} of {held.reserved} reserved tokens")
         held.length, held.reserved = held.length + count, 0
-        self._table.trim(held)
-
-    def cancel_receive(self, sequence: int) -> None:
-        held = self._table.idle(sequence)
-        held.reserved = 0
         self._table.trim(held)
 
     # -- sending --------------------------------------------------------------------------------------
@@ -228,12 +215,22 @@ class ModelCache:
             held.planned = count
         return make_plan(self.model, self._table, sequences, appends, copies)
 
+    def shorten_forward(self, plan: Plan, count: int) -> None:
+        """The forward will append `count` tokens to each sequence, and no more: the room for others comes
+        back now."""
+        for sequence in plan.sequences:
+            held = self._table.held[sequence]
+            if not 1 <= count <= held.planned:
+                raise ValueError(f"cannot shorten a forward of {held.planned} tokens to {count}")
+            held.planned = count
+            self._table.trim(held)
+
     def end_forward(self, plan: Plan) -> None:
         """The forward has written what it planned: the tokens are valid now."""
         owners = self._copiers(plan)
-        for sequence, count in zip(plan.sequences, plan.appends.tolist(), strict=True):
+        for sequence in plan.sequences:
             held = self._table.held[sequence]
-            held.length, held.planned = held.length + count, 0
+            held.length, held.planned = held.length + held.planned, 0
             held.sends = [send for send in held.sends if send.end > held.length]
         for copy in plan.copies:
             self.copying.remove(copy.source)

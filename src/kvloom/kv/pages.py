@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -15,8 +15,9 @@ class PageTable:
     """`map[page, layer, head]` is a block. Sized once for the whole pool, so that running jobs never see
     it move; a page's row is constant while anyone holds the page.
 
-    refs: [pages] holders. cached: [pages] whether the prefix tree is one of them. held: pages with a holder;
-    idle: those that the tree alone holds, which may be reclaimed.
+    refs: [pages] holders. cached: [pages] whether the prefix tree is one of them. promises: [pages] pins and
+    reservations among them, whom no preemption takes the page from. held: pages with a holder; idle:
+    those that the tree alone holds, which may be reclaimed; promised: those with a promise.
     """
 
     def __init__(self, geometry: Geometry, allocator: BlockAllocator) -> None:
@@ -26,9 +27,11 @@ class PageTable:
         self.map: I32 = np.zeros((capacity, geometry.layers, geometry.kv_heads), dtype=np.int32)
         self.refs = np.zeros(capacity, dtype=np.int32)
         self.cached = np.zeros(capacity, dtype=np.bool_)
+        self.promises = np.zeros(capacity, dtype=np.int32)
         self._ids = list(range(capacity - 1, -1, -1))
         self.held = 0
         self.idle = 0
+        self.promised = 0
 
     @property
     def used_blocks(self) -> int:
@@ -37,6 +40,14 @@ class PageTable:
     @property
     def idle_blocks(self) -> int:
         return self.idle * self.geometry.blocks_per_page
+
+    @property
+    def promised_blocks(self) -> int:
+        return self.promised * self.geometry.blocks_per_page
+
+    def promised_of(self, pages: Sequence[int]) -> int:
+        """Blocks of those of these pages that have a promise."""
+        return int(np.count_nonzero(self.promises[pages])) * self.geometry.blocks_per_page
 
     @property
     def available(self) -> int:
@@ -92,6 +103,22 @@ class PageTable:
         self.idle -= self._is_idle(page)
         self.cached[page] = False
         self.release([page])
+
+    def promise(self, pages: Iterable[int]) -> None:
+        """A holder of these pages keeps them until `unpromise`, whoever else wants them."""
+        for page in pages:
+            if self.promises[page] == self.refs[page]:
+                raise ValueError(f"page {page} has {self.refs[page]} holders, and as many promises")
+            self.promised += self.promises[page] == 0
+            self.promises[page] += 1
+
+    def unpromise(self, pages: Iterable[int]) -> None:
+        """Undo `promise` for these pages; before their holder lets go of them."""
+        for page in pages:
+            if self.promises[page] < 1:
+                raise ValueError(f"page {page} is promised to nobody")
+            self.promises[page] -= 1
+            self.promised -= self.promises[page] == 0
 
     def _is_idle(self, page: int) -> bool:
         return bool(self.cached[page]) and int(self.refs[page]) == 1

@@ -70,6 +70,9 @@ class Pool:
             assert refs == holders, f"{cache.model}: refcounts {refs} != holders {dict(holders)}"
             marked = {int(page) for page in pages.cached.nonzero()[0]}
             assert marked == set(tree), f"{cache.model}: cached {marked} != in the tree {set(tree)}"
+            counted = int(np.count_nonzero(pages.promises))
+            assert (pages.promises <= pages.refs).all(), f"{cache.model}: more promises than holders"
+            assert counted == pages.promised, f"{cache.model}: {pages.promised} promised pages, not {counted}"
             idle = int(np.count_nonzero(pages.cached & (pages.refs == 1)))
             assert idle == pages.idle, f"{cache.model}: {pages.idle} idle pages, not {idle}"
             blocks += pages.map[list(refs)].ravel().tolist()

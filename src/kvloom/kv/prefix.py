@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +13,14 @@ from kvloom.kv.pages import PageTable
 from kvloom.kv.recency import Recency
 
 TokenIds = Sequence[int] | I64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PinnedPath:
+    """What a pin keeps: the first `tokens` tokens of what was asked for, up to the page of `end`."""
+
+    end: Node
+    tokens: int
 
 
 class PrefixTree:
@@ -27,7 +36,6 @@ class PrefixTree:
         self._root = Node((), -1, None)
         self._nodes: dict[int, Node] = {}  # by page
         self._pinned = 0  # nodes with a pin
-        self._pins: dict[Run, list[tuple[Node, int]]] = {}  # by the tokens pinned: where they end, how many
         recency.keepers.append(self)
 
     # -- what the cache asks --------------------------------------------------------------------------
@@ -69,35 +77,25 @@ class PrefixTree:
 
     # -- what the verbs ask ---------------------------------------------------------------------------
 
-    def pin(self, tokens: TokenIds) -> int:
-        """Keep what is cached of `tokens` until `unpin` is called with the same tokens, as often; returns how
-        many tokens that are."""
+    def pin(self, tokens: TokenIds) -> PinnedPath | None:
+        """Keep what is cached of `tokens` until `unpin`, to be called once; None where nothing is."""
         ids = _plain(tokens)
         path, length = self._walk(ids, len(ids))
-        if path:
-            self._recency.touch(path[-1])
-            self._pages.retain(node.page for node in path)
-            for node in path:
-                self._pinned += node.pins == 0
-                node.pins += 1
-            self._pins.setdefault(tuple(ids), []).append((path[-1], length))
-        return length
+        if not path:
+            return None
+        self._recency.touch(path[-1])
+        for node in path:
+            self._keep(node.page)
+            self._pinned += node.pins == 0
+            node.pins += 1
+        return PinnedPath(path[-1], length)
 
-    def unpin(self, tokens: TokenIds) -> int:
-        """Undo one pin of the same tokens, the last; returns how many tokens it kept, 0 without one."""
-        key = tuple(_plain(tokens))
-        pins = self._pins.get(key)
-        if not pins:
-            return 0
-        end, length = pins.pop()
-        if not pins:
-            del self._pins[key]
-        for node in end.upwards():
+    def unpin(self, path: PinnedPath) -> None:
+        for node in path.end.upwards():
             node.pins -= 1
             self._pinned -= node.pins == 0
-            self._pages.release([node.page])
-        self._recency.touch(end)
-        return length
+            self._let_go(node.page)
+        self._recency.touch(path.end)
 
     def evict(self, tokens: TokenIds) -> int:
         """Drop what is cached of `tokens` and what goes on from them, but for pages that are used, or lead to
@@ -178,14 +176,24 @@ class PrefixTree:
         assert node.parent is not None
         if page != node.page:
             self._pages.cache(page)
-            self._pages.retain([page] * node.pins)
-            self._pages.release([node.page] * node.pins)
+            for _ in range(node.pins):
+                self._keep(page)
+                self._let_go(node.page)
             self._pages.uncache(node.page)
             del self._nodes[node.page]
             self._nodes[page] = node
         node.parent.remove(node)
         node.tokens, node.page = run, page
         node.parent.add(node)
+
+    def _keep(self, page: int) -> None:
+        """For one pin."""
+        self._pages.retain([page])
+        self._pages.promise([page])
+
+    def _let_go(self, page: int) -> None:
+        self._pages.unpromise([page])
+        self._pages.release([page])
 
     def _prune(self, top: Node) -> int:
         """Drop what is idle at and below `top` and leads to nothing that stays."""

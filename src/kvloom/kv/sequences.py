@@ -90,8 +90,8 @@ class SequenceTable:
                 self.tables[held.row, i] = page
 
     def trim(self, held: Held) -> None:
-        """Release the pages past the sequence's tokens."""
-        keep = self.pages.geometry.pages(held.length + held.reserved)
+        """Release the pages past the sequence's tokens, and those that are to come."""
+        keep = self.pages.geometry.pages(held.length + held.planned + held.reserved)
         self.pages.release(self.page_list(held)[keep:])
         held.pages = keep
 

@@ -14,7 +14,19 @@ from kvloom.core.errors import KvloomError, Unavailable, WireError
 from kvloom.core.frames import FrameParser
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import PROTOCOL, Event, ModelCard, StartGenerate
-from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Renew, Sent
+from kvloom.core.verbs import (
+    Held,
+    Lease,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Renew,
+    Sent,
+    Unpin,
+)
 
 UNIX: Final = "unix://"
 CONNECT_SECONDS = 5.0
@@ -86,11 +98,11 @@ class HttpEngineClient:
     async def renew(self, request: str) -> Lease:
         return await self._call("POST", "/verbs/renew", Lease, self._encode(Renew(request=request)))
 
-    async def pin(self, body: Prefix) -> Held:
-        return await self._call("POST", "/verbs/pin", Held, self._encode(body))
+    async def pin(self, body: Pin) -> Pinned:
+        return await self._call("POST", "/verbs/pin", Pinned, self._encode(body))
 
-    async def unpin(self, body: Prefix) -> Held:
-        return await self._call("POST", "/verbs/unpin", Held, self._encode(body))
+    async def unpin(self, request: str) -> Held:
+        return await self._call("POST", "/verbs/unpin", Held, self._encode(Unpin(request=request)))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._call("POST", "/verbs/evict", Held, self._encode(body))

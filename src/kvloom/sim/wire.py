@@ -10,7 +10,7 @@ from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
-from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 
 T = TypeVar("T")
 
@@ -51,11 +51,11 @@ class ModelledWire:
     async def renew(self, request: str) -> Lease:
         return await self._there_and_back(self._engine.renew(request))
 
-    async def pin(self, body: Prefix) -> Held:
+    async def pin(self, body: Pin) -> Pinned:
         return await self._there_and_back(self._engine.pin(body))
 
-    async def unpin(self, body: Prefix) -> Held:
-        return await self._there_and_back(self._engine.unpin(body))
+    async def unpin(self, request: str) -> Held:
+        return await self._there_and_back(self._engine.unpin(request))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._there_and_back(self._engine.evict(body))
