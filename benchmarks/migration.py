@@ -120,8 +120,8 @@ class TimedTransport(ShmTransport):
         super().__init__(unit, arena)
         self.waits: list[float] = []
 
-    def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> ShmShipment:
-        shipment = super().ship(peer, address, begin, end)
+    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> ShmShipment:
+        shipment = super().ship(peer, address, digest, begin, end)
         arrived = shipment.arrived
 
         async def timed() -> None:

@@ -99,7 +99,7 @@ class NullTransport:
 
     endpoint = Endpoint(unit="null", kind="modelled", where=b"")
 
-    def open(self, begin: int) -> Ticket:
+    def open(self, begin: int, digest: int) -> Ticket:
         raise Unavailable("a null engine has nowhere to receive")
 
     def received(self, ticket: Ticket) -> int:
@@ -108,7 +108,7 @@ class NullTransport:
     def close(self, ticket: Ticket) -> bool:
         raise NotImplementedError
 
-    def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> Shipment:
+    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Shipment:
         raise Unavailable("a null engine has nothing to send")
 
 

@@ -32,6 +32,7 @@ from kvloom.transport.peer import Peer
 from kvloom.transport.shm import ShmTransport
 
 TOKENS = 2000
+DIGEST = 0  # of every address: what is measured comes after it
 FORM = KVForm.of(Geometry(layers=12, kv_heads=12, head_dim=64, itemsize=4, block_bytes=16384), "float32")
 LEAST = 80.0  # percent of memcpy's rate
 SHAPE = (-(-TOKENS // FORM.tokens_per_block), FORM.layers, FORM.kv_heads)
@@ -53,7 +54,7 @@ def receive(kind: str, sends: int) -> None:
     arena = Arena(BLOCKS, FORM.block_bytes)
     arena.bytes.fill_(1)
     transport = _TRANSPORTS[kind]("receiver", arena)
-    told = Open(transport.endpoint, [transport.open(0) for _ in range(sends)])
+    told = Open(transport.endpoint, [transport.open(0, DIGEST) for _ in range(sends)])
     print(msgspec.json.encode(told).decode(), flush=True)
     sys.stdin.read()
     transport.close_all()
@@ -88,7 +89,7 @@ class Sender:
         address = KVAddress(
             model="m", form=FORM, begin=0, end=TOKENS, blocks=self._runs, ticket=next(self._tickets)
         )
-        shipment = self.transport.ship(self.endpoint, address, 0, TOKENS)
+        shipment = self.transport.ship(self.endpoint, address, DIGEST, 0, TOKENS)
         each = FORM.layers // parts
         for layer in range(0, FORM.layers, each):
             shipment.put(self._parcel(slice(layer, layer + each)))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvloom.core.address import Endpoint, KVAddress, Ticket
+from kvloom.core.address import Endpoint, KVAddress, Ticket, other_address
 from kvloom.core.arrays import AnyArray
 from kvloom.core.errors import BadRequest, KvloomError, QueueFull, Unavailable
 from kvloom.core.shipment import Parcel
@@ -30,6 +30,7 @@ class Entry:
     """One ticket in a receiver's ledger. copying: copies for it that are under way."""
 
     ticket: Ticket
+    digest: int
     claimed: int
     received: int
     closing: bool = False
@@ -64,12 +65,12 @@ class ModelledTransport:
         self.random = random.Random(f"{plane.seed}/{endpoint.where!r}")
         self._generations = itertools.count(1)
 
-    def open(self, begin: int) -> Ticket:
+    def open(self, begin: int, digest: int) -> Ticket:
         free = [slot for slot in range(_SLOTS) if slot not in self.ledger]
         if not free:
             raise QueueFull("too many reservations")
         ticket = Ticket(free[0], next(self._generations))
-        self.ledger[ticket.slot] = Entry(ticket, begin, begin)
+        self.ledger[ticket.slot] = Entry(ticket, digest, begin, begin)
         return ticket
 
     def received(self, ticket: Ticket) -> int:
@@ -90,13 +91,15 @@ class ModelledTransport:
             raise BadRequest(f"address: the reservation at {self.endpoint.unit} is over", param="address")
         return found
 
-    def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> ModelledShipment:
+    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> ModelledShipment:
         target = self.plane.members.get(peer.where)
         if target is None:
             raise Unavailable(f"{peer.unit} cannot be reached")
-        if address.block_map().size and int(address.block_map().max()) >= target.executor.blocks:
+        if address.block_map.size and int(address.block_map.max()) >= target.executor.blocks:
             raise BadRequest("address: a block is outside the peer's arena", param="address")
         entry = target.entry(address.ticket)
+        if entry.digest != digest:
+            raise BadRequest(other_address(peer.unit), param="address")
         if entry.claimed != begin:
             raise BadRequest(f"address: claimed up to {entry.claimed}, not {begin}", param="address")
         entry.claimed = end

@@ -39,7 +39,7 @@ def _addresses(draw: st.DrawFn) -> tuple[KVAddress, list[int]]:
 @given(made=_addresses())
 def test_the_way_there_and_back(made: tuple[KVAddress, list[int]]) -> None:
     address, ids = made
-    found = address.block_map()
+    found = address.block_map
     assert found.dtype == np.int32
     assert found.shape == (address.pages, _FORM.layers, _FORM.kv_heads)
     assert found.ravel().tolist() == ids
@@ -63,7 +63,7 @@ def test_one_that_is_not_whole_is_refused(made: tuple[KVAddress, list[int]], by:
     short = structs.replace(address, blocks=np.array([[block, 1] for block in ids], "<i4").tobytes())
     if len(ids) != address.pages * _EACH:
         with pytest.raises(BadRequest, match=f"{len(ids)} blocks for {address.pages} pages of m"):
-            short.block_map()
+            _ = short.block_map
 
 
 @pytest.mark.parametrize("runs", [[[3, 6], [-1, 6]], [[3, 13], [9, -1]], [[3, 12], [9, 0]]])
@@ -72,9 +72,48 @@ def test_runs_that_are_none_are_refused(runs: list[list[int]]) -> None:
     blocks = np.array(runs, "<i4").tobytes()
     address = KVAddress(model="m", form=_FORM, begin=0, end=8, blocks=blocks, ticket=ticket)
     with pytest.raises(BadRequest, match="a run of blocks"):
-        address.block_map()
+        _ = address.block_map
     with pytest.raises(BadRequest, match="pairs of int32"):
-        structs.replace(address, blocks=blocks[:-1]).block_map()
+        _ = structs.replace(address, blocks=blocks[:-1]).block_map
+
+
+@given(made=_addresses(), prompt=st.lists(st.integers(0, 2**31 - 1), max_size=60), data=st.data())
+def test_a_digest_is_of_all_that_decides_what_is_written_where(
+    made: tuple[KVAddress, list[int]], prompt: list[int], data: st.DataObject
+) -> None:
+    address, _ = made
+    digest, read = address.digest(prompt), prompt[: address.end]
+    assert -(2**63) <= digest < 2**63
+    for same in (structs.replace(address, ticket=Ticket(2, 9)), msgspec.convert(address, KVAddress)):
+        assert same.digest([*read, 5] if len(read) == address.end else prompt) == digest
+    for change in (
+        {"model": "mm"},
+        {"begin": address.begin + 1},
+        {"blocks": address.blocks + bytes(8)},
+        {"blocks": address.blocks[8:] + address.blocks[:8]},
+        {"form": structs.replace(_FORM, head_dim=9)},
+        {"form": structs.replace(_FORM, dtype="bfloat16")},
+    ):
+        other = structs.replace(address, **change)
+        assert (other == address) == (other.digest(prompt) == digest)
+    assert structs.replace(address, end=address.end + 1).digest(prompt) != digest
+    if read:
+        at = data.draw(st.integers(0, len(read) - 1))
+        for text in (read[:at], [*read[:at], read[at] ^ 1, *read[at + 1 :]], [*read[:at], 0, *read[at:]]):
+            assert (text[: address.end] == read) == (address.digest(text) == digest)
+
+
+def test_blocks_are_unpacked_once_and_for_reading() -> None:
+    blocks = np.arange(12, dtype=np.int32).reshape(2, 2, 3)
+    runs = KVAddress.compress(blocks)
+    address = KVAddress(model="m", form=_FORM, begin=0, end=8, blocks=runs, ticket=Ticket(1, 1))
+    assert address.block_map is address.block_map
+    with pytest.raises(ValueError, match="read-only"):
+        address.block_map[0] = 1
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(address), type=KVAddress) == address
+    longer = structs.replace(address, end=9)
+    with pytest.raises(BadRequest, match="12 blocks for 3 pages"):
+        _ = longer.block_map
 
 
 def test_forms_differ_by_name() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 
 from kvloom.core.address import KVAddress, KVForm, Ticket
 from kvloom.core.arrays import I32
@@ -41,6 +42,7 @@ class Context:
     address: KVAddress
     own_map: I32
     before: npt.NDArray[np.uint8]
+    prompt: list[int] = field(default_factory=lambda: list(range(1000)))
 
     @staticmethod
     def make(sender: Unit, receiver: Unit, begin: int, end: int, *, seed: int, head_dim: int = 16) -> Context:
@@ -49,26 +51,25 @@ class Context:
         sender.call("fill", seed=2 * seed)
         receiver.call("fill", seed=2 * seed + 1)
         rng = np.random.default_rng(seed)
-        ticket = receiver.open(begin)
-        empty = KVAddress(model="m", form=form, begin=begin, end=end, blocks=b"", ticket=ticket)
+        empty = KVAddress(model="m", form=form, begin=begin, end=end, blocks=b"", ticket=Ticket(0, 1))
         shape = (empty.pages, LAYERS, HEADS)
         own, peer = (rng.permutation(BLOCKS)[: np.prod(shape)].astype(np.int32) for _ in range(2))
-        address = KVAddress(
-            model="m",
-            form=form,
-            begin=begin,
-            end=end,
-            blocks=KVAddress.compress(peer.reshape(shape)),
-            ticket=ticket,
-        )
-        return Context(sender, receiver, address, own.reshape(shape), receiver.arena.copy())
+        address = structs.replace(empty, blocks=KVAddress.compress(peer.reshape(shape)))
+        context = Context(sender, receiver, address, own.reshape(shape), receiver.arena.copy())
+        return context.reserve(address)
+
+    def reserve(self, address: KVAddress) -> Context:
+        """With a reservation of this address at the receiver."""
+        ticket = self.receiver.open(address.begin, address.digest(self.prompt))
+        return replace(self, address=structs.replace(address, ticket=ticket))
 
     @property
     def ticket(self) -> Ticket:
         return self.address.ticket
 
     def ship(self, begin: int, end: int) -> int:
-        return self.sender.ship(self.receiver.endpoint, self.address, begin, end)
+        digest = self.address.digest(self.prompt)
+        return self.sender.ship(self.receiver.endpoint, self.address, digest, begin, end)
 
     def layers(self, begin: int, end: int) -> list[Parcel]:
         """Tokens [begin, end), a parcel for each layer."""
@@ -84,7 +85,7 @@ class Context:
         offsets = np.maximum(begin - pages * size, 0)
         counts = np.minimum(end - pages * size, size) - offsets
         local = (pages - skipped).astype(np.int32)
-        targets = self.address.block_map()[local]
+        targets = self.address.block_map[local]
         return PlannedSend(Nowhere(), local, targets, offsets.astype(np.int32), counts.astype(np.int32))
 
     def put(self, shipment: int, parcel: Parcel) -> int:

@@ -73,8 +73,8 @@ class Unit:
         random = np.random.default_rng(seed).integers(0, 256, BLOCKS * BLOCK_BYTES, dtype=np.uint8)
         self._arena.bytes.copy_(torch.from_numpy(random))
 
-    async def open(self, begin: int) -> Ticket:
-        return self._transport.open(begin)
+    async def open(self, begin: int, digest: int) -> Ticket:
+        return self._transport.open(begin, digest)
 
     async def received(self, ticket: Ticket) -> int:
         return self._transport.received(ticket)
@@ -82,8 +82,10 @@ class Unit:
     async def close(self, ticket: Ticket) -> bool:
         return self._transport.close(ticket)
 
-    async def ship(self, number: int, peer: Endpoint, address: KVAddress, begin: int, end: int) -> None:
-        self._shipments[number] = self._transport.ship(peer, address, begin, end)
+    async def ship(
+        self, number: int, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int
+    ) -> None:
+        self._shipments[number] = self._transport.ship(peer, address, digest, begin, end)
 
     async def put(self, number: int, parcel: list[list[int]]) -> None:
         """From a thread of its own."""

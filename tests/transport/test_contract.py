@@ -180,7 +180,7 @@ def test_forged_addresses_are_refused(pair: tuple[Unit, Unit]) -> None:
 def test_parcels_outside_the_address_are_refused(pair: tuple[Unit, Unit], which: str) -> None:
     context = Context.make(*pair, 0, 100, seed=11)
     shipment, parcel = context.ship(0, 100), context.layers(0, 100)[0]
-    stray = set(range(BLOCKS)) - set(context.address.block_map().ravel().tolist())
+    stray = set(range(BLOCKS)) - set(context.address.block_map.ravel().tolist())
     value = {"own": BLOCKS, "peer": min(stray), "offsets": 32}[which]
     array = getattr(parcel, which).copy()
     array[-1] = value
@@ -198,7 +198,7 @@ def test_endpoints_that_cannot_be_are_refused(pair: tuple[Unit, Unit]) -> None:
     broken = Endpoint(unit="receiver", kind=good.kind, where=good.where[:-3])
     for forged in (other, broken):
         with pytest.raises(BadRequest, match="peer:"):
-            context.sender.call("arrived", number=context.sender.ship(forged, context.address, 0, 100))
+            context.sender.call("arrived", number=context.sender.ship(forged, context.address, 0, 0, 100))
     context.send(0, 100)
     context.check(0, 100)
     context.receiver.close_soon(context.ticket)

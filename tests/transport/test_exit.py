@@ -24,9 +24,9 @@ async def main():
     kind = {"shm": ShmTransport, "nixl": NixlTransport}[sys.argv[1]]
     sender, receiver = kind("sender", Arena(64, 4096)), kind("receiver", Arena(64, 4096))
     address = KVAddress(
-        model="m", form=FORM, begin=0, end=32, blocks=struct.pack("<ii", 7, 1), ticket=receiver.open(0)
+        model="m", form=FORM, begin=0, end=32, blocks=struct.pack("<ii", 7, 1), ticket=receiver.open(0, 5)
     )
-    shipment = sender.ship(receiver.endpoint, address, 0, 32)
+    shipment = sender.ship(receiver.endpoint, address, 5, 0, 32)
     one, none, all_ = (np.array([n], np.int32) for n in (7, 0, 32))
     shipment.put(Parcel(one, one, none, all_))
     await shipment.arrived()

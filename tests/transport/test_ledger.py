@@ -11,6 +11,8 @@ from kvloom.core.address import Ticket
 from kvloom.core.errors import BadRequest, QueueFull
 from kvloom.transport.ledger import Ledger, PeerLedger
 
+DIGEST = -(2**63)
+
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Ledger, PeerLedger]]:
@@ -23,12 +25,12 @@ def ends() -> Iterator[tuple[Ledger, PeerLedger]]:
 
 def test_claims_and_deliveries_are_in_order(ends: tuple[Ledger, PeerLedger]) -> None:
     ledger, peer = ends
-    ticket = ledger.open(5)
+    ticket = ledger.open(5, DIGEST)
     assert ledger.received(ticket) == 5
     with pytest.raises(BadRequest, match="up to 5 "):
-        peer.claim(ticket, 6, 9)
-    peer.claim(ticket, 5, 9)
-    peer.claim(ticket, 9, 12)
+        peer.claim(ticket, DIGEST, 6, 9)
+    peer.claim(ticket, DIGEST, 5, 9)
+    peer.claim(ticket, DIGEST, 9, 12)
     assert not peer.deliver(ticket, 9, 12)
     assert ledger.received(ticket) == 5
     assert peer.deliver(ticket, 5, 9)
@@ -37,31 +39,45 @@ def test_claims_and_deliveries_are_in_order(ends: tuple[Ledger, PeerLedger]) -> 
     assert ledger.received(ticket) == 12
 
 
+def test_whoever_shows_another_digest_claims_nothing(ends: tuple[Ledger, PeerLedger]) -> None:
+    ledger, peer = ends
+    ticket, other = ledger.open(0, 7), ledger.open(0, 2**63 - 1)
+    for forged in (8, -7, 2**63 - 1, DIGEST):
+        with pytest.raises(BadRequest, match="address: the reservation at u is for other blocks"):
+            peer.claim(ticket, forged, 0, 4)
+    peer.claim(ticket, 7, 0, 4)
+    peer.claim(other, 2**63 - 1, 0, 4)
+    ledger.close(ticket)
+    with pytest.raises(BadRequest, match="over"):
+        peer.claim(ticket, 7, 4, 5)
+    peer.claim(ledger.open(0, 9), 9, 0, 4)
+
+
 def test_only_the_last_claim_can_be_given_back(ends: tuple[Ledger, PeerLedger]) -> None:
     ledger, peer = ends
-    ticket = ledger.open(0)
-    peer.claim(ticket, 0, 4)
-    peer.claim(ticket, 4, 8)
+    ticket = ledger.open(0, DIGEST)
+    peer.claim(ticket, DIGEST, 0, 4)
+    peer.claim(ticket, DIGEST, 4, 8)
     peer.give_back(ticket, 0, 4)
     with pytest.raises(BadRequest, match="up to 8 "):
-        peer.claim(ticket, 0, 4)
+        peer.claim(ticket, DIGEST, 0, 4)
     peer.give_back(ticket, 4, 8)
-    peer.claim(ticket, 4, 6)
+    peer.claim(ticket, DIGEST, 4, 6)
     ledger.close(ticket)
-    again = [ledger.open(4), ledger.open(4)]
+    again = [ledger.open(4, DIGEST), ledger.open(4, DIGEST)]
     peer.give_back(ticket, 3, 4)  # long over
     for ticket in again:
-        peer.claim(ticket, 4, 5)
+        peer.claim(ticket, DIGEST, 4, 5)
 
 
 def test_close_waits_for_writers_and_stops_the_next(ends: tuple[Ledger, PeerLedger]) -> None:
     ledger, peer = ends
-    ticket = ledger.open(0)
-    peer.claim(ticket, 0, 4)
+    ticket = ledger.open(0, DIGEST)
+    peer.claim(ticket, DIGEST, 0, 4)
     with peer.writing(ticket):
         assert not ledger.close(ticket)
         assert ledger.received(ticket) == 0
-    for refused in (lambda: peer.deliver(ticket, 0, 4), lambda: peer.claim(ticket, 4, 5)):
+    for refused in (lambda: peer.deliver(ticket, 0, 4), lambda: peer.claim(ticket, DIGEST, 4, 5)):
         with pytest.raises(BadRequest, match="the reservation at u is over"):
             refused()
     assert ledger.close(ticket)
@@ -71,26 +87,26 @@ def test_close_waits_for_writers_and_stops_the_next(ends: tuple[Ledger, PeerLedg
 
 def test_a_slot_comes_back_with_another_generation(ends: tuple[Ledger, PeerLedger]) -> None:
     ledger, peer = ends
-    old, other = ledger.open(1), ledger.open(2)
+    old, other = ledger.open(1, DIGEST), ledger.open(2, DIGEST)
     with pytest.raises(QueueFull):
-        ledger.open(3)
+        ledger.open(3, DIGEST)
     with peer.writing(old):
         assert not ledger.close(old)
         with pytest.raises(QueueFull):  # until nobody writes there
-            ledger.open(3)
+            ledger.open(3, DIGEST)
     assert ledger.close(old)
-    new = ledger.open(3)
+    new = ledger.open(3, DIGEST)
     assert (new.slot, new.generation) == (old.slot, old.generation + 1)
     assert ledger.close(old)
     assert ledger.received(new) == 3
     assert ledger.received(other) == 2
     with pytest.raises(BadRequest, match="over"):
-        peer.claim(old, 1, 2)
-    peer.claim(new, 3, 4)
+        peer.claim(old, DIGEST, 1, 2)
+    peer.claim(new, DIGEST, 3, 4)
 
 
 def test_slots_that_are_not_are_refused(ends: tuple[Ledger, PeerLedger]) -> None:
     with pytest.raises(BadRequest, match="no slot 2"):
-        ends[1].claim(Ticket(2, 1), 0, 1)
+        ends[1].claim(Ticket(2, 1), DIGEST, 0, 1)
     with pytest.raises(BadRequest, match="over"):
-        ends[1].claim(Ticket(0, 1), 0, 1)
+        ends[1].claim(Ticket(0, 1), DIGEST, 0, 1)

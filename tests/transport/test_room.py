@@ -42,7 +42,7 @@ def _room(address: KVAddress) -> Room:
 def test_a_map_comes_back_from_its_runs(ids: list[int]) -> None:
     blocks = np.array(ids, np.int32).reshape(2, 2, 3)
     address = _address(KVAddress.compress(blocks))
-    np.testing.assert_array_equal(address.block_map(), blocks)
+    np.testing.assert_array_equal(address.block_map, blocks)
     assert set(np.flatnonzero(_room(address).allowed).tolist()) == set(ids)
 
 

@@ -68,14 +68,15 @@ class Unit:
     def call(self, method: str, **arguments: object) -> Any:
         return self.result(self.start(method, **arguments))
 
-    def open(self, begin: int) -> Ticket:
-        return msgspec.convert(self.call("open", begin=begin), Ticket)
+    def open(self, begin: int, digest: int = 0) -> Ticket:
+        return msgspec.convert(self.call("open", begin=begin, digest=digest), Ticket)
 
-    def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> int:
+    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> int:
         """The shipment's number."""
         self._shipments += 1
-        self.call("ship", number=self._shipments, peer=peer, address=address, begin=begin, end=end)
-        return self._shipments
+        number, to = self._shipments, {"peer": peer, "address": address, "digest": digest}
+        self.call("ship", number=number, begin=begin, end=end, **to)
+        return number
 
     def close_soon(self, ticket: Ticket) -> None:
         """Ask until nobody writes any more."""

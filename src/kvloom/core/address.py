@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
 from typing import Annotated, Literal
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, msgpack
 
 from kvloom.core.arrays import I32
 from kvloom.core.errors import BadRequest
 from kvloom.core.geometry import Geometry
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
+Digest = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Kind = Literal["shm", "nixl", "modelled"]
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 _RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
@@ -64,7 +68,7 @@ class Ticket(Struct, frozen=True, array_like=True):
     generation: Annotated[int, Meta(ge=1, lt=1 << 62)]
 
 
-class KVAddress(Struct, frozen=True, kw_only=True):
+class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
     """Tokens [begin, end) of a sequence at the receiver.
 
     blocks: runs of the receiver's block ids, in order [page, layer, head], for the pages that hold these
@@ -88,8 +92,10 @@ class KVAddress(Struct, frozen=True, kw_only=True):
     def pages(self) -> int:
         return -(-self.end // self.form.tokens_per_block) - self.first_page if self.end > self.begin else 0
 
+    @cached_property
     def block_map(self) -> I32:
-        """[pages, layers, kv_heads]. Raises BadRequest where the runs do not make up as many blocks."""
+        """[pages, layers, kv_heads], not to be written to. Raises BadRequest where the runs do not make up as
+        many blocks."""
         shape = (self.pages, self.form.layers, self.form.kv_heads)
         if len(self.blocks) % _RUN.itemsize:
             raise BadRequest("address: its blocks are no pairs of int32")
@@ -101,7 +107,20 @@ class KVAddress(Struct, frozen=True, kw_only=True):
         if found != wanted:
             raise BadRequest(f"address: {found} blocks for {self.pages} pages of {self.model}, not {wanted}")
         steps = np.repeat(firsts - np.cumsum(lengths) + lengths, lengths)
-        return (np.arange(wanted) + steps).astype(np.int32).reshape(shape)
+        blocks: I32 = (np.arange(wanted) + steps).astype(np.int32).reshape(shape)
+        blocks.flags.writeable = False
+        return blocks
+
+    def digest(self, prompt: Sequence[int]) -> int:
+        """What the address takes, and where, as one word: its receiver keeps it, and each sender shows it."""
+        return digest_of(
+            model=self.model,
+            form=self.form,
+            begin=self.begin,
+            end=self.end,
+            blocks=self.blocks,
+            prompt=prompt,
+        )
 
     @staticmethod
     def compress(block_map: I32) -> bytes:
@@ -113,6 +132,21 @@ class KVAddress(Struct, frozen=True, kw_only=True):
         runs = np.empty(starts.size, _RUN)
         runs["first"], runs["length"] = ids[starts], np.diff(starts, append=ids.size)
         return runs.tobytes()
+
+
+def digest_of(*, model: str, form: KVForm, begin: int, end: int, blocks: bytes, prompt: Sequence[int]) -> int:
+    """64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, and over prompt[:end]: what comes
+    after the address does not change its K and V."""
+    whole = msgpack.encode((model, form, begin, end, blocks, prompt[:end]))
+    return int.from_bytes(blake2b(whole, digest_size=8).digest(), "little", signed=True)
+
+
+def other_address(unit: str) -> str:
+    """What a sender is told whose digest is not the reservation's."""
+    return (
+        f"address: the reservation at {unit} is for other blocks, tokens, or another model or prompt; send "
+        "to the address that prep_recv answered, and the prompt that it was asked for"
+    )
 
 
 def resolve(position: int | None, length: int, name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvloom.core.address import KVAddress, KVForm, resolve
+from kvloom.core.address import KVAddress, KVForm, digest_of, resolve
 from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, QueueFull
 from kvloom.core.request import StartGenerate
@@ -85,13 +85,17 @@ class Reservations:
 
     def _reserve(self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int) -> Prepared:
         form = self._form(body)
-        ticket = self._transport.open(matched)
-        try:
-            blocks = cache.prepare_receive(sequence, end - matched) if end > matched else None
-        except BaseException:
-            self._transport.close(ticket)  # nobody has heard of it
-            raise
+        blocks = cache.prepare_receive(sequence, end - matched) if end > matched else None
         runs = b"" if blocks is None else KVAddress.compress(blocks)
+        digest = digest_of(
+            model=body.model, form=form, begin=matched, end=end, blocks=runs, prompt=body.prompt
+        )
+        try:
+            ticket = self._transport.open(matched, digest)
+        except BaseException:
+            if blocks is not None:
+                cache.commit_receive(sequence, 0)
+            raise
         address = KVAddress(model=body.model, form=form, begin=matched, end=end, blocks=runs, ticket=ticket)
         return Prepared(
             matched=matched, end=end, address=address, peer=self._transport.endpoint, lease=self._lease

@@ -19,7 +19,7 @@ from kvloom.engine.requests import Requests
 
 _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
 
-_Key = tuple[str, Endpoint, Ticket, int, int, int]  # the last is the prompt's hash
+_Key = tuple[str, Endpoint, Ticket, int, int, int]  # the last is the digest of address and prompt
 
 
 class _GivenUp(Exception):
@@ -51,7 +51,8 @@ class Shipping:
     async def send(self, body: RemoteSend) -> Sent:
         """Until every byte has arrived. The same send again joins the first, or gets its answer."""
         begin, end = self._range(body)
-        key = (body.request, body.peer, body.address.ticket, begin, end, hash(tuple(body.prompt)))
+        digest = body.address.digest(body.prompt)
+        key = (body.request, body.peer, body.address.ticket, begin, end, digest)
         while key in self._known:
             with suppress(_GivenUp):  # then this caller's turn has come
                 return await asyncio.shield(self._known[key])
@@ -59,7 +60,7 @@ class Shipping:
             raise Unavailable("the engine is stopping")
         answer = self._known[key] = asyncio.get_running_loop().create_future()
         try:
-            sent = await self._send(body, begin, end)
+            sent = await self._send(body, digest, begin, end)
         except BaseException as error:
             del self._known[key]
             given_up = isinstance(error, asyncio.CancelledError)
@@ -96,9 +97,9 @@ class Shipping:
             )
         return begin, end
 
-    async def _send(self, body: RemoteSend, begin: int, end: int) -> Sent:
+    async def _send(self, body: RemoteSend, digest: int, begin: int, end: int) -> Sent:
         queue = self._queues[body.model]
-        shipment = self._transport.ship(body.peer, body.address, begin, end)
+        shipment = self._transport.ship(body.peer, body.address, digest, begin, end)
         outbound = Outbound(shipment, body.address, begin, end)
         self._open.setdefault(body.request, set()).add(outbound)
         try:

@@ -37,7 +37,7 @@ class MarkedSend:
             raise ValueError(
                 f"[{begin}, {end}) is not within the address, which takes [{address.begin}, {address.end})"
             )
-        return MarkedSend(shipment, address.block_map(), address.first_page, begin, end)
+        return MarkedSend(shipment, address.block_map, address.first_page, begin, end)
 
     def planned(self, row: I32, begin: int, end: int, tokens: int) -> PlannedSend:
         """The part of it in [begin, end). row: [pages] of the sequence; tokens: of one page."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from kvloom.core.address import Ticket
+from kvloom.core.address import Ticket, other_address
 from kvloom.core.errors import BadRequest, QueueFull
 from kvloom.transport.messages import (
     Claim,
@@ -42,6 +42,7 @@ class _Claimed:
 
 @dataclass(slots=True)
 class _Reservation:
+    digest: int
     claimed: int
     received: int
     closing: bool = False
@@ -80,13 +81,13 @@ class Grants:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, begin: int) -> Ticket:
+    def open(self, begin: int, digest: int) -> Ticket:
         with self._lock:
             if len(self._open) >= self._most:
                 raise QueueFull(f"{self._most} reservations are open already", retry_after=1)
             self._generation += 1
             ticket = Ticket(0, self._generation)
-            self._open[ticket] = _Reservation(begin, begin)
+            self._open[ticket] = _Reservation(digest, begin, begin)
             return ticket
 
     def received(self, ticket: Ticket) -> int:
@@ -139,6 +140,8 @@ class Grants:
         reservation = self._open.get(claim.ticket)
         if reservation is None or reservation.closing:
             return self._over(claim.number)
+        if reservation.digest != claim.digest:
+            return Refused(claim.number, other_address(self._unit))
         reservation.expire(now)
         if reservation.claimed != claim.begin:
             return Refused(

@@ -20,12 +20,12 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvloom.core.address import Ticket
+from kvloom.core.address import Ticket, other_address
 from kvloom.core.arrays import I64
 from kvloom.core.errors import BadRequest, QueueFull, Unavailable
 
 ROW_BYTES = 32
-_GENERATION, _CLAIMED, _RECEIVED = range(3)  # words of a row; the generation is negative once it has ended
+_GENERATION, _CLAIMED, _RECEIVED, _DIGEST = range(4)  # a row's words; an ended generation is negative
 _TRIES = 64  # of a lock that others hold for microseconds
 
 
@@ -41,7 +41,7 @@ class Ledger:
         self._generations = [0] * slots
         self._open: set[Ticket] = set()
 
-    def open(self, begin: int) -> Ticket:
+    def open(self, begin: int, digest: int) -> Ticket:
         """Raises QueueFull where every slot is taken."""
         if not self._free:
             raise QueueFull(f"{self.slots} reservations are open already", retry_after=1)
@@ -50,6 +50,7 @@ class Ledger:
         ticket = Ticket(slot, self._generations[slot])
         row = self._rows[slot]
         row[_CLAIMED] = row[_RECEIVED] = begin
+        row[_DIGEST] = digest
         row[_GENERATION] = ticket.generation
         self._open.add(ticket)
         return ticket
@@ -87,11 +88,14 @@ class PeerLedger:
         self._rows = _rows(fd, slots)
         self._mine = threading.Lock()  # one description's locks do not keep its own threads apart
 
-    def claim(self, ticket: Ticket, begin: int, end: int) -> None:
-        """Tokens [begin, end) are the caller's to send. Raises BadRequest where the reservation is over or
-        these are not the next ones, Unavailable where others do not stop claiming."""
+    def claim(self, ticket: Ticket, digest: int, begin: int, end: int) -> None:
+        """Tokens [begin, end) are the caller's to send. Raises BadRequest where the reservation is over, was
+        opened with another digest, or these are not the next ones, Unavailable where others do not stop
+        claiming."""
         with self._claiming(ticket) as row:
             self._refuse_ended(ticket)
+            if row[_DIGEST] != digest:
+                raise BadRequest(other_address(self._unit))
             if row[_CLAIMED] != begin:
                 raise BadRequest(
                     f"begin: tokens up to {row[_CLAIMED]} of this reservation at {self._unit} are claimed; "

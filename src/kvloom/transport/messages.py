@@ -7,16 +7,18 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvloom.core.address import Position, Ticket
+from kvloom.core.address import Digest, Position, Ticket
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Claim(Struct, frozen=True, array_like=True, tag=True):
-    """May I write tokens [begin, end)? metadata: how to reach me, as NIXL says it."""
+    """May I write tokens [begin, end)? digest: of the address and prompt that I was given. metadata: how to
+    reach me, as NIXL says it."""
 
     number: Number
     ticket: Ticket
+    digest: Digest
     begin: Position
     end: Position
     metadata: bytes

@@ -39,8 +39,8 @@ class NixlTransport:
     def endpoint(self) -> Endpoint:
         return self._endpoint
 
-    def open(self, begin: int) -> Ticket:
-        return self._grants.open(begin)
+    def open(self, begin: int, digest: int) -> Ticket:
+        return self._grants.open(begin, digest)
 
     def received(self, ticket: Ticket) -> int:
         return self._grants.received(ticket)
@@ -50,13 +50,13 @@ class NixlTransport:
         self._plane.post(letters)
         return closed
 
-    def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> NixlShipment:
+    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> NixlShipment:
         where = _decode(peer)
         room = Room.of(address, begin, end, own=self._arena, peer=where)
         if self._agents.get(peer.unit) != where.agent:
             self.forget(peer.unit)
             self._agents[peer.unit] = where.agent
-        shipment = NixlShipment(self._plane.submit, peer, where, room, address.ticket, begin, end)
+        shipment = NixlShipment(self._plane.submit, peer, where, room, address.ticket, digest, begin, end)
         self._plane.start(shipment)
         return shipment
 

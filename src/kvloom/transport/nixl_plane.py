@@ -212,10 +212,16 @@ class NixlPlane:
         return False
 
     def _question(self, shipment: NixlShipment) -> FromSender:
-        number, ticket = shipment.number, shipment.ticket
         if shipment.granted:
-            return Renew(number)
-        return Claim(number, ticket, shipment.begin, shipment.end, self._agent.metadata)
+            return Renew(shipment.number)
+        return Claim(
+            shipment.number,
+            shipment.ticket,
+            shipment.digest,
+            shipment.begin,
+            shipment.end,
+            self._agent.metadata,
+        )
 
     def _progress(self, shipment: NixlShipment) -> bool:
         if not shipment.granted or shipment.told:

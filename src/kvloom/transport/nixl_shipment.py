@@ -31,11 +31,19 @@ class NixlShipment(Delivery):
     """deadline: until when this may write. asked: when it asked for that, where the answer is out."""
 
     def __init__(
-        self, submit: Submit, peer: Endpoint, where: Where, room: Room, ticket: Ticket, begin: int, end: int
+        self,
+        submit: Submit,
+        peer: Endpoint,
+        where: Where,
+        room: Room,
+        ticket: Ticket,
+        digest: int,
+        begin: int,
+        end: int,
     ) -> None:
         super().__init__(submit)
         self.peer, self.where, self.room = peer, where, room
-        self.ticket, self.begin, self.end = ticket, begin, end
+        self.ticket, self.digest, self.begin, self.end = ticket, digest, begin, end
         self.number = -1
         self.pieces: deque[Parcel] = deque()
         self.transfer: Transfer | None = None

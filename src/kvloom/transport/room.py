@@ -84,7 +84,7 @@ def _blocks(address: KVAddress, peer_blocks: int) -> I32:
     wanted = address.pages * address.form.layers * address.form.kv_heads
     if wanted > peer_blocks:
         raise BadRequest(f"address: {wanted} blocks of an arena of {peer_blocks}")
-    blocks = address.block_map()
+    blocks = address.block_map
     if blocks.size and blocks.max() >= peer_blocks:
         raise BadRequest(f"address: block {blocks.max()} of an arena of {peer_blocks}")
     return blocks

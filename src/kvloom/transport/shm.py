@@ -40,8 +40,8 @@ class ShmTransport:
     def endpoint(self) -> Endpoint:
         return self._endpoint
 
-    def open(self, begin: int) -> Ticket:
-        return self._ledger.open(begin)
+    def open(self, begin: int, digest: int) -> Ticket:
+        return self._ledger.open(begin, digest)
 
     def received(self, ticket: Ticket) -> int:
         return self._ledger.received(ticket)
@@ -49,10 +49,10 @@ class ShmTransport:
     def close(self, ticket: Ticket) -> bool:
         return self._ledger.close(ticket)
 
-    def ship(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> ShmShipment:
+    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> ShmShipment:
         reached = self._reach(peer)
         room = Room.of(address, begin, end, own=self._arena, peer=reached)
-        reached.ledger.claim(address.ticket, begin, end)
+        reached.ledger.claim(address.ticket, digest, begin, end)
         return ShmShipment(self._plane, reached, room, address.ticket, begin, end)
 
     def forget(self, unit: str) -> None:
