@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args
 
+from kvloom.bench import command as bench_command
+from kvloom.bench import workload_command
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import Policy
 
@@ -78,6 +80,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_program(commands)
+    workload_command.add(commands)
+    bench_command.add(commands)
     return parser
 
 

@@ -1,0 +1,171 @@
+"""An OpenAI endpoint: where it is, what it serves, and how it is asked."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import aiohttp
+import msgspec
+
+from kvloom.bench.events import Events, read_chunk
+from kvloom.core.clock import Clock
+from kvloom.core.errors import ConfigError
+from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.prompts import Prompts
+
+CONNECT_SECONDS: Final = 30.0
+
+Form = Literal["tokens", "text"]
+
+
+class ServerError(Exception):
+    """The server said no, or nothing. One line."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How requests are written. models: what the endpoint calls a workload's models. form: prompts as token
+    ids, or as text of about as many tokens. exact: answers that do not end early, as kvloom's and vLLM's."""
+
+    prompts: Prompts
+    models: Mapping[str, str]
+    form: Form
+    exact: bool
+
+    def body(self, number: int, ask: Ask) -> bytes:
+        prompt = self.prompts(number, ask) if self.form == "tokens" else self.prompts.text(number, ask)
+        body: dict[str, object] = {
+            "model": self.models.get(ask.model, ask.model),
+            "prompt": prompt,
+            "max_tokens": ask.output,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.exact:
+            body["ignore_eos"] = True
+        if ask.priority:
+            body["priority"] = ask.priority
+        return msgspec.json.encode(body)
+
+
+class Endpoint:
+    """url: `http://HOST:PORT`, with or without `/v1`. timeout: seconds of a request. To be entered and left.
+    Raises ConfigError for a URL that is none."""
+
+    def __init__(self, url: str, key: str | None, timeout: float, asking: Asking, clock: Clock) -> None:
+        self.url = _base(url)
+        self._asking = asking
+        self._clock = clock
+        self._headers = {"content-type": "application/json"} | (
+            {"authorization": f"Bearer {key}"} if key else {}
+        )
+        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
+
+    async def __aenter__(self) -> Endpoint:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def served(self) -> list[str] | None:
+        """The models' names; None where it does not tell. Raises ServerError where it cannot be reached, or
+        wants another key."""
+        try:
+            async with self._session.get(f"{self.url}/v1/models") as response:
+                data = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"{self.url}: {_said(error)}; --url names another server") from error
+        if response.status in (401, 403):
+            raise ServerError(f"{self.url}: {_refusal(response.status, data)}; --key is its API key")
+        try:
+            return [model.id for model in msgspec.json.decode(data, type=_Models).data]
+        except ValueError:
+            return None
+
+    def body(self, number: int, ask: Ask) -> bytes:
+        """To be sent for the workload's request `number`."""
+        return self._asking.body(number, ask)
+
+    async def ask(self, ask: Ask, body: bytes, due: float) -> Outcome:
+        """What became of it, in seconds from `due` on the clock."""
+        try:
+            async with self._session.post(f"{self.url}/v1/completions", data=body) as response:
+                if response.status != 200:
+                    problem = _refusal(response.status, await response.read())
+                    return Outcome(ask=ask, first=None, end=None, tokens=0, error=problem)
+                return await self._stream(response, ask, due)
+        except (aiohttp.ClientError, OSError) as error:  # a time-out is an OSError
+            return Outcome(ask=ask, first=None, end=None, tokens=0, error=_said(error))
+
+    async def _stream(self, response: aiohttp.ClientResponse, ask: Ask, due: float) -> Outcome:
+        events, first, end = Events(), None, None
+        async for data in response.content.iter_any():
+            before = events.count
+            events.feed(data)
+            if events.count > before:
+                end = self._clock.now() - due
+                first = end if first is None else first
+        try:
+            chunk = read_chunk(events.last or b"{}")
+        except ValueError as error:
+            return Outcome(ask=ask, first=first, end=end, tokens=0, error=f"an unreadable event: {error}")
+        usage = chunk.usage
+        tokens = usage.completion_tokens if usage else events.count
+        cached = usage.prompt_tokens_details if usage else None
+        return Outcome(
+            ask=ask,
+            first=first,
+            end=end,
+            tokens=tokens,
+            cached=(cached.cached_tokens or 0) if cached else 0,
+            error=chunk.problem or self._missing(events, tokens, ask),
+        )
+
+    def _missing(self, events: Events, tokens: int, ask: Ask) -> str:
+        if not events.done:
+            return "the stream ended before its [DONE]"
+        if self._asking.exact and tokens < ask.output:
+            return "fewer tokens than were asked for"
+        return ""
+
+
+def _base(url: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url.rstrip("/").removesuffix("/v1")
+    except ValueError:  # a port that is no number
+        pass
+    raise ConfigError(f"--url {url}: http://HOST:PORT is right")
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        said = read_chunk(body).problem
+    except ValueError:
+        said = ""
+    return f"status {status}: {said}" if said else f"status {status}"
+
+
+def _said(error: Exception) -> str:
+    """In one line. aiohttp's own errors name the address too."""
+    if isinstance(error, TimeoutError):
+        return "took too long"
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.strerror:
+        return f"cannot be reached: {error.os_error.strerror}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
