@@ -55,7 +55,7 @@ def test_a_send_of_another_prompt_is_not_the_same_send() -> None:
             tokens = prompt(14)
             spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens))
             await p.engine.remote_send(sending(tokens, spot))
-            with pytest.raises(BadRequest, match="claimed up to 14"):
+            with pytest.raises(BadRequest, match="or another model or prompt"):
                 await p.engine.remote_send(sending(prompt(14, first=7), spot))
 
     run(test)
