@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from kvloom.core.errors import BadRequest, QueueFull, Unavailable
+from kvloom.core.errors import BadRequest, OutOfBlocks, QueueFull, Unavailable
 from kvloom.core.verbs import PrepRecv
 from kvloom.engine.engine import MAX_RESERVED
 from kvloom.engine.reservations import MOST
 from tests import plane
 from tests.modelled import ask, expected, turns
-from tests.modelled_units import MODEL, generate, prompt, run, sending, units
+from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units
 
 
 def test_reservations_leave_rows_for_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +30,29 @@ def test_reservations_leave_rows_for_those_that_run(monkeypatch: pytest.MonkeyPa
             assert (await ask(d.engine, body)).tokens == expected(d.executor, body)
             await d.pass_time(31)
             await d.engine.prep_recv(PrepRecv(model=MODEL, request="more", prompt=[1], end=0))
+
+    run(test)
+
+
+def test_room_and_ticket_come_together_or_not_at_all() -> None:
+    async def reserve(d: Unit, count: int, length: int) -> None:
+        for i in range(count):
+            tokens, end = prompt(max(1, length), first=i), length
+            await d.engine.prep_recv(PrepRecv(model=MODEL, request=f"r{i}", prompt=tokens, end=end))
+
+    async def test() -> None:
+        async with units(1, blocks=100) as (d,):
+            with pytest.raises(OutOfBlocks):
+                await reserve(d, 9, 20)
+            assert 0 < len(d.transport.ledger) < 9
+            for i in range(9):
+                await d.engine.abort(f"r{i}")
+            assert not d.transport.ledger
+            with pytest.raises(QueueFull, match="too many reservations"):
+                await reserve(d, 99, 0)
+            with pytest.raises(QueueFull, match="too many reservations"):
+                await d.engine.prep_recv(PrepRecv(model=MODEL, request="more", prompt=prompt(20)))
+            assert d.engine.pool.available == d.engine.pool.total
 
     run(test)
 
