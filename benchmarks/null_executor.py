@@ -71,9 +71,13 @@ class NullExecutor:
         self.geometries = {name: _geometry(shape) for name, shape in shapes.items()}
         self.blocks = blocks
         self.compute = compute
+        self.stride = 1
         self._clockwork = clockwork or Clockwork()
         self._period = period
         self._due = 0.0
+
+    def cut(self, job: Job) -> int:
+        return job.steps
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         self._clockwork.start(job)

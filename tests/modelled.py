@@ -95,6 +95,7 @@ class ModelledExecutor:
     ) -> None:
         self.blocks = blocks
         self.compute = compute
+        self.stride = 1
         self.geometries = {model: GEOMETRIES[model] for model in models}
         self.cards = {model: card(model, context) for model in models}
         self.failing = failing
@@ -104,6 +105,9 @@ class ModelledExecutor:
         self._random = random.Random(seed)
         self.arena = np.full((blocks, BLOCK), _EMPTY, dtype=np.int64)
         self._ids = {model: i for i, model in enumerate(GEOMETRIES)}
+
+    def cut(self, job: Job) -> int:
+        return job.steps
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         future: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()

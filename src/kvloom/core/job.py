@@ -55,7 +55,12 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`share` units of the device's compute are this job's own until it ends. tokens: [N] input ids."""
+    """`share` units of the device's compute are this job's own until it ends. tokens: [N] input ids.
+
+    A decode job may take several `steps`, each of which gives every sequence a token and reads the one that
+    the step before it has drawn; `tokens` are the first step's, the plan is for all of them. No draw of such
+    a job reads `output` or `allowed`.
+    """
 
     model: str
     phase: Phase
@@ -64,11 +69,13 @@ class Job:
     tokens: I64
     samples: tuple[SampleRow, ...]
     prompts: tuple[PromptRow, ...] = ()
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """tokens: one id a sample row; logprobs likewise, None where not asked for. seconds: on the device."""
+    """tokens: one id a sample row, step by step; logprobs likewise, None where not asked for. seconds: on the
+    device."""
 
     tokens: list[int]
     logprobs: list[TokenLogprob | None]
@@ -94,4 +101,12 @@ class Executor(Protocol):
     def blocks(self) -> int:
         """Blocks in the arena."""
 
+    @property
+    def stride(self) -> int:
+        """The most steps that a decode job may take."""
+
     def launch(self, job: Job) -> asyncio.Future[JobResult]: ...
+
+    def cut(self, job: Job) -> int:
+        """Let a running job of several steps end after the one under way; returns the steps that it will have
+        taken."""

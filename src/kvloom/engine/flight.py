@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvloom.core.arrays import I64
-from kvloom.core.job import Job, Phase, PromptRow, SampleRow
+from kvloom.core.job import Job, JobResult, Phase, PromptRow, SampleRow
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence
 
@@ -22,10 +22,17 @@ class Flight:
     drawers: list[Sequence]
     asked: list[Sequence]
 
+    def steps(self, result: JobResult) -> int:
+        """That it took."""
+        return len(result.tokens) // len(self.drawers) if self.job.steps > 1 else 1
 
-def compose(queue: ModelQueue, phase: Phase, share: int, batch: list[tuple[Sequence, int]]) -> Flight:
-    """Plan and describe one job. Raises OutOfBlocks, with nothing changed, where the pool is short."""
-    plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
+
+def compose(
+    queue: ModelQueue, phase: Phase, share: int, batch: list[tuple[Sequence, int]], steps: int = 1
+) -> Flight:
+    """Plan and describe one job. steps: of a decode job. Raises OutOfBlocks, with nothing changed, where the
+    pool is short."""
+    plan = queue.cache.begin_forward([s.id for s, _ in batch], [n * steps for _, n in batch])
     tokens: list[I64] = []
     total = 0
     samples: list[SampleRow] = []
@@ -43,5 +50,7 @@ def compose(queue: ModelQueue, phase: Phase, share: int, batch: list[tuple[Seque
             for drawer in (sequence, *sequence.siblings):
                 drawers.append(drawer)
                 samples.append(drawer.sample_row(total - 1))
-    job = Job(queue.card.name, phase, share, plan, np.concatenate(tokens), tuple(samples), tuple(prompts))
+    job = Job(
+        queue.card.name, phase, share, plan, np.concatenate(tokens), tuple(samples), tuple(prompts), steps
+    )
     return Flight(job, batch, drawers, asked)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from msgspec import structs
 
 from kvloom.core.address import KVForm
-from kvloom.core.job import Phase
+from kvloom.core.job import Job, Phase
 from kvloom.core.load import ModelLoad
 from kvloom.core.request import ModelCard
 from kvloom.engine.batching.view import ModelView
@@ -32,15 +32,22 @@ class ModelQueue:
         self.running: list[Sequence] = []
         self.jobs: dict[Phase, int] = dict.fromkeys(Phase, 0)  # started, ever
         self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)  # running now
-        self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when the last one started
+        self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when one last began or ended
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.received_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
 
     @property
     def full(self) -> bool:
         return len(self.waiting) >= self.max_waiting
+
+    @property
+    def longest_here(self) -> int:
+        """Blocks that hold all tokens of the longest sequence which waits or runs."""
+        tokens = max((len(s.tokens) for some in (self.waiting, self.running) for s in some), default=0)
+        return self.cache.geometry.blocks(tokens)
 
     def enqueue(self, sequence: Sequence, now: int) -> None:
         """now: jobs that the unit has started."""
@@ -53,7 +60,7 @@ class ModelQueue:
         sequence.adopted(self.cache.adopt(sequence.id, sequence.tokens.list(), sequence.cacheable))
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
-        self.cached_tokens += sequence.computed
+        self.cached_tokens += sequence.hits
         if sequence.outbound:
             sequence.outbound.begin(self.cache, sequence.id, sequence.computed)
 
@@ -96,12 +103,15 @@ class ModelQueue:
         self.active[phase] += 1
         self.last[phase] = now
 
-    def finished(self, flight_tokens: int, drawn: int, phase: Phase) -> None:
-        """A job has ended well: it computed `flight_tokens` tokens and drew `drawn`."""
-        self.active[phase] -= 1
+    def finished(self, job: Job, drawn: int, steps: int, now: int) -> None:
+        """A job has ended well: it drew `drawn` tokens in `steps` steps, each as good as a job. now: jobs
+        that the unit has started."""
+        self.active[job.phase] -= 1
+        self.jobs[job.phase] += steps - 1
+        self.last[job.phase] = now
         self.output_tokens += drawn
-        if phase is Phase.PREFILL:
-            self.prompt_tokens += flight_tokens
+        if job.phase is Phase.PREFILL:
+            self.prompt_tokens += job.tokens.size
 
     def load(self) -> ModelLoad:
         return ModelLoad(
@@ -109,9 +119,11 @@ class ModelQueue:
             running=len(self.running),
             used_blocks=self.cache.used_blocks,
             cached_blocks=self.cache.cached_blocks,
+            pinned_blocks=self.cache.prefixes.pinned_blocks,
             quota_blocks=self.quota,
             prompt_tokens_total=self.prompt_tokens,
             cached_tokens_total=self.cached_tokens,
+            received_tokens_total=self.received_tokens,
             output_tokens_total=self.output_tokens,
             preemptions_total=self.preemptions,
             prefill_jobs_total=self.jobs[Phase.PREFILL],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvloom.core.arrays import I64
@@ -27,11 +29,20 @@ class Tokens:
 
     def append(self, token: int) -> None:
         if self._made == self._room.size:
-            room = np.empty(max(_ROOM, 2 * self._made), dtype=np.int64)
-            room[: self._made] = self._room
-            self._room = room
+            self._grow(1)
         self._room[self._made] = token
         self._made += 1
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        if self._made + len(tokens) > self._room.size:
+            self._grow(len(tokens))
+        self._room[self._made : self._made + len(tokens)] = tokens
+        self._made += len(tokens)
+
+    def _grow(self, count: int) -> None:
+        room = np.empty(max(_ROOM, 2 * (self._made + count - 1)), dtype=np.int64)
+        room[: self._made] = self._room[: self._made]
+        self._room = room
 
     def list(self) -> list[int]:
         """All, copied."""

@@ -27,11 +27,11 @@ class QuotaTuner:
         self._used = dict.fromkeys(self._queues, 0)
         self._jobs = 0
 
-    def observe(self) -> None:
-        """A job has ended: note who holds what."""
-        self._jobs += 1
+    def observe(self, jobs: int) -> None:
+        """So many jobs have ended: note who holds what."""
+        self._jobs += jobs
         for name, queue in self._queues.items():
-            self._used[name] += queue.cache.used_blocks
+            self._used[name] += jobs * queue.cache.used_blocks
 
     def adapt(self) -> None:
         """Once a period in which jobs ran, move quotas towards use."""

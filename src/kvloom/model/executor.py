@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Self
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class TorchExecutor:
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
         self.compute = threads
+        self.stride = 1
         self.blocks = arena.blocks
 
     @classmethod
@@ -48,7 +50,7 @@ class TorchExecutor:
         block_bytes: int,
         threads: int,
         progress: Callable[[str], None] = lambda _: None,
-    ) -> TorchExecutor:
+    ) -> Self:
         """Load every model, then commit the arena. Raises ConfigError."""
         torch.set_num_threads(threads)
         loaded: dict[str, LoadedModel] = {}
@@ -79,6 +81,9 @@ class TorchExecutor:
         future = asyncio.get_running_loop().run_in_executor(self._slots[slot], self._run, job)
         future.add_done_callback(lambda _: self._free.append(slot))
         return future
+
+    def cut(self, job: Job) -> int:
+        return job.steps
 
     def close(self) -> None:
         """Wait for running jobs and end the threads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvloom.core.geometry import Geometry
@@ -22,8 +22,8 @@ class Content(Protocol):
     def write(self, job: Job, layers: range) -> None:
         """The job has computed K and V of these layers."""
 
-    def draw(self, job: Job) -> list[int]:
-        """The tokens that its samples ask for."""
+    def draw(self, job: Job, step: int) -> list[int]:
+        """The tokens that its samples ask for after this step of it."""
 
 
 class NoContent:
@@ -38,15 +38,16 @@ class NoContent:
     def write(self, job: Job, layers: range) -> None:
         """Pages hold nothing."""
 
-    def draw(self, job: Job) -> list[int]:
+    def draw(self, job: Job, step: int) -> list[int]:
         size = self._vocab[job.model]
-        return [(sample.key + 7919 * sample.index) % size for sample in job.samples]
+        return [(sample.key + 7919 * (sample.index + step)) % size for sample in job.samples]
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """left: the part of it that is still to do, at `since`; seconds: all of it beside what runs now. layers:
-    that are written. timer: the end of the next layer that a peer waits for, or of the job."""
+    """A job at one of its steps. left: the part of the step that is still to do, at `since`; seconds: all of
+    it beside what runs now. layers: that are written. steps: that it will take; tokens: of those it has
+    taken. timer: the end of the next layer that a peer waits for, or of the step."""
 
     job: Job
     work: Work
@@ -56,6 +57,9 @@ class _Running:
     left: float = 1.0
     seconds: float = 0.0
     layers: int = 0
+    step: int = 0
+    steps: int = 1
+    tokens: list[int] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -67,7 +71,7 @@ class ModelledExecutor:
     """Satisfies `Executor`. Jobs that run at the same time slow each other down as the cost model says,
     each for as long as they do. A job whose plan has sends puts each layer when it is computed.
 
-    compute: units to share out. blocks: in the arena.
+    compute: units to share out. blocks: in the arena. stride: steps that a decode job may take.
     """
 
     def __init__(
@@ -79,11 +83,13 @@ class ModelledExecutor:
         compute: int,
         cost: CostModel,
         content: Content | None = None,
+        stride: int = 4096,
     ) -> None:
         self.cards = cards
         self.geometries = geometries
         self.blocks = blocks
         self.compute = compute
+        self.stride = stride
         self._cost = cost
         self._content = content or NoContent({name: card.vocab_size for name, card in cards.items()})
         self._running: list[_Running] = []
@@ -91,8 +97,9 @@ class ModelledExecutor:
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         loop, plan = asyncio.get_running_loop(), job.plan
         share = min(1.0, job.share / self.compute)
-        work = Work.of(job.model, job.phase, share, plan.appends, plan.starts, len(job.samples))
-        running = _Running(job, work, loop.create_future(), loop.time(), loop.time())
+        appends = plan.appends if job.steps == 1 else plan.appends // job.steps
+        work = Work.of(job.model, job.phase, share, appends, plan.starts, len(job.samples))
+        running = _Running(job, work, loop.create_future(), loop.time(), loop.time(), steps=job.steps)
         self._running.append(running)
         self._content.begin(job)
         self._pace(loop)
@@ -128,11 +135,23 @@ class ModelledExecutor:
         if layer < running.all_layers:
             self._wait(running, loop)
             return
-        self._running.remove(running)
+        running.tokens += self._content.draw(job, running.step)
+        running.step += 1
+        if running.step < running.steps:
+            running.work = running.work.next()
+            running.left, running.layers = 1.0, 0
+            running.since, running.seconds = loop.time(), 0.0
+        else:
+            self._running.remove(running)
         self._pace(loop)
-        running.future.set_result(self._result(running, loop.time()))
+        if running.step == running.steps:
+            running.future.set_result(self._result(running, loop.time()))
 
     def _result(self, running: _Running, now: float) -> JobResult:
-        tokens = self._content.draw(running.job)
         prompts = [TokenLogprob(0.0) for _ in running.job.prompts]
-        return JobResult(tokens, [None] * len(tokens), prompts, now - running.started)
+        return JobResult(running.tokens, [None] * len(running.tokens), prompts, now - running.started)
+
+    def cut(self, job: Job) -> int:
+        running = next(running for running in self._running if running.job is job)
+        running.steps = running.step + 1
+        return running.steps

@@ -27,12 +27,14 @@ Links = Callable[[str, ModelledExecutor], Transport]  # a unit's end of the KV p
 
 @dataclass(frozen=True, slots=True)
 class SimulatedUnit:
-    """One engine to be. shapes: by model of the spec. compute: units that its devices are shared out in."""
+    """One engine to be. shapes: by model of the spec. compute: units that its devices are shared out in.
+    stride: decode steps that may be one job."""
 
     spec: EngineSpec
     shapes: Mapping[str, ModelShape]
     compute: int
     cost: CostModel
+    stride: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def _executor(unit: SimulatedUnit) -> ModelledExecutor:
         blocks=spec.kv_bytes // spec.block_bytes,
         compute=unit.compute,
         cost=unit.cost,
+        stride=unit.stride,
     )
 
 

@@ -22,7 +22,7 @@ class ModelView:
     the first of them to be.
     running: sequences with blocks.
     prefilling, decoding: whether such a job of this model runs now.
-    last_prefill, last_decode: when it last ran, counted in jobs of the unit.
+    last_prefill, last_decode: when such a job last began or ended, counted in jobs of the unit.
     """
 
     name: str

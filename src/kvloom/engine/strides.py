@@ -1,0 +1,81 @@
+"""Decode jobs of many steps, for as long as nothing can have to be decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvloom.core.job import Executor, Phase
+from kvloom.engine.batching import Policy
+from kvloom.engine.batching.view import Decode, UnitView
+from kvloom.engine.flight import Flight
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.sequence import Sequence
+from kvloom.kv.pool import Pool
+
+
+class Strides:
+    """What a policy would answer after a step is what it answered before it, while each model that could
+    decode does so, no sequence ends, and nobody waits, or, where the unit has one model, nobody who could be
+    let in. So such steps may be one job, if the executor can take several in one. Who calls meanwhile cuts
+    them short, and finds the unit as if they had been many jobs.
+    """
+
+    def __init__(
+        self, queues: Mapping[str, ModelQueue], pool: Pool, executor: Executor, policy: Policy
+    ) -> None:
+        self._queues = queues
+        self._pool = pool
+        self._executor = executor
+        self._policy = policy
+        self._running: list[Flight] = []
+
+    def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
+        """For the decode job that the policy wants, having seen `view`."""
+        most, queue = self._executor.stride, self._queues[action.model]
+        if most == 1 or not batch or len(batch) < len(queue.running):
+            return 1
+        if not all(self._settled(other) for other in self._queues.values() if other is not queue):
+            return 1
+        if queue.waiting and not self._goes_on(view, action):
+            return 1
+        limit = queue.card.context_length
+        steps = min(most, *(sequence.strides(limit) for sequence, _ in batch))
+        room = sum(queue.cache.blocks_for(sequence.id, steps) for sequence, _ in batch)
+        return steps if room <= self._pool.free else 1
+
+    def _settled(self, queue: ModelQueue) -> bool:
+        """It has nothing to do, or its decode job runs and takes all it has."""
+        if queue.waiting or queue.active[Phase.PREFILL]:
+            return False
+        return all(sequence.in_job for sequence in queue.running)
+
+    def _goes_on(self, view: UnitView, action: Decode) -> bool:
+        """Whether the policy would decode again. With one model, who does not fit now fits less and less."""
+        if len(view.models) > 1:
+            return False
+        jobs = view.jobs + 1
+        model = replace(view.models[0], last_decode=jobs, waited=view.models[0].waited + 1)
+        return self._policy(replace(view, models=(model,), last_was_prefill=False, jobs=jobs)) == action
+
+    def took_off(self, flight: Flight) -> None:
+        if flight.job.steps > 1:
+            self._running.append(flight)
+
+    def landed(self, flight: Flight) -> int:
+        """Steps more than one that it took, as far as `cut` has not told of them."""
+        if flight not in self._running:
+            return 0
+        self._running.remove(flight)
+        return flight.job.steps - 1
+
+    def cut(self) -> int:
+        """Something has happened: whatever runs ends with the step under way. Returns the steps more than one
+        that all of it will have taken."""
+        more = 0
+        for flight in self._running:
+            steps = self._executor.cut(flight.job)
+            self._queues[flight.job.model].cache.shorten_forward(flight.job.plan, steps)
+            more += steps - 1
+        self._running = []
+        return more

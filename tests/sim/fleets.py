@@ -1,0 +1,102 @@
+"""Small fleets in virtual time, and what became of the asks that were played to them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from kvloom.core.job import Phase
+from kvloom.core.load import UnitLoad
+from kvloom.core.spec import EngineSpec, ModelSpec, Policy
+from kvloom.cost.shape import ModelShape
+from kvloom.cost.work import Work
+from kvloom.router.program import load_program
+from kvloom.sim.clock import LoopClock
+from kvloom.sim.executor import ModelledExecutor
+from kvloom.sim.fleet import SimulatedUnit, simulated
+from kvloom.sim.links import ModelledPlane, ModelledTransport, TimedLink
+from kvloom.sim.loop import run_virtual
+from kvloom.sim.play import play
+from kvloom.workload.ask import Ask, Outcome
+
+SHAPES = {
+    "small": ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=500),
+    "deep": ModelShape(layers=5, hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=128, vocab=900),
+}
+
+
+class Plain:
+    """Satisfies `CostModel`: a job takes 1 ms, 0.1 ms a token and a little for its context, less with a larger
+    share, more beside others."""
+
+    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
+        per_token = 1e-4 if work.phase is Phase.PREFILL else 5e-5
+        alone = 1e-3 + per_token * work.tokens / work.share + 1e-7 * work.context
+        return alone * (1.0 + 0.25 * len(beside))
+
+
+def unit(
+    name: str = "unit-0",
+    models: Sequence[str] = tuple(SHAPES),
+    *,
+    blocks: int = 400,
+    policy: Policy = "adbs",
+    compute: int = 4,
+) -> SimulatedUnit:
+    spec = EngineSpec(
+        models=tuple(ModelSpec(name=model, path="", max_context=256) for model in models),
+        kv_bytes=blocks * 1024,
+        block_bytes=1024,
+        policy=policy,
+        max_running=16,
+        max_waiting=1000,
+        chunk_tokens=64,
+        threads=compute,
+        unit=name,
+    )
+    return SimulatedUnit(spec, {model: SHAPES[model] for model in models}, compute, Plain())
+
+
+def asks(count: int, *, seed: int, rate: float, models: Sequence[str] = tuple(SHAPES)) -> list[Ask]:
+    draw, at, made = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += draw.expovariate(rate)
+        prompt, output = draw.randint(1, 120), draw.randint(1, 90)
+        made.append(Ask(at=at, model=draw.choice(models), prompt=prompt, output=output))
+    return made
+
+
+def prompt_of(number: int, ask: Ask) -> list[int]:
+    draw = random.Random(number)
+    return [draw.randrange(SHAPES[ask.model].vocab) for _ in range(ask.prompt)]
+
+
+def join(plane: ModelledPlane, name: str, executor: ModelledExecutor) -> ModelledTransport:
+    return plane.join(name, executor.blocks, TimedLink(1e9, 1e-5))
+
+
+def outcomes(
+    units: Sequence[SimulatedUnit], played: Sequence[Ask], *, program: str = "data_parallel", seed: int = 0
+) -> tuple[dict[Ask, Outcome], dict[str, UnitLoad]]:
+    """By ask, and every unit's load at the end, when laws 1 and 4 hold."""
+
+    async def main() -> tuple[dict[Ask, Outcome], dict[str, UnitLoad]]:
+        found: dict[Ask, Outcome] = {}
+        plane, clock = ModelledPlane(), LoopClock(asyncio.get_running_loop())
+
+        def tell(outcome: Outcome) -> None:
+            found[outcome.ask] = outcome
+
+        async with simulated(
+            units, load_program(program), lambda name, executor: join(plane, name, executor)
+        ) as fleet:
+            await play(fleet.router, played, prompt_of, clock, tell)
+            await asyncio.sleep(60)  # leases end
+            loads = {name: await engine.load() for name, engine in fleet.engines.items()}
+            for engine in fleet.engines.values():
+                engine.pool.check()
+                assert engine.pool.available == engine.pool.total
+        return found, loads
+
+    return run_virtual(main(), seed=seed)

@@ -1,0 +1,45 @@
+"""Stepping over stretches in which nothing is decided changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.core.spec import Policy
+from kvloom.sim.fleet import SimulatedUnit
+from tests.sim.fleets import asks, outcomes, unit
+
+
+def check_like(units: list[SimulatedUnit], *, seed: int, rate: float, count: int = 25) -> None:
+    played = asks(count, seed=seed, rate=rate, models=list(units[0].shapes))
+    stepped, each_load = outcomes([replace(unit, stride=1) for unit in units], played)
+    strode, load = outcomes(units, played)
+    for ask, outcome in strode.items():
+        assert outcome.tokens == ask.output == stepped[ask].tokens
+        assert not outcome.error
+        assert outcome.first == pytest.approx(stepped[ask].first, rel=1e-9)
+        assert outcome.end == pytest.approx(stepped[ask].end, rel=1e-9)
+    assert load == each_load
+
+
+@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round-robin"])
+@settings(deadline=None, max_examples=4, derandomize=True)
+@given(seed=st.integers(0, 2**32), rate=st.sampled_from([1.0, 5.0, 20.0, 200.0]))
+def test_one_model_alone(policy: Policy, seed: int, rate: float) -> None:
+    check_like([unit(models=["small"], policy=policy)], seed=seed, rate=rate)
+
+
+@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round-robin"])
+@settings(deadline=None, max_examples=4, derandomize=True)
+@given(seed=st.integers(0, 2**32), rate=st.sampled_from([1.0, 5.0, 20.0, 200.0]))
+def test_two_models_share_a_pool(policy: Policy, seed: int, rate: float) -> None:
+    check_like([unit(policy=policy)], seed=seed, rate=rate)
+
+
+@settings(deadline=None, max_examples=4, derandomize=True)
+@given(seed=st.integers(0, 2**32), blocks=st.integers(40, 120))
+def test_a_short_pool(seed: int, blocks: int) -> None:
+    check_like([unit(models=["small"], blocks=blocks)], seed=seed, rate=50)
