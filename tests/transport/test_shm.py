@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
-from kvloom.core.errors import BadRequest
+from kvloom.core.errors import BadRequest, Unavailable
+from kvloom.kv import memfd
+from kvloom.transport.ledger import ROW_BYTES
+from kvloom.transport.peer import Memory, Where
 from tests.transport.context import Context
 from tests.transport.units import DEADLINE, Unit, units
 
@@ -68,6 +74,42 @@ def test_a_loop_of_reservations_and_sends_holds_no_more(pair: tuple[Unit, Unit])
         held.append((_held(sender), _held(receiver)))
     _wait_until_held(sender, held[0][0])
     _wait_until_held(receiver, held[0][1])
+
+
+def test_only_what_a_process_has_made_for_its_endpoint_is_mapped(pair: tuple[Unit, Unit]) -> None:
+    sender, receiver = pair
+    context = Context.make(sender, receiver, 0, 100, seed=6)
+    context.send(0, 50)
+    held, where = _held(sender), msgspec.msgpack.decode(receiver.endpoint.where, type=Where)
+    for name, forged in _elsewhere(sender, where):
+        endpoint = structs.replace(receiver.endpoint, unit=name, where=msgspec.msgpack.encode(forged))
+        with pytest.raises(Unavailable, match=f"{name} is gone: descriptor"):
+            sender.ship(endpoint, context.address, 0, 50, 100)
+    sender.call("drop")
+    context.send(50, 100)
+    context.check(0, 100)
+    _wait_until_held(sender, held)
+
+
+def _elsewhere(sender: Unit, where: Where) -> Iterator[tuple[str, Where]]:
+    """Endpoints that fit in size, inode and all, but lead to something else."""
+    arena, ledger = where.arena, where.ledger
+    slots, blocks = arena.size // ROW_BYTES, ledger.size // 64
+    swapped = {"arena": ledger, "ledger": arena, "blocks": blocks, "block_bytes": 64, "slots": slots}
+    yield "swapped", structs.replace(where, **swapped)
+    yield "ledger-as-both", structs.replace(where, arena=ledger, blocks=blocks, block_bytes=64)
+    there = Path(f"/proc/{sender.process.pid}/fd")
+    links = {os.readlink(link): int(link.name) for link in there.iterdir()}
+    maps = {
+        name: structs.replace(getattr(where, name), fd=links[memfd.link(name, where.pid)])
+        for name in ("arena", "ledger")
+    }
+    yield "who-maps-it", structs.replace(where, pid=sender.process.pid, **maps)
+    for name in ("kvloom-arena", f"kvloom-arena-{os.getpid()}0", "kvloom-"):
+        fd = os.memfd_create(name)
+        os.truncate(fd, arena.size)
+        yield f"named-{name}", structs.replace(where, pid=os.getpid(), arena=Memory.of(fd))
+        os.close(fd)
 
 
 def _held(unit: Unit) -> int:

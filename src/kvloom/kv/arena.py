@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvloom.core.errors import ConfigError
+from kvloom.kv import memfd
 
 
 class Arena:
@@ -22,7 +23,7 @@ class Arena:
         self.blocks = blocks
         self.block_bytes = block_bytes
         size = blocks * block_bytes
-        self.fd = os.memfd_create("kvloom-arena", os.MFD_CLOEXEC)
+        self.fd = memfd.create("arena")
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:

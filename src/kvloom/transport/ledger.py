@@ -23,6 +23,7 @@ import numpy as np
 from kvloom.core.address import Ticket, other_address
 from kvloom.core.arrays import I64
 from kvloom.core.errors import BadRequest, QueueFull, Unavailable
+from kvloom.kv import memfd
 
 ROW_BYTES = 32
 _GENERATION, _CLAIMED, _RECEIVED, _DIGEST = range(4)  # a row's words; an ended generation is negative
@@ -34,7 +35,7 @@ class Ledger:
 
     def __init__(self, slots: int = 4096) -> None:
         self.slots = slots
-        self.fd = os.memfd_create("kvloom-ledger", os.MFD_CLOEXEC)
+        self.fd = memfd.create("ledger")
         os.ftruncate(self.fd, slots * ROW_BYTES)
         self._rows = _rows(self.fd, slots)
         self._free = deque(range(slots))

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from kvloom.core.address import Endpoint
 from kvloom.core.errors import BadRequest, Unavailable
+from kvloom.kv import memfd
 from kvloom.transport.ledger import ROW_BYTES, PeerLedger
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
@@ -62,8 +63,8 @@ class Peer:
         try:
             self.process = os.pidfd_open(where.pid)
             weakref.finalize(self, os.close, self.process)
-            arena = self._open(where.pid, where.arena)
-            ledger = self._open(where.pid, where.ledger)
+            arena = self._open(where.pid, "arena", where.arena)
+            ledger = self._open(where.pid, "ledger", where.ledger)
             self._map = mmap.mmap(arena, where.arena.size)
         except OSError as error:
             raise Unavailable(f"{endpoint.unit} cannot be reached: {error.strerror}") from error
@@ -72,16 +73,23 @@ class Peer:
         self._populated = 0
         self.refuse_gone()
 
-    def _open(self, pid: int, memory: Memory) -> int:
-        """An open file description of our own of the peer's memfd."""
+    def _open(self, pid: int, what: str, memory: Memory) -> int:
+        """An open file description of our own of the peer's memfd, and of nothing else: `pid` may have become
+        another process', and a process may hold what another one made."""
         path = f"/proc/{pid}/fd/{memory.fd}"
-        if not os.readlink(path).startswith("/memfd:kvloom-"):
-            raise self._gone()
+        if os.readlink(path) != memfd.link(what, pid):
+            raise self._not_its(what, pid, memory)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, fd)
         if msgspec.structs.replace(Memory.of(fd), fd=memory.fd) != memory:
-            raise self._gone()
+            raise self._not_its(what, pid, memory)
         return fd
+
+    def _not_its(self, what: str, pid: int, memory: Memory) -> Unavailable:
+        return Unavailable(
+            f"{self.endpoint.unit} is gone: descriptor {memory.fd} of process {pid} is no {what} that this "
+            "process has made for this endpoint"
+        )
 
     def refuse_gone(self) -> None:
         """Raises Unavailable where the peer's process has ended."""
