@@ -106,8 +106,11 @@ class ModelledExecutor:
         self.arena = np.full((blocks, BLOCK), _EMPTY, dtype=np.int64)
         self._ids = {model: i for i, model in enumerate(GEOMETRIES)}
 
-    def cut(self, job: Job) -> int:
+    def taken(self, job: Job) -> int:
         return job.steps
+
+    def cut(self, job: Job) -> None:
+        """Each has one step."""
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         future: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()

@@ -40,6 +40,6 @@ def test_two_models_share_a_pool(policy: Policy, seed: int, rate: float) -> None
 
 
 @settings(deadline=None, max_examples=4, derandomize=True)
-@given(seed=st.integers(0, 2**32), blocks=st.integers(40, 120))
+@given(seed=st.integers(0, 2**32), blocks=st.integers(66, 160))
 def test_a_short_pool(seed: int, blocks: int) -> None:
     check_like([unit(models=["small"], blocks=blocks)], seed=seed, rate=50)

@@ -58,8 +58,8 @@ class Job:
     """`share` units of the device's compute are this job's own until it ends. tokens: [N] input ids.
 
     A decode job may take several `steps`, each of which gives every sequence a token and reads the one that
-    the step before it has drawn; `tokens` are the first step's, the plan is for all of them. No draw of such
-    a job reads `output` or `allowed`.
+    the step before it has drawn; `tokens`, samples and plan are the first step's. No draw of such a job reads
+    `output` or `allowed`.
     """
 
     model: str
@@ -107,6 +107,8 @@ class Executor(Protocol):
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]: ...
 
-    def cut(self, job: Job) -> int:
-        """Let a running job of several steps end after the one under way; returns the steps that it will have
-        taken."""
+    def taken(self, job: Job) -> int:
+        """Steps of a job of several, with the one that is under way; all where it has just ended."""
+
+    def cut(self, job: Job) -> None:
+        """Let a running job of several steps end after the one that is under way."""

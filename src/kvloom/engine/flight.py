@@ -32,7 +32,7 @@ def compose(
 ) -> Flight:
     """Plan and describe one job. steps: of a decode job. Raises OutOfBlocks, with nothing changed, where the
     pool is short."""
-    plan = queue.cache.begin_forward([s.id for s, _ in batch], [n * steps for _, n in batch])
+    plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
     tokens: list[I64] = []
     total = 0
     samples: list[SampleRow] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvloom.core.job import Executor, Phase
 from kvloom.engine.batching import Policy
@@ -12,6 +12,15 @@ from kvloom.engine.flight import Flight
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence
 from kvloom.kv.pool import Pool
+
+
+@dataclass(slots=True, eq=False)
+class _Stride:
+    """room: blocks that all its steps may take. steps: that have begun, as far as is known."""
+
+    flight: Flight
+    room: int
+    steps: int = 1
 
 
 class Strides:
@@ -28,7 +37,7 @@ class Strides:
         self._pool = pool
         self._executor = executor
         self._policy = policy
-        self._running: list[Flight] = []
+        self._running: list[_Stride] = []
 
     def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
         """For the decode job that the policy wants, having seen `view`."""
@@ -42,7 +51,8 @@ class Strides:
         limit = queue.card.context_length
         steps = min(most, *(sequence.strides(limit) for sequence, _ in batch))
         room = sum(queue.cache.blocks_for(sequence.id, steps) for sequence, _ in batch)
-        return steps if room <= self._pool.free else 1
+        claimed = sum(stride.room for stride in self._running)
+        return steps if room + claimed <= self._pool.available else 1
 
     def _settled(self, queue: ModelQueue) -> bool:
         """It has nothing to do, or its decode job runs and takes all it has."""
@@ -58,24 +68,37 @@ class Strides:
         model = replace(view.models[0], last_decode=jobs, waited=view.models[0].waited + 1)
         return self._policy(replace(view, models=(model,), last_was_prefill=False, jobs=jobs)) == action
 
-    def took_off(self, flight: Flight) -> None:
-        if flight.job.steps > 1:
-            self._running.append(flight)
+    def took_off(self, flight: Flight) -> int:
+        """A job begins; where it is a single step, so are those that follow. Returns what `cut` does."""
+        if flight.job.steps == 1:
+            return self.cut()
+        cache = self._queues[flight.job.model].cache
+        room = sum(cache.blocks_for(sequence.id, flight.job.steps) for sequence, _ in flight.batch)
+        self._running.append(_Stride(flight, room))
+        return 0
 
-    def landed(self, flight: Flight) -> int:
-        """Steps more than one that it took, as far as `cut` has not told of them."""
-        if flight not in self._running:
-            return 0
-        self._running.remove(flight)
-        return flight.job.steps - 1
+    def landed(self, flight: Flight, steps: int) -> int:
+        """It has taken so many steps. Returns how many have begun anywhere, since this was last told."""
+        ended = [stride for stride in self._running if stride.flight is flight]
+        self._running = [stride for stride in self._running if stride.flight is not flight]
+        return sum(self._reach(stride, steps) for stride in ended) + self._sync()
 
     def cut(self) -> int:
-        """Something has happened: whatever runs ends with the step under way. Returns the steps more than one
-        that all of it will have taken."""
-        more = 0
-        for flight in self._running:
-            steps = self._executor.cut(flight.job)
-            self._queues[flight.job.model].cache.shorten_forward(flight.job.plan, steps)
-            more += steps - 1
+        """Something has happened: whatever runs ends with the step that is under way. Returns what `landed`
+        does."""
+        more = self._sync()
+        for stride in self._running:
+            self._executor.cut(stride.flight.job)
         self._running = []
+        return more
+
+    def _sync(self) -> int:
+        """Take the blocks for the steps that have begun."""
+        return sum(self._reach(stride, self._executor.taken(stride.flight.job)) for stride in self._running)
+
+    def _reach(self, stride: _Stride, steps: int) -> int:
+        more, stride.steps = steps - stride.steps, steps
+        if more:
+            job = stride.flight.job
+            self._queues[job.model].cache.extend_forward(job.plan, steps)
         return more

@@ -215,15 +215,14 @@ class ModelCache:
             held.planned = count
         return make_plan(self.model, self._table, sequences, appends, copies)
 
-    def shorten_forward(self, plan: Plan, count: int) -> None:
-        """The forward will append `count` tokens to each sequence, and no more: the room for others comes
-        back now."""
-        for sequence in plan.sequences:
-            held = self._table.held[sequence]
-            if not 1 <= count <= held.planned:
-                raise ValueError(f"cannot shorten a forward of {held.planned} tokens to {count}")
+    def extend_forward(self, plan: Plan, count: int) -> None:
+        """The forward goes on: take the blocks for as many as `count` tokens of each sequence, in all."""
+        helds = [self._table.held[sequence] for sequence in plan.sequences]
+        if any(held.planned > count for held in helds):
+            raise ValueError(f"cannot extend a forward to {count} tokens: it has more")
+        self._table.grow(helds, [count] * len(helds))
+        for held in helds:
             held.planned = count
-            self._table.trim(held)
 
     def end_forward(self, plan: Plan) -> None:
         """The forward has written what it planned: the tokens are valid now."""

@@ -82,8 +82,11 @@ class TorchExecutor:
         future.add_done_callback(lambda _: self._free.append(slot))
         return future
 
-    def cut(self, job: Job) -> int:
+    def taken(self, job: Job) -> int:
         return job.steps
+
+    def cut(self, job: Job) -> None:
+        """Each has one step."""
 
     def close(self) -> None:
         """Wait for running jobs and end the threads."""

@@ -97,8 +97,7 @@ class ModelledExecutor:
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         loop, plan = asyncio.get_running_loop(), job.plan
         share = min(1.0, job.share / self.compute)
-        appends = plan.appends if job.steps == 1 else plan.appends // job.steps
-        work = Work.of(job.model, job.phase, share, appends, plan.starts, len(job.samples))
+        work = Work.of(job.model, job.phase, share, plan.appends, plan.starts, len(job.samples))
         running = _Running(job, work, loop.create_future(), loop.time(), loop.time(), steps=job.steps)
         self._running.append(running)
         self._content.begin(job)
@@ -151,7 +150,14 @@ class ModelledExecutor:
         prompts = [TokenLogprob(0.0) for _ in running.job.prompts]
         return JobResult(running.tokens, [None] * len(running.tokens), prompts, now - running.started)
 
-    def cut(self, job: Job) -> int:
-        running = next(running for running in self._running if running.job is job)
-        running.steps = running.step + 1
-        return running.steps
+    def taken(self, job: Job) -> int:
+        running = self._find(job)
+        return running.step + 1 if running else job.steps
+
+    def cut(self, job: Job) -> None:
+        running = self._find(job)
+        if running:
+            running.steps = running.step + 1
+
+    def _find(self, job: Job) -> _Running | None:
+        return next((running for running in self._running if running.job is job), None)
