@@ -16,8 +16,8 @@ _Rate = Annotated[float, Meta(ge=0.0)]
 
 class PlannedModel(Struct, frozen=True, kw_only=True):
     """A model on a unit. path: its checkpoint, where there is one. rate: requests a second that come to it
-    here; throughput: requests a second that it is expected to answer. prompt, output: mean tokens. Shares are
-    of the unit's compute; quota: of its KV blocks."""
+    here; throughput: requests a second that it could answer, if so many came. prompt, output: mean tokens.
+    Shares are of the unit's compute; quota: of its KV blocks."""
 
     name: str
     path: str | None

@@ -1,0 +1,129 @@
+"""A model on a kind of mesh, by itself: its shares, its times, what it can answer (MuxServe, algorithm 2)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import Final
+
+from kvloom.cost.shape import ModelShape
+from kvloom.cost.work import CostModel, Work
+from kvloom.plan.cluster import Costs, MeshKind
+from kvloom.plan.demand import Demand
+from kvloom.plan.growth import BATCHES
+from kvloom.plan.memory import CHUNK_TOKENS, pool_bytes, request_bytes
+
+NEAR: Final = 1.05  # a prefill this close to the fastest is as good; it leads to MuxServe's 80 % for a 7B
+_DECODE_MOST: Final = 0.9  # a decode leaves something for the prefill beside it
+_CROWD: Final = 8  # jobs that are asked about at once, to learn what part of the device each occupies
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Decodes on one share. seconds: for a whole request's output, by batch. occupied: the part of what the
+    device can do that one of them takes while it runs."""
+
+    share: float
+    seconds: tuple[float, ...]
+    occupied: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A demand on a kind of mesh. prefill: seconds by batch. lean: decodes on the smallest share that answers
+    the demand alone; full: on the best one. start: where in BATCHES the demand is answered, 0 where it is not
+    or not sure; throughput: requests a second, alone. busy: the part of the time in which something decodes.
+    request: bytes of K and V."""
+
+    prefill_share: float
+    prefill: tuple[float, ...]
+    lean: Decoding
+    full: Decoding
+    start: int
+    throughput: float
+    busy: float
+    request: int
+
+
+class Catalog:
+    """Finds candidates; keeps what it has measured with the cost model, which does not depend on rates."""
+
+    def __init__(self, demands: Sequence[Demand], costs: Costs) -> None:
+        self._shapes: Mapping[str, ModelShape] = {demand.name: demand.shape for demand in demands}
+        self._costs = costs
+        self._models: dict[MeshKind, CostModel] = {}
+        self._prefills: dict[tuple[MeshKind, str], tuple[float, tuple[float, ...]]] = {}
+        self._decodes: dict[tuple[MeshKind, str, float], Decoding] = {}
+
+    def candidate(self, kind: MeshKind, demand: Demand, rate: float) -> Candidate | None:
+        """For `rate` of the demand's requests; None where the mesh cannot hold the model."""
+        request = request_bytes(demand, kind)
+        room = pool_bytes(kind, [demand.shape]) // request
+        if room < 1 or not kind.splits(demand.shape):
+            return None
+        cap = bisect_left(BATCHES, room + 1)
+        prefill_share, prefill = self._prefill(kind, demand)
+        found = None
+        shares = [share for share in kind.shares if share <= _DECODE_MOST] or [1.0]
+        full = self._decode(kind, demand, shares[-1])
+        start, throughput = alone(prefill, full.seconds, cap, rate)
+        if throughput >= rate:  # then faster shares do it too: the smallest that does is found by bisection
+            low, high = 0, len(shares) - 1
+            while low < high:
+                middle = (low + high) // 2
+                if alone(prefill, self._decode(kind, demand, shares[middle]).seconds, cap, rate)[1] >= rate:
+                    high = middle
+                else:
+                    low = middle + 1
+            found = shares[low]
+        lean = full if found is None else self._decode(kind, demand, found)
+        busy = 1.0 - exp(-rate * lean.seconds[start])
+        return Candidate(prefill_share, prefill, lean, full, start if found else 0, throughput, busy, request)
+
+    def _model(self, kind: MeshKind) -> CostModel:
+        if kind not in self._models:
+            self._models[kind] = self._costs(kind.device, kind.gpus, self._shapes)
+        return self._models[kind]
+
+    def _prefill(self, kind: MeshKind, demand: Demand) -> tuple[float, tuple[float, ...]]:
+        """The smallest share on which a full job is near the fastest, and the seconds of whole prompts on it
+        by batch."""
+        found = self._prefills.get((kind, demand.name))
+        if found is None:
+            cost, prompt = self._model(kind), max(1, round(demand.prompt))
+            name, full = demand.name, max(1, CHUNK_TOKENS // prompt)
+            times = [cost.seconds(Work.prefill(name, share, [prompt] * full)) for share in kind.shares]
+            share = next(s for s, t in zip(kind.shares, times, strict=True) if t <= NEAR * min(times))
+            works = [Work.prefill(name, share, [prompt] * batch) for batch in BATCHES]
+            found = share, tuple(cost.seconds(work) for work in works)
+            self._prefills[kind, name] = found
+        return found
+
+    def _decode(self, kind: MeshKind, demand: Demand, share: float) -> Decoding:
+        found = self._decodes.get((kind, demand.name, share))
+        if found is None:
+            cost, context = self._model(kind), round(demand.prompt + demand.output / 2)
+            works = [Work.decode(demand.name, share, [context] * batch) for batch in BATCHES]
+            steps = [cost.seconds(work) for work in works]
+            typical = works[len(works) // 2]
+            crowded = cost.seconds(typical, [typical] * (_CROWD - 1))
+            found = Decoding(
+                share,
+                tuple(demand.output * step for step in steps),
+                min(1.0, crowded / steps[len(works) // 2] / _CROWD),
+            )
+            self._decodes[kind, demand.name, share] = found
+        return found
+
+
+def alone(prefill: Sequence[float], decode: Sequence[float], cap: int, rate: float) -> tuple[int, float]:
+    """Equation 3 for one LLM: the smallest of the first `cap` batches whose throughput reaches `rate`, found
+    by binary search, else the largest; and its requests a second."""
+
+    def throughput(at: int) -> float:
+        return BATCHES[at] / (prefill[at] + decode[at])
+
+    at = bisect_left(range(cap - 1), rate, key=throughput)
+    return at, throughput(at)

@@ -1,0 +1,155 @@
+"""What a unit of models on a mesh is expected to answer (MuxServe, equation 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvloom.plan.candidates import Candidate, Catalog, Decoding
+from kvloom.plan.cluster import Costs, MeshKind
+from kvloom.plan.demand import Demand
+from kvloom.plan.growth import AMPLE, Bound, Growth, Side, grow
+from kvloom.plan.memory import pool_bytes
+
+Item = int
+_ENDLESS: Final = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A unit's items in order. throughput: requests a second that each could be answered; level: the smallest
+    of throughput / rate, at most about AMPLE. score: what the search makes large: requests answered, and a
+    little for what could be beyond. bound: what keeps the unit from more, where the demand is not met."""
+
+    items: tuple[Item, ...]
+    throughput: tuple[float, ...]
+    level: float
+    score: float
+    answered: float
+    bound: Bound
+
+
+_EMPTY: Final = Estimate((), (), AMPLE, 0.0, 0.0, "")
+
+
+class Estimator:
+    """An item is a demand split among so many replicas, one of them: all of them are alike, and no unit holds
+    two of the same."""
+
+    def __init__(self, demands: Sequence[Demand], costs: Costs) -> None:
+        self.demands = tuple(demands)
+        self.evaluations = 0
+        self._catalog = Catalog(demands, costs)
+        self._items: list[tuple[int, int]] = []  # (demand, replicas)
+        self._numbers: dict[tuple[int, int], Item] = {}
+        self._candidates: dict[tuple[MeshKind, Item], Candidate | None] = {}
+        self._known: dict[tuple[MeshKind, frozenset[Item]], Estimate | None] = {}
+
+    def item(self, demand: int, replicas: int) -> Item:
+        """One of so many replicas of a demand; the same number each time."""
+        key = demand, replicas
+        if key not in self._numbers:
+            self._numbers[key] = len(self._items)
+            self._items.append(key)
+        return self._numbers[key]
+
+    def demand(self, item: Item) -> int:
+        return self._items[item][0]
+
+    def rate(self, item: Item) -> float:
+        demand, replicas = self._items[item]
+        return self.demands[demand].rate / replicas
+
+    def split(self, item: Item, times: int) -> Item:
+        """One of so many times as many replicas."""
+        demand, replicas = self._items[item]
+        return self.item(demand, replicas * times)
+
+    def candidate(self, kind: MeshKind, item: Item) -> Candidate | None:
+        key = kind, item
+        if key not in self._candidates:
+            demand = self.demands[self.demand(item)]
+            self._candidates[key] = self._catalog.candidate(kind, demand, self.rate(item))
+        return self._candidates[key]
+
+    def unit(self, kind: MeshKind, items: frozenset[Item]) -> Estimate | None:
+        """F of equation 1 for these on such a mesh; None where they do not fit."""
+        if not items:
+            return _EMPTY
+        key = kind, items
+        if key not in self._known:
+            self.evaluations += 1
+            self._known[key] = self._estimate(kind, tuple(sorted(items)))
+        return self._known[key]
+
+    def known(self, kind: MeshKind, items: frozenset[Item]) -> Estimate:
+        """Likewise, for items that are known to fit."""
+        found = self.unit(kind, items)
+        assert found is not None
+        return found
+
+    def _estimate(self, kind: MeshKind, items: tuple[Item, ...]) -> Estimate | None:
+        candidates = self._held(kind, items)
+        if len(candidates) < len(items):
+            return None
+        growth = self._grow(items, candidates, [c.full for c in candidates], self.pool(kind, items))
+        if growth is None:
+            return None
+        rates = [self.rate(item) for item in items]
+        throughput = tuple(ratio * rate for ratio, rate in zip(growth.ratios, rates, strict=True))
+        return Estimate(
+            items=items,
+            throughput=throughput,
+            level=growth.level,
+            score=growth.score,
+            answered=sum(min(rate, each) for rate, each in zip(rates, throughput, strict=True)),
+            bound=growth.bound,
+        )
+
+    def pool(self, kind: MeshKind, items: Sequence[Item]) -> int:
+        """Bytes that these leave for K and V."""
+        return pool_bytes(kind, [self.demands[self.demand(item)].shape for item in items])
+
+    def decodings(self, kind: MeshKind, items: Sequence[Item]) -> list[Decoding]:
+        """The smallest shares on which each alone answers its demand, where they still do together; else the
+        best ones. The unit is known to fit."""
+        candidates = self._held(kind, items)
+        lean = [candidate.lean for candidate in candidates]
+        growth = self._grow(items, candidates, lean, self.pool(kind, items))
+        enough = growth is not None and growth.level >= 1.0
+        return lean if enough else [candidate.full for candidate in candidates]
+
+    def unbounded(self, kind: MeshKind, items: Sequence[Item]) -> Growth:
+        """What a unit that is known to fit could answer if memory had no end."""
+        candidates = self._held(kind, items)
+        growth = self._grow(items, candidates, [c.full for c in candidates], _ENDLESS)
+        assert growth is not None
+        return growth
+
+    def _held(self, kind: MeshKind, items: Sequence[Item]) -> list[Candidate]:
+        found = [self.candidate(kind, item) for item in items]
+        return [candidate for candidate in found if candidate is not None]
+
+    def _grow(
+        self,
+        items: Sequence[Item],
+        candidates: Sequence[Candidate],
+        decodings: Sequence[Decoding],
+        pool: int,
+    ) -> Growth | None:
+        sides = [
+            Side(self.rate(item), candidate.prefill, [slow * s for s in decoding.seconds], candidate.request)
+            for item, candidate, decoding, slow in zip(
+                items, candidates, decodings, _slowdowns(candidates, decodings), strict=True
+            )
+        ]
+        return grow(sides, pool)
+
+
+def _slowdowns(candidates: Sequence[Candidate], decodings: Sequence[Decoding]) -> list[float]:
+    """How many times longer each one's decodes take beside those of the others, as often as those run.
+    Equation 3 takes decodes of different LLMs to run at the same time at no cost; devices have an end."""
+    loads = [c.busy * d.occupied for c, d in zip(candidates, decodings, strict=True)]
+    whole = sum(loads)
+    return [max(1.0, whole - load + d.occupied) for load, d in zip(loads, decodings, strict=True)]

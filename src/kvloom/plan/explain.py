@@ -1,0 +1,147 @@
+"""Why a demand cannot be met, what is missing, and what would be enough."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvloom.core.errors import ConfigError
+from kvloom.plan.board import Placement
+from kvloom.plan.cluster import MeshKind, Nodes, mesh_kinds
+from kvloom.plan.demand import Demand
+from kvloom.plan.estimate import Estimator, Item
+from kvloom.plan.memory import fixed_bytes, request_bytes, usable_bytes
+from kvloom.plan.replicas import MOST
+
+_LARGEST: Final = 64  # devices of a mesh that are thought of
+_CLOSE: Final = 1e-6  # of a rate; less is not missing
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A model that a unit cannot answer all requests of. unit: its number among those with models. bound: the
+    resource that is used up. pool, wanted: bytes of K and V that the unit has, and that would do where memory
+    alone is short, else the same. meshes: like the unit's that would do instead of one, 0 for no number."""
+
+    model: str
+    unit: int
+    kind: MeshKind
+    rate: float
+    answered: float
+    bound: Literal["memory", "compute"]
+    pool: int
+    wanted: int
+    meshes: int
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        what = f"the compute of {self.kind} is used up"
+        if self.bound == "memory":
+            what = f"its KV pool of {gigabytes(self.pool)} is full"
+            if self.wanted > self.pool:
+                what += f", {gigabytes(self.wanted)} would be enough"
+        enough = f"; {self.meshes} such meshes instead of one would be enough" if self.meshes else ""
+        return (
+            f"{self.model} on unit-{self.unit}: {self.answered:.3g} of {self.rate:.3g} requests/s, "
+            f"{self.rate - self.answered:.3g} are missing: {what}{enough}"
+        )
+
+
+def shortfalls(estimator: Estimator, placement: Placement) -> list[Shortfall]:
+    """Of a placement without anything left, worst first."""
+    found = []
+    units = [(kind, unit) for kind, unit in zip(placement.kinds, placement.units, strict=True) if unit]
+    for number, (kind, unit) in enumerate(units):
+        estimate = estimator.known(kind, unit)
+        if estimate.bound == "":
+            continue
+        endless = estimator.unbounded(kind, estimate.items)
+        pool = estimator.pool(kind, estimate.items)
+        found += [
+            Shortfall(
+                model=estimator.demands[estimator.demand(item)].name,
+                unit=number,
+                kind=kind,
+                rate=estimator.rate(item),
+                answered=throughput,
+                bound=estimate.bound,
+                pool=pool,
+                wanted=max(pool, endless.used) if endless.level >= 1.0 else pool,
+                meshes=_meshes(estimator, kind, estimate.items),
+            )
+            for item, throughput in zip(estimate.items, estimate.throughput, strict=True)
+            if throughput < estimator.rate(item) * (1.0 - _CLOSE)
+        ]
+    return sorted(found, key=lambda shortfall: shortfall.answered - shortfall.rate)
+
+
+def more_devices(found: Sequence[Shortfall]) -> dict[str, int]:
+    """Devices of each name with which all demands would be met; {} where no number would do."""
+    more: Counter[str] = Counter()
+    for kind, meshes in {one.unit: (one.kind, one.meshes) for one in found}.values():
+        if not meshes:
+            return {}
+        more[kind.device] += (meshes - 1) * kind.gpus
+    return dict(more)
+
+
+def _meshes(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> int:
+    """The smallest number of meshes that answer what this one is asked, each an equal part; 0 for none."""
+    for times in range(2, MOST + 1):
+        parts = frozenset(estimator.split(item, times) for item in items)
+        if estimator.known(kind, parts).level >= 1.0:
+            return times
+    return 0
+
+
+def check_each(estimator: Estimator, cluster: Sequence[Nodes]) -> None:
+    """Raises ConfigError for a model that no mesh can hold."""
+    kinds = mesh_kinds(cluster)
+    for number, demand in enumerate(estimator.demands):
+        item = estimator.item(number, 1)
+        if all(estimator.candidate(kind, item) is None for kind in kinds):
+            raise ConfigError(_too_large(demand, kinds))
+
+
+def _too_large(demand: Demand, kinds: Sequence[MeshKind]) -> str:
+    split = [kind for kind in kinds if kind.splits(demand.shape)] or list(kinds)
+    largest = max(split, key=usable_bytes)
+    needed = fixed_bytes(demand.shape, largest) + request_bytes(demand, largest)
+    line = (
+        f"model {demand.name!r} needs {gigabytes(needed)} for weights, activations and one request; "
+        f"the largest mesh that it can be split over, {largest}, has {gigabytes(usable_bytes(largest))}"
+    )
+    for gpus in range(1, _LARGEST + 1):
+        kind = largest._replace(gpus=gpus)
+        needed = fixed_bytes(demand.shape, kind) + request_bytes(demand, kind)
+        if kind.splits(demand.shape) and needed <= usable_bytes(kind):
+            return f"{line}; {kind} in a node would be enough"
+    return line
+
+
+def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: Placement) -> None:
+    """Raises ConfigError where models have no room beside the others."""
+    if not placement.left:
+        return
+    names, more = [], Counter[str]()
+    for item in placement.left:
+        names.append(estimator.demands[estimator.demand(item)].name)
+        kinds = [kind for kind in mesh_kinds(cluster) if estimator.candidate(kind, item) is not None]
+        more[kinds[0].device] += kinds[0].gpus
+    needed = sum(
+        fixed_bytes(demand.shape, cluster[0].mesh(1)) + request_bytes(demand, cluster[0].mesh(1))
+        for demand in estimator.demands
+    )
+    there = sum(usable_bytes(nodes.mesh(nodes.gpus)) * nodes.count for nodes in cluster)
+    raise ConfigError(
+        f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {gigabytes(needed)} for "
+        f"weights, activations and one request each, the cluster has {gigabytes(there)} on meshes of "
+        f"whole models; {' and '.join(f'{n} more {device}' for device, n in more.items())} would be enough"
+    )
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"

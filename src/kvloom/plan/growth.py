@@ -1,0 +1,160 @@
+"""Batch sizes of the models of a unit: they grow, always that of the model which is furthest behind its rate,
+until all are ample or nothing is left to grow into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+AMPLE: Final = 3.0  # times the rate; more than that counts for nothing
+BEYOND: Final = 0.01  # what could be answered beyond the rate counts so much of a request; it breaks ties
+MAX_BATCH: Final = 256  # sequences of a decode job
+BATCHES: Final = tuple(  # between them the throughput changes little
+    batch
+    for octave in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    for batch in sorted({octave, octave * 5 // 4, octave * 3 // 2, octave * 7 // 4})
+    if batch <= MAX_BATCH
+)
+_LAST: Final = len(BATCHES) - 1
+_HIGHER: Final = (1.0, 1.5, 2.0, AMPLE)
+_LEAST: Final = 2.0**-12
+
+Bound = Literal["", "memory", "compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A model in a unit. prefill, decode: seconds of a batch's prompts and of its whole outputs, by the place
+    of the batch in BATCHES. request: bytes of K and V."""
+
+    rate: float
+    prefill: Sequence[float]
+    decode: Sequence[float]
+    request: int
+
+
+@dataclass(slots=True)
+class _State:
+    """at: places in BATCHES. serial: seconds of a prefill of each. used: bytes of K and V."""
+
+    at: list[int]
+    serial: float
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """batches: of each model. ratios: throughput / rate. score: sum of what is answered, and BEYOND. bound:
+    what kept those from more that do not reach their rate. used: bytes of K and V."""
+
+    batches: tuple[int, ...]
+    ratios: tuple[float, ...]
+    score: float
+    bound: Bound
+    used: int
+
+    @property
+    def level(self) -> float:
+        return min(self.ratios, default=AMPLE)
+
+
+def grow(sides: Sequence[Side], pool: int) -> Growth | None:
+    """None where the pool is too small for one request of each.
+
+    Growing step by step would pass, for each level, through the smallest batches with which all models reach
+    that level: their need grows with the others' batches, and no model grows before it is the last. So it
+    starts from the highest of some levels that can be reached, and takes single steps from there.
+    """
+    state = _State(
+        [0] * len(sides), sum(side.prefill[0] for side in sides), sum(side.request for side in sides)
+    )
+    if state.used > pool:
+        return None
+    best = _growth(sides, state)
+    for level in _HIGHER:
+        reached = _reach(sides, state, pool, level)
+        if reached is None:
+            break
+        state = reached
+        best = max(best, _growth(sides, state), key=lambda growth: growth.score)
+    if best.level >= 1.0:
+        return best
+    return _step(sides, _approach(sides, state, pool), pool, best)
+
+
+def _approach(sides: Sequence[Side], state: _State, pool: int) -> _State:
+    """A state near the highest level that can be reached, which is below 1."""
+    low, high = 0.5, 1.0
+    while low > _LEAST and (reached := _reach(sides, state, pool, low)) is None:
+        low, high = low / 2, low
+    if low <= _LEAST:
+        return state
+    assert reached is not None
+    for _ in range(2):
+        middle = (low + high) / 2
+        further = _reach(sides, reached, pool, middle)
+        if further is None:
+            high = middle
+        else:
+            low, reached = middle, further
+    return reached
+
+
+def _reach(sides: Sequence[Side], start: _State, pool: int, level: float) -> _State | None:
+    """The smallest batches, from `start` on, with which each model has `level` times its rate; None where
+    there are none, or no room for them."""
+    at, serial, used = list(start.at), start.serial, start.used
+    behind = True
+    while behind:
+        behind = False
+        for i, side in enumerate(sides):
+            a, rate, decode = at[i], level * side.rate, side.decode
+            while BATCHES[a] < rate * (serial + decode[a]):
+                if a == _LAST:
+                    return None
+                used += (BATCHES[a + 1] - BATCHES[a]) * side.request
+                if used > pool:
+                    return None
+                serial += side.prefill[a + 1] - side.prefill[a]
+                a += 1
+                behind = True
+            at[i] = a
+    return _State(at, serial, used)
+
+
+def _step(sides: Sequence[Side], state: _State, pool: int, best: Growth) -> Growth:
+    """From a state on, batch by batch; the best on the way."""
+    stuck: list[Bound] = [""] * len(sides)
+    while True:
+        here = _growth(sides, state)
+        if here.score > best.score:
+            best = here
+        free = [i for i in range(len(sides)) if not stuck[i]]
+        i = min(free, key=here.ratios.__getitem__, default=-1)
+        if i < 0 or here.ratios[i] >= 1.0:
+            break  # who could still grow has enough, and would only slow the others
+        side, a = sides[i], state.at[i]
+        if a == _LAST:
+            stuck[i] = "compute"
+        elif state.used + (BATCHES[a + 1] - BATCHES[a]) * side.request > pool:
+            stuck[i] = "memory"
+        else:
+            state.at[i] = a + 1
+            state.used += (BATCHES[a + 1] - BATCHES[a]) * side.request
+            state.serial += side.prefill[a + 1] - side.prefill[a]
+    if best.level >= 1.0:
+        return best
+    short = [stuck[i] for i, ratio in enumerate(best.ratios) if ratio < 1.0]
+    return replace(best, bound="memory" if "memory" in short else "compute")
+
+
+def _growth(sides: Sequence[Side], state: _State) -> Growth:
+    """Equation 3 for each model: a batch takes all models' prefills, one after the other, and its decodes."""
+    ratios, score = [], 0.0
+    for side, a in zip(sides, state.at, strict=True):
+        rate = side.rate
+        ratio = BATCHES[a] / ((state.serial + side.decode[a]) * rate) if rate else AMPLE
+        ratios.append(ratio)
+        score += rate * (ratio if ratio < 1.0 else 1.0 + BEYOND * (1.0 - 1.0 / min(ratio, AMPLE)))
+    return Growth(tuple(BATCHES[a] for a in state.at), tuple(ratios), score, "", state.used)

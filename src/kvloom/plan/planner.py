@@ -1,0 +1,80 @@
+"""From a cluster and demands to a plan (MuxServe, sections 3.1 to 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvloom.plan.board import Placement
+from kvloom.plan.cluster import Costs, MeshKind, Nodes
+from kvloom.plan.demand import Demand
+from kvloom.plan.estimate import Estimate, Estimator
+from kvloom.plan.explain import check_each, check_left
+from kvloom.plan.homes import homes
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.plan.quota import quotas
+from kvloom.plan.replicas import best_placement
+from kvloom.plan.search import Effort
+
+
+def plan_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: Effort | None = None) -> Placement:
+    """The best placement that is found. Raises ConfigError where a model has no place."""
+    check_each(estimator, cluster)
+    placement = best_placement(estimator, cluster, effort or Effort())
+    check_left(estimator, cluster, placement)
+    return placement
+
+
+def make_plan(
+    cluster: Sequence[Nodes], demands: Sequence[Demand], costs: Costs, effort: Effort | None = None
+) -> Plan:
+    """Raises ConfigError where a model has no place."""
+    estimator = Estimator(demands, costs)
+    return write_down(estimator, cluster, plan_placement(estimator, cluster, effort), "kvloom plan")
+
+
+def write_down(estimator: Estimator, cluster: Sequence[Nodes], placement: Placement, made_by: str) -> Plan:
+    """The placement as a plan. Meshes without models are left out."""
+    units: list[PlannedUnit] = []
+    names = homes(cluster, placement.kinds)
+    for kind, unit, node in zip(placement.kinds, placement.units, names, strict=True):
+        if not unit:
+            continue
+        estimate = estimator.known(kind, unit)
+        units.append(
+            PlannedUnit(
+                name=f"unit-{len(units)}",
+                node=node,
+                device=kind.device,
+                gpus=kind.gpus,
+                kv_bytes=estimator.pool(kind, estimate.items),
+                models=tuple(_models(estimator, kind, estimate)),
+            )
+        )
+    return Plan(units=tuple(units), throughput=placement.answered, made_by=made_by)
+
+
+def _models(estimator: Estimator, kind: MeshKind, estimate: Estimate) -> Iterator[PlannedModel]:
+    demands = [estimator.demands[estimator.demand(item)] for item in estimate.items]
+    rates = [estimator.rate(item) for item in estimate.items]
+    for n, (item, decoding, quota) in enumerate(
+        zip(
+            estimate.items,
+            estimator.decodings(kind, estimate.items),
+            quotas(kind, demands, rates),
+            strict=True,
+        )
+    ):
+        candidate = estimator.candidate(kind, item)
+        assert candidate is not None
+        yield PlannedModel(
+            name=demands[n].name,
+            path=demands[n].path,
+            shape=demands[n].shape,
+            rate=rates[n],
+            prompt=demands[n].prompt,
+            output=demands[n].output,
+            prefill_share=candidate.prefill_share,
+            decode_share=decoding.share,
+            quota=quota,
+            throughput=estimate.throughput[n],
+        )

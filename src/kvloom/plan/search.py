@@ -1,0 +1,163 @@
+"""The best placement over all groups of meshes, or over as many as there is time for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Final
+
+from kvloom.plan.board import Placement
+from kvloom.plan.cluster import Nodes, mesh_kinds
+from kvloom.plan.estimate import Estimator, Item
+from kvloom.plan.growth import AMPLE
+from kvloom.plan.mesh import Cut, Group, fits, groups, meshes, worthwhile
+from kvloom.plan.moves import improve
+from kvloom.plan.placement import place
+
+_STEPS: Final = (0.5, 0.25, 0.125, 0.0625, 0.0)  # of the meshes of a size that are cut anew at a time
+_STARTS: Final = 32
+_LEAST: Final = 1e-4  # of the score, that a step of the climb gains
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How hard to look. groups: where there are at most so many, each is tried; else the search climbs.
+    width: occupied meshes of a kind that are looked at for a model. refined: placements that moves are
+    tried on. evaluations: of units' estimates after which nothing new is begun. replicas: of a
+    model, at most; MuxServe has but one."""
+
+    groups: int = 512
+    width: int = 6
+    refined: int = 6
+    evaluations: int = 150_000
+    replicas: int = 64
+
+
+class Search:
+    """Finds placements of items on a cluster. Deterministic: it counts evaluations, not seconds."""
+
+    def __init__(self, estimator: Estimator, cluster: Sequence[Nodes], effort: Effort) -> None:
+        self._estimator = estimator
+        self._cluster = tuple(cluster)
+        self._effort = effort
+        self._kinds = mesh_kinds(cluster)
+        self._budget = effort.evaluations
+
+    @property
+    def spent(self) -> bool:
+        return self._estimator.evaluations >= self._budget
+
+    def best(self, items: Sequence[Item], budget: float = 1.0) -> Placement:
+        """Some items may be left, where there is no room. budget: the part of all evaluations after which
+        nothing new is begun."""
+        estimator, effort = self._estimator, self._effort
+        self._budget = int(budget * effort.evaluations)
+        able = {
+            item: [kind for kind in self._kinds if estimator.candidate(kind, item) is not None]
+            for item in set(items)
+        }
+        useful = {kind for kinds in able.values() for kind in kinds}
+        needed = max((min(kind.gpus for kind in kinds) for kinds in able.values() if kinds), default=0)
+        found = groups(self._cluster, useful, effort.groups)
+        if found is None:
+            placements = self._climb(items)
+        else:
+            placements = self._try(worthwhile(found, len(items), needed), items)
+        best = max(placements, key=lambda placement: placement.rank)
+        top = sorted(placements, key=lambda placement: placement.rank, reverse=True)
+        for placement in top[: effort.refined]:
+            if self._ample(best, items):
+                break
+            better = improve(estimator, placement, width=effort.width, budget=self._budget)
+            best = max(best, better, key=lambda placement: placement.rank)
+        return best
+
+    def _ample(self, placement: Placement, items: Sequence[Item]) -> bool:
+        """Nothing could be better."""
+        return not placement.left and all(
+            self._estimator.known(kind, unit).level >= AMPLE
+            for kind, unit in zip(placement.kinds, placement.units, strict=True)
+        )
+
+    def _try(self, found: Sequence[Group], items: Sequence[Item]) -> list[Placement]:
+        placements: list[Placement] = []
+        for group in found:
+            if placements and self.spent:
+                break
+            placements += self._place(group, items)
+        return placements
+
+    def _place(self, group: Group, items: Sequence[Item]) -> list[Placement]:
+        """Algorithm 1 by compute and by size, to the smaller mesh of those alike and to the better one."""
+        kinds = meshes(self._cluster, group)
+        return [
+            place(self._estimator, kinds, items, order, small=small, width=self._effort.width)
+            for order in (self._compute, self._bytes)
+            for small in (True, False)
+        ]
+
+    def _compute(self, item: Item) -> float:
+        return self._estimator.rate(item) * self._estimator.demands[self._estimator.demand(item)].flops
+
+    def _bytes(self, item: Item) -> float:
+        return float(self._estimator.demands[self._estimator.demand(item)].shape.weight_bytes)
+
+    # -- where there are too many groups ----------------------------------------------------------------
+
+    def _climb(self, items: Sequence[Item]) -> list[Placement]:
+        """From groups of equal meshes, cutting a part of one size anew as another while that gains: first
+        large parts, then smaller ones."""
+        known: dict[Group, Placement] = {}
+
+        def rank(group: Group) -> tuple[int, float]:
+            if group not in known:
+                if known and self.spent:
+                    return -len(items) - 1, 0.0
+                kinds = meshes(self._cluster, group)
+                width = self._effort.width
+                known[group] = place(self._estimator, kinds, items, self._compute, small=True, width=width)
+            return known[group].rank
+
+        here = max(self._starts(), key=rank)
+        for step in _STEPS:
+            while not (self.spent or self._ample(known[here], items)):
+                next_ = max(self._neighbours(here, step), key=rank, default=here)
+                if not _better(rank(next_), rank(here)):
+                    break
+                here = next_
+        top = sorted(known.values(), key=lambda placement: placement.rank, reverse=True)
+        return [*self._place(here, items), *top[: self._effort.refined]]
+
+    def _starts(self) -> list[Group]:
+        """Each kind of nodes cut into equal meshes, in all combinations, as far as they are not too many."""
+        equal = [
+            [((size, nodes.count * (nodes.gpus // size)),) for size in nodes.sizes] for nodes in self._cluster
+        ]
+        return list(islice(product(*equal), _STARTS))
+
+    def _neighbours(self, group: Group, step: float) -> Iterator[Group]:
+        for at, (nodes, cut) in enumerate(zip(self._cluster, group, strict=True)):
+            for other in _recut(nodes, dict(cut), step):
+                yield (*group[:at], other, *group[at + 1 :])
+
+
+def _better(rank: tuple[int, float], than: tuple[int, float]) -> bool:
+    return rank[0] > than[0] or (rank[0] == than[0] and rank[1] > than[1] * (1.0 + _LEAST))
+
+
+def _recut(nodes: Nodes, cut: dict[int, int], step: float) -> Iterator[Cut]:
+    """The cuts in which a part of the meshes of one size have become ones of another."""
+    for size, number in cut.items():
+        for other in nodes.sizes:
+            if other == size:
+                continue
+            freed = max(number * step, other / size, 1.0) * size
+            made = int(freed // other)
+            gone = -(-made * other // size)
+            if gone > number or made == 0:
+                continue
+            new = {**cut, size: number - gone, other: cut.get(other, 0) + made}
+            parts = tuple((n, new[n]) for n in nodes.sizes if new.get(n))
+            if fits(nodes, parts):
+                yield parts
