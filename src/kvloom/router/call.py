@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from msgspec.structs import replace
 
@@ -14,16 +14,21 @@ from kvloom.core.address import Endpoint, KVAddress, resolve
 from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
 from kvloom.core.request import EndEvent, Event, StartGenerate
-from kvloom.core.verbs import PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import Pin, PrepRecv, RemoteSend, Sent
 from kvloom.router.fleet import Fleet
 from kvloom.router.replica import Replica
 
 Frames = AsyncGenerator[list[Event], None]
-What = Literal["room", "work"]
+What = Literal["room", "work", "pin"]
+T = TypeVar("T")
 
 _REFUSALS: Final = (BadRequest, UnknownModel, QueueFull, OutOfBlocks)  # after them nothing is held
 RELEASE_SECONDS: Final = 2.0  # for engines to be told that a request is over; leases do it where that fails
 RENEWALS: Final = 3  # in the time of one lease
+
+
+class Lost(KvloomError):
+    """The engine has ended a request with an error before its first event: another may still answer it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class Call:
         self._tasks = tasks
         self._held: list[tuple[Replica, What]] = []
         self._streams: list[Frames] = []
+        self._asked: dict[asyncio.Future[Any], Replica] = {}  # what reserves, and is not answered yet
+        self._pinned: dict[Replica, asyncio.Task[None]] = {}  # and who keeps the lease alive
         self._computed = 0  # tokens whose K and V were made elsewhere for this request
 
     # -- the verbs --------------------------------------------------------------------------------------
@@ -74,7 +81,7 @@ class Call:
             sender=sender.form if sender else None,
         )
         async with self._asking(replica, "room"):
-            made = await replica.client.prep_recv(body)
+            made = await self._answered(replica, replica.client.prep_recv(body))
         return Spot(replica, made.matched, made.end, made.address, made.peer, made.lease)
 
     async def remote_send(
@@ -98,7 +105,7 @@ class Call:
         )
         try:
             async with asyncio.TaskGroup() as group:
-                renewing = group.create_task(self._renew(spot))
+                renewing = group.create_task(self._renew(spot.replica, spot.lease))
                 async with self._asking(source, "work"):
                     with source.computing(end - begin):
                         sent = await source.client.remote_send(body)
@@ -126,6 +133,8 @@ class Call:
                 with replica.computing(left):
                     async for frame in frames:
                         self._let_go(replica, "room")  # the engine has taken it over
+                        if not self.answered:
+                            _raise_lost(replica, frame)
                         self.answered = self.answered or bool(frame)
                         yield _less_cached(frame, spent)
                         if frame:
@@ -141,11 +150,33 @@ class Call:
             raise
         self._let_go(replica, "work")
 
-    async def _renew(self, spot: Spot) -> None:
+    async def pin(self, replica: Replica, end: int | None = None) -> int:
+        """Keep what `replica` has cached of prompt[:end], until the request is over. Returns how many tokens
+        that are: none where nothing is cached, or where the replica has promised too much. A second pin at a
+        replica takes the first one's place."""
+        prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
+        body = Pin(model=self.model, request=self.body.request, prompt=prompt)
+        try:
+            async with self._asking(replica, "pin"):
+                made = await self._answered(replica, replica.client.pin(body))
+        except (OutOfBlocks, QueueFull):
+            return 0
+        if not made.tokens:
+            self._let_go(replica, "pin")
+        elif replica not in self._pinned:
+            self._pinned[replica] = self._tasks.create_task(self._keep(replica, made.lease))
+        return made.tokens
+
+    async def _keep(self, replica: Replica, lease: float) -> None:
+        """A pin that is lost spares less, and that is all."""
+        with suppress(KvloomError):
+            await self._renew(replica, lease)
+
+    async def _renew(self, replica: Replica, lease: float) -> None:
         while True:
-            await self._clock.sleep(spot.lease / RENEWALS)
-            async with spot.replica.reached():
-                await spot.replica.client.renew(self.body.request)
+            await self._clock.sleep(lease / RENEWALS)
+            async with replica.reached():
+                await replica.client.renew(self.body.request)
 
     # -- what it holds ----------------------------------------------------------------------------------
 
@@ -155,7 +186,7 @@ class Call:
         if self.aborted:
             raise Unavailable("the request was aborted")
         self._held.append((replica, what))
-        replica.calls += 1
+        replica.begin_call()
         try:
             async with replica.reached():
                 yield
@@ -166,10 +197,21 @@ class Call:
     def _let_go(self, replica: Replica, what: What) -> None:
         if (replica, what) in self._held:
             self._held.remove((replica, what))
-            replica.calls -= 1
+            replica.end_call()
+
+    async def _answered(self, replica: Replica, verb: Coroutine[Any, Any, T]) -> T:
+        """What reserves is never taken back half way: an abort could get there before it, and would leave
+        behind what it reserves."""
+        asked = asyncio.ensure_future(verb)
+        self._asked[asked] = replica
+        asked.add_done_callback(self._asked.pop)
+        return await asyncio.shield(asked)
 
     async def release(self) -> None:
         """Give back what is held, wherever that is. An engine that cannot be reached is no error."""
+        while self._pinned:
+            _, renewing = self._pinned.popitem()
+            renewing.cancel()
         try:
             while self._streams:
                 with suppress(KvloomError):
@@ -180,12 +222,22 @@ class Call:
 
     async def _give_back(self) -> None:
         held, self._held = self._held, []
-        for replica, _ in held:
-            replica.calls -= 1
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RELEASE_SECONDS), asyncio.TaskGroup() as group:
-                for replica in dict.fromkeys(replica for replica, _ in held):
-                    group.create_task(self._end_at(replica))
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RELEASE_SECONDS), asyncio.TaskGroup() as group:
+                    for replica in dict.fromkeys(replica for replica, _ in held):
+                        group.create_task(self._give_back_at(replica))
+        finally:
+            for replica, _ in held:
+                replica.end_call()
+            for asked in list(self._asked):
+                asked.cancel()
+
+    async def _give_back_at(self, replica: Replica) -> None:
+        asked = [verb for verb, where in self._asked.items() if where is replica]
+        if asked:
+            await asyncio.wait(asked)
+        await self._end_at(replica)
 
     async def _end_at(self, replica: Replica, choice: int | None = None) -> None:
         with suppress(KvloomError):
@@ -196,6 +248,13 @@ class Call:
         self.aborted = self.aborted or choice is None
         for replica in dict.fromkeys(replica for replica, _ in self._held):
             await self._end_at(replica, choice)
+
+
+def _raise_lost(replica: Replica, frame: list[Event]) -> None:
+    for event in frame:
+        if isinstance(event, EndEvent) and event.reason == "error":
+            said = event.message or "the engine could not go on with this request"
+            raise Lost(f"{replica.name}: {said}")
 
 
 def _less_cached(frame: list[Event], computed: int) -> list[Event]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Final, Self
@@ -24,7 +24,7 @@ from kvloom.core.errors import (
 )
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard, StartGenerate
-from kvloom.router.call import Call, Frames
+from kvloom.router.call import Call, Frames, Lost
 from kvloom.router.fleet import Fleet
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
@@ -34,17 +34,25 @@ from kvloom.router.unit import Unit
 Attempt = Callable[[Call, Fleet], Frames]
 
 _log = logging.getLogger(__name__)
-_ELSEWHERE: Final = (Unavailable, QueueFull, OutOfBlocks)  # what one replica says, another may not
+_ELSEWHERE: Final = (Unavailable, QueueFull, OutOfBlocks, Lost)  # what one replica says, another may not
 _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")
 
 
 class Router:
-    """Satisfies `Server`. An async context manager: it watches its units while it is open."""
+    """Satisfies `Server`. An async context manager: it watches its units while it is open. withdrawn: units
+    that take no part until they are admitted."""
 
-    def __init__(self, engines: Mapping[str, EngineClient], program: Program, clock: Clock) -> None:
+    def __init__(
+        self,
+        engines: Mapping[str, EngineClient],
+        program: Program,
+        clock: Clock,
+        *,
+        withdrawn: Collection[str] = (),
+    ) -> None:
         self._index = PrefixIndex()
         self._units = {
-            name: Unit(name, client, clock, admit=self._admit, lost=self._lost)
+            name: Unit(name, client, clock, admit=self._admit, lost=self._lost, withdrawn=name in withdrawn)
             for name, client in engines.items()
         }
         self._program = program
@@ -141,6 +149,10 @@ class Router:
     def up(self) -> dict[str, bool]:
         """By unit: whether it takes part."""
         return {name: unit.up for name, unit in self._units.items()}
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        return self._units
 
     def withdraw(self, unit: str) -> None:
         """Give it no new request, though it may answer: it is about to end. What runs there goes on."""

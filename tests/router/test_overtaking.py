@@ -1,0 +1,159 @@
+"""Requests that end while something is on its way to an engine, or that the engine itself has lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvloom.api.verbs import create_verbs
+from kvloom.core.errors import KvloomError
+from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
+from kvloom.router import Call, Fleet, Frames
+from kvloom.router import call as call_module
+from kvloom.router.client import HttpEngineClient
+from kvloom.router.program import Program, load_program
+from kvloom.router.router import Router
+from tests.router.fleets import ManualClock, ask, ask_well, body, routed, run, turns
+from tests.router.ledger import LedgerEngine, World
+from tests.scripted import served
+
+SECRET = "s"
+
+
+class SlowWire:
+    """Holds prep_recv and pin back, each after its body has left the caller, until `open`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.open = asyncio.Event()
+        self.held = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in ("/verbs/prep_recv", "/verbs/pin"):
+            self.held.set()
+            await self.open.wait()
+        await self._app(scope, receive, send)
+
+
+async def reserving(call: Call, fleet: Fleet) -> Frames:
+    await call.prep_recv(fleet.turn(), end=-1)
+    async for frame in call.start_generate(fleet.turn()):
+        yield frame
+
+
+async def pinning(call: Call, fleet: Fleet) -> Frames:
+    await call.pin(fleet.turn())
+    async for frame in call.start_generate(fleet.turn()):
+        yield frame
+
+
+@asynccontextmanager
+async def over_http(folder: Path, program: Program) -> AsyncIterator[tuple[Router, LedgerEngine, SlowWire]]:
+    engine = World().engine("a")
+    wire = SlowWire(create_verbs(engine, secret=SECRET))
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(served(wire, folder / "a.sock"))
+        client = await stack.enter_async_context(HttpEngineClient(url, secret=SECRET))
+        router = await stack.enter_async_context(Router({"a": client}, program, ManualClock()))
+        yield router, engine, wire
+
+
+@pytest.mark.parametrize("function", [reserving, pinning])
+def test_an_abort_does_not_overtake_what_it_is_to_undo(tmp_path: Path, function: object) -> None:
+    """The request is cancelled while its reservation is on the wire. Nothing is held afterwards, long before
+    any lease has run out."""
+
+    async def test() -> None:
+        async with over_http(tmp_path, Program("p", function, {})) as (router, engine, wire):  # type: ignore[arg-type]
+            engine.cached.append(body(40).prompt)
+            request = body(40)
+            asking = asyncio.create_task(ask(router, request))
+            await wire.held.wait()
+            asking.cancel()
+            await turns()
+            assert not engine.aborts  # it waits for its turn
+            wire.open.set()
+            with suppress(asyncio.CancelledError):
+                await asking
+            assert engine.aborts == [(request.request, None)]
+            assert not engine.rooms
+            assert not engine.pins
+            assert router.units["a"].calls == 0
+            await ask_well(router, body(40))
+
+    run(test)
+
+
+def test_what_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_module, "RELEASE_SECONDS", 0.01)
+
+    async def test() -> None:
+        async with over_http(tmp_path, Program("p", reserving, {})) as (router, engine, wire):
+            asking = asyncio.create_task(ask(router, body(40)))
+            await wire.held.wait()
+            asking.cancel()
+            with suppress(asyncio.CancelledError):
+                await asking
+            assert router.units["a"].calls == 0
+            wire.open.set()
+            engine.rooms.clear()  # as its lease would
+
+    run(test)
+
+
+def loses(engine: LedgerEngine, *before: Event, n: int = 1) -> None:
+    """It lets requests in and ends them with an error, after the events `before`."""
+    real = engine.start_generate
+
+    async def losing(request: StartGenerate) -> AsyncIterator[list[Event]]:
+        frames = real(request)
+        yield await anext(frames)
+        if before:
+            yield list(before)
+        yield [EndEvent(choice, "error", message="the engine is stopping") for choice in range(n)]
+        await frames.aclose()
+
+    engine.start_generate = losing  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize("program", ["data_parallel", "disaggregate"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_that_is_lost_before_its_first_token_goes_elsewhere(program: str, n: int) -> None:
+    async def test() -> None:
+        async with routed(3, program) as fleets:
+            loses(fleets.engines[0], n=n)
+            loses(fleets.engines[1], n=n)
+            for _ in range(3):
+                await ask_well(fleets.router, body(20, n=n))
+
+    run(test)
+
+
+def test_where_nobody_is_left_the_client_learns_why() -> None:
+    async def test() -> None:
+        async with routed(2) as fleets:
+            for engine in fleets.engines:
+                loses(engine)
+            with pytest.raises(KvloomError, match=r"^[ab]: the engine is stopping$") as error:
+                await ask(fleets.router, body())
+            assert error.value.status == 500
+            assert sorted(call.unit for call in fleets.journal) == ["a", "b"]
+
+    run(test)
+
+
+def test_a_request_that_is_lost_after_its_first_token_ends() -> None:
+    async def test() -> None:
+        async with routed(2, load_program("data_parallel")) as fleets:
+            loses(fleets.engines[0], TokenEvent(0, 0, 7))
+            answer = await ask(fleets.router, body())
+            assert answer.tokens == {0: [7]}
+            assert answer.ends[0].reason == "error"
+            assert [call.unit for call in fleets.journal] == ["a"]
+
+    run(test)
