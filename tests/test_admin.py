@@ -1,4 +1,4 @@
-"""`kvloom program` against a server that answers as it is told."""
+"""`kvloom program` and `kvloom unit` against a server that answers as it is told."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def server() -> Iterator[Scripted]:
 
 def test_show(server: Scripted, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "keys").write_text("# mine\nsecret\n")
-    assert main(["program", "show", "--url", server.url, "--api-key-file", str(tmp_path / "keys")]) == 0
+    assert main(["program", "show", "--url", server.url, "--admin-key-file", str(tmp_path / "keys")]) == 0
     assert server.asked == [("GET", "/admin/program", "Bearer secret", b"")]
     shown = "balanced --option ratio=0.2 --option 'of=\"1\"' --option 'peers=[\"a b\"]'\n"
     assert capsys.readouterr().out == shown
@@ -70,6 +70,62 @@ def test_set(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
         "options": {"ratio": 0.2, "adapt": True, "shape": "1P2D", "peers": ["unit-0"], "text": "a=b"},
     }
     assert capsys.readouterr().out.startswith("balanced ")
+
+
+def test_a_key_of_the_environment(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVLOOM_ADMIN_KEY", "inherited")
+    (tmp_path / "keys").write_text("given")
+    assert main(["program", "show", "--url", server.url]) == 0
+    assert main(["program", "show", "--url", server.url, "--admin-key-file", str(tmp_path / "keys")]) == 0
+    assert [key for _, _, key, _ in server.asked] == ["Bearer inherited", "Bearer given"]
+    monkeypatch.setenv("KVLOOM_ADMIN_KEY", "no\nkey")
+    assert main(["program", "show", "--url", server.url]) == 2
+    assert capsys.readouterr().err.startswith("kvloom: KVLOOM_ADMIN_KEY: a key of ASCII letters")
+
+
+def unit(name: str, state: str, calls: int, *models: str, problem: str = "") -> bytes:
+    shown = {"name": name, "state": state, "calls": calls, "models": models, "problem": problem}
+    return json.dumps(shown).encode()
+
+
+def test_units(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    away = unit("unit-10", "down", 0, problem="the engine cannot be reached")
+    server.answer = b"[" + unit("unit-0", "draining", 1, "chat", "code") + b"," + away + b"]"
+    assert main(["unit", "list", "--url", server.url]) == 0
+    assert server.asked == [("GET", "/admin/units", None, b"")]
+    assert capsys.readouterr().out.splitlines() == [
+        "unit-0   draining  1 call   chat, code",
+        "unit-10  down      0 calls   (the engine cannot be reached)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "body"),
+    [
+        (["drain", "unit-0"], {"seconds": None}),
+        (["drain", "unit-0", "--seconds", "2.5"], {"seconds": 2.5}),
+        (["restart", "unit-0"], {"seconds": None}),
+        (["restart", "unit-0", "--seconds", "0"], {"seconds": 0}),
+        (["admit", "unit-0"], {}),
+    ],
+)
+def test_a_unit(
+    server: Scripted, capsys: pytest.CaptureFixture[str], words: list[str], body: dict[str, object]
+) -> None:
+    server.answer = unit("unit-0", "drained", 0, "chat")
+    assert main(["unit", *words, "--url", server.url]) == 0
+    ((method, path, _, sent),) = server.asked
+    assert (method, path, json.loads(sent)) == ("POST", f"/admin/units/unit-0/{words[0]}", body)
+    assert capsys.readouterr().out == "unit-0  drained  0 calls  chat\n"
+
+
+def test_a_name_stays_in_its_place(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    server.status, server.answer = 404, b'{"error": {"message": "there is no unit"}}'
+    assert main(["unit", "drain", "../program", "--url", server.url]) == 1
+    assert server.asked[0][1] == "/admin/units/..%2Fprogram/drain"
+    assert "there is no unit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

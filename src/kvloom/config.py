@@ -87,7 +87,9 @@ class Config(Section):
     transport: Plane = "shm"
     lease: Seconds = Field(default="30s", validate_default=True)
     program: Program = Field(default="data_parallel", validate_default=True)
+    drain: Seconds = Field(default="60s", validate_default=True)
     api_key_file: Path | None = None
+    admin_key_file: Path | None = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20
     models: Annotated[dict[str, ModelConfig], Field(min_length=1)]
     units: Annotated[Annotated[tuple[UnitConfig, ...], Some] | None, NoNull] = None
@@ -105,7 +107,7 @@ class Config(Section):
             )
         return value
 
-    @field_validator("api_key_file")
+    @field_validator("api_key_file", "admin_key_file")
     @classmethod
     def _readable(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is None:
@@ -125,10 +127,10 @@ class Config(Section):
         return value
 
     def api_keys(self) -> frozenset[str]:
-        try:
-            return frozenset() if self.api_key_file is None else read_keys(self.api_key_file)
-        except ValueError as error:
-            raise ConfigError(f"api_key_file: {error}") from error
+        return _keys("api_key_file", self.api_key_file)
+
+    def admin_keys(self) -> frozenset[str]:
+        return _keys("admin_key_file", self.admin_key_file)
 
     @model_validator(mode="after")
     def _share_out(self, info: ValidationInfo) -> Self:
@@ -197,6 +199,13 @@ def read_keys(path: Path) -> frozenset[str]:
     if not keys:
         raise ValueError(f"{path} holds no key; one key a line is right")
     return keys
+
+
+def _keys(key: str, file: Path | None) -> frozenset[str]:
+    try:
+        return frozenset() if file is None else read_keys(file)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def build_config(

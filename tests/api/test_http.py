@@ -14,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvloom.api.app import create_app
+from kvloom.api.auth import Keys
 from kvloom.api.schemas import ErrorAnswer, ModelList
 from kvloom.api.schemas_chat import ChatAnswer, ChatChunk
 from kvloom.api.schemas_completion import CompletionAnswer
@@ -230,7 +231,7 @@ def test_a_body_of_brackets_is_refused_before_it_is_read(engine: ScriptedEngine)
 
 
 def test_keys(engine: ScriptedEngine) -> None:
-    with TestClient(create_app(engine, api_keys=frozenset({"one", "zwö"}))) as http:
+    with TestClient(create_app(engine, keys=Keys(frozenset({"one", "zwö"})))) as http:
         for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
             answer = http.post("/v1/completions", json=COMPLETION, headers=headers)
             check_error(answer, 401)

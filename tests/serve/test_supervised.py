@@ -15,9 +15,11 @@ import pytest
 
 from kvloom.core.clock import WallClock
 from kvloom.core.spec import ProgramSpec
+from kvloom.serve import supervised as supervised_module
+from kvloom.serve.events import Answers, Doing, Event, Failed, Lost
 from kvloom.serve.health import answers
 from kvloom.serve.orders import GatewayOrder
-from kvloom.serve.supervised import Answers, Doing, Event, Failed, Lost, Patience, Role, State, Supervised
+from kvloom.serve.supervised import Patience, Role, State, Supervised
 from tests.processes import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +76,7 @@ async def supervised(
     role = Role(
         name="unit-0",
         module="tests.serve.child",
-        order=order,
+        order=lambda: order,
         held="held" in lives,
         check=functools.partial(answers, path, "s"),
     )
@@ -117,6 +119,40 @@ def test_what_never_worked_is_not_tried_again(tmp_path: Path, life: str, how: st
             assert await watched.next() == Failed(process, how, refused)
             await process.ended()
             assert watched.events.empty()
+
+    asyncio.run(check())
+
+
+def test_a_restart_is_at_once(tmp_path: Path) -> None:
+    """And told of as what it is, whether the new process answers or dies."""
+
+    async def check() -> None:
+        never = Patience(first=1e6, most=1e6)
+        lives = ("ready", "ready", "die", "ready")
+        async with supervised(tmp_path, *lives, patience=never) as (process, watched):
+            assert await watched.next() == Answers(process)
+            process.restart()
+            assert await watched.next() == Answers(process, renewed=True)
+            process.restart()
+            assert await watched.next() == Lost(process, "ended with exit code 3", 1e6, renewed=True)
+            process.restart()  # nobody waits for the pause to end
+            assert await watched.next() == Answers(process, renewed=True)
+            await watched.signal(signal.SIGKILL)
+            how = "was killed by SIGKILL, perhaps for want of memory"
+            assert await watched.next() == Lost(process, how, 1e6)
+
+    asyncio.run(check())
+
+
+def test_a_restart_of_one_that_does_not_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised_module, "STOP_SECONDS", 0.01)
+
+    async def check() -> None:
+        async with supervised(tmp_path, "ready", patience=Patience()) as (process, watched):
+            assert await watched.next() == Answers(process)
+            await watched.signal(signal.SIGSTOP)
+            process.restart()
+            assert await watched.next() == Answers(process, renewed=True)
 
     asyncio.run(check())
 

@@ -1,47 +1,112 @@
-"""What those who run a fleet ask of its gateway: its program, and each unit's verbs."""
+"""What those who run a fleet ask of its gateway: its program, its units, and each unit's verbs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount, Route, Router
 
-from kvloom.api.verbs import decode, read_body, verb_routes
+from kvloom.api.errors import NoSuchRoute
+from kvloom.api.verbs import verb_routes
+from kvloom.api.wire import VERBS, decode, read_body
 from kvloom.core.client import EngineClient
 from kvloom.core.errors import BadRequest, ConfigError
+from kvloom.core.service import Admit, Drain, UnitState
 from kvloom.core.spec import ProgramSpec
+from kvloom.router.drains import Drains
 from kvloom.router.program import load_program
-from kvloom.router.router import Router
+from kvloom.router.router import Router as Routing
 
 MAX_BODY = 1 << 16
 
 
-def admin_routes(router: Router, engines: Mapping[str, EngineClient]) -> list[BaseRoute]:
-    """GET and POST /admin/program; /verbs/UNIT/VERB, as `core.verbs` describes them."""
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """engines: by unit. chosen: called with each program that is set."""
 
-    def show() -> Response:
-        program = router.program
-        shown = ProgramSpec(program.name, dict(program.options))
-        return Response(msgspec.json.encode(shown), media_type="application/json")
+    router: Routing
+    engines: Mapping[str, EngineClient]
+    drains: Drains
+    chosen: Callable[[ProgramSpec], None]
 
-    async def get_program(_: Request) -> Response:
-        return show()
+    @property
+    def units(self) -> list[str]:
+        return list(self.engines)
 
-    async def set_program(request: Request) -> Response:
+    def routes(self) -> list[BaseRoute]:
+        """/admin/program, /admin/units and what is below it; /verbs/UNIT/VERB, as `core.verbs` describes
+        them."""
+        verbs = {
+            unit: Router(verb_routes(client), redirect_slashes=False) for unit, client in self.engines.items()
+        }
+        return [
+            Route("/admin/program", self._program, methods=["GET", "POST"]),
+            Route("/admin/units", self._get_units, methods=["GET"]),
+            Route("/admin/units/{unit}", self._get_unit, methods=["GET"]),
+            Route("/admin/units/{unit}/drain", self._drain, methods=["POST"]),
+            Route("/admin/units/{unit}/admit", self._admit, methods=["POST"]),
+            Route("/admin/units/{unit}/restart", self._restart, methods=["POST"]),
+            *(Mount(f"{VERBS}/{unit}", app=app) for unit, app in verbs.items()),
+            Route(VERBS + "/{unit}/{verb:path}", self._no_unit, methods=["GET", "POST"]),
+        ]
+
+    async def _program(self, request: Request) -> Response:
+        if request.method == "POST":
+            await self._set_program(request)
+        program = self.router.program
+        return _json(ProgramSpec(program.name, dict(program.options)))
+
+    async def _set_program(self, request: Request) -> None:
         spec = decode(request, await read_body(request, MAX_BODY), ProgramSpec)
         try:
             # somebody's module may take its time to be imported
-            router.set_program(await asyncio.to_thread(load_program, spec.name, spec.options))
+            program = await asyncio.to_thread(load_program, spec.name, spec.options)
         except ConfigError as error:
             raise BadRequest(error.message, param="program") from error
-        return show()
+        self.router.set_program(program)
+        self.chosen(spec)
 
-    return [
-        Route("/admin/program", get_program, methods=["GET"]),
-        Route("/admin/program", set_program, methods=["POST"]),
-        *(Mount(f"/verbs/{unit}", routes=verb_routes(client)) for unit, client in engines.items()),
-    ]
+    async def _get_units(self, _: Request) -> Response:
+        return _json(self.drains.states)
+
+    async def _get_unit(self, request: Request) -> Response:
+        return _json(self.drains.state(self._unit(request)))
+
+    async def _drain(self, request: Request) -> Response:
+        return await self._drained(request, self.drains.drain)
+
+    async def _restart(self, request: Request) -> Response:
+        return await self._drained(request, self.drains.restart)
+
+    async def _drained(
+        self, request: Request, do: Callable[[str, float | None], Awaitable[UnitState]]
+    ) -> Response:
+        unit = self._unit(request)
+        body = decode(request, await read_body(request, MAX_BODY), Drain)
+        return _json(await do(unit, body.seconds))
+
+    async def _admit(self, request: Request) -> Response:
+        unit = self._unit(request)
+        decode(request, await read_body(request, MAX_BODY), Admit)
+        return _json(await self.drains.admit(unit))
+
+    def _unit(self, request: Request) -> str:
+        name: str = request.path_params["unit"]
+        if name not in self.engines:
+            raise self._unknown(name)
+        return name
+
+    def _unknown(self, name: str) -> NoSuchRoute:
+        return NoSuchRoute(f"there is no unit {name!r}; {', '.join(self.engines)} are the units")
+
+    async def _no_unit(self, request: Request) -> Response:
+        raise self._unknown(request.path_params["unit"])
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -14,9 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
-from kvloom.api.auth import RequireKey
+from kvloom.api.admin import Admin
+from kvloom.api.auth import Keys, RequireKey
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.chat import ChatEndpoint
 from kvloom.api.completions import CompletionEndpoint
@@ -38,8 +39,8 @@ ENGINE_SECONDS = 5.0  # after which an engine that does not answer counts as awa
 def create_app(
     client: Server,
     *,
-    api_keys: frozenset[str] = frozenset(),
-    admin: Sequence[BaseRoute] = (),
+    keys: Keys | None = None,
+    admin: Admin | None = None,
     max_body: int = DEFAULT_MAX_BODY,
     body_seconds: float = BODY_SECONDS,
     clock: Clock | None = None,
@@ -50,7 +51,7 @@ def create_app(
     clock = clock or WallClock()
     gateway = Gateway(client, Catalog(client, clock), Metrics(clock), clock, unix_time, random_bits)
     info = _Information(gateway, int(unix_time()))
-    document = describe(admin=bool(admin))
+    document = describe(units=admin.units if admin else ())
     openapi, docs = msgspec.json.encode(document), page(document)
 
     async def openapi_json(_: Request) -> Response:
@@ -70,10 +71,10 @@ def create_app(
             Route("/metrics", info.metrics, methods=["GET"]),
             Route("/openapi.json", openapi_json, methods=["GET"]),
             Route("/docs", docs_page, methods=["GET"]),
-            *admin,
+            *(admin.routes() if admin else ()),
         ],
         middleware=[
-            Middleware(RequireKey, keys=api_keys),
+            Middleware(RequireKey, keys=keys or Keys()),
             Middleware(LimitBody, max_bytes=max_body, max_seconds=body_seconds),
         ],
         exception_handlers={
@@ -111,12 +112,14 @@ class _Information:
             "max_model_len": card.context_length,
         }
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, request: Request) -> Response:
         try:
             loads = await self._loads()
         except KvloomError as error:
-            return error_response(Unavailable(f"the engine does not answer: {error.message}"))
-        return _json({"status": "ok"}) if loads else error_response(Unavailable("no engine answers"))
+            return error_response(request.scope, Unavailable(f"the engine does not answer: {error.message}"))
+        if not loads:
+            return error_response(request.scope, Unavailable("no engine answers"))
+        return _json({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
         try:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them, whatever raised them."""
+"""Errors as OpenAI writes them, and those of verbs as verbs do, whatever raised them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
+from kvloom.api.wire import answer, is_verb
 from kvloom.core.errors import BadRequest, KvloomError, Unauthorized
 
 log = logging.getLogger(__name__)
@@ -42,13 +44,32 @@ class NoSuchRoute(KvloomError):
     status: ClassVar[int] = 404
 
 
+class Forbidden(KvloomError):
+    """The caller is known, or has no need to be, but may not do this."""
+
+    code: ClassVar[str] = "admin_key_required"
+    status: ClassVar[int] = 403
+
+
 def error_object(error: KvloomError) -> dict[str, Any]:
     kind = _TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "server_error")
     inner = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
     return {"error": inner}
 
 
-def error_response(error: KvloomError) -> Response:
+def error_response(scope: Scope, error: KvloomError) -> Response:
+    """In the one form that callers of the path read: a verb's are `WireError`s, all others OpenAI's."""
+    request = Request(scope)
+    if is_verb(scope):
+        response = answer(request, error.to_wire(), error.status)
+    else:
+        body = msgspec.json.encode(error_object(error))
+        response = Response(body, status_code=error.status, media_type="application/json")
+    response.headers.update(_headers(error))
+    return response
+
+
+def _headers(error: KvloomError) -> dict[str, str]:
     headers: dict[str, str] = {}
     if error.status == 429 or error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after or 1)
@@ -56,8 +77,7 @@ def error_response(error: KvloomError) -> Response:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, BodyTooLarge | BodyTooSlow):
         headers["connection"] = "close"  # the rest of the body will not be read
-    body = msgspec.json.encode(error_object(error))
-    return Response(body, status_code=error.status, headers=headers, media_type="application/json")
+    return headers
 
 
 def internal_error(error: Exception) -> KvloomError:
@@ -66,8 +86,9 @@ def internal_error(error: Exception) -> KvloomError:
     return KvloomError("an internal error occurred; the server's log has the details")
 
 
-async def on_kvloom_error(_: Request, error: Exception) -> Response:
-    return error_response(error if isinstance(error, KvloomError) else internal_error(error))
+async def on_kvloom_error(request: Request, error: Exception) -> Response:
+    known = error if isinstance(error, KvloomError) else internal_error(error)
+    return error_response(request.scope, known)
 
 
 async def on_disconnect(_: Request, __: Exception) -> Response:
@@ -75,8 +96,8 @@ async def on_disconnect(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def on_unexpected(_: Request, error: Exception) -> Response:
-    return error_response(internal_error(error))
+async def on_unexpected(request: Request, error: Exception) -> Response:
+    return error_response(request.scope, internal_error(error))
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -84,11 +105,13 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     where = f"{request.method} {request.url.path}"
     if status == 405:
-        response = error_response(MethodNotAllowed(f"{where}: this path does not take this method"))
+        response = error_response(
+            request.scope, MethodNotAllowed(f"{where}: this path does not take this method")
+        )
     elif status == 404:
-        response = error_response(NoSuchRoute(f"{where}: no such path"))
+        response = error_response(request.scope, NoSuchRoute(f"{where}: no such path"))
     else:
-        response = error_response(BadRequest(f"{where}: refused with status {status}"))
+        response = error_response(request.scope, BadRequest(f"{where}: refused with status {status}"))
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     return response

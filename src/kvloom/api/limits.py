@@ -31,7 +31,7 @@ class LimitBody:
             return
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared[:20]) > self._max_bytes:
-            await error_response(self._too_large())(scope, receive, send)
+            await error_response(scope, self._too_large())(scope, receive, send)
             return
         body = _BoundedBody(receive, self._max_bytes, self._max_seconds, self._hold)
         started = False
@@ -46,7 +46,7 @@ class LimitBody:
         except (BodyTooLarge, BodyTooSlow, Unavailable) as error:
             if started:
                 raise
-            await error_response(error)(scope, receive, send)
+            await error_response(scope, error)(scope, receive, send)
         finally:
             self._held -= body.seen
 

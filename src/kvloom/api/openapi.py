@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from kvloom.api.openapi_admin import admin_paths, admin_schemas
 from kvloom.api.openapi_verbs import verb_paths, verb_schemas
 from kvloom.api.schemas import ErrorAnswer, ModelAnswer, ModelList
 from kvloom.api.schemas_chat import ChatAnswer, ChatBody, ChatChunk
@@ -29,8 +31,8 @@ _FAILURES = {
 }
 
 
-def describe(*, admin: bool = False) -> Json:
-    """admin: with the fleet's program and the units' verbs."""
+def describe(*, units: Sequence[str] = ()) -> Json:
+    """units: whose verbs, and how they are administered, are told of too."""
     inputs: list[type[BaseModel]] = [CompletionBody, ChatBody]
     outputs: list[type[BaseModel]] = [
         CompletionAnswer, ChatAnswer, ChatChunk, ModelAnswer, ModelList, ErrorAnswer
@@ -39,6 +41,10 @@ def describe(*, admin: bool = False) -> Json:
         [(one, "validation") for one in inputs] + [(one, "serialization") for one in outputs],
         ref_template=_REFERENCE,
     )
+    paths, components = _paths(), schemas["$defs"]
+    if units:
+        paths |= admin_paths(units) | verb_paths(units)
+        components |= admin_schemas() | verb_schemas()
     return {
         "openapi": "3.1.0",
         "info": {
@@ -48,10 +54,13 @@ def describe(*, admin: bool = False) -> Json:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{"key": []}, {}],
-        "paths": _paths() | (verb_paths() if admin else {}),
+        "paths": paths,
         "components": {
-            "schemas": schemas["$defs"] | (verb_schemas() if admin else {}),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": components,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "An API key."},
+                "admin": {"type": "http", "scheme": "bearer", "description": "An admin key."},
+            },
         },
     }
 

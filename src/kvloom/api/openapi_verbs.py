@@ -1,7 +1,8 @@
-"""The verbs and the fleet's program, as the OpenAPI document tells of them."""
+"""The verbs, as the OpenAPI document tells of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -9,9 +10,20 @@ import msgspec
 from kvloom.api.verbs import Abort, Done
 from kvloom.core.errors import WireError
 from kvloom.core.load import UnitLoad
-from kvloom.core.request import StartGenerate
-from kvloom.core.spec import ProgramSpec
-from kvloom.core.verbs import Held, Lease, Prefix, Prepared, PrepRecv, RemoteSend, Renew, Sent
+from kvloom.core.request import ModelCard, StartGenerate
+from kvloom.core.verbs import (
+    Held,
+    Lease,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Renew,
+    Sent,
+    Unpin,
+)
 
 Json = dict[str, Any]
 
@@ -19,54 +31,81 @@ _REFERENCE: Final = "#/components/schemas/{name}"
 _VERBS: Final[dict[str, tuple[str, type, type]]] = {
     "prep_recv": ("Make room for K and V that a peer will write.", PrepRecv, Prepared),
     "remote_send": ("Write K and V into a peer's room; answered when all has arrived.", RemoteSend, Sent),
-    "abort": ("End a request, and give back what it has reserved.", Abort, Done),
-    "renew": ("Keep a reservation for another lease.", Renew, Lease),
-    "pin": ("Keep what is cached of a prefix.", Prefix, Held),
-    "unpin": ("Undo one pin.", Prefix, Held),
+    "abort": ("End a request, and give back what it has reserved and pinned.", Abort, Done),
+    "renew": ("Keep a request's reservation and pin for another lease.", Renew, Lease),
+    "pin": ("Keep what is cached of a prefix, for a request and a time.", Pin, Pinned),
+    "unpin": ("Undo a request's pin.", Unpin, Held),
     "evict": ("Drop what is cached of a prefix, and past it.", Prefix, Held),
 }
 _BODIES: Final = tuple(kind for _, *pair in _VERBS.values() for kind in pair)
 
 
-def verb_paths() -> Json:
-    unit = {"name": "unit", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+ADMIN_SECURITY: Final[list[Json]] = [{"admin": []}, {}]
+_REFUSALS: Final = {
+    400: "The body is wrong, or it asks for what cannot be; `message` says why.",
+    401: "The key is missing or wrong.",
+    403: "The key is no admin key.",
+    404: "No such unit or model.",
+    408: "The body took too long to come.",
+    413: "The body is too large.",
+    429: "Too much is under way already; `Retry-After` says when to come again.",
+    500: "Something broke; the server's log has the details.",
+    503: "The unit is away, or has no room.",
+}
+
+
+def verb_paths(units: Sequence[str]) -> Json:
     stream = {"description": "Lines of JSON, each a list of events.", "content": {"application/x-ndjson": {}}}
     start = _operation("start_generate", "Continue a prompt of token ids.", StartGenerate, None)
     start["responses"]["200"] = stream
-    paths: Json = {"/verbs/{unit}/start_generate": {"post": start | {"parameters": [unit]}}}
-    for name, (summary, body, answer) in _VERBS.items():
-        paths[f"/verbs/{{unit}}/{name}"] = {
-            "post": _operation(name, summary, body, answer) | {"parameters": [unit]}
-        }
     load = _operation("load", "What a unit reports of itself.", None, UnitLoad)
-    paths["/verbs/{unit}/load"] = {"get": load | {"parameters": [unit]}}
-    paths["/admin/program"] = {
-        "get": _operation("program", "The router program that runs.", None, ProgramSpec),
-        "post": _operation("set_program", "Another, for requests from now on.", ProgramSpec, ProgramSpec),
+    models = _operation("unit_models", "The cards of the models that a unit serves.", None, None)
+    models["responses"]["200"]["content"] = {
+        "application/json": {"schema": {"type": "array", "items": _reference(ModelCard)}}
     }
-    return paths
+    asked = {
+        "load": load,
+        "models": models,
+        "health": _operation("unit_health", "That it answers.", None, Done),
+    }
+    done = {name: _operation(name, *described) for name, described in _VERBS.items()}
+    verbs = [("post", {"start_generate": start} | done), ("get", asked)]
+    return {
+        f"/verbs/{{unit}}/{name}": {method: operation | {"parameters": [unit_parameter(units)]}}
+        for method, operations in verbs
+        for name, operation in operations.items()
+    }
 
 
 def verb_schemas() -> Json:
-    _, schemas = msgspec.json.schema_components(
-        (StartGenerate, UnitLoad, ProgramSpec, WireError, *_BODIES), ref_template=_REFERENCE
-    )
+    return schemas_of(StartGenerate, UnitLoad, ModelCard, Done, WireError, *_BODIES)
+
+
+def schemas_of(*kinds: type) -> Json:
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     return schemas
 
 
+def unit_parameter(units: Sequence[str]) -> Json:
+    return {"name": "unit", "in": "path", "required": True, "schema": {"type": "string", "enum": [*units]}}
+
+
+def content(kind: type) -> Json:
+    return {"content": {"application/json": {"schema": _reference(kind)}}}
+
+
 def _operation(name: str, summary: str, body: type | None, answer: type | None) -> Json:
+    refusals = {str(status): {"description": said} | content(WireError) for status, said in _REFUSALS.items()}
     operation: Json = {
         "operationId": name,
         "summary": summary,
-        "responses": {
-            "200": {"description": "Done."} | (_content(answer) if answer else {}),
-            "default": {"description": "Refused; `message` says why."} | _content(WireError),
-        },
+        "security": ADMIN_SECURITY,
+        "responses": {"200": {"description": "Done."} | (content(answer) if answer else {})} | refusals,
     }
     if body is not None:
-        operation["requestBody"] = {"required": True} | _content(body)
+        operation["requestBody"] = {"required": True} | content(body)
     return operation
 
 
-def _content(kind: type) -> Json:
-    return {"content": {"application/json": {"schema": {"$ref": _REFERENCE.format(name=kind.__name__)}}}}
+def _reference(kind: type) -> Json:
+    return {"$ref": _REFERENCE.format(name=kind.__name__)}

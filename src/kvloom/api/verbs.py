@@ -1,7 +1,6 @@
 """The verbs over HTTP, as an engine process serves them to its gateways.
 
-Bodies are msgpack or JSON by their content-type; answers are msgpack where the body was or `accept` asks
-for it. start_generate answers with a chunked stream: frames (core.frames), or lines of JSON.
+start_generate answers with a chunked stream: frames (core.frames), or lines of JSON.
 """
 
 from __future__ import annotations
@@ -10,27 +9,28 @@ import asyncio
 import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.api.errors import error_response, on_http_error, on_kvloom_error
 from kvloom.api.stream import while_connected
+from kvloom.api.wire import JSON, MSGPACK, VERBS, Body, answer, decode, media, read_body
 from kvloom.core.client import EngineClient
 from kvloom.core.errors import BadRequest, KvloomError, Unauthorized
 from kvloom.core.frames import FrameEncoder
 from kvloom.core.request import PROTOCOL, Event, StartGenerate
-from kvloom.core.verbs import Lease, Prefix, PrepRecv, RemoteSend, Renew
+from kvloom.core.verbs import Held, Lease, Pin, Prefix, PrepRecv, RemoteSend, Renew, Unpin
 
 MAX_BODY = 16 << 20
-MSGPACK, JSON = "application/msgpack", "application/json"
 
-Body = TypeVar("Body")
 Endpoint = Callable[[Request], Awaitable[Response]]
 Call = Callable[[Body], Coroutine[Any, Any, object]]
 
@@ -51,9 +51,13 @@ class Done(msgspec.Struct, frozen=True):
 def create_verbs(client: EngineClient, *, secret: str, max_body: int = MAX_BODY) -> Starlette:
     """The app of one engine. Who does not know `secret` is refused."""
     return Starlette(
-        routes=[Mount("/verbs", routes=verb_routes(client, max_body))],
+        routes=[Mount(VERBS, routes=verb_routes(client, max_body))],
         middleware=[Middleware(Guard, secret=secret)],
-        exception_handlers={KvloomError: _refuse, Exception: _fail},
+        exception_handlers={
+            KvloomError: on_kvloom_error,
+            HTTPException: on_http_error,
+            Exception: _fail,
+        },
     )
 
 
@@ -82,6 +86,9 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
     async def renew(body: Renew) -> Lease:
         return await client.renew(body.request)
 
+    async def unpin(body: Unpin) -> Held:
+        return await client.unpin(body.request)
+
     async def health() -> Done:
         return Done()
 
@@ -91,8 +98,8 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
         Route("/remote_send", verb(RemoteSend, client.remote_send, waits=True), methods=["POST"]),
         Route("/abort", verb(Abort, abort), methods=["POST"]),
         Route("/renew", verb(Renew, renew), methods=["POST"]),
-        Route("/pin", verb(Prefix, client.pin), methods=["POST"]),
-        Route("/unpin", verb(Prefix, client.unpin), methods=["POST"]),
+        Route("/pin", verb(Pin, client.pin), methods=["POST"]),
+        Route("/unpin", verb(Unpin, unpin), methods=["POST"]),
         Route("/evict", verb(Prefix, client.evict), methods=["POST"]),
         Route("/models", report(client.models), methods=["GET"]),
         Route("/load", report(client.load), methods=["GET"]),
@@ -109,7 +116,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._check(dict(scope["headers"]))):
-            await refusal(Request(scope), error)(scope, receive, send)
+            await error_response(scope, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -150,7 +157,7 @@ class GenerateVerb:
         try:
             first: list[Event] = await anext(events, [])
         except KvloomError as error:  # refused at admission: an HTTP status still can say so
-            await refusal(request, error)(request.scope, request.receive, send)
+            await error_response(request.scope, error)(request.scope, request.receive, send)
             return
         form = self._forms[media(request)]
         headers = [(b"content-type", form.media)]
@@ -202,53 +209,6 @@ class Lines:
         return msgspec.json.encode(error.to_wire()) + b"\n"
 
 
-def media(request: Request) -> str:
-    """What the answer to this request is written in."""
-    asked = request.headers.get("accept", ""), request.headers.get("content-type", "")
-    return MSGPACK if any("msgpack" in kind for kind in asked) else JSON
-
-
-def answer(request: Request, value: object, status: int = 200) -> Response:
-    kind = media(request)
-    encode = msgspec.msgpack.encode if kind == MSGPACK else msgspec.json.encode
-    return Response(encode(value), status, media_type=kind)
-
-
-def refusal(request: Request, error: KvloomError) -> Response:
-    response = answer(request, error.to_wire(), error.status)
-    if error.retry_after is not None:
-        response.headers["retry-after"] = str(error.retry_after)
-    return response
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, KvloomError)
-    return refusal(request, error)
-
-
 async def _fail(request: Request, _: Exception) -> Response:
     """A bug; the server logs it."""
-    return refusal(request, KvloomError("the engine failed at this request; its log says how"))
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises BadRequest as soon as it is larger than `limit` bytes."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise BadRequest(f"body: more than {limit} bytes")
-    return bytes(body)
-
-
-def decode(request: Request, body: bytes, kind: type[Body]) -> Body:
-    """The body as `kind`. Raises BadRequest that names the field."""
-    written = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    try:
-        if written == MSGPACK:
-            return msgspec.msgpack.decode(body, type=kind)
-        if written == JSON:
-            return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadRequest(f"body: {error}") from error
-    raise BadRequest(f"content-type: {written or 'none'}; {MSGPACK} or {JSON} is read")
+    return error_response(request.scope, KvloomError("the engine failed at this request; its log says how"))

@@ -63,6 +63,13 @@ class Unauthorized(KvloomError):
     status = 401
 
 
+class Conflict(KvloomError):
+    """Something else is under way that this would upset."""
+
+    code = "conflict"
+    status = 409
+
+
 class QueueFull(KvloomError):
     code = "queue_full"
     status = 429
@@ -88,6 +95,7 @@ _BY_CODE: dict[str, type[KvloomError]] = {
         PromptTooLong,
         UnknownModel,
         Unauthorized,
+        Conflict,
         QueueFull,
         Unavailable,
         OutOfBlocks,

@@ -3,58 +3,106 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import uvloop
+from msgspec.structs import replace
 
-from kvloom.api.admin import admin_routes
+from kvloom.api.admin import Admin
 from kvloom.api.app import create_app
+from kvloom.api.auth import Keys
 from kvloom.core.clock import WallClock
+from kvloom.core.errors import ConfigError
 from kvloom.router.client import HttpEngineClient
+from kvloom.router.drains import Drains
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router
 from kvloom.serve.connection import ClientConnection
-from kvloom.serve.orders import Begin, GatewayOrder, Ready
+from kvloom.serve.orders import Begin, GatewayOrder, Ready, Restarted, Standing
 from kvloom.serve.parent import Parent, run_child
+from kvloom.serve.restarts import Restarts
 from kvloom.serve.server import Server
 
+_log = logging.getLogger(__name__)
 GRACE_SECONDS = 2  # for running streams, once told to end
 
 
 def main(parent: Parent) -> None:
     order = parent.order(GatewayOrder)
     sys.path.append(order.folder)  # after all else, so that nothing there stands for another module
-    program = load_program(order.program.name, order.program.options)
+    program, standing = load_standing(order)
     parent.order(Begin)  # comes when the engines answer; the imports are done by then
-    parent.watch(Path(order.sockets))
+    parent.report(standing)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(parent, order, program))
+        runner.run(serve(parent, order, program, standing))
 
 
-async def serve(parent: Parent, order: GatewayOrder, program: Program) -> None:
+def load_standing(order: GatewayOrder) -> tuple[Program, Standing]:
+    """The program that was set while another gateway served, else the config's; and what stands from now on.
+    Raises ConfigError where the config's cannot be loaded."""
+    standing, configured = order.standing, order.program
+    if standing.program is not None:
+        try:
+            return load_program(standing.program.name, standing.program.options), standing
+        except ConfigError as error:
+            _log.warning(
+                "%s; it was set while serving, and is forgotten: %s runs again, as configured",
+                error.message,
+                configured.name,
+            )
+    return load_program(configured.name, configured.options), replace(standing, program=None)
+
+
+async def serve(parent: Parent, order: GatewayOrder, program: Program, standing: Standing) -> None:
     """Answer the OpenAI API until SIGTERM, which the parent's end is too."""
+    loop = asyncio.get_running_loop()
+
+    def stands(**changes: Any) -> None:
+        nonlocal standing
+        standing = replace(standing, **changes)
+        parent.report(standing)
+
+    restarts = Restarts(parent.report)
+
+    def heed(restarted: Restarted) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(restarts.ended, restarted)
+
+    parent.watch(Path(order.sockets), heed)
     async with AsyncExitStack() as stack:
         engines = {
             unit: await stack.enter_async_context(HttpEngineClient(url, secret=order.secret))
             for unit, url in order.engines.items()
         }
-        router = await stack.enter_async_context(Router(engines, program, WallClock()))
+        router = await stack.enter_async_context(
+            Router(engines, program, WallClock(), withdrawn=standing.drained)
+        )
+        drains = await stack.enter_async_context(
+            Drains(
+                router,
+                seconds=order.drain,
+                restart=restarts,
+                changed=lambda drained: stands(drained=drained),
+            )
+        )
         server = Server(
             create_app(
                 router,
-                api_keys=order.api_keys,
+                keys=Keys(order.api_keys, order.admin_keys, order.secret),
                 max_body=order.max_body,
-                admin=admin_routes(router, engines),
+                admin=Admin(router, engines, drains, lambda program: stands(program=program)),
             ),
             connection=ClientConnection,
             grace=GRACE_SECONDS,
             ready=lambda: parent.report(Ready()),
         )
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
+        loop.add_signal_handler(signal.SIGTERM, server.end)
         await server.serve(sockets=[socket.socket(fileno=order.listener)])
 
 

@@ -19,10 +19,19 @@ class EngineOrder(Struct, frozen=True, kw_only=True):
     secret: str
 
 
+class Standing(Struct, frozen=True, kw_only=True, tag="standing"):
+    """What a gateway was told while it served, kept for its successor. program: None for the config's.
+    drained: units that are to get no requests."""
+
+    program: ProgramSpec | None = None
+    drained: frozenset[str] = frozenset()
+
+
 class GatewayOrder(Struct, frozen=True, kw_only=True):
-    """Be ready to serve, and wait for `Begin`. engines: unit → URL. listener: descriptor of the listening
-    socket, inherited. folder: where the program is looked for, if it is one of the user's. sockets: where the
-    engines' sockets are."""
+    """Be ready to serve, and wait for `Begin`; then units that were to restart are told of. engines: unit →
+    URL. listener: descriptor of the listening socket, inherited. drain: seconds for which requests at a unit
+    that is to restart are waited for. program: the config's. folder: where a program is looked for, if it is
+    one of the user's. sockets: where the engines' sockets are."""
 
     engines: dict[str, str]
     secret: str
@@ -32,10 +41,20 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     program: ProgramSpec
     folder: str
     sockets: str
+    admin_keys: frozenset[str] = frozenset()
+    drain: float = 60.0
+    standing: Standing = Standing()
 
 
 class Begin(Struct, frozen=True):
     """Serve from now on."""
+
+
+class Restarted(Struct, frozen=True):
+    """The unit's new process answers, or has died, of `problem`, and is tried again."""
+
+    unit: str
+    problem: str | None = None
 
 
 class Progress(Struct, frozen=True, tag="progress"):
@@ -56,5 +75,11 @@ class Refused(Struct, frozen=True, tag="refused"):
     message: str
 
 
-Order = EngineOrder | GatewayOrder | Begin
-Report = Progress | Ready | Refused
+class Restart(Struct, frozen=True, tag="restart"):
+    """A new process is wanted in place of the unit's; `Restarted` tells how it went."""
+
+    unit: str
+
+
+Order = EngineOrder | GatewayOrder | Begin | Restarted
+Report = Progress | Ready | Refused | Standing | Restart

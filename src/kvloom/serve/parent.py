@@ -17,7 +17,7 @@ from typing import Final, NoReturn, TypeVar
 import msgspec
 
 from kvloom.core.errors import ConfigError
-from kvloom.serve.orders import Order, Refused, Report
+from kvloom.serve.orders import Order, Refused, Report, Restarted
 
 ORDERS: Final = 0
 LAST_SECONDS: Final = 4.0
@@ -44,19 +44,23 @@ class Parent:
             line += piece
         return msgspec.json.decode(line, type=kind)
 
-    def watch(self, folder: Path) -> None:
-        """No order is to come. From now on, when the supervisor is gone, its `folder` is removed, and this
-        process gets a SIGTERM; if it still lives some seconds later it is ended."""
-        threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()
+    def watch(self, folder: Path, heed: Callable[[Restarted], None] = lambda _: None) -> None:
+        """What still comes goes to `heed`, on a thread of its own. From now on, when the supervisor is gone,
+        its `folder` is removed, and this process gets a SIGTERM; if it still lives some seconds later it is
+        ended."""
+        threading.Thread(target=_end_with_parent, args=(folder, heed), name="parent", daemon=True).start()
 
     def report(self, report: Report) -> None:
         with suppress(BrokenPipeError):  # it is gone, which `watch` sees
             os.write(self._reports, msgspec.json.encode(report) + b"\n")
 
 
-def _end_with_parent(folder: Path) -> None:
-    while os.read(ORDERS, 4096):
-        pass
+def _end_with_parent(folder: Path, heed: Callable[[Restarted], None]) -> None:
+    rest = b""
+    while piece := os.read(ORDERS, 4096):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            heed(msgspec.json.decode(line, type=Restarted))
     shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(LAST_SECONDS)

@@ -11,7 +11,8 @@ from typing import Final
 
 from kvloom.core.clock import Clock
 from kvloom.serve.component import Component
-from kvloom.serve.orders import Begin, Order, Progress, Ready, Refused
+from kvloom.serve.events import Answers, Asks, Doing, Event, Failed, Lost
+from kvloom.serve.orders import Begin, Order, Progress, Ready, Refused, Restart, Standing
 
 
 class State(enum.Enum):
@@ -22,8 +23,8 @@ class State(enum.Enum):
 
 
 NEXT: Final = {
-    State.STARTING: {State.READY, State.BACKING_OFF, State.ENDED},
-    State.READY: {State.BACKING_OFF, State.ENDED},
+    State.STARTING: {State.STARTING, State.READY, State.BACKING_OFF, State.ENDED},
+    State.READY: {State.STARTING, State.BACKING_OFF, State.ENDED},
     State.BACKING_OFF: {State.STARTING, State.ENDED},
     State.ENDED: set[State](),
 }
@@ -47,53 +48,25 @@ class Patience:
         return self.first if lived >= self.healthy else min(max(self.first, 2 * last), self.most)
 
 
+STOP_SECONDS: Final = 4.0  # for a process to end by itself
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a process is there for. held: it serves only from `begin` on. check: asks whether it is well."""
+    """What a process is there for. order: what each new one is told. held: it serves only from `begin` on.
+    check: asks whether it is well."""
 
     name: str
     module: str
-    order: Order
+    order: Callable[[], Order]
     inherit: Sequence[int] = ()
     held: bool = False
     check: Callable[[], Awaitable[bool]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Doing:
-    process: Supervised
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    process: Supervised
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """It has died, `how`, and starts again in `pause` seconds."""
-
-    process: Supervised
-    how: str
-    pause: float
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """It died before it ever answered, and is not started again. refused: it could not use its order."""
-
-    process: Supervised
-    how: str
-    refused: bool
-
-
-Event = Doing | Answers | Lost | Failed
-
-
 class Supervised:
-    """`run` keeps it alive until `end`, and tells of what happens. What did not work at the first start is
-    not tried again: a person is there to read why."""
+    """`run` keeps it alive until `end`, and `tell` hears what happens. What did not work at the first start
+    is not tried again: a person is there to read why."""
 
     def __init__(
         self,
@@ -115,7 +88,9 @@ class Supervised:
         self._patience = patience or Patience()
         self._component: Component | None = None
         self._since: float | None = None  # when the last one that answered began to
-        self._ending = asyncio.Event()
+        self._ending = False
+        self._told = asyncio.Event()  # to end, or to make way for a new one
+        self._renewed = False  # and that has been told of by no event yet
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
@@ -124,16 +99,19 @@ class Supervised:
         try:
             while True:
                 how, refused = await self._live()
-                if self._ending.is_set():
+                if self._ending:
                     return
                 if self._since is None:
                     self._tell(Failed(self, how, refused))
                     return
-                lived = self._clock.now() - self._since if self.state is State.READY else 0.0
-                pause = self._patience.pause(pause, lived)
-                await self._back_off(how, pause)
-                if self._ending.is_set():
-                    return
+                if not self._told.is_set():
+                    lived = self._clock.now() - self._since if self.state is State.READY else 0.0
+                    pause = self._patience.pause(pause, lived)
+                    await self._back_off(how, pause)
+                    if self._ending:
+                        return
+                self._renewed = self._renewed or self._told.is_set()
+                self._told.clear()
                 self._turn(State.STARTING)
         finally:
             self._turn(State.ENDED)
@@ -145,13 +123,21 @@ class Supervised:
         if self._component is not None:
             await self._component.order(Begin())
 
+    async def order(self, order: Order) -> None:
+        """An order to the process, if it answers; its successors are not told."""
+        if self._component is not None and self.state is State.READY:
+            await self._component.order(order)
+
+    def restart(self) -> None:
+        """A new process in place of this one, without delay."""
+        self._told.set()
+
     def end(self) -> None:
-        self._ending.set()
-        if self._component is not None:
-            self._component.terminate()
+        self._ending = True
+        self._told.set()
 
     def kill(self) -> None:
-        self._ending.set()
+        self.end()
         if self._component is not None:
             self._component.kill()
 
@@ -165,8 +151,6 @@ class Supervised:
         except OSError as error:
             return f"cannot be started: {error.strerror}", False
         self._component = component
-        if self._ending.is_set():
-            component.terminate()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._show(component))
@@ -176,8 +160,9 @@ class Supervised:
             component.kill()
 
     async def _follow(self, component: Component, group: asyncio.TaskGroup) -> tuple[str, bool]:
+        stop = group.create_task(self._stop(component))
         begins = (Begin(),) if self._role.held and self.begun else ()
-        await component.order(self._role.order, *begins)
+        await component.order(self._role.order(), *begins)
         watch: asyncio.Task[None] | None = None
         refusal: str | None = None
         async for report in component.reports():
@@ -186,17 +171,26 @@ class Supervised:
                     self._tell(Doing(self, text))
                 case Refused(message):
                     refusal = message
+                case Standing() | Restart():
+                    self._tell(Asks(self, report))
                 case Ready(chat):
                     self.chat, self._since = chat, self._clock.now()
                     self._turn(State.READY)
-                    self._tell(Answers(self))
+                    self._tell(Answers(self, self._was_renewed()))
                     if self._role.check is not None:
                         watch = group.create_task(self._watch(component, self._role.check))
         how = await component.ended()
+        stop.cancel()
         hung = watch is not None and watch.done()
         if watch is not None:
             watch.cancel()
         return refusal or ("did not answer any more and was killed" if hung else how), refusal is not None
+
+    async def _stop(self, component: Component) -> None:
+        await self._told.wait()
+        component.terminate()
+        await self._clock.sleep(STOP_SECONDS)
+        component.kill()
 
     async def _watch(self, component: Component, check: Callable[[], Awaitable[bool]]) -> None:
         """Kill it once it hangs."""
@@ -214,10 +208,14 @@ class Supervised:
 
     async def _back_off(self, how: str, pause: float) -> None:
         self._turn(State.BACKING_OFF)
-        self._tell(Lost(self, how, pause))
+        self._tell(Lost(self, how, pause, self._was_renewed()))
         with suppress(TimeoutError):
             async with asyncio.timeout(pause):
-                await self._ending.wait()
+                await self._told.wait()
+
+    def _was_renewed(self) -> bool:
+        renewed, self._renewed = self._renewed, False
+        return renewed
 
     async def _show(self, component: Component) -> None:
         async for line in component.logs():

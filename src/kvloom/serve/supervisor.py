@@ -18,12 +18,13 @@ from kvloom.config import Config
 from kvloom.core.clock import Clock, WallClock
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import EngineSpec
-from kvloom.serve import supervised
+from kvloom.serve import events
+from kvloom.serve.events import Answers, Asks, Doing, Failed, Lost
 from kvloom.serve.ground import listen, private_folder, raise_open_files
 from kvloom.serve.health import answers
-from kvloom.serve.orders import EngineOrder, GatewayOrder
+from kvloom.serve.orders import EngineOrder, GatewayOrder, Restart, Restarted, Standing
 from kvloom.serve.screen import Screen
-from kvloom.serve.supervised import Answers, Doing, Failed, Lost, Role, State, Supervised
+from kvloom.serve.supervised import Role, State, Supervised
 
 ENGINE: Final = "kvloom.serve.engine_process"
 GATEWAY: Final = "kvloom.serve.gateway_process"
@@ -37,7 +38,7 @@ class Told:
     signal: signal.Signals
 
 
-Event = supervised.Event | Told
+Event = events.Event | Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,11 @@ class Supervisor:
         self._listener = listener
         self._folder = folder
         self._secret = secrets.token_urlsafe(32)
+        self._api_keys = config.api_keys()
+        self._admin_keys = config.admin_keys()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._announced = False
+        self._standing = Standing()
         self._engines = [self._supervise(self._engine_role(spec)) for spec in config.engines]
         self._gateway = self._supervise(self._gateway_role())
 
@@ -87,10 +91,17 @@ class Supervisor:
                     self._screen.log(process.name, text)
                 case Doing(process, text):
                     self._screen.step(text, self._label(process))
-                case Answers(process):
+                case Answers(process, renewed):
+                    if renewed:
+                        await self._gateway.order(Restarted(process.name))
                     await self._welcome(process)
-                case Lost(process, how, pause):
+                case Asks(_, Restart(unit)):
+                    self._restart(unit)
+                case Lost(process, how, pause, renewed):
                     self._screen.warn(process.name, f"{how}; it starts again in {pause:g} s")
+                    if renewed:
+                        problem = f"{process.name} {how} as it started; it is tried again"
+                        await self._gateway.order(Restarted(process.name, problem))
                 case Failed(process, how, refused):
                     return Outcome(2, how) if refused else Outcome(1, f"{process.name} {how} as it started")
                 case Told(number):
@@ -109,6 +120,18 @@ class Supervisor:
         elif engines_ready and self._gateway.state is State.READY:
             self._announce()
 
+    def _restart(self, unit: str) -> None:
+        self._screen.log(unit, "ends, and starts anew, as was asked")
+        next(engine for engine in self._engines if engine.name == unit).restart()
+
+    def _hear(self, event: Event) -> None:
+        """What is to be kept is kept before anything else can happen to who said it."""
+        match event:
+            case Asks(_, Standing() as standing):
+                self._standing = standing
+            case _:
+                self._events.put_nowait(event)
+
     def _announce(self) -> None:
         self._announced = True
         models = {name: model.path for name, model in self._config.models.items()}
@@ -120,7 +143,7 @@ class Supervisor:
         return process.name if len(self._engines) > 1 else ""
 
     def _supervise(self, role: Role) -> Supervised:
-        return Supervised(role, self._clock, tell=self._events.put_nowait, log=self._screen.log)
+        return Supervised(role, self._clock, tell=self._hear, log=self._screen.log)
 
     def _engine_role(self, spec: EngineSpec) -> Role:
         """A new process serves at the same path, by which the gateway finds it."""
@@ -128,22 +151,28 @@ class Supervisor:
         return Role(
             name=spec.unit,
             module=ENGINE,
-            order=EngineOrder(spec=spec, socket=path, secret=self._secret),
+            order=lambda: EngineOrder(spec=spec, socket=path, secret=self._secret),
             check=functools.partial(answers, path, self._secret),
         )
 
     def _gateway_role(self) -> Role:
-        order = GatewayOrder(
+        listener = self._listener.fileno()
+        return Role(name="gateway", module=GATEWAY, order=self._gateway_order, inherit=[listener], held=True)
+
+    def _gateway_order(self) -> GatewayOrder:
+        return GatewayOrder(
             engines={spec.unit: f"unix://{self._socket(spec.unit)}" for spec in self._config.engines},
             secret=self._secret,
             listener=self._listener.fileno(),
-            api_keys=self._config.api_keys(),
+            api_keys=self._api_keys,
+            admin_keys=self._admin_keys,
             max_body=self._config.max_body,
             program=self._config.program,
             folder=str(self._config.folder),
             sockets=str(self._folder),
+            drain=self._config.drain,
+            standing=self._standing,
         )
-        return Role(name="gateway", module=GATEWAY, order=order, inherit=[self._listener.fileno()], held=True)
 
     def _socket(self, unit: str) -> str:
         return str(self._folder / f"{unit}.sock")

@@ -1,0 +1,1 @@
+"""Administering a fleet that serves, from the command line."""

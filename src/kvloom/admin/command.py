@@ -1,0 +1,136 @@
+"""`kvloom program` and `kvloom unit`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvloom.core.service import UnitState
+
+SERVER_ERROR: Final = 1
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+
+PROGRAM = """\
+Show or change the router program of a fleet that serves. Requests in flight end under the program they began
+with; no engine starts again."""
+
+UNIT = """\
+Show units, or take one out of service and back. A unit that is drained gets no new request, and ends those it
+has; one that is restarted is drained first and admitted afterwards, so that no request is lost where another
+unit serves its models."""
+
+
+def add(commands: Any) -> None:
+    """commands: where argparse takes subcommands."""
+    _add_program(commands)
+    _add_unit(commands)
+
+
+def _add_program(commands: Any) -> None:
+    program = commands.add_parser(
+        "program", help="show or change the router program", description=PROGRAM, allow_abbrev=False
+    )
+    actions = program.add_subparsers(dest="action", metavar="ACTION", required=True)
+    change = actions.add_parser("set", help="change it", description=PROGRAM, allow_abbrev=False)
+    change.add_argument("name", metavar="NAME", help="a program that comes with kvloom, or module:function")
+    change.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the program, as ratio=0.2; may be given again",
+    )
+    show = actions.add_parser("show", help="show it", description=PROGRAM, allow_abbrev=False)
+    for action in (change, show):
+        _add_server(action, run_program)
+
+
+def _add_unit(commands: Any) -> None:
+    unit = commands.add_parser(
+        "unit", help="show units, drain or restart one", description=UNIT, allow_abbrev=False
+    )
+    actions = unit.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for action, said in (
+        ("list", "show all"),
+        ("drain", "give it no new request, and wait for those it has"),
+        ("admit", "let it have requests again"),
+        ("restart", "drain it, put a new process in its place, admit that"),
+    ):
+        parser = actions.add_parser(action, help=said, description=UNIT, allow_abbrev=False)
+        if action != "list":
+            parser.add_argument("name", metavar="NAME", help="of the unit, as `kvloom unit list` shows it")
+        if action in ("drain", "restart"):
+            parser.add_argument(
+                "--seconds", type=float, metavar="S", help="how long to wait (what the config's `drain` says)"
+            )
+        _add_server(parser, run_unit)
+
+
+def _add_server(parser: Any, run: Any) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"of the server ({DEFAULT_URL})")
+    parser.add_argument(
+        "--admin-key-file",
+        type=Path,
+        metavar="F",
+        help="the server's admin keys, one a line ($KVLOOM_ADMIN_KEY is one)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run_program(options: argparse.Namespace) -> int:
+    from kvloom.admin import gateway, program_text  # noqa: PLC0415  (--help needs none of it)
+
+    try:
+        server = gateway.Gateway(options.url, options.admin_key_file)
+        if options.action == "show":
+            found = server.program()
+        else:
+            found = server.set_program(program_text.read_options(options.name, options.option))
+    except gateway.ServerError as error:
+        return _fail(error)
+    print(program_text.show(found))
+    return 0
+
+
+def run_unit(options: argparse.Namespace) -> int:
+    from kvloom.admin import gateway  # noqa: PLC0415  (--help needs none of it)
+
+    try:
+        server = gateway.Gateway(options.url, options.admin_key_file)
+        match options.action:
+            case "list":
+                found = server.units()
+            case "admit":
+                found = [server.admit(options.name)]
+            case "drain":
+                found = [server.drain(options.name, options.seconds)]
+            case _:
+                found = [server.restart(options.name, options.seconds)]
+    except gateway.ServerError as error:
+        return _fail(error)
+    for line in show_units(found):
+        print(line)
+    return 0
+
+
+def show_units(states: Sequence[UnitState]) -> list[str]:
+    """A line each: name, state, calls, models, and what is wrong, if anything."""
+    cells = [
+        (
+            state.name,
+            state.state,
+            f"{state.calls} call{'' if state.calls == 1 else 's'}",
+            ", ".join(state.models) + (f" ({state.problem})" if state.problem else ""),
+        )
+        for state in states
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+
+
+def _fail(error: Exception) -> int:
+    print(f"kvloom: {error}", file=sys.stderr)
+    return SERVER_ERROR

@@ -1,0 +1,126 @@
+"""A gateway that serves already, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from kvloom.config import read_keys
+from kvloom.core.errors import ConfigError
+from kvloom.core.service import Admit, Drain, UnitState
+from kvloom.core.spec import ProgramSpec
+
+KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
+SECONDS: Final = 30.0
+LONGEST_ANSWER: Final = 1 << 20
+
+Answer = TypeVar("Answer")
+
+
+class ServerError(Exception):
+    """The server said no, or nothing. One line."""
+
+
+class Gateway:
+    """A running gateway at `url`. key_file: its admin keys; left out, the environment's key is sent, if there
+    is one. Raises ConfigError where either cannot be used."""
+
+    def __init__(self, url: str, key_file: Path | None) -> None:
+        self._url = _base(url)
+        self._headers = {"content-type": "application/json", "accept": "application/json"}
+        key = os.environ.get(KEY_VARIABLE) if key_file is None else _read_key(key_file)
+        if key:
+            self._headers["authorization"] = f"Bearer {_sendable(key, key_file)}"
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+    def program(self) -> ProgramSpec:
+        """The one that it runs. Raises ServerError."""
+        return self._call("program", ProgramSpec)
+
+    def set_program(self, program: ProgramSpec) -> ProgramSpec:
+        """From the next request on. Raises ServerError."""
+        return self._call("program", ProgramSpec, program)
+
+    def units(self) -> list[UnitState]:
+        """Raises ServerError."""
+        return self._call("units", list[UnitState])
+
+    def drain(self, unit: str, seconds: float | None) -> UnitState:
+        """Until nothing runs there, or for `seconds`, or for as long as the server is configured to wait. Raises
+        ServerError."""
+        return self._order(unit, "drain", Drain(seconds=seconds))
+
+    def restart(self, unit: str, seconds: float | None) -> UnitState:
+        """Until the new process answers; `seconds` as of `drain`. Raises ServerError."""
+        return self._order(unit, "restart", Drain(seconds=seconds))
+
+    def admit(self, unit: str) -> UnitState:
+        """Raises ServerError."""
+        return self._order(unit, "admit", Admit())
+
+    def _order(self, unit: str, what: str, body: Drain | Admit) -> UnitState:
+        path = f"units/{urllib.parse.quote(unit, safe='')}/{what}"
+        return self._call(path, UnitState, body, seconds=None)
+
+    def _call(
+        self, path: str, kind: type[Answer], body: object = None, seconds: float | None = SECONDS
+    ) -> Answer:
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            request = urllib.request.Request(f"{self._url}/admin/{path}", data, self._headers)
+            with self._open(request, timeout=seconds) as response:
+                return msgspec.json.decode(response.read(LONGEST_ANSWER), type=kind)
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"{self._url}: {_refusal(error)}") from error
+        except (OSError, ValueError, HTTPException) as error:  # of the network, and of what came over it
+            raise ServerError(f"{self._url}: {_problem(error)}; --url names another server") from error
+
+
+def _base(url: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url.rstrip("/")
+    except ValueError:  # a port that is no number
+        pass
+    raise ConfigError(f"--url {url}: http://HOST:PORT is right")
+
+
+def _read_key(file: Path) -> str:
+    try:
+        return min(read_keys(file))
+    except ValueError as error:
+        raise ConfigError(f"--admin-key-file: {error}") from error
+
+
+def _sendable(key: str, file: Path | None) -> str:
+    if key.isascii() and key.isprintable():
+        return key
+    where = KEY_VARIABLE if file is None else f"--admin-key-file: {file}"
+    raise ConfigError(f"{where}: a key of ASCII letters, digits and signs is right")
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    """What the server said, as its errors do."""
+    try:
+        said = str(json.loads(error.read(LONGEST_ANSWER))["error"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        said = f"status {error.code}"
+    return " ".join(said.split())
+
+
+def _problem(error: Exception) -> str:
+    reason = getattr(error, "reason", error)
+    if isinstance(error, msgspec.MsgspecError):
+        return f"answers, but not as kvloom does ({error})"
+    if isinstance(reason, OSError) and reason.strerror:
+        return f"cannot be reached: {reason.strerror}"
+    return f"cannot be reached: {' '.join(str(reason).split()) or type(reason).__name__}"

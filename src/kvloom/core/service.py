@@ -1,0 +1,34 @@
+"""Whether units take requests, as those who run a fleet see and order it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+LONGEST_DRAIN: Final = 3600  # seconds
+
+Service = Literal["up", "down", "draining", "drained", "restarting"]
+
+
+class UnitState(Struct, frozen=True, kw_only=True):
+    """state: up, it takes requests; down, it does not answer; draining, it takes none and still works on
+    some; drained, it works on none; restarting, it is about to be a new process. calls: those that the router
+    has in flight there. models: those it serves, as far as it has told. problem: why it is down."""
+
+    name: str
+    state: Service
+    calls: int
+    models: tuple[str, ...]
+    problem: str = ""
+
+
+class Drain(Struct, frozen=True, kw_only=True):
+    """Body of drain and restart. seconds: how long what runs there is waited for, the config's `drain` where
+    it is left out."""
+
+    seconds: Annotated[float, Meta(ge=0, le=LONGEST_DRAIN)] | None = None
+
+
+class Admit(Struct, frozen=True):
+    """Body of admit, which has nothing to say."""

@@ -1,0 +1,125 @@
+"""Units taken out of service and back by order, so that no request is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from kvloom.core.errors import Conflict, KvloomError
+from kvloom.core.service import Service, UnitState
+from kvloom.router.router import Router
+from kvloom.router.unit import Unit
+
+
+class Drains:
+    """An async context manager: restarts that are under way are given up with it.
+
+    seconds: for which what runs at a unit is waited for, where an order does not say. restart: puts a new
+    process in the place of the unit's and returns once that answers; raises KvloomError where it does not.
+    changed: called with the units that are drained whenever others are; restarts do not count.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        seconds: float,
+        restart: Callable[[str], Awaitable[None]],
+        changed: Callable[[frozenset[str]], None],
+    ) -> None:
+        self._router = router
+        self._seconds = seconds
+        self._new_process = restart
+        self._changed = changed
+        self._restarts: dict[str, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        restarts = list(self._restarts.values())
+        for restart in restarts:
+            restart.cancel()
+        await asyncio.gather(*restarts, return_exceptions=True)
+
+    @property
+    def states(self) -> list[UnitState]:
+        return [self.state(name) for name in self._router.units]
+
+    def state(self, name: str) -> UnitState:
+        unit = self._router.units[name]
+        return UnitState(
+            name=name,
+            state=self._service(unit),
+            calls=unit.calls,
+            models=tuple(unit.replicas),
+            problem=unit.problem.message if unit.problem else "",
+        )
+
+    def _service(self, unit: Unit) -> Service:
+        if unit.name in self._restarts:
+            return "restarting"
+        if unit.withdrawn:
+            return "draining" if unit.calls else "drained"
+        return "up" if unit.up else "down"
+
+    async def drain(self, name: str, seconds: float | None = None) -> UnitState:
+        """Give the unit no new request, and wait for what runs there; what runs for longer goes on. Raises
+        Conflict while it is being restarted."""
+        self._refuse_restarting(name)
+        self._router.withdraw(name)
+        self._tell()
+        await self._emptied(name, seconds)
+        return self.state(name)
+
+    async def admit(self, name: str) -> UnitState:
+        """Undo `drain`. A unit that does not answer takes requests as soon as it does. Raises Conflict while
+        it is being restarted, after which it is admitted anyhow."""
+        self._refuse_restarting(name)
+        if self._router.units[name].withdrawn:
+            await self._router.admit(name)
+            self._tell()
+        return self.state(name)
+
+    async def restart(self, name: str, seconds: float | None = None) -> UnitState:
+        """Drain the unit, put a new process in its place, and admit that. Goes on where its caller does not
+        wait; a second call joins the first. Raises what the new process died of: then it is tried again, and
+        takes requests once it answers."""
+        if name not in self._restarts:
+            self._restarts[name] = asyncio.create_task(self._restart(name, seconds))
+            self._tell()
+        await asyncio.shield(self._restarts[name])
+        return self.state(name)
+
+    async def _restart(self, name: str, seconds: float | None) -> None:
+        problem: KvloomError | None = None
+        try:
+            self._router.withdraw(name)
+            await self._emptied(name, seconds)
+            try:
+                await self._new_process(name)
+            except KvloomError as error:
+                problem = error
+            await self._router.admit(name)
+        finally:
+            del self._restarts[name]
+        if problem is not None:
+            raise problem
+
+    async def _emptied(self, name: str, seconds: float | None) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds if seconds is None else seconds):
+                await self._router.units[name].emptied()
+
+    def _refuse_restarting(self, name: str) -> None:
+        if name in self._restarts:
+            raise Conflict(f"{name} is being restarted; it takes requests once it has")
+
+    def _tell(self) -> None:
+        drained = {name for name, unit in self._router.units.items() if unit.withdrawn}
+        self._changed(frozenset(drained - self._restarts.keys()))

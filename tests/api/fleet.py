@@ -1,0 +1,112 @@
+"""A gateway with two units to administer, behind which engines say what they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+
+from kvloom.api.admin import Admin
+from kvloom.api.app import create_app
+from kvloom.api.auth import Keys
+from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.core.clock import WallClock
+from kvloom.core.load import UnitLoad
+from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate
+from kvloom.core.spec import ProgramSpec
+from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.router.drains import Drains
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
+from tests.api.scripted import ScriptedEngine, card, says
+
+FORM = KVForm(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_bytes=256, tokens_per_block=4)
+ADDRESS = KVAddress(model="tiny", form=FORM, begin=0, end=1, blocks=b"", ticket=Ticket(slot=0, generation=1))
+PEER = Endpoint(unit="unit-0", kind="modelled", where=b"")
+
+
+@dataclass
+class Curt:
+    """An `EngineClient` that answers every verb at once, or raises what `fails` makes of its name."""
+
+    fails: Callable[[str], Exception | None] = lambda _: None
+    aborted: list[tuple[str, int | None]] = field(default_factory=list)
+
+    def _may(self, verb: str) -> None:
+        if error := self.fails(verb):
+            raise error
+
+    async def models(self) -> list[ModelCard]:
+        self._may("models")
+        return [card()]
+
+    async def load(self) -> UnitLoad:
+        self._may("load")
+        return UnitLoad(total_blocks=8, free_blocks=8, block_bytes=256, policy="adbs", models={})
+
+    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        self._may("start_generate")
+        yield []
+        yield [EndEvent(choice, "length") for choice in range(body.n)]
+
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        self._may("abort")
+        self.aborted.append((request, choice))
+
+    async def prep_recv(self, body: PrepRecv) -> Prepared:
+        self._may("prep_recv")
+        return Prepared(matched=0, end=1, address=ADDRESS, peer=PEER, lease=3.0)
+
+    async def remote_send(self, body: RemoteSend) -> Sent:
+        self._may("remote_send")
+        return Sent(cached=0, computed=1)
+
+    async def renew(self, request: str) -> Lease:
+        self._may("renew")
+        return Lease(lease=3.0)
+
+    async def pin(self, body: Pin) -> Pinned:
+        self._may("pin")
+        return Pinned(tokens=1, lease=3.0)
+
+    async def unpin(self, request: str) -> Held:
+        self._may("unpin")
+        return Held(tokens=1)
+
+    async def evict(self, body: Prefix) -> Held:
+        self._may("evict")
+        return Held(tokens=len(body.prompt))
+
+
+@dataclass
+class Administered:
+    """chosen, drained and restarted: what was told of them. dies: what new processes die of."""
+
+    app: Starlette
+    chosen: list[ProgramSpec]
+    drained: list[frozenset[str]]
+    restarted: list[str]
+    dies: list[Exception]
+
+
+def administered(*, keys: Keys | None = None, engine: Curt | None = None, **options: Any) -> Administered:
+    """Units unit-0 and unit-1. options: of `create_app`."""
+    chosen: list[ProgramSpec] = []
+    drained: list[frozenset[str]] = []
+    restarted: list[str] = []
+    dies: list[Exception] = []
+
+    async def restart(unit: str) -> None:
+        restarted.append(unit)
+        if dies:
+            raise dies.pop()
+
+    engines = {"unit-0": engine or Curt(), "unit-1": Curt()}
+    router = Router(engines, load_program("data_parallel"), WallClock())
+    drains = Drains(router, seconds=0.01, restart=restart, changed=drained.append)
+    admin = Admin(router, engines, drains, chosen.append)
+    scripted = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
+    app = create_app(scripted, keys=keys, admin=admin, **options)
+    return Administered(app, chosen, drained, restarted, dies)

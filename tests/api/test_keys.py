@@ -1,0 +1,126 @@
+"""Which key opens which path, for every pairing of keys that are set and keys that are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from kvloom.api.auth import Keys
+from tests.api.fleet import administered
+
+API, ADMIN = frozenset({"asker", "zwö"}), frozenset({"admin"})
+HERE, AWAY = ("127.0.0.1", 5000), ("10.1.2.3", 5000)
+PATHS = {
+    "open": ("GET", "/health", None),
+    "completion": ("POST", "/v1/completions", {"model": "tiny", "prompt": "hi"}),
+    "metrics": ("GET", "/metrics", None),
+    "program": ("POST", "/admin/program", {"name": "least_loaded"}),
+    "units": ("GET", "/admin/units", None),
+    "drain": ("POST", "/admin/units/unit-0/drain", {}),
+    "verb": ("GET", "/verbs/unit-0/load", None),
+}
+FOR_ALL, FOR_ADMINS = ("open", "completion", "metrics"), ("program", "units", "drain", "verb")
+
+
+def statuses(
+    keys: Keys, given: str | None, caller: tuple[str, int] | None = HERE, scheme: str = "Bearer"
+) -> dict[str, int]:
+    app = administered(keys=keys).app
+    http = TestClient(app, client=caller)  # type: ignore[arg-type]
+    headers = {} if given is None else {"authorization": f"{scheme} {given}".encode()}
+    return {
+        name: http.request(method, path, json=body, headers=headers).status_code  # type: ignore[arg-type]
+        for name, (method, path, body) in PATHS.items()
+    }
+
+
+def expected(for_all: int, for_admins: int) -> dict[str, int]:
+    return {"open": 200} | dict.fromkeys(FOR_ALL[1:], for_all) | dict.fromkeys(FOR_ADMINS, for_admins)
+
+
+@pytest.mark.parametrize("caller", [HERE, AWAY, None])
+@pytest.mark.parametrize(
+    ("api", "admin", "given", "for_all", "for_admins"),
+    [
+        (API, ADMIN, None, 401, 401),
+        (API, ADMIN, "wrong", 401, 401),
+        (API, ADMIN, "asker", 200, 403),
+        (API, ADMIN, "zwö", 200, 403),
+        (API, ADMIN, "admin", 200, 200),
+        (API, ADMIN, "fleet", 200, 200),
+        (API, (), None, 401, 403),
+        (API, (), "wrong", 401, 403),
+        (API, (), "asker", 200, 403),
+        (API, (), "fleet", 200, 200),
+        ((), ADMIN, None, 200, 401),
+        ((), ADMIN, "wrong", 200, 401),
+        ((), ADMIN, "admin", 200, 200),
+        ((), ADMIN, "fleet", 200, 200),
+        ((), (), "fleet", 200, 200),
+    ],
+)
+def test_keys(
+    api: Any, admin: Any, given: str | None, for_all: int, for_admins: int, caller: tuple[str, int] | None
+) -> None:
+    """Where the caller is does not count where there are keys."""
+    keys = Keys(frozenset(api), frozenset(admin), "fleet")
+    assert statuses(keys, given, caller) == expected(for_all, for_admins)
+
+
+@pytest.mark.parametrize("given", ["admin", "asker", "fleet"])
+def test_other_schemes_than_bearer(given: str) -> None:
+    assert statuses(Keys(API, ADMIN, "fleet"), given, scheme="Basic") == expected(401, 401)
+
+
+@pytest.mark.parametrize(
+    ("caller", "status"),
+    [
+        (HERE, 200),
+        (("127.8.8.8", 1), 200),
+        (("::1", 1), 200),
+        (("::ffff:127.0.0.1", 1), 200),
+        (None, 200),
+        (AWAY, 403),
+        (("::ffff:10.1.2.3", 1), 403),
+        (("fe80::1%eth0", 1), 403),
+        (("somewhere", 1), 403),
+    ],
+)
+@pytest.mark.parametrize("given", [None, "anything"])
+def test_without_keys_this_machine_may_do_all(
+    given: str | None, caller: tuple[str, int] | None, status: int
+) -> None:
+    assert statuses(Keys(secret="fleet"), given, caller) == expected(200, status)
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "said"),
+    [
+        (
+            Keys(API, ADMIN),
+            "asker",
+            "an API key was given; this path needs an admin key, one of `admin_key_file`",
+        ),
+        (Keys(API), "asker", "this path needs an admin key, and none is set; `admin_key_file` sets some"),
+        (Keys(), None, "open to callers on the server's own machine only"),
+        (Keys(API, ADMIN), None, "no admin key was given: send 'Authorization: Bearer KEY'"),
+        (Keys(API, ADMIN), "x", "the admin key is wrong"),
+    ],
+)
+def test_one_clear_line(keys: Keys, given: str | None, said: str) -> None:
+    http = TestClient(administered(keys=keys).app, client=AWAY)
+    headers = {} if given is None else {"authorization": f"Bearer {given}"}
+    admin = http.get("/admin/units", headers=headers).json()["error"]["message"]
+    assert said in admin
+    assert "\n" not in admin
+    assert http.get("/verbs/unit-0/load", headers=headers).json()["message"] == admin
+
+
+def test_paths_that_only_look_like_others() -> None:
+    http = TestClient(administered(keys=Keys(API)).app, client=HERE)
+    key = {"authorization": "Bearer asker"}
+    assert http.get("/administer", headers=key).status_code == 404
+    assert http.get("/admin/nothing", headers=key).status_code == 403
+    assert http.get("/admin/nothing", headers={"authorization": "Bearer x"}).status_code == 403

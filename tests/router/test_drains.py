@@ -1,0 +1,227 @@
+"""Units taken out of service and back: what runs there ends first, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvloom.core.errors import Conflict, Unavailable
+from kvloom.router.drains import Drains
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
+from tests.router.fleets import Fleets, ManualClock, ask_well, body, routed, run, turns
+from tests.router.ledger import World
+
+SHORT, LONG = 0.01, 60.0
+
+
+@dataclass
+class Played:
+    """Drains over a fleet whose processes the test starts anew. told: the drained units, each time."""
+
+    fleets: Fleets
+    drains: Drains
+    told: list[set[str]] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    starts: asyncio.Event = field(default_factory=asyncio.Event)
+    problem: Unavailable | None = None
+
+    def states(self) -> dict[str, str]:
+        return {state.name: state.state for state in self.drains.states}
+
+
+@asynccontextmanager
+async def drained(units: int, *, seconds: float = LONG) -> AsyncIterator[Played]:
+    async with routed(units) as fleets:
+
+        async def restart(unit: str) -> None:
+            engine = fleets.world.engines[unit]
+            played.ends.append(unit)
+            engine.restart()
+            engine.down = True
+            await played.starts.wait()
+            if played.problem is not None:
+                raise played.problem
+            engine.down = False
+
+        drains = Drains(
+            fleets.router,
+            seconds=seconds,
+            restart=restart,
+            changed=lambda units: played.told.append({*units}),
+        )
+        played = Played(fleets, drains)
+        async with drains:
+            yield played
+
+
+def test_a_drain_ends_with_the_last_request() -> None:
+    async def test() -> None:
+        async with drained(2) as played:
+            router, (first, _) = played.fleets.router, played.fleets.engines
+            first.gate.clear()
+            running = asyncio.create_task(ask_well(router, body()))
+            await turns()
+            draining = asyncio.create_task(played.drains.drain("a"))
+            await turns()
+            assert not draining.done()
+            assert played.states() == {"a": "draining", "b": "up"}
+            assert played.drains.state("a").calls == 1
+            assert played.told == [{"a"}]
+            for _ in range(3):
+                await ask_well(router, body())
+            assert {call.unit for call in played.fleets.journal[1:]} == {"b"}
+            first.gate.set()
+            await running
+            state = await draining
+            assert (state.state, state.calls, state.models) == ("drained", 0, ("m",))
+            assert (await played.drains.admit("a")).state == "up"
+            assert played.told == [{"a"}, set()]
+            await played.drains.admit("a")
+            assert played.told == [{"a"}, set()]
+            await ask_well(router, body())
+            assert played.fleets.journal[-1].unit == "a"
+
+    run(test)
+
+
+@pytest.mark.parametrize("asked", [None, 0.0])
+def test_a_drain_waits_no_longer_than_it_is_told(asked: float | None) -> None:
+    async def test() -> None:
+        async with drained(1, seconds=SHORT if asked is None else LONG) as played:
+            [engine] = played.fleets.engines
+            engine.gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            state = await played.drains.drain("a", asked)
+            assert (state.state, state.calls) == ("draining", 1)
+            engine.gate.set()
+            await running
+            assert played.states() == {"a": "drained"}
+            with pytest.raises(Unavailable, match=r"no unit that serves m is up \(of a\)"):
+                await ask_well(played.fleets.router, body())
+
+    run(test)
+
+
+def test_a_restart_loses_no_request() -> None:
+    async def test() -> None:
+        async with drained(2) as played:
+            router, (first, _) = played.fleets.router, played.fleets.engines
+            first.gate.clear()
+            running = asyncio.create_task(ask_well(router, body()))
+            await turns()
+            restarting = asyncio.create_task(played.drains.restart("a"))
+            await turns()
+            assert not played.ends
+            assert played.states() == {"a": "restarting", "b": "up"}
+            first.gate.set()
+            await running
+            await turns()
+            assert played.ends == ["a"]
+            for _ in range(3):
+                await ask_well(router, body())
+            played.starts.set()
+            assert (await restarting).state == "up"
+            await ask_well(router, body())
+            assert played.fleets.journal[-1].unit == "a"
+            assert played.told == [set()]
+
+    run(test)
+
+
+def test_what_runs_for_too_long_does_not_hold_a_restart_up() -> None:
+    async def test() -> None:
+        async with drained(1, seconds=SHORT) as played:
+            [engine] = played.fleets.engines
+            engine.gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body(tokens=9)))
+            await turns()
+            played.starts.set()
+            assert (await played.drains.restart("a")).state == "up"
+            assert played.ends == ["a"]
+            engine.gate.set()
+            await running
+
+    run(test)
+
+
+def test_one_thing_at_a_time() -> None:
+    async def test() -> None:
+        async with drained(2) as played:
+            drains = played.drains
+            await drains.drain("a")
+            first = asyncio.create_task(drains.restart("a"))
+            second = asyncio.create_task(drains.restart("a"))
+            await turns()
+            for order in (drains.drain, drains.admit):
+                with pytest.raises(Conflict, match="a is being restarted"):
+                    await order("a")
+            await drains.drain("b")
+            assert played.told[-1] == {"b"}  # a restart ends by itself
+            first.cancel()  # its caller has gone, and it goes on
+            await turns()
+            played.starts.set()
+            assert (await second).state == "up"
+            assert played.ends == ["a"]
+            assert played.states() == {"a": "up", "b": "drained"}
+
+    run(test)
+
+
+def test_a_new_process_that_dies() -> None:
+    """Who asked learns of it, and the unit takes requests once it answers."""
+
+    async def test() -> None:
+        async with drained(1) as played:
+            played.problem = Unavailable("a ended with exit code 3 as it started; it is tried again")
+            played.starts.set()
+            with pytest.raises(Unavailable, match="exit code 3"):
+                await played.drains.restart("a")
+            [state] = played.drains.states
+            assert (state.state, state.problem) == ("down", "the engine cannot be reached")
+            played.fleets.engines[0].down = False
+            await played.fleets.clock.advance(1)
+            assert played.states() == {"a": "up"}
+
+    run(test)
+
+
+def test_a_restart_is_given_up_with_its_gateway() -> None:
+    async def test() -> None:
+        async with drained(1) as played:
+            restarting = asyncio.create_task(played.drains.restart("a"))
+            await turns()
+            assert played.ends == ["a"]
+        await asyncio.wait([restarting])
+        assert restarting.cancelled()
+
+    run(test)
+
+
+def test_a_unit_that_starts_withdrawn() -> None:
+    """As after the gateway's own restart: it is known, and gets nothing until it is admitted."""
+
+    async def test() -> None:
+        world = World()
+        for name in "ab":
+            world.engine(name)
+        async with Router(
+            world.engines, load_program("data_parallel"), ManualClock(), withdrawn={"a"}
+        ) as router:
+            assert router.up == {"a": False, "b": True}
+            assert set(router.units["a"].replicas) == {"m"}
+            for _ in range(3):
+                await ask_well(router, body())
+            assert {call.unit for call in world.journal} == {"b"}
+            router.withdraw("b")
+            with pytest.raises(Unavailable, match="no unit that serves m is up"):
+                await ask_well(router, body())
+            await router.admit("a")
+            await ask_well(router, body())
+
+    run(test)
