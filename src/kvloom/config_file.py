@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,19 @@ def _add_models(present: object, models: Mapping[str, str]) -> object:
         except ValueError as error:
             raise ConfigError(f"--model {name}: {error}") from error
     return {**(present or {}), **added}
+
+
+def parse_models(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=PATH_OR_HUB_ID, each name once. Raises ConfigError."""
+    models: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"--model {text}: NAME=PATH_OR_HUB_ID is right, as `chat=Qwen/Qwen3-0.6B`")
+        if name in models:
+            raise ConfigError(f"--model {name}: given twice; each model needs a name of its own")
+        models[name] = path
+    return models
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

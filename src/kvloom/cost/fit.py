@@ -14,6 +14,7 @@ Predict = Callable[[F64], F64]  # constants [C] → seconds [R]
 _EASY: Final = 0.05  # errors beyond it count by their size, not its square: outliers do not decide
 _STEP: Final = 1e-4  # of a logarithm, for slopes
 _MOST: Final = 0.5  # that a logarithm moves at once
+_REWEIGHTED: Final = 8
 
 
 def fit_log(predict: Predict, seconds: F64, start: F64, *, rounds: int = 100) -> F64:
@@ -45,11 +46,22 @@ def fit_log(predict: Predict, seconds: F64, start: F64, *, rounds: int = 100) ->
 
 
 def fit_positive(features: F64, seconds: F64) -> F64:
-    """The coefficients ≥ 0 [C] for which features [R, C] @ coefficients comes nearest to seconds [R] by the
-    ratio. The active set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23)."""
+    """The coefficients ≥ 0 [C] for which features [R, C] @ coefficients comes nearest to seconds [R]: by the
+    ratio, with weights that tame outliers."""
     scale = np.abs(features).max(axis=0)
     scale[scale == 0.0] = 1.0
-    a, b = features / scale / seconds[:, None], np.ones(len(seconds))
+    ratios = features / scale / seconds[:, None]
+    weights = np.ones(len(seconds))
+    for _ in range(_REWEIGHTED):
+        found = _least_squares(ratios * weights[:, None], weights)
+        weights = ((ratios @ found - 1.0) ** 2 + _EASY**2) ** -0.25
+    coefficients: F64 = found / scale
+    return coefficients
+
+
+def _least_squares(a: F64, b: F64) -> F64:
+    """x ≥ 0 for which a @ x is nearest to b: the active set method of Lawson and Hanson (Solving Least
+    Squares Problems, 1974, chapter 23)."""
     out, held = np.zeros(a.shape[1]), np.zeros(a.shape[1], bool)  # held: those that may be more than 0
     for _ in range(3 * a.shape[1]):
         gain = np.where(held, -np.inf, a.T @ (b - a @ out))
@@ -67,8 +79,7 @@ def fit_positive(features: F64, seconds: F64) -> F64:
             held &= out > 1e-12
             out[~held] = 0.0
         out = best
-    coefficients: F64 = out / scale
-    return coefficients
+    return out
 
 
 def _wrong(predict: Predict, point: F64, seconds: F64) -> F64:

@@ -1,0 +1,156 @@
+"""How long a job takes by what was measured on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Final
+
+from msgspec.structs import replace
+
+from kvloom.core.errors import ConfigError
+from kvloom.core.job import Phase
+from kvloom.cost.curve import Curve
+from kvloom.cost.profile import Crowded, Profile, Timed
+from kvloom.cost.spread import Spread
+from kvloom.cost.work import Work
+
+FOLDS: Final = 5
+
+Kind = tuple[str, bool]  # a model, and whether the job is a decode step
+
+
+class _Shares:
+    """One kind of job on any number of cores: a curve for each that was measured, and between them such a
+    power of the cores as joins both."""
+
+    def __init__(self, curves: Mapping[int, Curve]) -> None:
+        self._cores = sorted(curves)
+        self._curves = [curves[cores] for cores in self._cores]
+
+    def seconds(self, cores: float, work: Work) -> float:
+        x, *others = _features(work)
+        above = bisect_left(self._cores, cores - 1e-9)
+        if above == len(self._cores):
+            return self._curves[-1].seconds(x, *others)
+        high, many = self._cores[above], self._curves[above].seconds(x, *others)
+        if above == 0 or high <= cores + 1e-9:  # fewer hands than were ever measured, or just as many
+            return many * max(1.0, high / cores)
+        low, few = self._cores[above - 1], self._curves[above - 1].seconds(x, *others)
+        part = math.log(cores / low) / math.log(high / low)
+        return float(few ** (1.0 - part) * many**part)
+
+
+class Measured:
+    """Satisfies `CostModel`. cores: that the unit has; all of the profile's by default.
+
+    A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
+    context, fitted for each model and number of cores to what was measured. Beside others a job takes as many
+    times longer as pairs of such jobs did, in proportion to the others' shares, and where all shares are
+    more than the whole, as many times more.
+    """
+
+    def __init__(self, profile: Profile, cores: int | None = None) -> None:
+        self._cores = cores or profile.cores
+        self._shares = _fit_all(profile)
+        self._crowding = _crowding(profile.crowded, profile.cores, profile.shapes)
+        self._between = _between(profile)
+
+    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
+        kind = work.model, work.phase is Phase.DECODE
+        shares = self._shares.get(kind)
+        if shares is None:
+            known = sorted({model for model, _ in self._shares})
+            raise ConfigError(f"model {work.model!r} was not measured; {', '.join(known)} were")
+        alone = shares.seconds(work.share * self._cores, work)
+        if not beside:
+            return alone
+        together, slower = work.share, 1.0
+        for other in beside:
+            together += other.share
+            rate = self._crowding.get((kind, (other.model, other.phase is Phase.DECODE)), 0.0)
+            slower += rate * other.share
+        return alone * slower * max(1.0, together)
+
+    def between(self, sequences: int) -> float:
+        """Seconds of the engine's own work from the result of a step of so many sequences to the next launch;
+        0 where that was not measured."""
+        return self._between.seconds(sequences, 0.0, 0.0, 0.0) if self._between else 0.0
+
+
+def cross_validate(profile: Profile) -> dict[str, Spread]:
+    """By model and phase: every job predicted by a fit to the other folds'."""
+    order = random.Random(0).sample(profile.jobs, len(profile.jobs))
+    order.sort(key=lambda timed: (timed.doing.model, timed.doing.phase, timed.doing.cores))  # even folds
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for fold in range(FOLDS):
+        model = Measured(replace(profile, jobs=tuple(t for i, t in enumerate(order) if i % FOLDS != fold)))
+        for timed in order[fold::FOLDS]:
+            doing = timed.doing
+            pair = model.seconds(doing.work(profile.cores)), median(timed.seconds)
+            for key in (f"{doing.model}, {doing.phase.value}", "all"):
+                found[key].append(pair)
+    return {key: Spread.of(*zip(*pairs, strict=True)) for key, pairs in sorted(found.items())}
+
+
+def _features(work: Work) -> tuple[float, float, float, float]:
+    """What a curve takes."""
+    if work.phase is Phase.DECODE:
+        return work.batch, work.context, 0.0, 0.0
+    return work.tokens, work.pairs, work.context, work.batch
+
+
+def _fit_all(profile: Profile) -> dict[Kind, _Shares]:
+    """Raises ConfigError where a phase of a model was not measured."""
+    groups: dict[Kind, dict[int, list[Timed]]] = {
+        (model, decode): {} for model in profile.shapes for decode in (False, True)
+    }
+    for timed in profile.jobs:
+        kind = timed.doing.model, timed.doing.phase is Phase.DECODE
+        groups[kind].setdefault(timed.doing.cores, []).append(timed)
+    return {kind: _Shares(_curves(kind, of_cores)) for kind, of_cores in groups.items()}
+
+
+def _curves(kind: Kind, groups: Mapping[int, Sequence[Timed]]) -> dict[int, Curve]:
+    if not groups:
+        phase = Phase.DECODE if kind[1] else Phase.PREFILL
+        raise ConfigError(f"no {phase.value} of {kind[0]} was measured; `kvloom profile` measures it")
+    curves = {}
+    for cores, group in groups.items():
+        rows = [_features(timed.doing.work(cores)) for timed in group]
+        seconds = [median(timed.seconds) for timed in group]
+        curves[cores] = Curve.fit([x for x, *_ in rows], [others for _, *others in rows], seconds)
+    return curves
+
+
+def _crowding(
+    crowded: Iterable[Crowded], cores: int, models: Iterable[str]
+) -> dict[tuple[Kind, Kind], float]:
+    """How many times longer, less one, a job takes beside another with all of the cores: by both kinds, and
+    for models that were not measured together as others were on average."""
+    seen: dict[tuple[Kind, Kind], list[float]] = defaultdict(list)
+    phases: dict[tuple[bool, bool], list[float]] = defaultdict(list)
+    for pair in crowded:
+        one, other = [(doing.model, doing.phase is Phase.DECODE) for doing in (pair.doing, pair.beside)]
+        rate = max(0.0, pair.seconds / pair.alone - 1.0) * cores / pair.beside.cores
+        seen[one, other].append(rate)
+        phases[one[1], other[1]].append(rate)
+    kinds = [(model, decode) for model in models for decode in (False, True)]
+    rates = {}
+    for one, other in itertools.product(kinds, repeat=2):
+        known = seen.get((one, other)) or phases.get((one[1], other[1]))
+        if known:
+            rates[one, other] = median(known)
+    return rates
+
+
+def _between(profile: Profile) -> Curve | None:
+    if not profile.steps:
+        return None
+    counts = [stepped.sequences for stepped in profile.steps]
+    return Curve.fit(counts, [(0.0, 0.0, 0.0)] * len(counts), [stepped.between for stepped in profile.steps])

@@ -1,0 +1,1 @@
+"""`kvloom profile`: how long this machine's real executor takes for jobs."""

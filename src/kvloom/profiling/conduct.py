@@ -1,0 +1,109 @@
+"""A profile from a config: models loaded, jobs measured, the file written, its fit's error told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import transformers
+import uvloop
+from huggingface_hub import try_to_load_from_cache
+from msgspec.structs import replace
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvloom.config import Config
+from kvloom.core.spec import EngineSpec
+from kvloom.cost.measured import cross_validate
+from kvloom.cost.profile import Profile, write_profile
+from kvloom.cost.shape import ModelShape
+from kvloom.cost.shapes import CONFIG, read_shape
+from kvloom.profiling.session import QUICK, Effort, measure
+from kvloom.profiling.watched import WatchedExecutor
+from kvloom.serve.hub import require_hub
+
+POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
+
+
+def conduct(config: Config, output: Path, *, temperature: float, quick: bool) -> Profile:
+    """Raises ConfigError for models that cannot be served."""
+    spec = whole_machine(config)
+    require_hub(spec.models)
+    transformers.logging.disable_progress_bar()
+    console = Console(highlight=False)
+    executor = WatchedExecutor.load(
+        list(spec.models),
+        kv_bytes=spec.kv_bytes,
+        block_bytes=spec.block_bytes,
+        threads=spec.threads,
+        progress=lambda text: console.print(text, style="dim"),
+    )
+    try:
+        shapes = {model.name: shape_of(executor, model.name, model.path) for model in spec.models}
+        with _bar(console) as bar, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            task = bar.add_task("", total=1.0)
+            profile = runner.run(
+                measure(
+                    executor,
+                    spec,
+                    shapes,
+                    QUICK if quick else Effort(),
+                    temperature,
+                    lambda what, done: bar.update(task, description=what, completed=done),
+                )
+            )
+    finally:
+        executor.close()
+    write_profile(profile, output)
+    console.print(errors(profile))
+    console.print(f"{output}: {len(profile.jobs)} jobs, {len(profile.crowded)} of them beside another")
+    return profile
+
+
+def whole_machine(config: Config) -> EngineSpec:
+    """One engine with the models of all, on the cores of all."""
+    engines = config.engines
+    models = {model.name: model for engine in engines for model in engine.models}
+    return replace(
+        engines[0],
+        models=tuple(models.values()),
+        kv_bytes=min(POOL, sum(engine.kv_bytes for engine in engines)),
+        threads=sum(engine.threads for engine in engines),
+        policy="adbs",
+        transport="shm",
+    )
+
+
+def shape_of(executor: WatchedExecutor, name: str, path: str) -> ModelShape:
+    """What the checkpoint's config says, and what attention was seen to keep."""
+    geometry = executor.geometries[name]
+    config = try_to_load_from_cache(path, CONFIG) if not Path(path).is_dir() else None
+    folder = Path(config).parent if isinstance(config, str) else Path(path)
+    return replace(
+        read_shape(folder, geometry.itemsize),
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+    )
+
+
+def errors(profile: Profile) -> Table:
+    """How far the fit is from jobs that it has not seen."""
+    table = Table(title="Error on jobs that a fit has not seen", title_justify="left")
+    for column in ("", "jobs", "median", "P90", "bias"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for key, spread in cross_validate(profile).items():
+        numbers = (f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
+        table.add_row(key, str(spread.rows), *numbers)
+    return table
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+    )

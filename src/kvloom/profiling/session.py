@@ -1,0 +1,145 @@
+"""All of a profile, from loaded models to the file's contents."""
+
+from __future__ import annotations
+
+import platform
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from kvloom.core.spec import EngineSpec
+from kvloom.cost.profile import Computer, Doing, Profile, Stepped, Timed
+from kvloom.cost.shape import ModelShape
+from kvloom.machine import Machine
+from kvloom.profiling.crowding import measure_pair, pairs
+from kvloom.profiling.setting import Limits, Setting, grid, shares
+from kvloom.profiling.stage import Stage
+from kvloom.profiling.stepping import PROMPT, measure_steps
+from kvloom.profiling.watched import WatchedExecutor
+
+STEPPED: Final = (1, 8, 64)  # sequences under the engine
+PACKAGES: Final = ("kvloom", "torch", "transformers", "numba")
+
+Tell = Callable[[str, float], None]  # what is being done, and which part of all is done
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """rounds: through all jobs, in another order each time, so that the machine's own swings spread over
+    them. repeats: of a job in a round, but for one that takes longer than `patience` seconds, which runs
+    once. steps: of the engine."""
+
+    rounds: int = 3
+    repeats: int = 3
+    patience: float = 0.1
+    steps: int = 40
+    quick: bool = False
+
+
+QUICK: Final = Effort(rounds=1, repeats=2, patience=0.01, steps=6, quick=True)
+
+
+async def measure(
+    executor: WatchedExecutor,
+    spec: EngineSpec,
+    shapes: Mapping[str, ModelShape],
+    effort: Effort,
+    temperature: float,
+    tell: Tell,
+) -> Profile:
+    """The executor has the models of `spec`."""
+    stage, cores = Stage(executor, temperature=temperature), executor.compute
+    limits = {name: stage.limits(name, spec.chunk_tokens, spec.max_running) for name in shapes}
+    settings = [
+        setting
+        for name in shapes
+        for share in shares(cores)
+        for setting in grid(name, share, limits[name], quick=effort.quick)
+    ]
+    both = pairs(list(shapes), cores, limits)
+    seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    done = _Done(effort.rounds * len(settings) + 4 * len(both) + 8 * len(shapes), tell)
+    rng = random.Random(0)
+    for _ in range(effort.rounds):
+        rng.shuffle(settings)
+        for setting in settings:
+            done.tell(Stage.told(setting))
+            seconds[setting] += await _timed(stage, setting, effort)
+    crowded = []
+    for pair in both:
+        done.tell(f"{Stage.told(pair[0])} beside {pair[1].model} {pair[1].phase.value}", 4)
+        crowded += await measure_pair(stage, pair, effort.repeats)
+    steps = []
+    for name in shapes:
+        done.tell(f"{name} under the engine", 8)
+        steps += await _steps(executor, spec, name, limits[name], effort)
+    tell("done", 1.0)
+    return Profile(
+        computer=this_computer(),
+        cores=cores,
+        block_bytes=spec.block_bytes,
+        temperature=temperature,
+        shapes=dict(shapes),
+        jobs=tuple(
+            Timed(doing=Doing.of(setting.work(cores), setting.cores), seconds=tuple(found))
+            for setting, found in seconds.items()
+        ),
+        crowded=tuple(crowded),
+        steps=tuple(steps),
+    )
+
+
+async def _timed(stage: Stage, setting: Setting, effort: Effort) -> list[float]:
+    with stage.placed(setting) as ids:
+        first = await stage.run(setting, ids)
+        if first > effort.patience:
+            return [first]
+        return [await stage.run(setting, ids) for _ in range(effort.repeats)]
+
+
+async def _steps(
+    executor: WatchedExecutor, spec: EngineSpec, model: str, limits: Limits, effort: Effort
+) -> list[Stepped]:
+    found = []
+    steps = min(effort.steps, limits.context - PROMPT)
+    for sequences in STEPPED[: 2 if effort.quick else None]:
+        room = sequences * (PROMPT + steps + limits.page) <= limits.tokens
+        if steps > 2 and room and sequences <= limits.batch:
+            stepped = await measure_steps(executor, spec, model, sequences, steps)
+            found += [stepped] if stepped else []
+    return found
+
+
+class _Done:
+    """Which part of all is done."""
+
+    def __init__(self, whole: int, tell: Tell) -> None:
+        self._whole, self._tell = whole, tell
+        self._begun = 0
+
+    def tell(self, what: str, parts: int = 1) -> None:
+        """`what` begins, so many parts of the whole."""
+        self._tell(what, self._begun / self._whole)
+        self._begun += parts
+
+
+def this_computer() -> Computer:
+    machine = Machine.here()
+    return Computer(
+        cpu=_cpu(),
+        cores=machine.cores,
+        memory=machine.memory,
+        system=platform.platform(),
+        versions={package: metadata.version(package) for package in PACKAGES},
+    )
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,60 @@
+"""The engine's own work between decode steps, with the real engine over the real executor."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing
+from statistics import median
+
+from kvloom.core.clock import WallClock
+from kvloom.core.job import Phase
+from kvloom.core.request import StartGenerate
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.spec import EngineSpec
+from kvloom.cost.profile import Stepped
+from kvloom.engine.engine import Engine
+from kvloom.profiling.watched import WatchedExecutor
+from kvloom.transport.shm import ShmTransport
+
+PROMPT = 8
+
+
+async def measure_steps(
+    executor: WatchedExecutor, spec: EngineSpec, model: str, sequences: int, steps: int
+) -> Stepped | None:
+    """`steps` steps of that many sequences, whose callers are streamed each token. None where they never ran
+    all together, because the pool does not hold them."""
+    executor.seen.clear()
+    transport = ShmTransport(spec.unit, executor.arena)
+    try:
+        async with asyncio.TaskGroup() as group:
+            engine = Engine(executor, transport, spec, WallClock())
+            group.create_task(engine.run())
+            await asyncio.gather(*[_call(engine, model, i, steps) for i in range(sequences)])
+            await engine.stop()
+    finally:
+        transport.close_all()
+    whole = [one for one in executor.seen if one.phase is Phase.DECODE and one.batch == sequences][1:]
+    if not whole:
+        return None
+    return Stepped(
+        model=model,
+        sequences=sequences,
+        between=median(one.gap for one in whole),
+        step=median(one.span for one in whole),
+    )
+
+
+async def _call(engine: Engine, model: str, number: int, steps: int) -> None:
+    rng = random.Random(number)
+    vocab = next(card.vocab_size for card in await engine.models() if card.name == model)
+    body = StartGenerate(
+        model=model,
+        request=f"profile-{number}",
+        prompt=[rng.randrange(vocab) for _ in range(PROMPT)],
+        sampling=SamplingParams(max_tokens=steps, seed=number),
+    )
+    async with aclosing(engine.start_generate(body)) as frames:
+        async for _ in frames:
+            pass
