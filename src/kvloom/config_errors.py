@@ -30,6 +30,8 @@ _WANTED: Final = {
 _SECTIONS: Final = {
     "ModelConfig": "a path, a hub id or a mapping with `path`",
     "UnitConfig": "a mapping with `models`",
+    "NodesConfig": "a mapping with `device` and `gpus`",
+    "DemandConfig": "a mapping with `shape` or `path`",
 }
 _NEEDED: Final = {
     ("models", "models"): "; at least one `NAME: PATH_OR_HUB_ID` is needed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,7 @@ from kvloom.plan.growth import AMPLE, Bound, Growth, Side, grow
 from kvloom.plan.memory import pool_bytes
 
 Item = int
+_OFTEN: Final = 256
 _ENDLESS: Final = 1 << 62
 
 
@@ -37,7 +38,11 @@ class Estimator:
     """An item is a demand split among so many replicas, one of them: all of them are alike, and no unit holds
     two of the same."""
 
-    def __init__(self, demands: Sequence[Demand], costs: Costs) -> None:
+    def __init__(
+        self, demands: Sequence[Demand], costs: Costs, watch: Callable[[int], None] | None = None
+    ) -> None:
+        """watch: is told now and then how many units were estimated."""
+        self._watch = watch
         self.demands = tuple(demands)
         self.evaluations = 0
         self._catalog = Catalog(demands, costs)
@@ -80,6 +85,8 @@ class Estimator:
         key = kind, items
         if key not in self._known:
             self.evaluations += 1
+            if self._watch is not None and self.evaluations % _OFTEN == 0:
+                self._watch(self.evaluations)
             self._known[key] = self._estimate(kind, tuple(sorted(items)))
         return self._known[key]
 
@@ -111,14 +118,17 @@ class Estimator:
         """Bytes that these leave for K and V."""
         return pool_bytes(kind, [self.demands[self.demand(item)].shape for item in items])
 
-    def decodings(self, kind: MeshKind, items: Sequence[Item]) -> list[Decoding]:
-        """The smallest shares on which each alone answers its demand, where they still do together; else the
-        best ones. The unit is known to fit."""
-        candidates = self._held(kind, items)
-        lean = [candidate.lean for candidate in candidates]
-        growth = self._grow(items, candidates, lean, self.pool(kind, items))
-        enough = growth is not None and growth.level >= 1.0
-        return lean if enough else [candidate.full for candidate in candidates]
+    def settled(self, kind: MeshKind, items: Sequence[Item]) -> tuple[list[Decoding], Growth]:
+        """How a unit that is known to fit is to decode: on the smallest shares on which each alone answers its
+        demand, where they still do together; else on the best ones."""
+        candidates, pool = self._held(kind, items), self.pool(kind, items)
+        lean, full = [c.lean for c in candidates], [c.full for c in candidates]
+        growth = self._grow(items, candidates, lean, pool)
+        if growth is not None and growth.level >= 1.0:
+            return lean, growth
+        growth = self._grow(items, candidates, full, pool)
+        assert growth is not None
+        return full, growth
 
     def unbounded(self, kind: MeshKind, items: Sequence[Item]) -> Growth:
         """What a unit that is known to fit could answer if memory had no end."""

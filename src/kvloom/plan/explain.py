@@ -46,7 +46,7 @@ class Shortfall:
         enough = f"; {self.meshes} such meshes instead of one would be enough" if self.meshes else ""
         return (
             f"{self.model} on unit-{self.unit}: {self.answered:.3g} of {self.rate:.3g} requests/s, "
-            f"{self.rate - self.answered:.3g} are missing: {what}{enough}"
+            f"{self.rate - self.answered:.3g} missing: {what}{enough}"
         )
 
 

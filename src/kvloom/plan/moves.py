@@ -9,11 +9,12 @@ from kvloom.plan.board import Board, Change, Placement
 from kvloom.plan.estimate import Estimator, Item
 
 _PASSES: Final = 16
+_ENOUGH: Final = 1.25  # times the demand: requests come in bursts
 _LEAST: Final = 1e-9  # requests a second; a gain below is rounding
 
 
 def improve(estimator: Estimator, placement: Placement, *, width: int, budget: int) -> Placement:
-    """Places what was left, and moves or swaps what is on units that do not meet their demand, while that
+    """Places what was left, and moves or swaps what is on units that hardly meet their demand, while that
     gains and fewer than `budget` evaluations were made in all. width: see `Board`."""
     board, left = Board(estimator, placement.kinds, width, placement.units), list(placement.left)
     for item in placement.left:
@@ -27,7 +28,7 @@ def improve(estimator: Estimator, placement: Placement, *, width: int, budget: i
             for item in sorted(board.units[at]):
                 if estimator.evaluations > budget:
                     return board.placement(left)
-                if item not in board.units[at] or board.estimates[at].level >= 1.0:
+                if item not in board.units[at] or board.estimates[at].level >= _ENOUGH:
                     continue
                 gain, change = _best(board, _changes(board, at, item))
                 if gain > _LEAST:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvloom.plan.board import Placement
 from kvloom.plan.cluster import Costs, MeshKind, Nodes
 from kvloom.plan.demand import Demand
-from kvloom.plan.estimate import Estimate, Estimator
+from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.explain import check_each, check_left
 from kvloom.plan.homes import homes
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
@@ -39,31 +39,26 @@ def write_down(estimator: Estimator, cluster: Sequence[Nodes], placement: Placem
     for kind, unit, node in zip(placement.kinds, placement.units, names, strict=True):
         if not unit:
             continue
-        estimate = estimator.known(kind, unit)
+        items = sorted(unit)
         units.append(
             PlannedUnit(
                 name=f"unit-{len(units)}",
                 node=node,
                 device=kind.device,
                 gpus=kind.gpus,
-                kv_bytes=estimator.pool(kind, estimate.items),
-                models=tuple(_models(estimator, kind, estimate)),
+                kv_bytes=estimator.pool(kind, items),
+                models=tuple(_models(estimator, kind, items)),
             )
         )
     return Plan(units=tuple(units), throughput=placement.answered, made_by=made_by)
 
 
-def _models(estimator: Estimator, kind: MeshKind, estimate: Estimate) -> Iterator[PlannedModel]:
-    demands = [estimator.demands[estimator.demand(item)] for item in estimate.items]
-    rates = [estimator.rate(item) for item in estimate.items]
-    for n, (item, decoding, quota) in enumerate(
-        zip(
-            estimate.items,
-            estimator.decodings(kind, estimate.items),
-            quotas(kind, demands, rates),
-            strict=True,
-        )
-    ):
+def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iterator[PlannedModel]:
+    demands = [estimator.demands[estimator.demand(item)] for item in items]
+    rates = [estimator.rate(item) for item in items]
+    decodings, growth = estimator.settled(kind, items)
+    parts = quotas(kind, demands, rates)
+    for n, item in enumerate(items):
         candidate = estimator.candidate(kind, item)
         assert candidate is not None
         yield PlannedModel(
@@ -74,7 +69,7 @@ def _models(estimator: Estimator, kind: MeshKind, estimate: Estimate) -> Iterato
             prompt=demands[n].prompt,
             output=demands[n].output,
             prefill_share=candidate.prefill_share,
-            decode_share=decoding.share,
-            quota=quota,
-            throughput=estimate.throughput[n],
+            decode_share=decodings[n].share,
+            quota=parts[n],
+            throughput=growth.ratios[n] * rates[n],
         )

@@ -1,0 +1,1 @@
+"""`kvloom plan`: from a cluster's file to a plan's."""
