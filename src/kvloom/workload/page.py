@@ -12,7 +12,7 @@ from kvloom.workload.results import CURVE, Latency, Results, Tally
 from kvloom.workload.shown import show_number, show_seconds
 from kvloom.workload.svg import Curve, area_chart, line_chart
 
-MOST_STRETCHES: Final = 80  # of a course, as it is drawn
+MOST_STRETCHES: Final = 48  # of a course, as it is drawn
 OTHERS: Final = "others"
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 _KINDS: Final = (
@@ -93,7 +93,7 @@ def _distribution(results: Results, drawn: Sequence[str], kind: str, title: str)
     curves = [
         Curve(name, colour, list(zip(latency.curve, CURVE, strict=True))) for colour, name, latency in found
     ]
-    return _figure(title, line_chart(title, curves, x, y, "seconds, logarithmic", "requests"))
+    return _figure(title, line_chart(title, curves, x, y, "time, logarithmic", "requests"))
 
 
 def _tokens(results: Results, drawn: Sequence[str]) -> str:

@@ -30,9 +30,9 @@ class Prompts:
 
     def __call__(self, number: int, ask: Ask) -> list[int]:
         """The `ask.prompt` tokens of request `number`."""
-        runs = [(mix(self._key(_SHARED) ^ mix(segment.id)), segment.tokens) for segment in ask.shared]
+        runs = [(mix(self._key(_SHARED) + segment.id), segment.tokens) for segment in ask.shared]
         own = ask.prompt - sum(tokens for _, tokens in runs)
-        runs.append((mix(self._key(_OWN) ^ mix(number)), own))
+        runs.append((mix(self._key(_OWN) + number), own))
         counts = np.array([tokens for _, tokens in runs])
         keys = np.repeat(np.array([key for key, _ in runs], dtype=np.uint64), counts)
         places = np.arange(ask.prompt) - np.repeat(np.cumsum(counts) - counts, counts)

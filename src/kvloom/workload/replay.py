@@ -65,7 +65,7 @@ def _pick(
     if len(ask.shared) < 2:
         draw = float(rng.random())
     else:
-        draw = mix(mix(seed) ^ mix(ask.shared[0].id) ^ mix(~ask.shared[1].id)) / 2**64
+        draw = mix(mix(mix(seed) + ask.shared[0].id) + ask.shared[1].id) / 2**64
     return names[min(bisect(bounds, draw), len(names) - 1)]
 
 

@@ -69,7 +69,7 @@ class Results(Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Raises ConfigError."""
-        write_text(path, msgspec.json.format(msgspec.json.encode(self)).decode() + "\n")
+        write_text(path, msgspec.json.encode(self).decode() + "\n")
 
 
 def read_results(path: Path) -> Results:

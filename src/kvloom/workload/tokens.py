@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvloom.core.arrays import F64, I64
+from kvloom.core.arrays import I64
 
 
 class Tokens(Protocol):
@@ -48,13 +48,19 @@ class Zipf:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
+    """What is not between `least` and `most` is drawn anew."""
+
     median: float
     sigma: float
     least: int
     most: int
 
     def draw(self, rng: np.random.Generator, count: int) -> I64:
-        return _whole(self.median * np.exp(self.sigma * rng.standard_normal(count)), self.least, self.most)
+        drawn = np.zeros(count)
+        while (outside := (drawn < self.least) | (drawn > self.most)).any():
+            z = rng.standard_normal(int(outside.sum()))
+            drawn[outside] = np.rint(self.median * np.exp(self.sigma * z))
+        return drawn.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,4 @@ class Percentiles:
         slopes = np.diff(logs) / np.diff(at)
         bent = np.interp(z, at, logs)
         bent += np.minimum(z - at[0], 0) * slopes[0] + np.maximum(z - at[-1], 0) * slopes[-1]
-        return _whole(np.exp(bent), 1, self.most)
-
-
-def _whole(values: F64, least: int, most: int) -> I64:
-    return np.clip(np.rint(values), least, most).astype(np.int64)
+        return np.clip(np.rint(np.exp(bent)), 1, self.most).astype(np.int64)

@@ -1,0 +1,199 @@
+"""Outcomes added up, and the page that shows them."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from kvloom.core.errors import ConfigError
+from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.histogram import Histogram
+from kvloom.workload.objectives import Alone, Scaled, Within
+from kvloom.workload.page import page
+from kvloom.workload.results import Results, read_results
+from kvloom.workload.summary import MOST_ERRORS, NO_TOKEN, OTHER_ERRORS, Summary
+from kvloom.workload.svg import HEIGHT, WIDTH
+
+
+def outcome(
+    at: float = 0.0, model: str = "a", first: float | None = 0.1, end: float | None = 1.1, **more: object
+) -> Outcome:
+    ask = Ask(at=at, model=model, prompt=100, output=11)
+    given: dict[str, object] = {"ask": ask, "first": first, "end": end, "tokens": 11} | more
+    return Outcome(**given)  # type: ignore[arg-type]
+
+
+def many(models: int = 3, seed: int = 0) -> list[Outcome]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(3000):
+        first, rest = rng.lognormal(-3, 1), rng.lognormal(-1, 0.5)
+        found.append(outcome(i / 50, f"m{i % models}", first, first + rest, cached=i % 5))
+    return found
+
+
+def summed(outcomes: list[Outcome], **objectives: object) -> Results:
+    summary = Summary(objectives)  # type: ignore[arg-type]
+    for one in outcomes:
+        summary.add(one)
+    return summary.results("simulation", "a <test> & more")
+
+
+def test_latencies_and_rates() -> None:
+    outcomes = many()
+    results = summed(outcomes)
+    ends = np.array([one.end for one in outcomes])
+    assert results.seconds == pytest.approx(max(one.ask.at + (one.end or 0) for one in outcomes))
+    assert results.total.end is not None
+    assert results.total.end.mean == pytest.approx(ends.mean())
+    for name, percentile in (("p50", 50), ("p80", 80), ("p95", 95), ("p99", 99)):
+        found = getattr(results.total.end, name)
+        assert found == pytest.approx(np.percentile(ends, percentile, method="lower"), rel=0.005)
+    assert results.total.end.curve[-1] == results.total.end.most == ends.max()
+    firsts = [one.first for one in outcomes if one.ask.model == "m1"]
+    per_token = [one.per_token for one in outcomes if one.ask.model == "m1"]
+    tally = results.models["m1"]
+    assert tally.first is not None
+    assert tally.per_token is not None
+    assert tally.first.p95 == pytest.approx(np.percentile(np.array(firsts), 95), rel=0.01)
+    assert tally.per_token.p50 == pytest.approx(np.percentile(np.array(per_token), 50), rel=0.01)
+    assert (tally.requests, tally.prompt_tokens, tally.output_tokens) == (1000, 100_000, 11_000)
+    assert results.total.cached_tokens == 6000
+    assert results.total.requests_per_second == pytest.approx(3000 / results.seconds)
+    assert results.total.tokens_per_second == pytest.approx(33_000 / results.seconds)
+    tokens = sum(sum(course.tokens) for course in results.courses.values())
+    assert tokens == pytest.approx(33_000)
+    assert sum(results.courses["m0"].asked) == sum(results.courses["m0"].answered) == 1000
+
+
+def test_errors_are_counted_and_nothing_else_of_them() -> None:
+    cut = outcome(model="b", tokens=3, error="the stream ended")
+    results = summed([outcome(), cut, cut, outcome(first=None, end=None, tokens=0)])
+    assert results.errors == {"the stream ended": 2, NO_TOKEN: 1}
+    assert (results.total.requests, results.total.errors, results.total.output_tokens) == (4, 3, 11)
+    assert results.models["b"].first is None
+    assert results.models["b"].tokens_per_second == 0
+
+
+def test_kinds_of_errors_are_bounded() -> None:
+    results = summed([outcome(error=f"no {i}") for i in range(MOST_ERRORS + 5)])
+    assert len(results.errors) == MOST_ERRORS + 1
+    assert results.errors[OTHER_ERRORS] == 5
+
+
+def test_attainment() -> None:
+    """One is in time by every measure, one late at its first token, one between tokens, one fails."""
+    outcomes = [outcome(), outcome(first=0.5), outcome(end=3.1), outcome(error="no")]
+    results = summed(
+        outcomes,
+        first=Within(first=0.2),
+        pace=Within(per_token=0.11),
+        both=Within(first=0.2, per_token=0.11),
+        end=Within(end=1.2),
+        twice=Scaled(2.0, Alone(0.05, 0.0005, 0.09).seconds),  # alone: 1 s
+        thrice=Scaled(3.2, Alone(0.05, 0.0005, 0.09).seconds),
+    )
+    assert results.total.attained == {
+        "first": 0.5,
+        "pace": 0.5,
+        "both": 0.25,
+        "end": 0.5,
+        "twice": 0.5,
+        "thrice": 0.75,
+    }
+
+
+def test_results_are_read_as_written(tmp_path: Path) -> None:
+    results = summed(many())
+    results.save(tmp_path / "r.json")
+    assert read_results(tmp_path / "r.json") == results
+    text = (tmp_path / "r.json").read_text()
+    for content, said in (
+        (text[:400], "no results file"),
+        ("[]", "no results file"),
+        (text.replace('"kvloom_results":1', '"kvloom_results":2'), "version 2; this kvloom reads version 1"),
+    ):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(ConfigError, match=said):
+            read_results(tmp_path / "bad.json")
+    with pytest.raises(ConfigError, match="the path of a results file"):
+        read_results(tmp_path / "nowhere.json")
+
+
+class Reader(HTMLParser):
+    """Tags that are closed as they were opened; no script, and no link to anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe", "a")
+        assert not {"src", "href", "onload", "onclick"} & {name for name, _ in attrs}
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("models", [1, 3, 8, 19])
+def test_the_page_is_whole_and_its_curves_lie_within_their_charts(models: int) -> None:
+    late = Histogram()
+    late.add(0.004)
+    summary = Summary({"≤ 5×": Within(end=1.0)})
+    for one in [*many(models), outcome(model="m0", error="<b>no</b>")]:
+        summary.add(one)
+    html = page(summary.results("benchmark", "a <test> & more", lateness=late))
+    reader = Reader()
+    reader.feed(html)
+    assert reader.open == []
+    for words in (
+        "a <test> & more",
+        "≤ 5×",
+        "<b>no</b>",
+        "4 ms late",
+        "3,001 requests",
+        "prefers-color-scheme",
+    ):
+        assert words in reader.text
+    charts = re.findall(r"<svg.*?</svg>", html, re.S)
+    assert len(charts) == 5
+    for chart in charts:
+        root = ElementTree.fromstring(chart)
+        shapes = [*root.iter("polyline"), *root.iter("polygon")]
+        assert shapes
+        for shape in shapes:
+            places = [tuple(map(float, place.split(","))) for place in shape.attrib["points"].split()]
+            assert len(places) > 2
+            assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
+    [first, *_] = charts
+    assert first.count("<polyline") == (models if models <= 8 else 7)
+    assert ("others" in reader.text) == (models > 8)
+
+
+def test_a_distributions_curve_rises() -> None:
+    [first, *_] = re.findall(r"<svg.*?</svg>", page(summed(many(1))), re.S)
+    [curve] = ElementTree.fromstring(first).iter("polyline")
+    places = [tuple(map(float, place.split(","))) for place in curve.attrib["points"].split()]
+    assert places == sorted(places, key=lambda place: (place[0], -place[1]))
+    assert places[0][1] > places[-1][1]
+
+
+@pytest.mark.parametrize("outcomes", [[], [outcome(error="no")], [outcome()]])
+def test_a_page_of_next_to_nothing(outcomes: list[Outcome]) -> None:
+    reader = Reader()
+    reader.feed(page(summed(outcomes)))
+    assert reader.open == []
