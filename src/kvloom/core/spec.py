@@ -8,24 +8,32 @@ from msgspec import Struct
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["adbs", "fcfs", "round-robin"]
+Quotas = Literal["adaptive", "fixed"]
 Plane = Literal["shm", "nixl"]
 Option = bool | int | float | str | list[str]
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """A model to serve. `path` is a checkpoint directory or a hub id; `rate` its expected share of the
-    requests, against the others' rates; `max_context` bounds what the checkpoint itself allows."""
+    requests, against the others' rates; `max_context` bounds what the checkpoint itself allows. Shares are of
+    the unit's compute, for a prefill and a decode job that runs beside others; quota: of the pool's blocks,
+    to begin with. None leaves them to the policy."""
 
     name: str
     path: str
     dtype: Dtype = "auto"
     rate: float = 1.0
     max_context: int | None = None
+    prefill_share: float | None = None
+    decode_share: float | None = None
+    quota: float | None = None
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
     """One unit: its models, its pool of `kv_bytes`, and how they are scheduled. lease: seconds for which a
-    reservation is kept without being renewed. transport: what carries K and V to other units."""
+    reservation is kept without being renewed. transport: what carries K and V to other units. quotas: whether
+    they move and bend, or are walls (no unified pool). overload: of the unit's compute, by which the shares
+    of jobs that run together may exceed it."""
 
     models: tuple[ModelSpec, ...]
     kv_bytes: int
@@ -38,6 +46,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     unit: str = "unit-0"
     lease: float = 30.0
     transport: Plane = "shm"
+    quotas: Quotas = "adaptive"
+    overload: float = 0.0
 
 
 class ProgramSpec(Struct, frozen=True):

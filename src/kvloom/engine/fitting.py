@@ -9,6 +9,7 @@ import msgspec
 
 from kvloom.core.geometry import Geometry
 from kvloom.core.request import ModelCard
+from kvloom.core.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 _MUCH_WASTE = 0.05
@@ -26,6 +27,15 @@ def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
         card.context_length,
     )
     return msgspec.structs.replace(card, context_length=most)
+
+
+def planned_shares(model: ModelSpec, compute: int) -> tuple[int, int]:
+    """Of a prefill and of a decode job, in units of `compute`; 0 where none is planned."""
+    prefill, decode = (
+        0 if share is None else max(1, round(share * compute))
+        for share in (model.prefill_share, model.decode_share)
+    )
+    return prefill, decode
 
 
 def tell_waste(geometries: Mapping[str, Geometry]) -> None:

@@ -19,15 +19,24 @@ _NOBODY = (0, 0, 0)
 
 
 class ModelQueue:
-    """waiting is sorted by order; running holds every sequence with blocks, in order of admission."""
+    """waiting is sorted by order; running holds every sequence with blocks, in order of admission. shares:
+    of a prefill and of a decode job, in units of compute; 0 where the policy is to say."""
 
-    def __init__(self, card: ModelCard, cache: ModelCache, max_running: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        cache: ModelCache,
+        max_running: int,
+        max_waiting: int,
+        shares: tuple[int, int] = (0, 0),
+    ) -> None:
         self.form = KVForm.of(cache.geometry, card.dtype)
         self.card = structs.replace(card, form=self.form)
         self.cache = cache
         self.quota = 0  # set by the tuner
         self.max_running = max_running
         self.max_waiting = max_waiting
+        self.shares = shares
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.jobs: dict[Phase, int] = dict.fromkeys(Phase, 0)  # started, ever
@@ -163,6 +172,8 @@ class ModelQueue:
             last_prefill=self.last[Phase.PREFILL],
             last_decode=self.last[Phase.DECODE],
             waited=now - head.waiting_since if head else 0,
+            prefill_share=self.shares[0],
+            decode_share=self.shares[1],
         )
 
     def _head(self, idle: Iterable[Sequence]) -> Sequence:

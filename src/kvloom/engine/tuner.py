@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvloom.core.clock import Clock
+from kvloom.core.spec import EngineSpec
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.quota import Usage, adapt_quotas, initial_quotas
 
@@ -12,14 +13,16 @@ _PERIOD = 8.0  # seconds, MuxServe's
 
 
 class QuotaTuner:
-    def __init__(
-        self, queues: Mapping[str, ModelQueue], rates: Mapping[str, float], total: int, clock: Clock
-    ) -> None:
+    def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec, total: int, clock: Clock) -> None:
         self._queues = queues
         self._total = total
         self._clock = clock
+        self._moves = spec.quotas == "adaptive"
         geometries = {name: queue.cache.geometry for name, queue in queues.items()}
-        self._set(initial_quotas(total, geometries, rates))
+        self._set(
+            initial_quotas(total, geometries, {model.name: model.rate for model in spec.models})
+            | {model.name: int(model.quota * total) for model in spec.models if model.quota is not None}
+        )
         self._begin()
 
     def _begin(self) -> None:
@@ -35,7 +38,7 @@ class QuotaTuner:
 
     def adapt(self) -> None:
         """Once a period in which jobs ran, move quotas towards use."""
-        if self._jobs == 0 or self._clock.now() < self._due:
+        if not self._moves or self._jobs == 0 or self._clock.now() < self._due:
             return
         usage = {
             name: Usage(self._used[name] / self._jobs, queue.blocks(queue.waiting, to_end=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,7 +71,8 @@ class ModelledExecutor:
     """Satisfies `Executor`. Jobs that run at the same time slow each other down as the cost model says,
     each for as long as they do. A job whose plan has sends puts each layer when it is computed.
 
-    compute: units to share out. blocks: in the arena. stride: steps that a decode job may take.
+    compute: units to share out. blocks: in the arena. overhead: seconds of the engine's own work before a
+    job of so many sequences. stride: steps that a decode job may take.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ModelledExecutor:
         compute: int,
         cost: CostModel,
         content: Content | None = None,
+        overhead: Callable[[int], float] | None = None,
         stride: int = 4096,
     ) -> None:
         self.cards = cards
@@ -91,6 +93,7 @@ class ModelledExecutor:
         self.compute = compute
         self.stride = stride
         self._cost = cost
+        self._overhead = overhead or (lambda sequences: 0.0)
         self._content = content or NoContent({name: card.vocab_size for name, card in cards.items()})
         self._running: list[_Running] = []
 
@@ -112,7 +115,7 @@ class ModelledExecutor:
                 running.left = max(0.0, running.left - (now - running.since) / running.seconds)
             running.since = now
             beside = [other.work for other in self._running if other is not running]
-            running.seconds = self._cost.seconds(running.work, beside)
+            running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work.batch)
             self._wait(running, loop)
 
     def _wait(self, running: _Running, loop: asyncio.AbstractEventLoop) -> None:

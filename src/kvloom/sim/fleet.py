@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import EngineSpec
-from kvloom.core.transport import Transport
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import CostModel
 from kvloom.engine.engine import Engine
@@ -17,23 +17,28 @@ from kvloom.router.program import Program
 from kvloom.router.router import Router
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.executor import ModelledExecutor
+from kvloom.sim.links import ModelledPlane, TimedLink
 from kvloom.sim.wire import ModelledWire
 
 CONTEXT = 8192  # tokens, of a model whose spec sets none
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
 
-Links = Callable[[str, ModelledExecutor], Transport]  # a unit's end of the KV plane, by its name
+PCIE4: Final = 32e9  # bytes a second, one way
+LATENCY: Final = 20e-6  # seconds from one unit's memory to another's
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedUnit:
     """One engine to be. shapes: by model of the spec. compute: units that its devices are shared out in.
-    stride: decode steps that may be one job."""
+    bandwidth: of its way out, in bytes a second. overhead: seconds of the engine's own work before a job of
+    so many sequences. stride: decode steps that may be one job."""
 
     spec: EngineSpec
     shapes: Mapping[str, ModelShape]
     compute: int
     cost: CostModel
+    bandwidth: float = PCIE4
+    overhead: Callable[[int], float] | None = None
     stride: int = 4096
 
 
@@ -45,14 +50,15 @@ class SimulatedFleet:
 
 @asynccontextmanager
 async def simulated(
-    units: Sequence[SimulatedUnit], program: Program, links: Links, *, delay: float = 0.0003
+    units: Sequence[SimulatedUnit], program: Program, *, delay: float = 0.0003
 ) -> AsyncIterator[SimulatedFleet]:
     """The fleet while it runs, on a virtual loop. delay: of the wire, in seconds, one way."""
-    clock = LoopClock(asyncio.get_running_loop())
+    clock, plane = LoopClock(asyncio.get_running_loop()), ModelledPlane()
     engines: dict[str, Engine] = {}
     for unit in units:
-        executor = _executor(unit)
-        engines[unit.spec.unit] = Engine(executor, links(unit.spec.unit, executor), unit.spec, clock)
+        executor, name = _executor(unit), unit.spec.unit
+        transport = plane.join(name, executor.blocks, TimedLink(unit.bandwidth, LATENCY))
+        engines[name] = Engine(executor, transport, unit.spec, clock)
     async with asyncio.TaskGroup() as group:
         for engine in engines.values():
             group.create_task(engine.run())
@@ -74,6 +80,7 @@ def _executor(unit: SimulatedUnit) -> ModelledExecutor:
         blocks=spec.kv_bytes // spec.block_bytes,
         compute=unit.compute,
         cost=unit.cost,
+        overhead=unit.overhead,
         stride=unit.stride,
     )
 

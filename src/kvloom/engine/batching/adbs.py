@@ -35,23 +35,26 @@ def _next_prefill(view: UnitView) -> tuple[Action | None, bool]:
             if victim:
                 return Preempt(victim), False
             continue
-        share, turn = _prefill_share(view)
+        share, turn = _prefill_share(view, model)
         if not turn:
             return None, False
-        return (Prefill(model.name, share, budget), False) if view.idle >= share else (None, True)
+        fits = view.idle + view.overload >= share
+        return (Prefill(model.name, share, budget), False) if fits else (None, True)
     return None, False
 
 
-def _prefill_share(view: UnitView) -> tuple[int, bool]:
+def _prefill_share(view: UnitView, model: ModelView) -> tuple[int, bool]:
     """The prefill's share of the compute, and whether it is its turn.
 
-    While fewer sequences decode than wait, filling the batch gains more than stepping a small one: the
-    prefill takes the whole device, and the decodes step once between two such jobs. Otherwise both run
-    at the same time.
+    A planned share is what it takes beside decodes. Where none is planned: while fewer sequences decode than
+    wait, filling the batch gains more than stepping a small one: the prefill takes the whole device, and the
+    decodes step once between two such jobs. Otherwise both run at the same time.
     """
     decodes = sum(model.decodable for model in view.models) or any(model.decoding for model in view.models)
     if not decodes:
         return view.compute, True
+    if model.prefill_share:
+        return model.prefill_share, True
     if view.compute == 1 or view.filling:
         stepped = not view.last_was_prefill or not any(model.wants_decode for model in view.models)
         return view.compute, stepped
@@ -63,8 +66,8 @@ def _budget(view: UnitView, model: ModelView) -> int:
     little room for what runs to grow, so that admission does not force a preemption at the next step. What
     the urgent model lacks is kept for it alone."""
     urgent = view.urgent
-    if model is urgent:
-        return view.free_blocks
+    if model is urgent or view.walls:
+        return view.free(model)
     claims = sum(
         min(max(-other.excess, 0), other.head_blocks * (other.waiting + other.partial) + other.decode_blocks)
         for other in view.models
@@ -78,7 +81,7 @@ def _budget(view: UnitView, model: ModelView) -> int:
 def _victim(view: UnitView, model: ModelView) -> str | None:
     """Who gives way to `model`'s next prompt. Within its quota it may take back what others hold beyond
     theirs; the urgent one takes from whatever came after it."""
-    others = [other for other in view.models if other is not model and other.held]
+    others = [other for other in view.givers(model) if other is not model]
     if model is view.urgent:
         others = [other for other in others if other.victim > model.head]
     elif model.used + model.head_blocks <= model.quota:
@@ -98,14 +101,15 @@ def _yields(view: UnitView, other: ModelView, order: Order) -> bool:
 
 def _next_decode(view: UnitView) -> Action | None:
     ready = sorted((m for m in view.models if m.wants_decode), key=lambda m: m.last_decode)
-    if view.idle == 0:
+    room = view.idle + view.overload
+    if room <= 0:
         return None
     for model in ready:
-        if model.decode_blocks <= view.free_blocks:
+        if model.decode_blocks <= view.free(model):
             prefills = not view.filling and any(m.wants_prefill for m in view.models)
             together = len(ready) > 1 or view.idle < view.compute or prefills
-            share = min(view.idle, max(1, view.compute // 2)) if together else view.compute
-            return Decode(model.name, share)
+            beside = model.decode_share or max(1, view.compute // 2)
+            return Decode(model.name, min(room, beside) if together else view.compute)
         giver = _giver(view, model)
         if giver.held:
             return Preempt(giver.name)
@@ -115,5 +119,6 @@ def _next_decode(view: UnitView) -> Action | None:
 
 def _giver(view: UnitView, model: ModelView) -> ModelView:
     """Whose blocks the next step of `model` takes: of the one most over quota, or its own."""
-    over = [m for m in view.models if m.running and m.excess > 0 and _yields(view, m, model.victim)]
+    others = [m for m in view.models if m.running and not view.walls]
+    over = [m for m in others if m.excess > 0 and _yields(view, m, model.victim)]
     return max([model, *over], key=lambda m: (m.excess, m is model))

@@ -11,10 +11,10 @@ def fcfs(view: UnitView) -> Action | None:
         return None
     prompts = sorted((m for m in view.models if m.wants_prefill), key=lambda m: m.head)
     ready = sorted((m for m in view.models if m.wants_decode), key=lambda m: m.last_decode)
-    if prompts and prompts[0].head_blocks <= view.free_blocks and not (view.last_was_prefill and ready):
-        return Prefill(prompts[0].name, view.compute, view.free_blocks)
+    if prompts and prompts[0].head_blocks <= view.free(prompts[0]) and not (view.last_was_prefill and ready):
+        return Prefill(prompts[0].name, view.compute, view.free(prompts[0]))
     if not ready:
         return None
-    if ready[0].decode_blocks > view.free_blocks:
-        return Preempt(max((m for m in view.models if m.held), key=lambda m: m.victim).name)
+    if ready[0].decode_blocks > view.free(ready[0]):
+        return Preempt(max(view.givers(ready[0]), key=lambda m: m.victim).name)
     return Decode(ready[0].name, view.compute)

@@ -24,10 +24,10 @@ def round_robin(view: UnitView) -> Action | None:
 def _turn(view: UnitView, model: ModelView, share: int) -> Action | None:
     rested = model.last_prefill <= model.last_decode or not model.wants_decode
     kept = view.urgent.head_blocks if view.urgent and view.urgent is not model else 0
-    if model.wants_prefill and rested and model.head_blocks <= view.free_blocks - kept:
-        return Prefill(model.name, share, view.free_blocks - kept)
+    if model.wants_prefill and rested and model.head_blocks <= view.free(model) - kept:
+        return Prefill(model.name, share, view.free(model) - kept)
     if not model.wants_decode:
         return None
-    if model.decode_blocks > view.free_blocks:
-        return Preempt(max((m for m in view.models if m.held), key=lambda m: m.victim).name)
+    if model.decode_blocks > view.free(model):
+        return Preempt(max(view.givers(model), key=lambda m: m.victim).name)
     return Decode(model.name, share)

@@ -22,6 +22,8 @@ class ModelView:
     the first of them to be.
     running: sequences with blocks.
     prefilling, decoding: whether such a job of this model runs now.
+    prefill_share, decode_share: units of compute that such a job takes beside others; 0 where the policy is
+    to say.
     last_prefill, last_decode: when such a job last began or ended, counted in jobs of the unit.
     """
 
@@ -43,6 +45,8 @@ class ModelView:
     last_prefill: int
     last_decode: int
     waited: int
+    prefill_share: int = 0
+    decode_share: int = 0
 
     @property
     def wants_prefill(self) -> bool:
@@ -65,8 +69,8 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class UnitView:
-    """The unit at one moment. compute: units of the device, of which `idle` are in no job; jobs: started so
-    far."""
+    """The unit at one moment. compute: units of the device, of which `idle` are in no job; less than 0 where
+    shares overlap, which they may do by `overload`. jobs: started so far. walls: quotas do not bend."""
 
     models: tuple[ModelView, ...]
     compute: int
@@ -74,6 +78,16 @@ class UnitView:
     free_blocks: int
     last_was_prefill: bool
     jobs: int
+    overload: int = 0
+    walls: bool = False
+
+    def free(self, model: ModelView) -> int:
+        """Blocks that `model` may take without anybody giving way."""
+        return min(self.free_blocks, max(0, -model.excess)) if self.walls else self.free_blocks
+
+    def givers(self, model: ModelView) -> list[ModelView]:
+        """Who could give way to `model`."""
+        return [m for m in self.models if m.held and (m is model or not self.walls)]
 
     @property
     def prefill_runs(self) -> bool:
