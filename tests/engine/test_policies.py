@@ -29,7 +29,7 @@ def test_every_answer_can_be_carried_out(policy: str, view: UnitView) -> None:
     if isinstance(action, Preempt):
         assert chosen.held
         return
-    assert 1 <= action.share <= view.idle
+    assert 1 <= action.share <= view.idle + view.overload
     if isinstance(action, Decode):
         assert chosen.decodable
         assert not chosen.decoding
@@ -109,3 +109,22 @@ def test_round_robin_takes_turns() -> None:
     assert [name for name, _ in order] == list("abc") * 4
     for name in "abc":
         assert [kind for who, kind in order if who == name] == [Prefill, Decode] * 2
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@_SETTINGS
+@given(view=views())
+def test_quotas_that_do_not_bend_are_kept_to(policy: str, view: UnitView) -> None:
+    view = replace(view, walls=True)
+    action = POLICIES[policy](view)
+    if action is None or view.idle == view.compute:  # then the last resort may go beyond
+        return
+    chosen = next(m for m in view.models if m.name == action.model)
+    room = max(0, chosen.quota - chosen.used)
+    if isinstance(action, Decode):
+        assert chosen.decode_blocks <= room
+    elif isinstance(action, Prefill):
+        assert action.blocks <= room
+    else:
+        assert chosen.wants_decode
+        assert chosen.decode_blocks > room

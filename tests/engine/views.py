@@ -92,8 +92,17 @@ def views(draw: st.DrawFn) -> UnitView:
                 last_prefill=draw(st.integers(0, 200)),
                 last_decode=draw(st.integers(0, 200)),
                 waited=draw(st.sampled_from([0, STARVING, STARVING + 1, 500])) if waiting or partial else 0,
+                prefill_share=draw(st.integers(0, compute)),
+                decode_share=draw(st.integers(0, compute)),
             )
         )
     return UnitView(
-        tuple(models), compute, idle, total - used, draw(st.booleans()), draw(st.sampled_from([200, 600]))
+        tuple(models),
+        compute,
+        idle,
+        total - used,
+        draw(st.booleans()),
+        draw(st.sampled_from([200, 600])),
+        draw(st.integers(0, compute // 2)),
+        draw(st.booleans()),
     )
