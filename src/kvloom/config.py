@@ -37,7 +37,7 @@ from kvloom.config_fields import (
 )
 from kvloom.config_units import UnitConfig, list_engines, share_memory, share_threads
 from kvloom.core.errors import ConfigError
-from kvloom.core.spec import Dtype, EngineSpec, ModelSpec, Plane, Policy
+from kvloom.core.spec import Dtype, EngineSpec, Plane, Policy
 from kvloom.machine import Machine
 from kvloom.sizes import show_size
 
@@ -143,7 +143,7 @@ class Config(Section):
             EngineSpec(
                 unit=engine.name,
                 models=tuple(
-                    ModelSpec(name=name, **self.models[name].model_dump()) for name in engine.unit.models
+                    engine.unit.spec(name, self.models[name].model_dump()) for name in engine.unit.models
                 ),
                 kv_bytes=pool,
                 block_bytes=self.block_bytes,

@@ -30,6 +30,7 @@ _WANTED: Final = {
 _SECTIONS: Final = {
     "ModelConfig": "a path, a hub id or a mapping with `path`",
     "UnitConfig": "a mapping with `models`",
+    "SharesConfig": "a mapping with `prefill`, `decode` or `quota`",
     "NodesConfig": "a mapping with `device` and `gpus`",
     "DemandConfig": "a mapping with `shape` or `path`",
 }
@@ -73,16 +74,18 @@ def _reason(error: ErrorDetails, root: type[BaseModel]) -> str:
 
 
 def _keys(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:
-    """The keys that are known where an unknown one was found."""
-    if len(where) == 1:
-        return list(root.model_fields)
-    return [key for section in _sections(root.model_fields[str(where[0])].annotation) for key in section]
+    """The keys that are known where an unknown one was found: of the innermost section on the way to it."""
+    sections = [root]
+    for part in where[:-1]:
+        fields = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
+        sections = [inner for field in fields for inner in _sections(field.annotation)] or sections
+    return [key for section in sections for key in section.model_fields]
 
 
-def _sections(annotation: Any) -> Iterator[list[str]]:
-    """The keys of the sections that an annotation names, at whatever depth."""
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that an annotation names, at whatever depth."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield list(annotation.model_fields)
+        yield annotation
     for part in get_args(annotation):
         yield from _sections(part)
 

@@ -122,6 +122,7 @@ def _short(value: object) -> str:
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=1 << 20)]
+Part = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 Memory = Annotated[int | Auto, PlainValidator(_memory)]
 Threads = Annotated[int | Auto, PlainValidator(_threads)]
 Seconds = Annotated[float, PlainValidator(_lease)]

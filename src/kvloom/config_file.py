@@ -1,4 +1,4 @@
-"""Where a config comes from: a YAML file, flags over it, or the demo fleet."""
+"""Where a config comes from: a YAML file or a plan, flags over it, or the demo fleet."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import yaml
 
 from kvloom.config import Config, build_config, demo_settings, resolve_model
+from kvloom.config_plan import read_plan_settings
 from kvloom.core.errors import ConfigError
 from kvloom.machine import Machine
+from kvloom.plan.files import is_plan
 
 
 def load_config(
@@ -19,7 +21,7 @@ def load_config(
     """The settings in `file`, overridden by `flags`, with `models` (from --model) added. With neither
     file nor models the demo fleet is served. Raises ConfigError."""
     demo = file is None and not models
-    settings = demo_settings() if demo else {} if file is None else read_yaml(file)
+    settings = demo_settings() if demo else {} if file is None else _read(file)
     origin = {key: "--" + key.replace("_", "-") for key in flags}
     settings |= flags
     if models:
@@ -30,6 +32,10 @@ def load_config(
     except ConfigError as error:
         from_flag = error.message.startswith("--")
         raise error if file is None or from_flag else ConfigError(f"{file}: {error.message}") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_plan_settings(file) if is_plan(file) else read_yaml(file)
 
 
 def _add_models(present: object, models: Mapping[str, str]) -> object:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field
 
 from kvloom.config_errors import nearest
-from kvloom.config_fields import Auto, Memory, Section, Some, Threads, no_bool
-from kvloom.core.spec import Policy
+from kvloom.config_fields import Auto, Memory, Part, Section, Some, Threads, no_bool
+from kvloom.core.spec import ModelSpec, Policy
 from kvloom.machine import Machine
 from kvloom.sizes import show_size
 
 MOST_ENGINES: Final = 64
+
+
+class SharesConfig(Section):
+    """What a model may have of its unit beside the others: parts of the compute for a prefill job and for a
+    decode job, and of the pool's blocks to begin with."""
+
+    prefill: Part | None = None
+    decode: Part | None = None
+    quota: Part | None = None
 
 
 class UnitConfig(Section):
@@ -26,6 +35,18 @@ class UnitConfig(Section):
     kv_memory: Memory = "auto"
     threads: Threads = "auto"
     policy: Policy | None = None
+    shares: dict[str, SharesConfig] | None = None
+
+    def spec(self, name: str, settings: Mapping[str, Any]) -> ModelSpec:
+        """A model of it, with the settings that it has on all units."""
+        shares = (self.shares or {}).get(name, SharesConfig())
+        return ModelSpec(
+            name=name,
+            **settings,
+            prefill_share=shares.prefill,
+            decode_share=shares.decode,
+            quota=shares.quota,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +66,9 @@ def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[E
                 raise ValueError(f"units.{i}.models: no model {name!r}; {nearest(name, list(models))}")
         if len(set(unit.models)) < len(unit.models):
             raise ValueError(f"units.{i}.models: a model stands there twice; `replicas` makes more of a unit")
+        for name in unit.shares or ():
+            if name not in unit.models:
+                raise ValueError(f"units.{i}.shares: {name!r}; {nearest(name, unit.models)}")
     for name in models:
         if not any(name in unit.models for unit in units):
             raise ValueError(f"units: {name!r} is on none of them; each model needs at least one")

@@ -67,18 +67,18 @@ class Catalog:
         prefill_share, prefill = self._prefill(kind, demand)
         found = None
         shares = [share for share in kind.shares if share <= _DECODE_MOST] or [1.0]
-        full = self._decode(kind, demand, shares[-1])
+        full = self.decoding(kind, demand, shares[-1])
         start, throughput = alone(prefill, full.seconds, cap, rate)
         if throughput >= rate:  # then faster shares do it too: the smallest that does is found by bisection
             low, high = 0, len(shares) - 1
             while low < high:
                 middle = (low + high) // 2
-                if alone(prefill, self._decode(kind, demand, shares[middle]).seconds, cap, rate)[1] >= rate:
+                if alone(prefill, self.decoding(kind, demand, shares[middle]).seconds, cap, rate)[1] >= rate:
                     high = middle
                 else:
                     low = middle + 1
             found = shares[low]
-        lean = full if found is None else self._decode(kind, demand, found)
+        lean = full if found is None else self.decoding(kind, demand, found)
         busy = 1.0 - exp(-rate * lean.seconds[start])
         return Candidate(prefill_share, prefill, lean, full, start if found else 0, throughput, busy, request)
 
@@ -101,7 +101,8 @@ class Catalog:
             self._prefills[kind, name] = found
         return found
 
-    def _decode(self, kind: MeshKind, demand: Demand, share: float) -> Decoding:
+    def decoding(self, kind: MeshKind, demand: Demand, share: float) -> Decoding:
+        """On that share."""
         found = self._decodes.get((kind, demand.name, share))
         if found is None:
             cost, context = self._model(kind), round(demand.prompt + demand.output / 2)

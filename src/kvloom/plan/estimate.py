@@ -118,17 +118,27 @@ class Estimator:
         """Bytes that these leave for K and V."""
         return pool_bytes(kind, [self.demands[self.demand(item)].shape for item in items])
 
-    def settled(self, kind: MeshKind, items: Sequence[Item]) -> tuple[list[Decoding], Growth]:
-        """How a unit that is known to fit is to decode: on the smallest shares on which each alone answers its
-        demand, where they still do together; else on the best ones."""
+    def settled(self, kind: MeshKind, items: Sequence[Item]) -> list[Decoding]:
+        """How the models of a unit that is known to fit are to decode beside others: each on the smallest
+        share on which it answers its demand alone, or a larger one, the same for all, until they do so
+        together; where none will do, on the share that answers most."""
         candidates, pool = self._held(kind, items), self.pool(kind, items)
-        lean, full = [c.lean for c in candidates], [c.full for c in candidates]
-        growth = self._grow(items, candidates, lean, pool)
-        if growth is not None and growth.level >= 1.0:
-            return lean, growth
-        growth = self._grow(items, candidates, full, pool)
-        assert growth is not None
-        return full, growth
+        best: tuple[float, list[Decoding]] | None = None
+        for share in kind.shares:
+            decodings = [
+                self._catalog.decoding(
+                    kind, self.demands[self.demand(item)], min(max(share, c.lean.share), c.full.share)
+                )
+                for item, c in zip(items, candidates, strict=True)
+            ]
+            growth = self._grow(items, candidates, decodings, pool)
+            assert growth is not None
+            if best is None or growth.score > best[0]:
+                best = growth.score, decodings
+            if growth.level >= 1.0:
+                break
+        assert best is not None
+        return best[1]
 
     def unbounded(self, kind: MeshKind, items: Sequence[Item]) -> Growth:
         """What a unit that is known to fit could answer if memory had no end."""

@@ -136,10 +136,11 @@ def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: Placem
         for demand in estimator.demands
     )
     there = sum(usable_bytes(nodes.mesh(nodes.gpus)) * nodes.count for nodes in cluster)
+    pieces = "" if needed > there else " in pieces that are too small"
     raise ConfigError(
         f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {gigabytes(needed)} for "
-        f"weights, activations and one request each, the cluster has {gigabytes(there)} on meshes of "
-        f"whole models; {' and '.join(f'{n} more {device}' for device, n in more.items())} would be enough"
+        f"weights, activations and one request each, the cluster has {gigabytes(there)}{pieces}; "
+        f"{' and '.join(f'{n} more {device}' for device, n in more.items())} would be enough"
     )
 
 

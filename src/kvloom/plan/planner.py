@@ -56,7 +56,7 @@ def write_down(estimator: Estimator, cluster: Sequence[Nodes], placement: Placem
 def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iterator[PlannedModel]:
     demands = [estimator.demands[estimator.demand(item)] for item in items]
     rates = [estimator.rate(item) for item in items]
-    decodings, growth = estimator.settled(kind, items)
+    decodings, estimate = estimator.settled(kind, items), estimator.known(kind, frozenset(items))
     parts = quotas(kind, demands, rates)
     for n, item in enumerate(items):
         candidate = estimator.candidate(kind, item)
@@ -71,5 +71,5 @@ def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iter
             prefill_share=candidate.prefill_share,
             decode_share=decodings[n].share,
             quota=parts[n],
-            throughput=growth.ratios[n] * rates[n],
+            throughput=estimate.throughput[n],
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -23,6 +23,7 @@ from kvloom.cost.shapes import find_shape, read_shape
 from kvloom.cost.work import CostModel
 from kvloom.plan.cluster import CPU, Nodes
 from kvloom.plan.demand import Demand
+from kvloom.workload.traces import NAMELESS
 from kvloom.workload.traffic import Traffic
 
 MOST_DEVICES: Final = 4096
@@ -105,33 +106,44 @@ def _nodes(key: str, config: NodesConfig) -> Nodes:
 
 def read_demands(cluster: Cluster, traffic: Traffic | None, profile: Profile | None) -> list[Demand]:
     """The models' demands, with the traffic's rates and lengths where there is some. Raises ConfigError."""
-    models = cluster.config.models
-    for name in traffic.models if traffic else ():
-        if name not in models:
-            raise ConfigError(
-                f"{cluster.file}: models: the workload asks for {name!r}; {nearest(name, [*models])}"
-            )
     demands = []
     try:
-        for name, model in models.items():
+        seen = None if traffic is None else _seen(traffic, [*cluster.config.models])
+        for name, model in cluster.config.models.items():
             shape, path = _model(f"models.{name}", name, model, cluster, profile)
-            rate, prompt, output = _wanted(name, model, traffic)
+            rate, prompt, output = _wanted(name, model) if seen is None else seen(name, model)
             demands.append(Demand(name, shape, rate, prompt, output, path))
     except ConfigError as error:
         raise ConfigError(f"{cluster.file}: {error.message}") from error
     return demands
 
 
-def _wanted(name: str, model: DemandConfig, traffic: Traffic | None) -> tuple[float, float, float]:
-    """Requests a second, and mean tokens of prompts and outputs."""
-    if traffic is not None:
-        if not traffic.seconds:
-            raise ConfigError("the workload's requests all come at once; some seconds of traffic are right")
-        seen = traffic.models.get(name)
-        if seen is not None:
-            return traffic.rate(seen), seen.prompt.mean, seen.output.mean
+Wanted = tuple[float, float, float]
+"""Requests a second, and mean tokens of prompts and outputs."""
+
+
+def _seen(traffic: Traffic, names: Sequence[str]) -> Callable[[str, DemandConfig], Wanted]:
+    """What was seen of a model. Raises ConfigError where that says nothing of these models."""
+    found = dict(traffic.models)
+    if len(names) == 1 and found.keys() == {NAMELESS}:  # of a trace without names
+        found = {names[0]: found[NAMELESS]}
+    for name in found:
+        if name not in names:
+            raise ConfigError(f"models: the workload asks for {name!r}; {nearest(name, names)}")
+    if not traffic.seconds:
+        raise ConfigError("the workload's requests all come at once; some seconds of traffic are right")
+
+    def wanted(name: str, model: DemandConfig) -> Wanted:
+        if name in found:
+            return traffic.rate(found[name]), found[name].prompt.mean, found[name].output.mean
         total = traffic.total
         return 0.0, model.prompt or total.prompt.mean, model.output or total.output.mean
+
+    return wanted
+
+
+def _wanted(name: str, model: DemandConfig) -> Wanted:
+    """What the file says of a model. Raises ConfigError."""
     for key in ("rate", "prompt", "output"):
         if getattr(model, key) is None:
             raise ConfigError(
