@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeAlias, get_args
 
 from kvloom.admin import command as admin_command
 from kvloom.bench import command as bench_command
+from kvloom.bench import simulate_command
 from kvloom.bench import workload_command
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import Policy
@@ -81,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     admin_command.add(commands)
     workload_command.add(commands)
     bench_command.add(commands)
+    simulate_command.add(commands)
     profile_command.add(commands)
     plan_command.add(commands)
     return parser

@@ -1,0 +1,109 @@
+"""`kvloom simulate` from its options to its files."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvloom.bench.serve import INTERRUPTED, WIDTH, show
+from kvloom.config_file import load_config
+from kvloom.core.errors import ConfigError
+from kvloom.core.spec import ProgramSpec
+from kvloom.cost.profile import read_profile
+from kvloom.machine import Machine
+from kvloom.plan.files import read_plan
+from kvloom.router.program import load_program
+from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.run import check_models, scaled, simulate
+from kvloom.sim.units import measured_units, planned_units
+from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.files import Workload
+from kvloom.workload.page import page
+from kvloom.workload.prompts import Prompts
+from kvloom.workload.replay import faster
+from kvloom.workload.results import Results, write_text
+from kvloom.workload.summary import Summary
+from kvloom.workload.traffic import Traffic
+from kvloom.workload_source import open_workload
+
+
+def simulate_command(options: argparse.Namespace) -> int:
+    """Its exit code. Raises ConfigError."""
+    for scale in (options.rate_scale, *options.slo_scale):
+        if not (0 < scale < math.inf):
+            raise ConfigError(f"--rate-scale and --slo-scale: {scale:g}; more than 0 is right")
+    units, program = _fleet(options)
+    workload = open_workload(options.workload)
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    try:
+        results = _run(options, units, program, workload, console)
+    except KeyboardInterrupt:
+        print("kvloom: interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    show(results, console)
+    if options.json is not None:
+        results.save(options.json)
+    if options.html is not None:
+        write_text(options.html, page(results))
+    return 0
+
+
+def _fleet(options: argparse.Namespace) -> tuple[list[SimulatedUnit], ProgramSpec]:
+    """What there is to serve with, and the program."""
+    path: Path = options.fleet
+    if path.suffix.lower() == ".json":
+        units = planned_units(read_plan(path), options.policy or "adbs")
+        program = ProgramSpec("least_loaded")
+    else:
+        if options.profile is None:
+            raise ConfigError(f"{path}: --profile FILE is needed too, which `kvloom profile` writes")
+        config = load_config(path, {}, {}, Machine.here())
+        units = measured_units(config, read_profile(options.profile))
+        program = config.program
+    if options.policy:
+        units = [replace(u, spec=msgspec.structs.replace(u.spec, policy=options.policy)) for u in units]
+    return units, ProgramSpec(options.program) if options.program else program
+
+
+def _run(
+    options: argparse.Namespace,
+    units: list[SimulatedUnit],
+    program: ProgramSpec,
+    workload: Workload,
+    console: Console,
+) -> Results:
+    def asks() -> Iterator[Ask]:
+        found = workload.asks()
+        return found if options.rate_scale == 1.0 else faster(found, options.rate_scale)
+
+    traffic = Traffic(asks())
+    check_models(traffic.models, units)
+    vocab = min(shape.vocab for unit in units for shape in unit.shapes.values())
+    prompts = Prompts(min(vocab, workload.header.vocab), workload.header.seed)
+    objectives = {f"≤ {scale:g}×": scaled(units, scale) for scale in options.slo_scale}
+    columns = TextColumn("simulating"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+    quiet = not console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as progress:
+        step = progress.add_task("", total=traffic.total.requests)
+
+        def tell(_: Outcome) -> None:
+            progress.advance(step)
+
+        return simulate(
+            units,
+            load_program(program.name, program.options),
+            asks(),
+            prompts,
+            Summary(objectives),
+            title=f"{workload.header.name} on {options.fleet.name}, simulated",
+            seed=options.seed,
+            tell=tell,
+        )
