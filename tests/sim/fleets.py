@@ -13,9 +13,7 @@ from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.sim.clock import LoopClock
-from kvloom.sim.executor import ModelledExecutor
 from kvloom.sim.fleet import SimulatedUnit, simulated
-from kvloom.sim.links import ModelledPlane, ModelledTransport, TimedLink
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import play
 from kvloom.workload.ask import Ask, Outcome
@@ -27,8 +25,8 @@ SHAPES = {
 
 
 class Plain:
-    """Satisfies `CostModel`: a job takes 1 ms, 0.1 ms a token and a little for its context, less with a larger
-    share, more beside others."""
+    """Satisfies `CostModel`: a job takes 1 ms, 0.1 ms a token and a little for its context, less with a
+    larger share, more beside others."""
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         per_token = 1e-4 if work.phase is Phase.PREFILL else 5e-5
@@ -72,10 +70,6 @@ def prompt_of(number: int, ask: Ask) -> list[int]:
     return [draw.randrange(SHAPES[ask.model].vocab) for _ in range(ask.prompt)]
 
 
-def join(plane: ModelledPlane, name: str, executor: ModelledExecutor) -> ModelledTransport:
-    return plane.join(name, executor.blocks, TimedLink(1e9, 1e-5))
-
-
 def outcomes(
     units: Sequence[SimulatedUnit], played: Sequence[Ask], *, program: str = "data_parallel", seed: int = 0
 ) -> tuple[dict[Ask, Outcome], dict[str, UnitLoad]]:
@@ -83,14 +77,12 @@ def outcomes(
 
     async def main() -> tuple[dict[Ask, Outcome], dict[str, UnitLoad]]:
         found: dict[Ask, Outcome] = {}
-        plane, clock = ModelledPlane(), LoopClock(asyncio.get_running_loop())
+        clock = LoopClock(asyncio.get_running_loop())
 
         def tell(outcome: Outcome) -> None:
             found[outcome.ask] = outcome
 
-        async with simulated(
-            units, load_program(program), lambda name, executor: join(plane, name, executor)
-        ) as fleet:
+        async with simulated(units, load_program(program)) as fleet:
             await play(fleet.router, played, prompt_of, clock, tell)
             await asyncio.sleep(60)  # leases end
             loads = {name: await engine.load() for name, engine in fleet.engines.items()}

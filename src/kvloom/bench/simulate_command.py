@@ -10,8 +10,8 @@ from kvloom.core.spec import Policy
 
 ABOUT = """\
 Play a workload to a fleet in virtual time: kvloom's own engines, batching policies, pool and router programs,
-over devices that take as long as a cost model says. FLEET is a plan (`kvloom plan`), whose devices are known by
-their sheets, or a config, for this machine as `kvloom profile` has measured it."""
+over devices that take as long as a cost model says. FLEET is a plan (`kvloom plan`), whose devices are known
+by their sheets, or a config, for this machine as `kvloom profile` has measured it."""
 
 
 def add(commands: Any) -> None:
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         "--rate-scale", type=float, default=1.0, metavar="X", help="X times the workload's rate"
     )
     simulate.add_argument("--program", metavar="P", help="router program (the config's, or least_loaded)")
-    simulate.add_argument("--policy", choices=get_args(Policy), help="batching policy (the config's, or adbs)")
+    simulate.add_argument("--policy", choices=get_args(Policy), help="batching (the config's, or adbs)")
     simulate.add_argument(
         "--slo-scale",
         type=float,

@@ -1,0 +1,70 @@
+"""A workload played to a fleet in virtual time, and its results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from kvloom.core.errors import ConfigError
+from kvloom.cost.work import Work
+from kvloom.router.program import Program
+from kvloom.sim.clock import LoopClock
+from kvloom.sim.fleet import SimulatedUnit, simulated
+from kvloom.sim.loop import run_virtual
+from kvloom.sim.play import Prompts, play
+from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.objectives import Scaled
+from kvloom.workload.results import Results
+from kvloom.workload.summary import Summary
+
+
+def simulate(
+    units: Sequence[SimulatedUnit],
+    program: Program,
+    asks: Iterable[Ask],
+    prompts: Prompts,
+    summary: Summary,
+    *,
+    title: str,
+    seed: int | None = None,
+    tell: Callable[[Outcome], None] = lambda _: None,
+) -> Results:
+    """Add all outcomes to `summary`, telling each. seed: of the order of what happens at one moment."""
+
+    def add(outcome: Outcome) -> None:
+        summary.add(outcome)
+        tell(outcome)
+
+    async def main() -> None:
+        clock = LoopClock(asyncio.get_running_loop())
+        async with simulated(units, program) as fleet:
+            await play(fleet.router, asks, prompts, clock, add)
+
+    run_virtual(main(), seed=seed)
+    return summary.results("simulation", title)
+
+
+def scaled(units: Sequence[SimulatedUnit], scale: float) -> Scaled:
+    """Within `scale` times what a request takes alone on the best of the units that serve its model."""
+
+    def alone(ask: Ask) -> float:
+        return min(_alone(unit, ask) for unit in units if ask.model in unit.shapes)
+
+    return Scaled(scale, alone)
+
+
+def _alone(unit: SimulatedUnit, ask: Ask) -> float:
+    """One prefill and the decode steps, as MuxServe adds them up (section 4.2)."""
+    prefill = unit.cost.seconds(Work.prefill(ask.model, 1.0, [ask.prompt]))
+    step = unit.cost.seconds(Work.decode(ask.model, 1.0, [ask.prompt + ask.output // 2]))
+    return prefill + (ask.output - 1) * step
+
+
+def check_models(asked: Iterable[str], units: Sequence[SimulatedUnit]) -> None:
+    """Raises ConfigError for a model that no unit serves."""
+    served = {name for unit in units for name in unit.shapes}
+    for name in asked:
+        if name not in served:
+            raise ConfigError(
+                f"the workload asks for {name}, which no unit serves; {', '.join(sorted(served))} are served"
+            )

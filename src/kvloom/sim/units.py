@@ -1,0 +1,73 @@
+"""Units of the virtual world: out of a plan for devices that are known by their sheets, or out of a config
+for a machine that was measured."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvloom.config import Config
+from kvloom.core.errors import ConfigError
+from kvloom.core.spec import EngineSpec, ModelSpec, Policy
+from kvloom.cost.devices import find_device
+from kvloom.cost.measured import Measured
+from kvloom.cost.profile import Profile
+from kvloom.cost.roofline import Roofline
+from kvloom.plan.plan import Plan, PlannedUnit
+from kvloom.sim.fleet import SimulatedUnit
+
+BLOCK_BYTES: Final = 16 << 10
+PARTS: Final = 10  # that a GPU's compute is shared out in, as MuxServe does
+OVERLOAD: Final = 0.2  # by which shares that run together may exceed the whole; MuxServe's
+CHUNK_TOKENS: Final = 2048  # of a prefill job; MuxServe's most
+MAX_RUNNING: Final = 256
+MAX_WAITING: Final = 1 << 20  # nobody is turned away
+
+
+def planned_units(plan: Plan, policy: Policy = "adbs") -> list[SimulatedUnit]:
+    """Raises ConfigError for a device that is not known."""
+    return [_planned(unit, policy) for unit in plan.units]
+
+
+def _planned(unit: PlannedUnit, policy: Policy) -> SimulatedUnit:
+    shapes = {model.name: model.shape for model in unit.models}
+    spec = EngineSpec(
+        models=tuple(
+            ModelSpec(
+                name=model.name,
+                path=model.path or "",
+                rate=max(model.rate, 1e-9),
+                prefill_share=model.prefill_share,
+                decode_share=model.decode_share,
+                quota=model.quota,
+            )
+            for model in unit.models
+        ),
+        kv_bytes=unit.kv_bytes,
+        block_bytes=BLOCK_BYTES,
+        policy=policy,
+        max_running=MAX_RUNNING,
+        max_waiting=MAX_WAITING,
+        chunk_tokens=CHUNK_TOKENS,
+        threads=PARTS,
+        unit=unit.name,
+        overload=OVERLOAD,
+    )
+    device = find_device(unit.device)
+    return SimulatedUnit(spec, shapes, PARTS, Roofline(device, unit.gpus, shapes), bandwidth=device.host)
+
+
+def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
+    """Raises ConfigError where a model of the config was not measured."""
+    return [_measured(spec, profile) for spec in config.engines]
+
+
+def _measured(spec: EngineSpec, profile: Profile) -> SimulatedUnit:
+    missing = [model.name for model in spec.models if model.name not in profile.shapes]
+    if missing:
+        raise ConfigError(
+            f"the profile has no {', '.join(missing)}, but {', '.join(profile.shapes)}; `kvloom profile` "
+            "with the same config measures all"
+        )
+    shapes = {model.name: profile.shapes[model.name] for model in spec.models}
+    cost = Measured(profile, spec.threads)
+    return SimulatedUnit(spec, shapes, spec.threads, cost, overhead=cost.between)
