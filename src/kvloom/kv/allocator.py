@@ -30,6 +30,7 @@ class BlockAllocator:
         self._stack: I32 = np.arange(total - 1, -1, -1, dtype=np.int32)
         self._free = total
         self._held = np.zeros(total, dtype=np.bool_)
+        self._place = np.empty(total, dtype=np.int32)  # in the list that is being given
 
     @property
     def free(self) -> int:
@@ -54,7 +55,9 @@ class BlockAllocator:
 
     def give(self, blocks: I32) -> None:
         """Return held blocks. Raises ValueError where one is free already, and returns none."""
-        if not self._held[blocks].all() or np.unique(blocks).size != blocks.size:
+        places = np.arange(blocks.size, dtype=np.int32)
+        self._place[blocks] = places
+        if not self._held[blocks].all() or not np.array_equal(self._place[blocks], places):
             raise ValueError("a block was freed twice")
         self._held[blocks] = False
         self._stack[self._free : self._free + blocks.size] = blocks
