@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
-from kvloom.bench.endpoint import Endpoint
 from kvloom.core.clock import Clock
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.histogram import Histogram
 
 
+class Asked(Protocol):
+    """Who is asked."""
+
+    def body(self, number: int, ask: Ask) -> bytes:
+        """What is to be sent for a workload's request `number`."""
+
+    async def ask(self, ask: Ask, body: bytes, due: float) -> Outcome:
+        """What became of it, in seconds from `due` on the clock."""
+
+
 async def drive(
     asks: Iterable[Ask],
-    endpoint: Endpoint,
+    endpoint: Asked,
     clock: Clock,
     sent: Callable[[], None],
     tell: Callable[[Outcome], None],
@@ -30,9 +40,10 @@ async def drive(
     async with asyncio.TaskGroup() as group:
         for number, ask in enumerate(asks):
             body = endpoint.body(number, ask)
-            begin = clock.now() - ask.at if begin is None else begin
+            begin = clock.now() if begin is None else begin
             due = begin + ask.at
             await clock.sleep(max(0.0, due - clock.now()))
             group.create_task(one(ask, body, due))
             sent()
+            await asyncio.sleep(0)  # it goes out before the next body is written
     return late

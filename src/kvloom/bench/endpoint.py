@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -166,6 +167,7 @@ def _said(error: Exception) -> str:
     """In one line. aiohttp's own errors name the address too."""
     if isinstance(error, TimeoutError):
         return "took too long"
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.strerror:
-        return f"cannot be reached: {error.os_error.strerror}"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        return f"cannot be reached: {os.strerror(number) if number > 0 else error.os_error}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
