@@ -17,6 +17,7 @@ from kvloom.bench.tables import traffic_table
 from kvloom.core.errors import ConfigError
 from kvloom.workload.ask import Ask
 from kvloom.workload.files import write_workload
+from kvloom.workload.shown import show_seconds
 from kvloom.workload.traffic import Traffic
 from kvloom.workload_source import SPECS, open_workload
 
@@ -53,7 +54,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _title(path: Path, traffic: Traffic) -> str:
-    return f"{path.name}: {traffic.total.requests:,} requests in {traffic.seconds:,.3g} s"
+    return f"{path.name}: {traffic.total.requests:,} requests in {show_seconds(traffic.seconds)}"
 
 
 @contextmanager
