@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from kvloom.core.errors import Unavailable
 from kvloom.core.sampling import Guide
@@ -61,6 +62,52 @@ def test_a_guide_ready_after_the_stop_is_refused(monkeypatch: pytest.MonkeyPatch
         ready.set()
         with pytest.raises(Unavailable):
             await asyncio.wait_for(asking, 10)
+
+    async def whole() -> None:
+        async with modelled(engine, executor):
+            await play()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("hurry", [True, False], ids=["compiling", "in the queue to compile"])
+def test_an_abort_while_a_guide_compiles_ends_the_request(
+    monkeypatch: pytest.MonkeyPatch, hurry: bool
+) -> None:
+    """All of it or one choice; its id is free at once, and what nobody wants any more is not compiled."""
+    ready, compiled = threading.Event(), list[str]()
+
+    def slow(compiler: GuideCompiler, guide: Guide, choices: int) -> list[None]:
+        compiled.append(guide.text)
+        assert ready.wait(10)
+        return [None] * choices
+
+    monkeypatch.setattr(GuideCompiler, "start", slow)
+    executor = ModelledExecutor(100)
+    engine = engine_over(executor)
+
+    async def play() -> None:
+        gone, part = order("gone", "wide", 9, guide=Guide("regex", "a")), order("part", "wide", 9, n=3)
+        part = replace(part, sampling=replace(part.sampling, guide=Guide("regex", "b")))
+        orders = [gone, part] if hurry else [part, gone]
+        asking = {body.request: asyncio.create_task(ask(engine, body)) for body in orders}
+        await turns()
+        await engine.abort("gone")
+        await engine.abort("part", 0)
+        await engine.abort("part", 2)
+        again = order("gone", "wide", 12)
+        assert (await ask(engine, again)).tokens == expected(executor, again)
+        assert not any(task.done() for task in asking.values())
+        jobs = len(executor.jobs)
+        ready.set()
+        answer = await asking["gone"]
+        assert answer.ends[0].reason == "abort"
+        assert not answer.tokens
+        answer = await asking["part"]
+        assert [answer.ends[choice].reason for choice in range(3)] == ["abort", "length", "abort"]
+        assert answer.tokens == {1: expected(executor, part)[1]}
+        assert len(executor.jobs) > jobs
+        assert compiled == (["a", "b"] if hurry else ["b"])
 
     async def whole() -> None:
         async with modelled(engine, executor):

@@ -114,7 +114,7 @@ class Room:
 
 
 class LedgerEngine:
-    """An `EngineClient`. down: cannot be reached. free: tokens that may be reserved together. pins: tokens, by
+    """An `EngineClient`. down: cannot be reached. free: tokens that may be reserved together. pins: tokens by
     request. pace: turns of the event loop that a send takes. gate: streams wait for it after each token;
     answers: `models` does."""
 

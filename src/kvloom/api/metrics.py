@@ -117,17 +117,19 @@ _UNIT: tuple[tuple[str, str, Callable[[UnitLoad], int]], ...] = (
 _GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_requests_waiting", "Requests in the engine's queue.", lambda load: load.waiting),
     ("kvloom_requests_running", "Requests the engine works on.", lambda load: load.running),
-    ("kvloom_kv_blocks_used", "KV blocks the model's requests hold.", lambda load: load.used_blocks),
+    ("kvloom_kv_blocks_used", "KV blocks the model's requests and pins hold.", lambda load: load.used_blocks),
     (
         "kvloom_kv_blocks_cached",
         "KV blocks of prefixes nobody uses.",
         lambda load: load.cached_blocks,
     ),
+    ("kvloom_pinned_blocks", "KV blocks that pins keep.", lambda load: load.pinned_blocks),
     ("kvloom_kv_blocks_quota", "KV blocks the model may hold.", lambda load: load.quota_blocks),
 )
 _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_prompt_tokens", "Prompt tokens the engine computed.", lambda load: load.prompt_tokens_total),
     ("kvloom_cached_tokens", "Tokens found in the prefix cache.", lambda load: load.cached_tokens_total),
+    ("kvloom_received_tokens", "Tokens whose KV peers sent.", lambda load: load.received_tokens_total),
     ("kvloom_output_tokens", "Tokens the engine made.", lambda load: load.output_tokens_total),
     ("kvloom_preemptions", "Requests put back to free blocks.", lambda load: load.preemptions_total),
     ("kvloom_prefill_jobs", "Prefill jobs run.", lambda load: load.prefill_jobs_total),

@@ -11,10 +11,10 @@ from kvloom.core.errors import BadRequest, PromptTooLong, QueueFull, UnknownMode
 from kvloom.core.job import JobResult, Phase
 from kvloom.core.request import EndEvent, FinishReason, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
 from kvloom.engine.flight import Flight
-from kvloom.engine.guide import GuideCompiler, GuideState
+from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.outbound import Outbound
-from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.sequence import Sequence, Status, StreamId
 from kvloom.engine.stream import Stream
 from kvloom.engine.tokens import Tokens
 
@@ -25,61 +25,62 @@ class Requests:
 
     def __init__(self, queues: Mapping[str, ModelQueue]) -> None:
         self._queues = queues
-        self._guides = {name: GuideCompiler(queue.card) for name, queue in queues.items()}
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[StreamId, Stream] = {}
         self.new_id = itertools.count().__next__
         self._arrivals = itertools.count()
 
     @property
-    def ids(self) -> list[str]:
+    def ids(self) -> list[StreamId]:
         return list(self._streams)
 
-    def guides(self, body: StartGenerate) -> list[GuideState | None]:
-        """One for each choice. May take a second for a large grammar, so it is safe on any thread."""
-        guide = body.sampling.guide
-        return [*self._guides[body.model].start(guide, body.n)] if guide else [None] * body.n
-
-    def open(
-        self,
-        body: StartGenerate,
-        guides: list[GuideState | None],
-        now: int,
-        outbound: Outbound | None = None,
-    ) -> Stream:
-        """Let a checked request in, or raise why not now. now: jobs that the unit has started.
-        outbound: where its K and V go."""
-        queue = self._queues[body.model]
-        self._admits(body, queue)
+    def open(self, body: StartGenerate, outbound: Outbound | None = None) -> Stream:
+        """Let a checked request in, or raise why not now. It can be ended from here on, and computes nothing
+        before `begin`. outbound: where its K and V go; a request may send to many at a time."""
+        name: StreamId = body.request if outbound is None else self.new_id()
+        if name in self._streams:
+            raise BadRequest(f"request id {name} is in use", param="request")
+        self._has_room(self._queues[body.model])
         arrival = next(self._arrivals)
         prompt, prompt_logprobs = np.asarray(body.prompt, dtype=np.int64), list[TokenLogprob]()
         sequences = [
             Sequence(
                 id=self.new_id(),
                 model=body.model,
-                request=body.request,
+                request=name,
                 choice=choice,
                 order=(body.priority, arrival, choice),
                 sampling=body.sampling,
                 tokens=Tokens(prompt),
                 prompt_logprobs=prompt_logprobs,
-                guide=guide,
+                outbound=outbound,
             )
-            for choice, guide in enumerate(guides)
+            for choice in range(body.n)
         ]
-        first, *siblings = sequences
-        first.outbound = outbound
-        first.siblings.extend(siblings)
-        stream = self._streams[body.request] = Stream(body, sequences)
-        if body.sampling.prompt_logprobs is not None and len(body.prompt) == 1:
-            stream.add(PromptEvent(prompt_logprobs))  # all there is: nothing comes before the only token
-        queue.enqueue(first, now)
+        stream = self._streams[name] = Stream(name, body, sequences)
         return stream
 
-    def _admits(self, body: StartGenerate, queue: ModelQueue) -> None:
-        if body.request in self._streams:
-            raise BadRequest(f"request id {body.request} is in use", param="request")
+    def begin(
+        self, stream: Stream, guides: list[GuideState | None], now: int, foreign: range = range(0)
+    ) -> None:
+        """What nobody has ended of an open request waits for its turn. guides: one a choice. now: jobs that
+        the unit has started. foreign: see `Sequence`. Raises QueueFull where others came before it."""
+        body, queue = stream.body, self._queues[stream.body.model]
+        self._has_room(queue)
+        for sequence, guide in zip(stream.sequences, guides, strict=True):
+            sequence.guide, sequence.foreign = guide, foreign
+        live = [sequence for sequence in stream.sequences if not sequence.cancelled]
+        if not live:
+            return
+        first, *siblings = live
+        first.siblings.extend(siblings)
+        if body.sampling.prompt_logprobs is not None and len(body.prompt) == 1:
+            stream.add(PromptEvent(first.prompt_logprobs))  # all there is: it has one token
+        queue.enqueue(first, now)
+
+    def _has_room(self, queue: ModelQueue) -> None:
         if queue.full:
-            raise QueueFull(f"{len(queue.waiting)} requests wait for {body.model} already", retry_after=1)
+            waiting = len(queue.waiting)
+            raise QueueFull(f"{waiting} requests wait for {queue.card.name} already", retry_after=1)
 
     def check(self, body: StartGenerate) -> None:
         """Raise what is wrong with a request, before anything is made for it."""
@@ -98,7 +99,6 @@ class Requests:
                     raise BadRequest(
                         f"{param}: token {token} is outside the vocabulary of {card.vocab_size}", param=param
                     )
-        self._admits(body, queue)
 
     def check_prompt(self, model: str, prompt: list[int]) -> None:
         """Raise what is wrong with a prompt by itself."""
@@ -118,7 +118,7 @@ class Requests:
             )
 
     def cancel(
-        self, request: str, reason: FinishReason, message: str = "", *, choice: int | None = None
+        self, request: StreamId, reason: FinishReason, message: str = "", *, choice: int | None = None
     ) -> None:
         """End every choice that still runs, or the one. Unknown and ended requests are fine."""
         stream = self._streams.get(request)
@@ -140,6 +140,8 @@ class Requests:
         queue = self._queues[flight.job.model]
         for asker, report in zip(flight.asked, result.prompt_logprobs, strict=True):
             self._report_prompt(asker, report)
+        drawn = len(flight.drawers)
+        self._land_earlier(flight, result.tokens[: len(result.tokens) - drawn])
         for sequence, count in flight.batch:
             sequence.in_job = False
             sequence.computed += count
@@ -156,9 +158,26 @@ class Requests:
                 self._release(queue, sequence)
             elif sequence.pending == 0 and not sequence.draws:
                 self._end(sequence, "length")
-        for drawer, token, logprob in zip(flight.drawers, result.tokens, result.logprobs, strict=True):
+        last = (
+            zip(flight.drawers, result.tokens[-drawn:], result.logprobs[-drawn:], strict=True)
+            if drawn
+            else ()
+        )
+        for drawer, token, logprob in last:
             if not drawer.cancelled:
                 self._append(drawer, token, logprob)
+
+    def _land_earlier(self, flight: Flight, tokens: list[int]) -> None:
+        """Those of all steps but the job's last, which end nothing."""
+        each = len(flight.drawers)
+        for i, drawer in enumerate(flight.drawers if tokens else ()):
+            own = tokens[i::each]
+            index = drawer.output_length
+            drawer.tokens.extend(own)
+            drawer.computed += len(own)
+            if not drawer.cancelled:
+                stream = self._streams[drawer.request]
+                stream.extend([TokenEvent(drawer.choice, at, token) for at, token in enumerate(own, index)])
 
     def fail(self, flight: Flight, error: BaseException) -> None:
         """A job has failed: so have its sequences, and nothing else."""

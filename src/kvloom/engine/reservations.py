@@ -10,26 +10,26 @@ from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, QueueFull
 from kvloom.core.request import StartGenerate
 from kvloom.core.transport import Transport
-from kvloom.core.verbs import Lease, Prepared, PrepRecv
+from kvloom.core.verbs import Prepared, PrepRecv
 from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.promises import Promises
 from kvloom.kv.cache import ModelCache
 
 MOST = 255  # of one model
-_LEASES = 10  # that a reservation may have in all: two units' rooms could wait for each other for ever
 _AGAIN = 0.02  # seconds until a ticket that a sender still writes for is closed again
 
 
 @dataclass(slots=True)
 class Reservation:
-    """sequence: whose room it is in `cache`. due: when the lease runs out, and last: when it does at the
-    latest, however often it is renewed."""
+    """sequence: whose room it is in `cache`. beyond: the budget of what may be promised. due: when the lease
+    runs out."""
 
     body: PrepRecv
     answer: Prepared
     cache: ModelCache
     sequence: int
+    beyond: bool
     due: float
-    last: float
 
 
 class Reservations:
@@ -38,12 +38,14 @@ class Reservations:
     def __init__(
         self,
         queues: Mapping[str, ModelQueue],
+        promises: Promises,
         transport: Transport,
         clock: Clock,
         lease: float,
         new_id: Callable[[], int],
     ) -> None:
         self._queues = queues
+        self._promises = promises
         self._transport = transport
         self._clock = clock
         self._lease = lease
@@ -58,8 +60,8 @@ class Reservations:
         return min(times, default=None)
 
     def prepare(self, body: PrepRecv) -> Prepared:
-        """The verb prep_recv for a checked body. Raises OutOfBlocks where the pool is short, QueueFull where
-        there are too many."""
+        """The verb prep_recv for a checked body. Raises OutOfBlocks where the pool is short or too much of it
+        promised (see `Promises`), QueueFull where there are too many."""
         known = self._open.get(body.request)
         if known is not None:
             if known.body != body:
@@ -73,14 +75,15 @@ class Reservations:
         sequence = self._new_id()
         matched = cache.adopt(sequence, body.prompt, end, whole_pages=True)
         try:
+            shared = cache.pages.promised_of(cache.page_list(sequence))
+            beyond = self._promises.reserve(cache.geometry.blocks(end) - shared)
             answer = self._reserve(body, cache, sequence, matched, end)
         except BaseException:
             cache.remove_sequence(sequence)
             raise
-        now, lease = self._clock.now(), self._lease
-        self._open[body.request] = Reservation(
-            body, answer, cache, sequence, now + lease, now + _LEASES * lease
-        )
+        cache.pages.promise(cache.page_list(sequence))
+        due = self._clock.now() + self._lease
+        self._open[body.request] = Reservation(body, answer, cache, sequence, beyond, due)
         return answer
 
     def _reserve(self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int) -> Prepared:
@@ -107,24 +110,30 @@ class Reservations:
             form.refuse_unlike(body.sender, model=body.model)
         return form
 
-    def renew(self, request: str) -> Lease:
-        """For another lease, and no longer than a few in all. Raises BadRequest where nothing is reserved for
-        `request`."""
-        reservation = self._open.get(request)
+    def renew(self, request: str) -> float | None:
+        """For another lease, unless it went beyond the budget and is in somebody's way. Returns the seconds
+        that are left; None where nothing is reserved for `request`."""
+        reservation, now = self._open.get(request), self._clock.now()
         if reservation is None:
-            raise self._missing(request)
-        reservation.due = min(self._clock.now() + self._lease, reservation.last)
-        return Lease(lease=max(0.0, reservation.due - self._clock.now()))
+            return None
+        if not (reservation.beyond and self._promises.in_the_way()):
+            reservation.due = now + self._lease
+        return max(0.0, reservation.due - now)
 
-    def take(self, body: StartGenerate) -> None:
+    def take(self, body: StartGenerate) -> range:
         """start_generate is here: what has been received becomes cached, from where its sequence takes it
-        like any other prefix. Raises BadRequest where less than `begin` has been received."""
+        like any other prefix. Returns which tokens that are. Raises BadRequest where less than `begin` has
+        been received."""
         begin = resolve(body.begin, len(body.prompt), "begin")
         reservation = self._open.get(body.request)
         if reservation is None:
             if begin:
-                raise self._missing(body.request)
-            return
+                raise BadRequest(
+                    f"nothing is reserved for request {body.request}: it never was, or its lease of "
+                    f"{self._lease:g} s ran out",
+                    param="request",
+                )
+            return range(0)
         asked, answer = reservation.body, reservation.answer
         if asked.model != body.model or asked.prompt[: answer.end] != body.prompt[: answer.end]:
             raise BadRequest(f"request {body.request} has reserved room for another prompt", param="request")
@@ -138,6 +147,7 @@ class Reservations:
                 "comes after remote_send's answer",
                 param="begin",
             )
+        return range(answer.matched, received)
 
     def release(self, request: str) -> None:
         """Give up a reservation, but keep what has been received cached; unknown ones are fine."""
@@ -174,14 +184,9 @@ class Reservations:
     def _keep(self, reservation: Reservation, received: int) -> None:
         """Nobody writes any more: what has been received is cached from now on, and the room is nobody's."""
         cache, sequence, matched = reservation.cache, reservation.sequence, reservation.answer.matched
+        self._queues[reservation.body.model].received_tokens += received - matched
+        cache.pages.unpromise(cache.page_list(sequence))
         if reservation.answer.end > matched:
             cache.commit_receive(sequence, received - matched)
         cache.keep(sequence, reservation.body.prompt, tail=True)
         cache.remove_sequence(sequence)
-
-    def _missing(self, request: str) -> BadRequest:
-        return BadRequest(
-            f"nothing is reserved for request {request}: it never was, or its lease of {self._lease:g} s "
-            "ran out",
-            param="request",
-        )

@@ -12,6 +12,8 @@ from kvloom.engine.guide import GuideState
 from kvloom.engine.outbound import Outbound
 from kvloom.engine.tokens import Tokens
 
+StreamId = str | int  # the caller's for a request, a number for a send
+
 _CHOICE_STRIDE = 0xD1B54A32D192ED03  # odd, so that a seed's choices have keys of their own
 
 
@@ -38,12 +40,13 @@ class Sequence:
     order: (priority, arrival, choice); who is smaller goes first and is preempted last. siblings: choices
     that fork off this one when its prompt has been computed. prompt_logprobs: those known so far, in
     one list for all choices. cached: tokens of the prompt that needed no computing when it was first
-    admitted. outbound: what it owes a peer.
+    admitted. outbound: what it owes a peer. foreign: tokens that a peer has sent here for it, or, where it
+    owes a peer what follows, those that the peer has.
     """
 
     id: int
     model: str
-    request: str
+    request: StreamId
     choice: int
     order: tuple[int, int, int]
     sampling: SamplingParams
@@ -51,6 +54,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob]
     guide: GuideState | None = None
     outbound: Outbound | None = None
+    foreign: range = range(0)
     siblings: list[Sequence] = field(default_factory=list)
     computed: int = 0
     cached: int | None = None
@@ -104,6 +108,11 @@ class Sequence:
             self.cached = min(tokens, self.prompt_length)
 
     @property
+    def hits(self) -> int:
+        """Tokens that this unit's cache spares it, where it has just begun with what is cached."""
+        return self.computed - len(range(self.foreign.start, min(self.foreign.stop, self.computed)))
+
+    @property
     def output_length(self) -> int:
         return len(self.tokens) - self.prompt_length
 
@@ -129,6 +138,15 @@ class Sequence:
         last = min(self.computed + count, self.prompt_length - 1)
         follow = self.tokens.prompt[first + 1 : last + 1].tolist()
         return [PromptRow(row + at - self.computed, token, top) for at, token in enumerate(follow, first)]
+
+    def strides(self, limit: int) -> int:
+        """Tokens that it will take whatever they are; 1 where one may end it, or says how the next is drawn.
+        limit: the longest sequence."""
+        sampling = self.sampling
+        free = not (sampling.stop_token_ids or sampling.guide or sampling.penalised or sampling.min_tokens)
+        if not free or sampling.logprobs is not None or self.outbound:
+            return 1
+        return min(sampling.max_tokens - self.output_length, limit - len(self.tokens))
 
     def ends_with(self, token: int, limit: int) -> FinishReason | None:
         """Why the sequence is over after `token`, which was just appended. limit: the longest sequence."""

@@ -16,6 +16,7 @@ from kvloom.core.verbs import RemoteSend, Sent
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.outbound import Outbound
 from kvloom.engine.requests import Requests
+from kvloom.engine.stream import Stream
 
 _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
 
@@ -46,6 +47,7 @@ class Shipping:
         self._jobs = jobs
         self._known: OrderedDict[_Key, asyncio.Future[Sent]] = OrderedDict()
         self._open: dict[str, set[Outbound]] = {}
+        self._computing: dict[Outbound, Stream] = {}
         self._stopped = False
 
     async def send(self, body: RemoteSend) -> Sent:
@@ -76,6 +78,20 @@ class Shipping:
         """Give up the request's sends; unknown ones are fine."""
         for outbound in self._open.get(request, ()):
             outbound.shipment.abandon()
+            stream = self._computing.get(outbound)
+            if stream is not None:
+                self._requests.close(stream, "abort")
+
+    def give_way(self) -> None:
+        """No job runs, and none can start. Sends that were put back still keep the pages they have sent from,
+        and all that wait may wait for those: unless a send is about to end, the last of them is given up."""
+        if len(self._computing) < sum(map(len, self._open.values())):
+            return
+        keeping = [outbound for outbound in self._computing if outbound.held]
+        if keeping:
+            last = max(keeping, key=lambda one: self._computing[one].sequences[0].order)
+            stream = self._computing.pop(last)
+            self._requests.close(stream, "abort", "the send gave its blocks to others; ask again")
 
     def stop(self) -> None:
         """Give up all sends, and take no more."""
@@ -116,6 +132,7 @@ class Shipping:
         cache, sequence = queue.cache, self._requests.new_id()
         cached = cache.adopt(sequence, body.prompt, outbound.end)
         if cached == outbound.end:
+            queue.cached_tokens += outbound.end - outbound.sent
             outbound.begin(cache, sequence, cached)
             outbound.hold(cache, sequence)
         cache.remove_sequence(sequence)
@@ -123,22 +140,23 @@ class Shipping:
 
     async def _compute(self, body: RemoteSend, outbound: Outbound) -> int:
         """A request like any other, but that it draws no token; returns how much of it was cached."""
-        request = StartGenerate(
+        order = StartGenerate(
             model=body.model,
             request=body.request,
             prompt=body.prompt[: outbound.end],
             sampling=SamplingParams(max_tokens=0, seed=0),
             priority=body.priority,
         )
-        stream = self._requests.open(request, [None], self._jobs(), outbound)
-        self._wake()
+        stream = self._computing[outbound] = self._requests.open(order, outbound)
         try:
+            self._requests.begin(stream, [None], self._jobs(), foreign=range(outbound.sent))
+            self._wake()
             frame, over = await stream.frame()
             while not over:
                 frame, over = await stream.frame()
         finally:
+            self._computing.pop(outbound, None)
             self._requests.close(stream, "abort")
-            self._wake()
         end = next(event for event in frame if isinstance(event, EndEvent))
         if end.reason == "error":
             raise KvloomError(end.message)
@@ -154,6 +172,7 @@ class Shipping:
                 await outbound.shipment.arrived()
         finally:
             outbound.settle(queue.cache)
+            self._wake()  # others may have waited for the pages
             self._open[request].discard(outbound)
             if not self._open[request]:
                 del self._open[request]

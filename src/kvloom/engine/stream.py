@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from kvloom.core.request import EndEvent, Event, StartGenerate
-from kvloom.engine.sequence import Sequence
+from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
+from kvloom.engine.sequence import Sequence, StreamId
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """sequences: the choices, in order. Events are held back until `body.interval` of a choice have
-    gathered, or a choice ends."""
+    """id: no other live stream's. sequences: the choices, in order. Events are held back until
+    `body.interval` of a choice have gathered, or a choice ends."""
 
+    id: StreamId
     body: StartGenerate
     sequences: list[Sequence]
     _events: list[Event] = field(default_factory=list)
@@ -33,6 +34,12 @@ class Stream:
             self._open -= 1
             self._ready.set()
         elif len(self._events) >= self.body.interval * max(1, self._open):
+            self._ready.set()
+
+    def extend(self, events: list[TokenEvent]) -> None:
+        """Tokens of one choice, of which none is its last."""
+        self._events += events
+        if len(self._events) >= self.body.interval * max(1, self._open):
             self._ready.set()
 
     async def frame(self) -> tuple[list[Event], bool]:
