@@ -9,20 +9,15 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from hashlib import blake2b
 
-import numpy as np
-
-from kvloom.core.arrays import I64
 from kvloom.core.clock import Clock
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
-from kvloom.core.plan import Plan
 from kvloom.core.request import ModelCard, StartGenerate, TokenLogprob
-from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
 from kvloom.core.transport import Transport
 from kvloom.engine.engine import Engine
+from kvloom.sim.witness import Witness, digest, lone_answer
 from tests.engines import Answer
 from tests.plane import Plane
 
@@ -34,22 +29,11 @@ GEOMETRIES = {
     "tall": Geometry(layers=5, kv_heads=1, head_dim=12, itemsize=2, block_bytes=BLOCK),  # 5 tokens, 5 blocks
     "thin": Geometry(layers=1, kv_heads=1, head_dim=16, itemsize=4, block_bytes=BLOCK),  # 2 tokens, 1 block
 }
-_EMPTY = -1
 _QUIET = 50  # turns of the event loop in which everything that can happen at once has happened
 
 
 class Broken(RuntimeError):
     """A job that was told to fail."""
-
-
-def digest(*words: object) -> int:
-    return int.from_bytes(blake2b(repr(words).encode(), digest_size=8).digest(), "big")
-
-
-def next_token(model: str, tokens: Sequence[int], key: int, index: int, params: SamplingParams) -> int:
-    """What `model` says after `tokens`; drawn by (key, index) where it is not greedy."""
-    drawn = (key, index) if params.temperature else ()
-    return digest(model, list(tokens), drawn) % VOCAB
 
 
 def surprise(model: str, tokens: Sequence[int], token: int) -> float:
@@ -101,10 +85,10 @@ class ModelledExecutor:
         self.failing = failing
         self.idle = compute
         self.jobs: list[Job] = []
-        self.wrong: list[str] = []
         self._random = random.Random(seed)
-        self.arena = np.full((blocks, BLOCK), _EMPTY, dtype=np.int64)
-        self._ids = {model: i for i, model in enumerate(GEOMETRIES)}
+        self.witness = Witness(self.geometries, blocks, VOCAB)
+        self.arena = self.witness.arena
+        self.wrong = self.witness.wrong
 
     def taken(self, job: Job) -> int:
         return job.steps
@@ -139,52 +123,18 @@ class ModelledExecutor:
             self._write(job)
         future.set_result(self._read(job))
 
-    def _code(self, plan: Plan, positions: I64, tokens: I64) -> I64:
-        """[N, layers, heads], no number twice."""
-        layers, heads = plan.page_map.shape[1:]
-        place = (self._ids[plan.model] * 100 + np.arange(layers))[:, None] * 100 + np.arange(heads)
-        return ((place[None] * 10_000 + positions[:, None, None]) * 10_000 + tokens[:, None, None]).astype(
-            np.int64
-        )
-
     def _write(self, job: Job) -> None:
-        plan = job.plan
-        for copy in plan.copies:
-            source, target = plan.page_map[copy.source], plan.page_map[copy.target]
-            self.arena[target, : copy.tokens] = self.arena[source, : copy.tokens]
-            self.arena[target, copy.tokens :] = _EMPTY
-        code = self._code(plan, plan.positions, job.tokens)
-        self.arena[plan.page_map[plan.slot_page], plan.slot_offset[:, None, None]] = code
-        for layer in range(plan.page_map.shape[1]):
-            for send in plan.sends:
-                send.shipment.put(send.parcel(plan.page_map, layer))
+        layers = job.plan.page_map.shape[1]
+        self.witness.begin(job)
+        self.witness.write(job, range(layers))
+        for layer in range(layers):
+            for send in job.plan.sends:
+                send.shipment.put(send.parcel(job.plan.page_map, layer))
 
     def _read(self, job: Job) -> JobResult:
-        plan, histories = job.plan, []
-        begin = 0
-        for i, (start, count) in enumerate(zip(plan.starts.tolist(), plan.appends.tolist(), strict=True)):
-            history = self._history(plan, i, start + count)
-            if history[start:] != job.tokens[begin : begin + count].tolist():
-                self.wrong.append(f"{job.model}: sequence {plan.sequences[i]} lost what it wrote")
-            histories += [history[: start + j + 1] for j in range(count)]
-            begin += count
-        for s in job.samples:
-            if [*s.prompt, *s.output] != histories[s.row] or s.index != len(s.output):
-                self.wrong.append(f"{job.model}: a draw is told of tokens that are not its own")
-        tokens = [next_token(job.model, histories[s.row], s.key, s.index, s.params) for s in job.samples]
-        prompts = [TokenLogprob(surprise(job.model, histories[p.row], p.token)) for p in job.prompts]
+        tokens, read = self.witness.draw(job, 0), self.witness.read(job) if job.prompts else []
+        prompts = [TokenLogprob(surprise(job.model, read[p.row], p.token)) for p in job.prompts]
         return JobResult(tokens, [None] * len(tokens), prompts, 0.0)
-
-    def _history(self, plan: Plan, i: int, length: int) -> list[int]:
-        """The tokens of sequence i as its pages hold them, the same in all layers and heads."""
-        positions = np.arange(length, dtype=np.int64)
-        width = GEOMETRIES[plan.model].tokens_per_block
-        blocks = plan.page_map[plan.tables[i, positions // width]]
-        found = self.arena[blocks, (positions % width)[:, None, None]]
-        tokens = found[:, 0, 0] % 10_000
-        if not (found == self._code(plan, positions, tokens)).all():
-            self.wrong.append(f"{plan.model}: sequence {plan.sequences[i]} reads what is not its own")
-        return [int(token) for token in tokens]
 
 
 class JobClock:
@@ -270,18 +220,8 @@ async def finish(
 
 def expected(executor: ModelledExecutor, body: StartGenerate) -> dict[int, list[int]]:
     """Every choice's tokens, worked out without an engine."""
-    out: dict[int, list[int]] = {}
-    limit = executor.cards[body.model].context_length
-    for choice in range(body.n):
-        key = (body.sampling.seed + choice * 0xD1B54A32D192ED03) % 2**64
-        tokens = list(body.prompt)
-        while len(tokens) < limit and len(tokens) - len(body.prompt) < body.sampling.max_tokens:
-            index = len(tokens) - len(body.prompt)
-            tokens.append(next_token(body.model, tokens, key, index, body.sampling))
-            if tokens[-1] in body.sampling.stop_token_ids:
-                break
-        out[choice] = tokens[len(body.prompt) :]
-    return out
+    context = executor.cards[body.model].context_length
+    return {choice: lone_answer(body, choice, context=context, vocab=VOCAB) for choice in range(body.n)}
 
 
 async def ask(engine: Engine, body: StartGenerate) -> Answer:

@@ -11,8 +11,9 @@ from kvloom.core.request import StartGenerate
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.verbs import Prepared, PrepRecv, RemoteSend, Sent
 from kvloom.engine.engine import Engine
+from kvloom.sim.links import ModelledTransport
 from tests.modelled import ModelledExecutor, engine_over, modelled, turns
-from tests.plane import ModelledTransport, Plane
+from tests.plane import Plane
 
 MODEL = "wide"  # 4 tokens a page
 
