@@ -1,6 +1,6 @@
 """Fit the roofline's constants to the A100 profile published with MuxServe, and say how far off it is.
 
-python tools/fit_cost_model.py PROFILE.csv
+python -m tools.fit_cost_model PROFILE.csv
 
 The profile has a row for each model, GPUs, percentage of the multiprocessors, batch and length, with the
 milliseconds of a prefill of `batch` prompts of that length, and of a decode step after it; −1 was not

@@ -51,7 +51,7 @@ def make_profile() -> Profile:
                 )
             )
     return Profile(
-        computer=Computer(cpu="a formula", cores=CORES, memory=1 << 30, system="none", versions={}),
+        computer=Computer(cpu="a formula", cores=CORES, memory=1 << 30, load=0.0, system="none", versions={}),
         cores=CORES,
         block_bytes=4096,
         temperature=0.0,

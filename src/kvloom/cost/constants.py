@@ -42,7 +42,7 @@ class Constants(Struct, frozen=True, kw_only=True):
 
 SET: Final = ("bandwidth", "attention")
 
-# Fitted by tools/fit_cost_model.py to all rows of the A100 profile that was published with MuxServe.
+# Fitted by tools.fit_cost_model to all rows of the A100 profile that was published with MuxServe.
 FITTED: Final = Constants(
     compute=0.64,
     full=0.881,

@@ -81,11 +81,12 @@ class Stepped(Struct, frozen=True, kw_only=True):
 
 
 class Computer(Struct, frozen=True, kw_only=True):
-    """memory: bytes."""
+    """memory: bytes that were free. load: average before, of other processes."""
 
     cpu: str
     cores: _Some
     memory: _Count
+    load: Annotated[float, Meta(ge=0.0)]
     system: str
     versions: dict[str, str]
 

@@ -19,11 +19,12 @@ from kvloom.cost.measured import cross_validate
 from kvloom.cost.profile import Profile, write_profile
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.shapes import CONFIG, read_shape
-from kvloom.profiling.session import QUICK, Effort, measure
+from kvloom.profiling.session import QUICK, Effort, measure, this_computer
 from kvloom.profiling.watched import WatchedExecutor
 from kvloom.serve.hub import require_hub
 
 POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
+QUIET = 0.5  # load average above which the machine is not
 
 
 def conduct(config: Config, output: Path, *, temperature: float, quick: bool) -> Profile:
@@ -31,7 +32,9 @@ def conduct(config: Config, output: Path, *, temperature: float, quick: bool) ->
     spec = whole_machine(config)
     require_hub(spec.models)
     transformers.logging.disable_progress_bar()
-    console = Console(highlight=False)
+    console, computer = Console(highlight=False), this_computer()
+    if computer.load > QUIET:
+        console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
     executor = WatchedExecutor.load(
         list(spec.models),
         kv_bytes=spec.kv_bytes,
@@ -48,6 +51,7 @@ def conduct(config: Config, output: Path, *, temperature: float, quick: bool) ->
                     executor,
                     spec,
                     shapes,
+                    computer,
                     QUICK if quick else Effort(),
                     temperature,
                     lambda what, done: bar.update(task, description=what, completed=done),

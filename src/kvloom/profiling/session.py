@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import random
 from collections.abc import Callable, Mapping
@@ -46,6 +47,7 @@ async def measure(
     executor: WatchedExecutor,
     spec: EngineSpec,
     shapes: Mapping[str, ModelShape],
+    computer: Computer,
     effort: Effort,
     temperature: float,
     tell: Tell,
@@ -78,7 +80,7 @@ async def measure(
         steps += await _steps(executor, spec, name, limits[name], effort)
     tell("done", 1.0)
     return Profile(
-        computer=this_computer(),
+        computer=computer,
         cores=cores,
         block_bytes=spec.block_bytes,
         temperature=temperature,
@@ -132,6 +134,7 @@ def this_computer() -> Computer:
         cpu=_cpu(),
         cores=machine.cores,
         memory=machine.memory,
+        load=round(os.getloadavg()[0], 2),
         system=platform.platform(),
         versions={package: metadata.version(package) for package in PACKAGES},
     )
