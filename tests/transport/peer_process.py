@@ -92,6 +92,10 @@ class Unit:
         own, peer, offsets, counts = (np.array(array, np.int32) for array in parcel)
         await asyncio.to_thread(self._shipments[number].put, Parcel(own, peer, offsets, counts))
 
+    async def put_junk(self, number: int) -> None:
+        """What no code of ours puts: the copying thread cannot know what to do with it."""
+        self._shipments[number].put(Parcel(None, None, None, None))  # type: ignore[arg-type]
+
     async def arrived(self, number: int) -> None:
         await self._shipments[number].arrived()
 

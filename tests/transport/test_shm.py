@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,19 @@ def test_a_sender_killed_inside_a_piece_holds_nothing(pair: tuple[Unit, Unit]) -
     assert not receiver.call("close", ticket=context.ticket)
     sender.kill()
     assert receiver.call("close", ticket=context.ticket)
+
+
+def test_what_a_failed_thread_has_claimed_can_be_claimed_by_others(pair: tuple[Unit, Unit]) -> None:
+    context = Context.make(*pair, 0, 100, seed=7)
+    sender, receiver = pair
+    first, second = context.ship(0, 40), context.ship(40, 70)
+    sender.call("put_junk", number=first)
+    for shipment in (second, first):
+        with pytest.raises(Unavailable, match="KV plane of this unit has failed"):
+            sender.call("arrived", number=shipment)
+    other = replace(context, sender=receiver)
+    receiver.call("abandon", number=other.ship(0, 100))
+    receiver.close_soon(context.ticket)
 
 
 def test_a_dead_peer_is_let_go_of(pair: tuple[Unit, Unit]) -> None:

@@ -53,6 +53,11 @@ class Delivery:
         """The first reason counts."""
         self._failure = self._failure or error
 
+    def refuse(self, error: KvloomError) -> None:
+        """The end, on any thread, once the transport's has ended."""
+        self.fail(error)
+        self.settle(self.failure)
+
     def settle(self, failure: KvloomError | None) -> None:
         with suppress(RuntimeError):  # the loop is closed, and with it all who waited
             self._loop.call_soon_threadsafe(self._resolve, failure)

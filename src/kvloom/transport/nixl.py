@@ -40,6 +40,7 @@ class NixlTransport:
         return self._endpoint
 
     def open(self, begin: int, digest: int) -> Ticket:
+        self._plane.refuse_over()
         return self._grants.open(begin, digest)
 
     def received(self, ticket: Ticket) -> int:
@@ -51,6 +52,7 @@ class NixlTransport:
         return closed
 
     def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> NixlShipment:
+        self._plane.refuse_over()
         where = _decode(peer)
         room = Room.of(address, begin, end, own=self._arena, peer=where)
         if self._agents.get(peer.unit) != where.agent:

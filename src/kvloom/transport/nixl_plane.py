@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import get_args
 
 import msgspec
@@ -30,6 +29,7 @@ from kvloom.transport.messages import (
     Renew,
 )
 from kvloom.transport.nixl_shipment import NixlShipment
+from kvloom.transport.worker import Worker
 
 _SHORTEST, _BUSY, _IDLE = 50e-6, 1e-3, 20e-3  # seconds between two looks
 
@@ -41,25 +41,20 @@ class Letters:
     letters: list[Letter]
 
 
-Task = tuple[Delivery, Parcel | None] | Letters | str | None
+Order = Letters | str  # letters to send, or an agent to part from
+Task = tuple[Delivery, Parcel | None] | Order | None
 
 
-class NixlPlane:
+class NixlPlane(Worker[Order]):
     def __init__(self, agent: Agent, address: int, grants: Grants, grant: float, clock: Clock) -> None:
         """address: where this unit's arena begins."""
+        super().__init__("kv-nixl")
         self._agent, self._address, self._grants = agent, address, grants
         self._grant, self._clock = grant, clock
-        self._queue: SimpleQueue[Task] = SimpleQueue()
         self._live: dict[int, NixlShipment] = {}
         self._numbers = 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
-        self._thread.start()
-
-    def submit(self, shipment: Delivery, parcel: Parcel | None) -> None:
-        self._queue.put((shipment, parcel))
-        if self._closed:
-            self._refuse_rest()
+        self._pause = _SHORTEST
+        self._start()
 
     def start(self, shipment: NixlShipment) -> None:
         """Ask the peer at once, before there is anything to write."""
@@ -68,27 +63,28 @@ class NixlPlane:
 
     def post(self, letters: list[Letter]) -> None:
         if letters:
-            self._queue.put(Letters(letters))
+            self.order(Letters(letters))
 
     def part(self, agent: str) -> None:
-        self._queue.put(agent)
+        self.order(agent)
 
     def close(self) -> None:
-        self._closed = True
-        self._queue.put(None)
-        self._thread.join()
-        self._refuse_rest()
+        super().close()
         self._agent.close()
 
-    def _run(self) -> None:
-        pause = _SHORTEST
-        while not self._closed:
-            busy = self._take(pause)
-            busy = self._hear() or busy
-            for shipment in list(self._live.values()):
-                busy = self._advance(shipment) or busy
-            most = _BUSY if self._live or len(self._grants) else _IDLE
-            pause = _SHORTEST if busy else min(2 * pause, most)
+    def _step(self) -> None:
+        busy = self._take(self._pause)
+        busy = self._hear() or busy
+        for shipment in list(self._live.values()):
+            busy = self._advance(shipment) or busy
+        most = _BUSY if self._live or len(self._grants) else _IDLE
+        self._pause = _SHORTEST if busy else min(2 * self._pause, most)
+
+    def _left(self) -> list[Delivery]:
+        """A transfer that is under way ends by itself; its receiver waits for its grant's end."""
+        left: list[Delivery] = [*self._live.values()]
+        self._live = {}
+        return left
 
     # what the event loop wants
 
@@ -114,18 +110,6 @@ class NixlPlane:
                 self._agent.part(task)
             case Letters():
                 self._answer(task.letters)
-
-    def _refuse_rest(self) -> None:
-        """There is no thread any more: fail what it has left, and what is put from now on."""
-        rest: list[Delivery] = list(self._live.values())
-        self._live = {}
-        with suppress(Empty):
-            while True:
-                match self._queue.get_nowait():
-                    case NixlShipment() as late, _:
-                        rest.append(late)
-        for shipment in rest:
-            shipment.settle(Unavailable("this unit is stopping"))
 
     # what peers say
 

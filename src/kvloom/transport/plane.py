@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from kvloom.kernels.block_copy import copy_blocks
 from kvloom.transport.delivery import Delivery
 from kvloom.transport.peer import Peer
 from kvloom.transport.room import Room
+from kvloom.transport.worker import Worker
 
 PIECE = 4 << 20  # bytes copied between two looks at the ledger: a millisecond or less
 _RETRY = 0.002  # seconds until a shipment that is ahead of another's asks again
@@ -44,7 +44,7 @@ class ShmShipment(Delivery):
         except KvloomError as error:
             self.fail(error)
         except (OSError, ValueError) as error:
-            self.fail(Unavailable(f"copying to {self.peer.endpoint.unit} failed: {error}"))
+            self.fail(self._failed(error))
 
     def _copy(self, source: npt.NDArray[np.uint8], parcel: Parcel, piece: slice) -> None:
         self.peer.refuse_gone()
@@ -71,50 +71,42 @@ class ShmShipment(Delivery):
                     return False
         except KvloomError as error:
             failure = error
-        if failure is not None:
-            with suppress(KvloomError):
-                self.peer.ledger.give_back(self.ticket, self.begin, self.end)
-        self.settle(failure)
+        except OSError as error:
+            failure = self._failed(error)
+        if failure is None:
+            self.settle(None)
+        else:
+            self.refuse(failure)
         return True
 
+    def refuse(self, error: KvloomError) -> None:
+        try:
+            with suppress(KvloomError, OSError):
+                self.peer.ledger.give_back(self.ticket, self.begin, self.end)
+        finally:
+            super().refuse(error)
 
-class Plane:
+    def _failed(self, error: Exception) -> Unavailable:
+        return Unavailable(f"copying to {self.peer.endpoint.unit} failed: {error}")
+
+
+class Plane(Worker[Peer]):
     """Copies parcels in the order in which they were put, whatever shipment they are of."""
 
     def __init__(self, source: npt.NDArray[np.uint8]) -> None:
         """source: all bytes of this unit's arena."""
+        super().__init__("kv-plane")
         self._source = source
-        self._queue: SimpleQueue[tuple[Delivery, Parcel | None] | Peer | None] = SimpleQueue()
-        self._ended: list[
-            ShmShipment
-        ] = []  # those that have not been told, for what goes before is on its way
+        self._ended: list[ShmShipment] = []  # all put, but not told: what goes before is on its way
         self._new: list[Peer] = []  # not yet wholly in the page table
-        self._closed = False
-        # a daemon: no process waits for it at its end
-        self._thread = threading.Thread(target=self._run, name="kv-plane", daemon=True)
-        self._thread.start()
-
-    def submit(self, shipment: Delivery, parcel: Parcel | None) -> None:
-        self._queue.put((shipment, parcel))
-        if self._closed:
-            self._refuse_rest()
+        self._start()
 
     def greet(self, peer: Peer) -> None:
         """Prepare for copies to this peer while there is nothing else to do."""
-        self._queue.put(peer)
-
-    def close(self) -> None:
-        """End the thread. Shipments that have not arrived fail."""
-        self._closed = True
-        self._queue.put(None)
-        self._thread.join()
-        self._refuse_rest()
-
-    def _run(self) -> None:
-        while not self._closed:
-            self._step()  # whose variables hold no peer's memory while the thread waits
+        self.order(peer)
 
     def _step(self) -> None:
+        """Its variables hold no peer's memory while the thread waits."""
         match self._next():
             case Peer() as peer:
                 self._new.append(peer)
@@ -122,7 +114,9 @@ class Plane:
                 self._ended.append(shipment)
             case ShmShipment() as shipment, Parcel() as parcel:
                 shipment.copy(self._source, parcel)
-        self._ended = [shipment for shipment in self._ended if not shipment.finish()]
+        for shipment in list(self._ended):
+            if shipment.finish():
+                self._ended.remove(shipment)
 
     def _next(self) -> tuple[Delivery, Parcel | None] | Peer | None:
         """None: nothing came."""
@@ -132,14 +126,7 @@ class Plane:
             self._new = [peer for peer in self._new if peer.populate()]
             return None
 
-    def _refuse_rest(self) -> None:
-        """There is no thread any more: fail what it has left, and what is put from now on."""
-        rest, self._ended = self._ended, []
-        with suppress(Empty):
-            while True:
-                match self._queue.get_nowait():
-                    case ShmShipment() as shipment, None:
-                        rest.append(shipment)
-        for shipment in rest:
-            shipment.fail(Unavailable("this unit is stopping"))
-            shipment.finish()
+    def _left(self) -> list[Delivery]:
+        left: list[Delivery] = [*self._ended]
+        self._ended, self._new = [], []
+        return left

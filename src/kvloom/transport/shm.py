@@ -50,6 +50,7 @@ class ShmTransport:
         return self._ledger.close(ticket)
 
     def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> ShmShipment:
+        self._plane.refuse_over()
         reached = self._reach(peer)
         room = Room.of(address, begin, end, own=self._arena, peer=reached)
         reached.ledger.claim(address.ticket, digest, begin, end)

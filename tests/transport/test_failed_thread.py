@@ -1,0 +1,56 @@
+"""A transport whose thread has met what nobody foresaw: nobody waits for it, and it is asked for no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.core.errors import Unavailable
+from tests.transport.context import Context
+from tests.transport.units import Unit
+
+FAILED = r"the KV plane of this unit has failed \(TypeError\(.*restart the unit"
+
+
+def test_all_that_has_not_arrived_fails_and_nothing_more_is_sent(mortal: tuple[Unit, Unit]) -> None:
+    context = Context.make(*mortal, 0, 100, seed=30)
+    sender, receiver = mortal
+    context.send(0, 30)
+    broken, waiting, silent = context.ship(30, 50), context.ship(50, 70), context.ship(70, 90)
+    early = sender.start("arrived", number=waiting)  # it waits for what goes before
+    sender.call("put_junk", number=broken)
+    with pytest.raises(Unavailable, match=FAILED):
+        sender.result(early)
+    sender.result(context.put(silent, context.whole(70, 90)))
+    for shipment in (silent, broken):
+        with pytest.raises(Unavailable, match=FAILED):
+            sender.call("arrived", number=shipment)
+        sender.call("abandon", number=shipment)
+    with pytest.raises(Unavailable, match=FAILED):
+        context.ship(90, 100)
+    assert context.received() == 30
+    context.check(0, 30)
+    receiver.close_soon(context.ticket)
+    sender.call("close_all")
+    with pytest.raises(Unavailable, match=FAILED):
+        context.ship(90, 100)
+
+
+def test_where_the_thread_is_needed_for_receiving_no_reservation_is_opened(
+    mortal: tuple[Unit, Unit],
+) -> None:
+    """Shared memory needs none; over NIXL nobody would answer the senders. What is open can be closed."""
+    context = Context.make(*mortal, 0, 100, seed=32)
+    sender, _ = mortal
+    back = sender.open(0, context.address.digest(context.prompt))
+    shipment = context.ship(0, 100)
+    sender.call("put_junk", number=shipment)
+    with pytest.raises(Unavailable, match=FAILED):
+        sender.call("arrived", number=shipment)
+    if sender.endpoint.kind == "shm":
+        assert sender.call("close", ticket=sender.open(0))
+    else:
+        with pytest.raises(Unavailable, match=FAILED):
+            sender.open(0)
+    assert sender.call("received", ticket=back) == 0
+    assert sender.call("close", ticket=back)
+    context.receiver.close_soon(context.ticket)
