@@ -38,7 +38,7 @@ def url() -> Iterator[str]:
 def run(command: list[str], url: str) -> str:
     done = subprocess.run(
         command,
-        env=os.environ | {"KVLOOM_URL": url},
+        env=os.environ | {"KVLOOM_URL": url, "KVLOOM": f"{sys.executable} -m kvloom.cli"},
         capture_output=True,
         encoding="utf-8",
         timeout=120,
