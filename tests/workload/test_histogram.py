@@ -83,6 +83,20 @@ def test_a_series_loses_nothing_and_stays_small(spans: list[tuple[float, float, 
     assert wider == pytest.approx([sum(sums[i : i + 4]) for i in range(0, len(sums), 4)])
 
 
+def test_a_series_that_grew_has_everything_in_its_place() -> None:
+    series = Series(width=1.0)
+    for at in (0, 100, 1000, 3000):
+        series.add(at, at, at + 1)
+    assert series.width == 16
+    sums = series.sums(16)
+    assert {place: amount for place, amount in enumerate(sums) if amount} == {
+        0: 1,
+        6: 101,
+        62: 1001,
+        187: 3001,
+    }
+
+
 def test_an_amount_lies_evenly_over_its_time() -> None:
     series = Series(width=1.0)
     series.add(0.5, 2.5, 8.0)

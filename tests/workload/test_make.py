@@ -45,7 +45,7 @@ def test_a_models_requests_do_not_depend_on_the_others() -> None:
         return [ask for ask in asks(rate=None, **settings) if ask.model == "a"]
 
     both = {"a": {"rate": 9}, "b": {"rate": 5}}
-    alone = {"a": {"rate": 9}, "c": {"rate": 2, "lengths": "sharegpt", "priorities": {3: 1.0}}}
+    alone = {"c": {"rate": 2, "lengths": "sharegpt", "priorities": {3: 1.0}}, "a": {"rate": 9}}
     assert of_a(models=both) == of_a(models=alone)
 
 
