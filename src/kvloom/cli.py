@@ -11,12 +11,12 @@ from typing import Any, NoReturn, TypeAlias, get_args
 
 from kvloom.admin import command as admin_command
 from kvloom.bench import command as bench_command
-from kvloom.bench import simulate_command
-from kvloom.bench import workload_command
+from kvloom.bench import simulate_command, workload_command
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import Policy
 from kvloom.planning import command as plan_command
 from kvloom.profiling import command as profile_command
+from kvloom.reproduce import command as reproduce_command
 
 USAGE_ERROR = 2
 
@@ -85,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     simulate_command.add(commands)
     profile_command.add(commands)
     plan_command.add(commands)
+    reproduce_command.add(commands)
     return parser
 
 

@@ -1,0 +1,1 @@
+"""The papers' experiments in virtual time: what they found against what is found here."""
