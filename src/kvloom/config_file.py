@@ -82,6 +82,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
     except ValueError as error:  # a date or a number that cannot be
         raise ConfigError(f"{file}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: is nested too deeply") from error
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ConfigError(f"{file}: a mapping of keys to values is right, as `port: 8000`")
     return value

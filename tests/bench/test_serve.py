@@ -113,6 +113,7 @@ def test_ctrl_c_hangs_up_and_writes_nothing(workload: Path) -> None:
         (("workload", "make", "small.yaml", "-o", "no/x"), ["no/x", "a path that can be written"]),
         (("workload", "make", "empty.yaml", "-o", "x"), ["empty.yaml: asks for nothing"]),
         (("workload", "show", "bad.yaml"), ["bad.yaml: rate: -3"]),
+        (("workload", "show", "deep.yaml"), ["deep.yaml: is nested too deeply"]),
         (("workload", "show", "cut.jsonl"), ["cut.jsonl: line 6: ", "truncated"]),
         (("bench", "serve"), ["--workload"]),
         (("bench", "serve", "--workload", "cut.jsonl"), ["cut.jsonl: line 6: "]),
@@ -147,6 +148,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(
     lines = workload.read_bytes().splitlines(keepends=True)
     Path("cut.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])
     Path("bad.yaml").write_text(SPEC.replace("rate: 60", "rate: -3"))
+    Path("deep.yaml").write_text("[" * 20_000)
     Path("empty.yaml").write_text(SPEC.replace("requests: 24", "seconds: 0.000001"))
     before = sorted(path.name for path in Path().iterdir())
     capsys.readouterr()

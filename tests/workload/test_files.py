@@ -94,7 +94,8 @@ def test_reading_is_a_stream(tmp_path: Path) -> None:
         (HEAD + GOOD.replace(b"5", b"99999999999"), r"line 2: .*`\$.prompt`"),
         (HEAD + GOOD.replace(b'"a"', b'"c"'), "line 2: model `c` is not among the header's"),
         (HEAD + GOOD.replace(b"}", b',"shared":[[1,6]]}'), "line 2: more shared tokens than the prompt's 5"),
-        (HEAD + b"[" * 5000 + b"\n", "line 2: "),
+        (HEAD + GOOD.replace(b"}", b',"x":' + b"[" * 9000), "line 2: maximum recursion depth exceeded"),
+        (HEAD.replace(b"}", b',"x":' + b"[" * 9000), "line 1: maximum recursion depth exceeded"),
         (HEAD + b"x" * ((16 << 20) + 2), "line 2: is longer than 16 MiB"),
     ],
 )

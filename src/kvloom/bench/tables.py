@@ -6,7 +6,7 @@ from rich.table import Table
 
 from kvloom.workload.histogram import Histogram
 from kvloom.workload.results import Latency, Results, Tally
-from kvloom.workload.shown import show_seconds
+from kvloom.workload.shown import show_number, show_seconds
 from kvloom.workload.traffic import ModelTraffic, Traffic
 
 MOST_ROWS = 40
@@ -34,7 +34,7 @@ def _traffic_cells(model: ModelTraffic, rate: float) -> list[str]:
     shown = ", ".join(f"{priority}: {count / model.requests:.0%}" for priority, count in priorities[:4])
     return [
         f"{model.requests:,}",
-        f"{rate:.3g}",
+        show_number(rate),
         "–" if model.cv is None else f"{model.cv:.2f}",
         _tokens(model.prompt),
         _tokens(model.output),
@@ -70,8 +70,8 @@ def _tally_cells(tally: Tally) -> list[str]:
     return [
         f"{tally.requests:,}",
         f"{tally.errors:,}",
-        f"{tally.requests_per_second:.3g}",
-        f"{tally.tokens_per_second:,.0f}",
+        show_number(tally.requests_per_second),
+        show_number(tally.tokens_per_second),
         *(_points(latency) for latency in (tally.first, tally.per_token, tally.end)),
         *(f"{share:.1%}" for share in tally.attained.values()),
     ]

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from kvloom.core.errors import ConfigError
 from kvloom.workload.ask import Ask
-from kvloom.workload.lines import bad_line, read_lines
+from kvloom.workload.lines import bad_line, decode_line, read_lines
 from kvloom.workload.prompts import Prompts
 from kvloom.workload.spec import VOCAB
 from kvloom.workload.traces import AZURE_HEAD, NAMELESS, azure_asks, mooncake_asks
@@ -108,10 +108,7 @@ def _nameless(path: Path) -> Header:
 
 
 def _header(path: Path, number: int, text: bytes) -> Header:
-    try:
-        header = msgspec.json.decode(text, type=Header)
-    except ValueError as error:
-        raise bad_line(path, number, str(error)) from error
+    header = decode_line(path, number, text, msgspec.json.Decoder(Header).decode)
     if header.kvloom_workload != VERSION:
         said = f"is a workload of version {header.kvloom_workload}; this kvloom reads version {VERSION}"
         raise bad_line(path, number, said)
@@ -125,10 +122,7 @@ def _after(path: Path, number: int) -> Iterator[tuple[int, bytes]]:
 def _own_asks(path: Path, lines: Iterable[tuple[int, bytes]], header: Header) -> Iterator[tuple[int, Ask]]:
     decode, count = msgspec.json.Decoder(Ask).decode, 0
     for number, text in lines:
-        try:
-            ask = decode(text)
-        except ValueError as error:
-            raise bad_line(path, number, str(error)) from error
+        ask = decode_line(path, number, text, decode)
         if ask.model not in header.models:
             raise bad_line(path, number, f"model `{ask.model}` is not among the header's `models`")
         if sum(segment.tokens for segment in ask.shared) > ask.prompt:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from kvloom.core.errors import ConfigError
+
+T = TypeVar("T")
 
 LONGEST_LINE: Final = 16 << 20  # bytes
 
@@ -24,6 +26,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, text
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; the path of a workload file is right") from error
+
+
+def decode_line(path: Path, number: int, text: bytes, decode: Callable[[bytes], T]) -> T:
+    """Raises ConfigError."""
+    try:
+        return decode(text)
+    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+        raise bad_line(path, number, str(error)) from error
 
 
 def bad_line(path: Path, number: int, problem: str) -> ConfigError:

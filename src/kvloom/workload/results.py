@@ -78,7 +78,7 @@ def read_results(path: Path) -> Results:
         results = msgspec.json.decode(path.read_bytes(), type=Results)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; the path of a results file is right") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: no results file: {error}; what `--json` wrote is right") from error
     if results.kvloom_results != VERSION:
         raise ConfigError(f"{path}: version {results.kvloom_results}; this kvloom reads version {VERSION}")

@@ -47,6 +47,18 @@ class Zipf:
 
 
 @dataclass(frozen=True, slots=True)
+class Normal:
+    """Rounded, and 1 at least."""
+
+    mean: float
+    deviation: float
+
+    def draw(self, rng: np.random.Generator, count: int) -> I64:
+        drawn = np.rint(rng.normal(self.mean, self.deviation, count))
+        return np.maximum(drawn, 1).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class LogNormal:
     """What is not between `least` and `most` is drawn anew."""
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvloom.workload.ask import Ask, Count, Segment
-from kvloom.workload.lines import bad_line
+from kvloom.workload.lines import bad_line, decode_line
 
 NAMELESS: Final = "default"  # the model of a trace's asks
 AZURE_HEAD: Final = b"TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -45,20 +45,21 @@ def mooncake_asks(path: Path, lines: Lines) -> Iterator[tuple[int, Ask]]:
     """Of the form of Mooncake's release (FAST'25). Raises ConfigError."""
     decode = msgspec.json.Decoder(MooncakeLine).decode
     for number, text in lines:
+        line = decode_line(path, number, text, decode)
         try:
-            line = decode(text)
-            yield (
-                number,
-                Ask(
-                    at=line.timestamp / 1000,
-                    model=NAMELESS,
-                    prompt=line.input_length,
-                    output=line.output_length,
-                    shared=line.shared,
-                ),
-            )
-        except ValueError as error:  # msgspec's are such
+            shared = line.shared
+        except ValueError as error:
             raise bad_line(path, number, str(error)) from error
+        yield (
+            number,
+            Ask(
+                at=line.timestamp / 1000,
+                model=NAMELESS,
+                prompt=line.input_length,
+                output=line.output_length,
+                shared=shared,
+            ),
+        )
 
 
 def azure_asks(path: Path, lines: Lines) -> Iterator[tuple[int, Ask]]:
