@@ -134,9 +134,16 @@ def test_drift_makes_another_model_the_busiest() -> None:
         ({"vocab": 3}, "greater than or equal to 32"),
         ({"speed": 3}, "Extra inputs"),
         ({"replay": {"file": "x.csv"}}, "rate: a replayed trace"),
+        ({**TRACE, "models": {"a": {"rate": 3}, "b": {}}}, r"models\.b\.rate: is missing"),
         ({**TRACE, "models": {"a": {"system": {"tokens": 3}}}}, r"models\.a\.system: a replayed trace"),
     ],
 )
 def test_what_cannot_be(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         spec(**settings)
+
+
+def test_the_steepest_power_law_of_the_most_models() -> None:
+    made = asks(models=[f"m{i}" for i in range(4096)], alpha=20, seconds=20)
+    assert {ask.model for ask in made} == {"m0"}
+    assert len(made) / 20 == pytest.approx(20, rel=0.2)

@@ -80,10 +80,10 @@ class WorkloadSpec(Section):
     vocab: Annotated[int, Field(ge=32, lt=2**31)] = VOCAB
     seconds: Seconds | None = None
     requests: Annotated[int, Field(ge=1, lt=2**53)] | None = None
-    models: Annotated[dict[str, ModelSpec], BeforeValidator(_named), Field(min_length=1, max_length=1 << 16)]
+    models: Annotated[dict[str, ModelSpec], BeforeValidator(_named), Field(min_length=1, max_length=4096)]
     rate: Rate | None = None
     top_rate: Rate | None = None
-    alpha: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    alpha: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)] = 0.0
     drift: Drift | None = None
     arrivals: Process = poisson
     lengths: LengthSpec = Lengths.model_validate({"prompt": "sharegpt", "output": "sharegpt"})
@@ -94,9 +94,9 @@ class WorkloadSpec(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
+        self._check_own_rates()
         if self.replay is None:
-            self._check_end()
-            self._check_rates()
+            self._check_end_and_rate()
             return self
         for key in _OF_A_TRACE:
             set_for = next((name for name, each in self.models.items() if key in each.model_fields_set), None)
@@ -105,14 +105,15 @@ class WorkloadSpec(Section):
                 raise ValueError(f"{where}: a replayed trace has its own; no such key is right")
         return self
 
-    def _check_end(self) -> None:
+    def _check_end_and_rate(self) -> None:
         if self.seconds is None and self.requests is None:
             raise ValueError("seconds: is missing; seconds, requests or both say where the workload ends")
-
-    def _check_rates(self) -> None:
-        own = [name for name, model in self.models.items() if model.rate is not None]
-        if (self.rate is not None) + (self.top_rate is not None) + bool(own) != 1:
+        own = any(model.rate is not None for model in self.models.values())
+        if (self.rate is not None) + (self.top_rate is not None) + own != 1:
             raise ValueError("rate: one of rate, top_rate, and a rate for each model is right")
+
+    def _check_own_rates(self) -> None:
+        own = [name for name, model in self.models.items() if model.rate is not None]
         if own and len(own) < len(self.models):
             missing = next(name for name in self.models if name not in own)
             raise ValueError(f"models.{missing}.rate: is missing; the other models have one")
