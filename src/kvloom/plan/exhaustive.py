@@ -10,7 +10,7 @@ from kvloom.plan.cluster import MeshKind, Nodes, mesh_kinds
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.mesh import groups, meshes
 
-_MOST = 1 << 20
+_MOST = 1 << 12
 
 
 def exhaustive(estimator: Estimator, cluster: Sequence[Nodes], replicas: int = 1) -> Placement | None:

@@ -84,11 +84,11 @@ def meshes(cluster: Sequence[Nodes], group: Group) -> list[MeshKind]:
     ]
 
 
-def worthwhile(found: Sequence[Group], items: int, needed: int) -> list[Group]:
-    """Without those that have more meshes than there are items, as long as others have fewer, and those whose
-    largest mesh has fewer than `needed` devices, where others have it."""
+def worthwhile(found: Sequence[Group], most: int, needed: int) -> list[Group]:
+    """Without those that have more than `most` meshes, as long as others have fewer, and those whose largest
+    mesh has fewer than `needed` devices, where others have it."""
     sized = [group for group in found if max((n for cut in group for n, _ in cut), default=0) >= needed]
     sized = sized or list(found)
     counts = [sum(number for cut in group for _, number in cut) for group in sized]
-    most = max(items, min(counts, default=0))
+    most = max(most, min(counts, default=0))
     return [group for group, count in zip(sized, counts, strict=True) if count <= most]

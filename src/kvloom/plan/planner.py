@@ -19,7 +19,7 @@ from kvloom.plan.search import Effort
 def plan_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: Effort | None = None) -> Placement:
     """The best placement that is found. Raises ConfigError where a model has no place."""
     check_each(estimator, cluster)
-    placement = best_placement(estimator, cluster, effort or Effort())
+    placement = best_placement(estimator, cluster, effort or Effort.fit(cluster, len(estimator.demands)))
     check_left(estimator, cluster, placement)
     return placement
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import ceil
 from typing import Final
 
@@ -15,6 +16,9 @@ MOST: Final = 64
 _ROUNDS: Final = 12
 _TRIED: Final = 3  # models a round that get a replica more, to see
 _BUDGET: Final = 0.35  # of all evaluations, for each of the first two
+_CHEAP: Final = 0.2  # of all evaluations; where no more were needed, more is tried
+_ALIKE: Final = 3  # replicas of each model, tried where that is cheap
+_AROUND: Final = 3  # numbers of replicas that others are tried around, likewise
 _BETTER: Final = 1e-3  # of all requests; a replica is not worth less
 
 Counts = tuple[int, ...]
@@ -22,24 +26,37 @@ Counts = tuple[int, ...]
 
 def best_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: Effort) -> Placement:
     """Over placements and numbers of replicas: as few as large meshes need, or as many as the meshes that
-    answer most a device need; then one more or less where that gains."""
+    answer most a device need, or the same number for all; then one more or less where that gains."""
     search = Search(estimator, cluster, effort)
-    starts = list(dict.fromkeys(_starts(estimator, cluster, effort.replicas)))
     tried: dict[Counts, Placement] = {}
-    for n, counts in enumerate(starts, 1):
-        tried[counts] = search.best(_items(estimator, counts), _BUDGET * n)
+    for counts in _starts(estimator, cluster, effort.replicas):
+        tried[counts] = search.best(_items(estimator, counts), _BUDGET * (len(tried) + 1))
+    cheap = int(_CHEAP * effort.evaluations)
+    if estimator.evaluations < cheap:
+        alike = range(1, min(_ALIKE, effort.replicas) + 1)
+        _try(search, estimator, tried, [(each,) * len(estimator.demands) for each in alike])
     for _ in range(_ROUNDS):
-        best = max(tried, key=lambda counts: tried[counts].rank)
-        fresh = [
-            counts for counts in _others(estimator, tried[best], best, effort.replicas) if counts not in tried
-        ]
-        for counts in fresh:
-            if search.spent:
-                break
-            tried[counts] = search.best(_items(estimator, counts))
-        if not any(_better(tried[c], tried[best], estimator) for c in fresh if c in tried):
+        ranked = sorted(tried, key=lambda counts: tried[counts].rank, reverse=True)
+        if not _others(estimator, tried[ranked[0]], ranked[0], effort.replicas):
+            break  # nothing is missing
+        around = ranked[: _AROUND if estimator.evaluations < cheap else 1]
+        others = [_others(estimator, tried[counts], counts, effort.replicas) for counts in around]
+        fresh = _try(search, estimator, tried, chain(*others))
+        if not any(_better(tried[counts], tried[around[-1]], estimator) for counts in fresh):
             break
     return max(tried.values(), key=lambda placement: placement.rank)
+
+
+def _try(
+    search: Search, estimator: Estimator, tried: dict[Counts, Placement], found: Iterable[Counts]
+) -> list[Counts]:
+    """Those of them that were not tried, as far as the budget goes."""
+    fresh = []
+    for counts in dict.fromkeys(found):
+        if counts not in tried and not search.spent:
+            tried[counts] = search.best(_items(estimator, counts))
+            fresh.append(counts)
+    return fresh
 
 
 def _items(estimator: Estimator, counts: Counts) -> list[Item]:
@@ -79,11 +96,11 @@ def _need(estimator: Estimator, kinds: Sequence[MeshKind], demand: int, per_devi
 
 
 def _others(estimator: Estimator, placement: Placement, counts: Counts, most: int) -> list[Counts]:
-    """Without a replica of what has no room; else with one more of what is furthest behind."""
+    """Without a replica of what has no room; else with one more of what is furthest behind, or one less of
+    what is least so, of each or of all of them."""
     if placement.left:
         over = {estimator.demand(item) for item in placement.left}
-        fewer = tuple(max(1, n - 1) if demand in over else n for demand, n in enumerate(counts))
-        return [fewer]
+        return [tuple(max(1, n - 1) if demand in over else n for demand, n in enumerate(counts))]
     missing: dict[int, float] = {}
     for kind, unit in zip(placement.kinds, placement.units, strict=True):
         estimate = estimator.known(kind, unit)
@@ -92,10 +109,15 @@ def _others(estimator: Estimator, placement: Placement, counts: Counts, most: in
             if short > 0:
                 demand = estimator.demand(item)
                 missing[demand] = missing.get(demand, 0.0) + short
-    worst = sorted(missing, key=lambda demand: -missing[demand])[:_TRIED]
+    if not missing:
+        return []
+    demands = estimator.demands
+    ranked = sorted(range(len(counts)), key=lambda n: (-missing.get(n, 0.0), -demands[n].compute))
     most = min(most, len(placement.kinds) * 2)
+    more = [demand for demand in ranked if counts[demand] < most][:_TRIED]
+    fewer = [demand for demand in reversed(ranked) if counts[demand] > 1][:_TRIED]
+    steps = [({demand}, 1) for demand in more] + [({demand}, -1) for demand in fewer]
+    steps += [(set(more), 1), ({demand for demand in fewer if demand != ranked[0]}, -1)]
     return [
-        tuple(n + (demand == other) for other, n in enumerate(counts))
-        for demand in worst
-        if counts[demand] < most
+        tuple(n + step * (demand in some) for demand, n in enumerate(counts)) for some, step in steps if some
     ]

@@ -17,21 +17,28 @@ from kvloom.plan.placement import place
 
 _STEPS: Final = (0.5, 0.25, 0.125, 0.0625, 0.0)  # of the meshes of a size that are cut anew at a time
 _STARTS: Final = 32
+_EVALUATIONS: Final = 600  # for each device and model
 _LEAST: Final = 1e-4  # of the score, that a step of the climb gains
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How hard to look. groups: where there are at most so many, each is tried; else the search climbs.
-    width: occupied meshes of a kind that are looked at for a model. refined: placements that moves are
-    tried on. evaluations: of units' estimates after which nothing new is begun. replicas: of a
+    width: occupied meshes of a kind that are looked at for a model. refined: groups whose best placement
+    moves are tried on. evaluations: of units' estimates after which nothing new is begun. replicas: of a
     model, at most; MuxServe has but one."""
 
     groups: int = 512
     width: int = 6
-    refined: int = 6
-    evaluations: int = 150_000
+    refined: int = 16
+    evaluations: int = 120_000
     replicas: int = 64
+
+    @staticmethod
+    def fit(cluster: Sequence[Nodes], models: int) -> Effort:
+        """Less for less: 32 devices and 19 models take a few seconds."""
+        size = models + sum(nodes.total for nodes in cluster)
+        return Effort(evaluations=min(Effort().evaluations, _EVALUATIONS * size))
 
 
 class Search:
@@ -59,14 +66,16 @@ class Search:
         }
         useful = {kind for kinds in able.values() for kind in kinds}
         needed = max((min(kind.gpus for kind in kinds) for kinds in able.values() if kinds), default=0)
+        idle = sum(nodes.count for nodes in self._cluster)  # one each, that the others' sizes leave over
         found = groups(self._cluster, useful, effort.groups)
         if found is None:
             placements = self._climb(items)
         else:
-            placements = self._try(worthwhile(found, len(items), needed), items)
-        best = max(placements, key=lambda placement: placement.rank)
-        top = sorted(placements, key=lambda placement: placement.rank, reverse=True)
-        for placement in top[: effort.refined]:
+            placements = self._try(worthwhile(found, len(items) + idle, needed), items)
+        placements.sort(key=lambda placement: placement.rank, reverse=True)
+        best = placements[0]
+        of_groups = {placement.kinds: placement for placement in reversed(placements)}
+        for placement in sorted(of_groups.values(), key=lambda one: one.rank, reverse=True)[: effort.refined]:
             if self._ample(best, items):
                 break
             better = improve(estimator, placement, width=effort.width, budget=self._budget)

@@ -1,0 +1,100 @@
+"""Batches grow as step by step, only faster, and never beyond the pool."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.plan.growth import AMPLE, BATCHES, BEYOND, Side, grow
+
+
+def side(rate: float, prefill: float, step: float, each: float, request: int) -> Side:
+    """A prefill takes `prefill` a sequence; a batch's decodes `step`, and `each` a sequence."""
+    return Side(rate, [prefill * b for b in BATCHES], [step + each * b for b in BATCHES], request)
+
+
+def by_steps(sides: list[Side], pool: int) -> float:
+    """The best score on the way, always growing whoever is furthest behind (MuxServe's estimator)."""
+    at, best = [0] * len(sides), 0.0
+    while True:
+        serial = sum(one.prefill[a] for one, a in zip(sides, at, strict=True))
+        ratios = [BATCHES[a] / (serial + one.decode[a]) / one.rate for one, a in zip(sides, at, strict=True)]
+        best = max(best, sum(one.rate * min(1.0, r) for one, r in zip(sides, ratios, strict=True)))
+        if min(ratios) >= 1.0:
+            return best
+        growing = [
+            i
+            for i, one in enumerate(sides)
+            if at[i] + 1 < len(BATCHES)
+            and sum(
+                BATCHES[a + (j == i)] * other.request
+                for j, (other, a) in enumerate(zip(sides, at, strict=True))
+            )
+            <= pool
+        ]
+        behind = [i for i in growing if ratios[i] < 1.0]
+        if not behind:
+            return best
+        at[min(behind, key=ratios.__getitem__)] += 1
+
+
+sides = st.lists(
+    st.builds(
+        side,
+        st.floats(0.01, 50),
+        st.floats(1e-4, 0.05),
+        st.floats(0.1, 10),
+        st.floats(1e-4, 0.1),
+        st.integers(1, 50),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=300)
+@given(sides, st.integers(5, 5000))
+def test_it_answers_what_single_steps_do(sides: list[Side], pool: int) -> None:
+    found = grow(sides, pool)
+    if found is None:
+        assert sum(one.request for one in sides) > pool
+        return
+    whole = sum(one.rate for one in sides)
+    answered = sum(one.rate * min(1.0, r) for one, r in zip(sides, found.ratios, strict=True))
+    assert answered >= by_steps(sides, pool) * (1 - 1e-9) - BEYOND * whole
+    assert found.used == sum(b * one.request for b, one in zip(found.batches, sides, strict=True)) <= pool
+    serial = sum(one.prefill[BATCHES.index(b)] for b, one in zip(found.batches, sides, strict=True))
+    for b, ratio, one in zip(found.batches, found.ratios, sides, strict=True):  # equation 3
+        assert ratio * one.rate == pytest.approx(b / (serial + one.decode[BATCHES.index(b)]))
+    assert (found.bound == "") == (found.level >= 1.0)
+
+
+def test_one_model_alone() -> None:
+    found = grow([side(1.0, 0.0, 4.0, 0.0, 1)], 1000)
+    assert found is not None
+    assert found.batches == (12,)  # 12 / 4 s: ample; more would count for nothing
+    assert found.ratios == (AMPLE,)
+
+
+def test_what_keeps_it_from_more() -> None:
+    full = grow([side(10.0, 0.0, 4.0, 0.0, 100)], 1000)
+    assert full is not None
+    assert (full.batches, full.ratios, full.bound) == ((10,), (0.25,), "memory")
+    slow = grow([side(1000.0, 0.0, 4.0, 0.0, 1)], 1000)
+    assert slow is not None
+    assert (slow.batches, slow.bound) == ((256,), "compute")
+
+
+def test_a_model_that_nobody_asks_for_takes_little() -> None:
+    found = grow([side(0.0, 0.01, 1.0, 0.01, 10), side(8.0, 0.01, 1.0, 0.01, 10)], 100_000)
+    assert found is not None
+    assert found.batches[0] == 1
+    assert found.level >= 1.0
+
+
+def test_memory_goes_to_models_by_their_rates() -> None:
+    found = grow([side(2.0, 0.0, 10.0, 0.0, 1), side(8.0, 0.0, 10.0, 0.0, 1)], 40)
+    assert found is not None
+    assert found.batches == (8, 32)
+    assert found.ratios == (0.4, 0.4)

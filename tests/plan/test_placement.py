@@ -1,0 +1,120 @@
+"""Greedy placement (MuxServe, algorithm 1), and what moving models afterwards mends."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.plan.board import Board
+from kvloom.plan.cluster import MeshKind
+from kvloom.plan.estimate import Estimator, Item
+from kvloom.plan.moves import improve
+from kvloom.plan.placement import Order, place
+from tests.plan.clusters import check, demand, nodes, roofline
+
+ONE, TWO, FOUR, EIGHT = (nodes("A100-80", 8).mesh(n) for n in (1, 2, 4, 8))
+
+
+def items_of(estimator: Estimator) -> list[Item]:
+    return [estimator.item(n, 1) for n in range(len(estimator.demands))]
+
+
+def largest_first(estimator: Estimator) -> list[Item]:
+    return sorted(items_of(estimator), key=lambda item: -estimator.demands[item].compute)
+
+
+def test_of_meshes_that_gain_alike_the_smallest() -> None:
+    estimator = Estimator([demand("a", "llama-7b", 0.1)], roofline)
+    kinds = [FOUR, ONE, EIGHT, TWO]
+    small = place(estimator, kinds, items_of(estimator), float, small=True, width=8)
+    assert [len(unit) for unit in small.units] == [0, 1, 0, 0]
+    best = place(estimator, kinds, items_of(estimator), float, small=False, width=8)
+    assert best.score >= small.score
+
+
+def test_the_mesh_with_the_largest_gain() -> None:
+    estimator = Estimator([demand("a", "llama-13b", 30.0)], roofline)
+    found = place(estimator, [ONE, FOUR, TWO], items_of(estimator), float, small=True, width=8)
+    assert [len(unit) for unit in found.units] == [0, 1, 0]
+
+
+def test_models_are_placed_in_their_order() -> None:
+    """Whoever comes first gets the only mesh, which holds but one of them."""
+    estimator = Estimator([demand("a", "llama-30b", 0.1), demand("b", "llama-30b", 5.0)], roofline)
+    a, b = items_of(estimator)
+    orders: list[Order] = [lambda item: -item, lambda item: item]
+    found = [place(estimator, [ONE], [a, b], order, small=True, width=8) for order in orders]
+    assert [one.units for one in found] == [(frozenset({a}),), (frozenset({b}),)]
+    assert [one.left for one in found] == [(b,), (a,)]
+    whole = place(estimator, [ONE, ONE], [a, b], float, small=True, width=8)
+    assert whole.rank > found[1].rank > found[0].rank
+
+
+def test_two_of_one_demand_are_on_two_meshes() -> None:
+    estimator = Estimator([demand("a", "llama-7b", 4.0)], roofline)
+    half = estimator.item(0, 2)
+    found = place(estimator, [ONE, ONE, ONE], [half, half], float, small=True, width=8)
+    assert sorted(map(len, found.units)) == [0, 1, 1]
+    assert place(estimator, [EIGHT], [half, half], float, small=True, width=8).left == (half,)
+
+
+def test_moves_make_room_for_what_was_left() -> None:
+    """Both small ones are on the mesh that alone could hold the large one."""
+    estimator = Estimator(
+        [demand("a", "llama-65b", 0.1), demand("b", "llama-13b", 0.1), demand("c", "llama-13b", 0.1)],
+        roofline,
+    )
+    large, one, two = items_of(estimator)
+    board = Board(estimator, [TWO, ONE], 8, [frozenset({one}), frozenset({two})])
+    stuck = board.placement([large])
+    assert estimator.unit(TWO, frozenset({one, large})) is None
+    mended = improve(estimator, stuck, width=8, budget=1000)
+    assert not mended.left
+    assert mended.units == (frozenset({large}), frozenset({one, two}))
+
+
+def test_moves_take_load_off_a_unit_that_is_behind() -> None:
+    estimator = Estimator([demand(f"m{n}", "llama-7b", 5.0) for n in range(4)], roofline)
+    items = frozenset(items_of(estimator))
+    crowded = Board(estimator, [ONE] * 4, 8, [items, frozenset(), frozenset(), frozenset()]).placement(())
+    mended = improve(estimator, crowded, width=8, budget=10_000)
+    assert mended.answered > 1.5 * crowded.answered
+    assert [len(unit) for unit in mended.units] == [1, 1, 1, 1]
+    assert improve(estimator, crowded, width=8, budget=0).units == crowded.units
+
+
+kinds_of = st.lists(st.sampled_from((ONE, ONE, TWO, FOUR)), min_size=1, max_size=5)
+wanted = st.lists(
+    st.tuples(st.sampled_from(("llama-7b", "llama-13b", "llama-30b")), st.floats(0.0, 20)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(kinds_of, wanted, st.booleans(), st.integers(1, 4))
+def test_everything_is_placed_once_or_left(
+    kinds: list[MeshKind], pairs: list[tuple[str, float]], small: bool, width: int
+) -> None:
+    estimator = Estimator([demand(f"m{n}", *pair) for n, pair in enumerate(pairs)], roofline)
+    items = items_of(estimator)
+    found = place(estimator, kinds, items, float, small=small, width=width)
+    cluster = [nodes("A100-80", 8, 5)]
+    check(estimator, cluster, found)
+    mended = improve(estimator, found, width=width, budget=10_000)
+    check(estimator, cluster, mended)
+    assert mended.rank >= found.rank
+    assert mended.answered <= sum(rate for _, rate in pairs) * (1 + 1e-9)
+
+
+def test_a_board_knows_what_is_open() -> None:
+    estimator = Estimator(
+        [demand(f"m{n}", "llama-7b", rate) for n, rate in enumerate((8.0, 2.0, 1.0))], roofline
+    )
+    busy, calm, new = items_of(estimator)
+    board = Board(estimator, [ONE, ONE, ONE, ONE, TWO], 1, [frozenset({busy}), frozenset({calm})])
+    assert list(board.open(new)) == [2, 1, 4]  # an empty one, and the one with most to spare
+    board.do(((1, frozenset()), (4, frozenset({calm}))))
+    assert list(board.open(new)) == [1, 0, 4]
+    assert list(board.open(calm)) == [1, 0]
+    assert board.gain(((0, frozenset()), (1, frozenset({busy})))) == 0.0
