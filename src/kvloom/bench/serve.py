@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console
@@ -38,9 +39,7 @@ def serve(options: argparse.Namespace) -> int:
     """Its exit code. Raises ConfigError."""
     run = read_options(options)
     workload = open_workload(run.workload)
-    for path in (options.json, options.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path}: no such folder; a path that can be written is right")
+    check_outputs(options.json, options.html)
     raise_open_files()
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     try:
@@ -57,6 +56,13 @@ def serve(options: argparse.Namespace) -> int:
     if options.html is not None:
         write_text(options.html, page(results))
     return SERVER_ERROR if results.total.errors == results.total.requests else 0
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Before there is anything to write. Raises ConfigError."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path}: no such folder; a path that can be written is right")
 
 
 def show(results: Results, console: Console) -> None:

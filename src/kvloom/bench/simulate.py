@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvloom.bench.serve import INTERRUPTED, WIDTH, show
+from kvloom.bench.serve import INTERRUPTED, WIDTH, check_outputs, show
 from kvloom.config_file import load_config
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import ProgramSpec
@@ -40,6 +40,8 @@ def simulate_command(options: argparse.Namespace) -> int:
     for scale in (options.rate_scale, *options.slo_scale):
         if not (0 < scale < math.inf):
             raise ConfigError(f"--rate-scale and --slo-scale: {scale:g}; more than 0 is right")
+    check_outputs(options.json, options.html)
+    sys.path.append(str(options.fleet.absolute().parent))  # where a program of one's own is looked for
     units, program = _fleet(options)
     workload = open_workload(options.workload)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)

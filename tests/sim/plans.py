@@ -1,0 +1,84 @@
+"""Small plans and workloads, as files for `kvloom simulate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvloom.cost.profile import write_profile
+from kvloom.cost.shape import ModelShape
+from kvloom.plan.files import write_plan
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from tests.cost.profiles import make_profile
+
+SHAPE = ModelShape(layers=2, hidden=512, heads=4, kv_heads=2, head_dim=128, ffn=1024, vocab=500)
+
+
+def planned_model(name: str) -> PlannedModel:
+    return PlannedModel(
+        name=name,
+        path=None,
+        shape=SHAPE,
+        rate=10.0,
+        prompt=30.0,
+        output=8.0,
+        prefill_share=1.0,
+        decode_share=0.5,
+        quota=0.5,
+        throughput=10.0,
+    )
+
+
+def make_plan(units: int = 2, models: Sequence[str] = ("a", "b"), device: str = "A10") -> Plan:
+    """Every model on every unit, one device each."""
+    return Plan(
+        units=tuple(
+            PlannedUnit(
+                name=f"unit-{i}",
+                node="node-0",
+                device=device,
+                gpus=1,
+                kv_bytes=64 << 20,
+                models=tuple(planned_model(name) for name in models),
+            )
+            for i in range(units)
+        ),
+        throughput=20.0,
+        made_by="a test",
+    )
+
+
+SPEC = """\
+name: small
+seed: 3
+requests: 40
+rate: 400
+models: [a, b]
+lengths: {prompt: [4, 60], output: [2, 40]}
+system: {tokens: 24}
+"""
+
+CONFIG = """\
+threads: 1
+kv_memory: 16MiB
+block_bytes: 4KiB
+models: {one: made/up, two: made/up}
+"""
+
+
+def write_files(folder: Path) -> None:
+    """A plan and a config with a profile, the workloads for each, and others that are wrong."""
+    write_plan(folder / "plan.json", make_plan())
+    write_plan(folder / "abacus.json", make_plan(device="abacus"))
+    plan = (folder / "plan.json").read_text()
+    (folder / "cut.json").write_text(plan[: len(plan) // 2])
+    (folder / "later.json").write_text(json.dumps(json.loads(plan) | {"version": 99}))
+    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "three.yaml").write_text(CONFIG.replace("two:", "three:"))
+    write_profile(make_profile(), folder / "profile.json")
+    (folder / "small.yaml").write_text(SPEC)
+    (folder / "others.yaml").write_text(SPEC.replace("[a, b]", "[a, c]"))
+    (folder / "measured.yaml").write_text(SPEC.replace("[a, b]", "[one, two]").replace("400", "20"))
+    (folder / "empty.yaml").write_text(SPEC.replace("requests: 40", "seconds: 0.0000001"))
+    (folder / "bad.yaml").write_text(SPEC.replace("rate: 400", "rate: -4"))

@@ -1,0 +1,178 @@
+"""`kvloom simulate` as people type it: on a plan, on a machine that was measured, and with what cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvloom.cli import main
+from kvloom.router.programs import PROGRAMS
+from kvloom.workload.ask import Ask
+from kvloom.workload.files import Header, write_workload
+from kvloom.workload.make import make_asks
+from kvloom.workload.results import Results, read_results
+from kvloom.workload_source import read_spec
+from tests.sim.plans import write_files
+
+BAD = [
+    (("cut.json",), ["cut.json: no plan"]),
+    (("later.json",), ["later.json: a plan of version 99"]),
+    (("nowhere.json",), ["nowhere.json: No such file"]),
+    (("abacus.json",), ["device 'abacus' is not known", "A10"]),
+    (("plan.json", "--workload", "others.yaml"), ["asks for c, which no unit serves; a, b are served"]),
+    (("plan.json", "--workload", "empty.yaml"), ["empty.yaml: asks for nothing"]),
+    (("plan.json", "--workload", "bad.yaml"), ["bad.yaml: rate: -4"]),
+    (("plan.json", "--workload", "nowhere.jsonl"), ["nowhere.jsonl: No such file"]),
+    (("plan.json", "--rate-scale", "-1"), ["--rate-scale", "-1"]),
+    (("plan.json", "--rate-scale", "nan"), ["--rate-scale", "nan"]),
+    (("plan.json", "--slo-scale", "0"), ["--slo-scale", "more than 0"]),
+    (("plan.json", "--program", "nobody"), ["'nobody' is not known; data_parallel"]),
+    (("plan.json", "--policy", "nobody"), ["--policy", "adbs"]),
+    (("plan.json", "--seed", "x"), ["--seed"]),
+    (("plan.json", "--json", "no/x.json"), ["no/x.json: no such folder"]),
+    (("plan.json", "--html", "no/x.html"), ["no/x.html: no such folder"]),
+    (("config.yaml",), ["config.yaml: --profile FILE is needed"]),
+    (("config.yaml", "--profile", "plan.json"), ["plan.json: no profile"]),
+    (("config.yaml", "--profile", "nowhere"), ["nowhere: No such file"]),
+    (("config.yaml", "--profile", "profile.json"), ["asks for a, which no unit serves; one, two"]),
+    (("three.yaml", "--profile", "profile.json"), ["the profile has no three, but one, two"]),
+]
+STOPS = """
+import signal
+
+async def stops(call, fleet):
+    signal.raise_signal(signal.SIGINT)
+    async for frame in call.start_generate(fleet.turn()):
+        yield frame
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def simulated(*arguments: str, workload: str = "small.yaml") -> Results:
+    assert main(["simulate", *arguments, "--workload", workload, "--json", "out.json"]) == 0
+    return read_results(Path("out.json"))
+
+
+def output_tokens(workload: str) -> int:
+    return sum(ask.output for ask in make_asks(read_spec(Path(workload))))
+
+
+def check_all(results: Results, workload: str = "small.yaml") -> None:
+    assert (results.total.requests, results.total.errors, results.errors) == (40, 0, {})
+    assert results.total.output_tokens == output_tokens(workload)
+
+
+def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    results = simulated("plan.json", "--html", "out.html", "--slo-scale", "1000", "--slo-scale", "0.5")
+    check_all(results)
+    assert (results.source, results.title) == ("simulation", "small on plan.json, simulated")
+    assert sorted(results.models) == ["a", "b"]
+    assert results.total.attained == {"≤ 1000×": 1.0, "≤ 0.5×": 0.0}
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    for words in (results.title, "≤ 1000×", "100.0%"):
+        assert words in shown.out
+    page = Path("out.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert results.title in page
+
+
+def test_a_machine_that_was_measured() -> None:
+    results = simulated("config.yaml", "--profile", "profile.json", workload="measured.yaml")
+    check_all(results, "measured.yaml")
+    assert results.total.first is not None
+    assert results.total.first.mean > 3e-3  # a prefill of the faster model on one core
+
+
+def test_a_higher_rate_is_over_sooner_and_waits_longer() -> None:
+    slow, fast = (simulated("plan.json", "--rate-scale", scale) for scale in ("1", "20"))
+    check_all(fast)
+    assert fast.seconds < slow.seconds
+    assert fast.total.first is not None
+    assert slow.total.first is not None
+    assert fast.total.first.mean > slow.total.first.mean
+
+
+@pytest.mark.parametrize(
+    ("fleet", "workload"),
+    [(["plan.json"], "small.yaml"), (["config.yaml", "--profile", "profile.json"], "measured.yaml")],
+)
+def test_each_policy_answers_all_and_is_another(fleet: list[str], workload: str) -> None:
+    ends = set()
+    for policy in ("adbs", "fcfs", "round-robin"):
+        results = simulated(*fleet, "--policy", policy, "--rate-scale", "20", workload=workload)
+        check_all(results, workload)
+        assert results.total.end is not None
+        ends.add(results.total.end.mean)
+    assert len(ends) == 3
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_program_answers_all(program: str) -> None:
+    check_all(simulated("plan.json", "--program", program))
+
+
+def test_a_program_of_ones_own_lies_beside_the_fleet(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (folder / "own_program.py").write_text(STOPS.replace("signal.raise_signal(signal.SIGINT)", "pass"))
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    (Path("small.yaml")).write_bytes((folder / "small.yaml").read_bytes())
+    check_all(simulated(str(folder / "plan.json"), "--program", "own_program:stops"))
+
+
+def test_the_same_seed_gives_the_same_bytes(folder: Path) -> None:
+    words = ["simulate", "plan.json", "--workload", "small.yaml", "--program", "cache_aware", "--seed", "5"]
+    assert main([*words, "--json", "here.json"]) == 0
+    assert main([*words, "--json", "again.json"]) == 0
+    other = {**os.environ, "PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-m", "kvloom.cli", *words, "--json", "there.json"]
+    subprocess.run(command, check=True, env=other, stdout=subprocess.DEVNULL, timeout=120)
+    first = Path("here.json").read_bytes()
+    assert first == Path("again.json").read_bytes() == Path("there.json").read_bytes()
+
+
+def test_the_seed_draws_the_order_of_what_happens_at_one_moment() -> None:
+    header = Header(kvloom_workload=1, models=("a", "b"))
+    at_once = [Ask(at=0.0, model="ab"[i % 2], prompt=10 + 150 * i, output=2 + i) for i in range(12)]
+    write_workload(Path("at_once.jsonl"), header, at_once)
+    runs = [simulated("plan.json", "--seed", seed, workload="at_once.jsonl") for seed in ("1", "1", "2")]
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0].total.output_tokens == runs[2].total.output_tokens == sum(ask.output for ask in at_once)
+
+
+@pytest.mark.parametrize(("arguments", "parts"), BAD)
+def test_what_cannot_be_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], parts: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    try:
+        code: object = main(["simulate", "--workload", "small.yaml", *arguments])
+    except SystemExit as error:
+        code = error.code
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (2, "")
+    assert shown.err.count("\n") == 1
+    for part in ("kvloom: ", *parts):
+        assert part in shown.err
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_control_c(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "stopping.py").write_text(STOPS)
+    words = ["simulate", "plan.json", "--workload", "small.yaml", "--program", "stopping:stops"]
+    assert main([*words, "--json", "out.json"]) == 130
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "kvloom: interrupted; nothing was written\n")
+    assert not Path("out.json").exists()
