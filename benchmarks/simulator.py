@@ -1,0 +1,124 @@
+"""How fast the simulator is: 16 LLaMA-7B on an A10 each, 10,000 requests of ShareGPT's lengths.
+
+python -m benchmarks.simulator [--requests 10000]. CPU time of this process, so that neighbours on the machine
+do not count. Requests come by Poisson at 8 a second to all of them together, and go to the least loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from benchmarks.report import Cell, Finding, Report, this_machine
+from kvloom.core.spec import Policy
+from kvloom.cost.devices import find_device
+from kvloom.cost.shapes import find_shape
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.router.program import load_program
+from kvloom.sim.run import simulate
+from kvloom.sim.units import planned_units
+from kvloom.workload.make import make_asks
+from kvloom.workload.prompts import Prompts
+from kvloom.workload.results import Results
+from kvloom.workload.spec import WorkloadSpec
+from kvloom.workload.summary import Summary
+
+POLICIES: tuple[Policy, ...] = ("fcfs", "adbs")
+INSTANCES, REQUESTS, RATE = 16, 10_000, 8.0
+MODEL, SHAPE, DEVICE = "chat", "llama-7b", "A10"
+PROMPT, OUTPUT = 161.0, 338.0  # tokens on average, of ShareGPT (MuxServe, section 4.1)
+USED = 0.9  # of a device's memory, by weights and the pool
+MOST, AIM = 60.0, 10.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    policy: Policy
+    seconds: float
+    results: Results
+
+
+def fleet() -> Plan:
+    shape, device = find_shape(SHAPE), find_device(DEVICE)
+    model = PlannedModel(
+        name=MODEL,
+        path=None,
+        shape=shape,
+        rate=RATE / INSTANCES,
+        prompt=PROMPT,
+        output=OUTPUT,
+        prefill_share=1.0,
+        decode_share=1.0,
+        quota=1.0,
+        throughput=RATE / INSTANCES,
+    )
+    pool = int(USED * device.memory) - shape.parameters * shape.itemsize
+    units = tuple(
+        PlannedUnit(
+            name=f"unit-{i}", node=f"node-{i}", device=device.name, gpus=1, kv_bytes=pool, models=(model,)
+        )
+        for i in range(INSTANCES)
+    )
+    return Plan(units=units, throughput=RATE, made_by="benchmarks.simulator")
+
+
+def play(policy: Policy, requests: int) -> Run:
+    spec = WorkloadSpec.model_validate(
+        {"models": [MODEL], "rate": RATE, "requests": requests, "lengths": "sharegpt"}
+    )
+    began = time.process_time()
+    results = simulate(
+        planned_units(fleet(), policy),
+        load_program("least_loaded"),
+        make_asks(spec),
+        Prompts(find_shape(SHAPE).vocab),
+        Summary(),
+        title=policy,
+    )
+    if results.total.errors:
+        raise RuntimeError(f"{policy}: {results.total.errors} errors: {results.errors}")
+    return Run(policy, time.process_time() - began, results)
+
+
+def measure(requests: int = REQUESTS) -> Report:
+    machine = this_machine()
+    runs = [play(policy, requests) for policy in POLICIES]
+    return Report(
+        name="simulator",
+        title=f"{requests:,} requests to {INSTANCES} simulated {DEVICE}",
+        columns=["", "CPU s", "simulated s", "tokens", "tokens a CPU s", "CPU ms a request"],
+        rows=[_row(run) for run in runs],
+        findings=[
+            Finding(
+                what=f"CPU, {run.policy} (aim {AIM:g} s for {REQUESTS:,})",
+                value=run.seconds,
+                unit=" s",
+                most=MOST if requests == REQUESTS else None,
+            )
+            for run in runs
+        ],
+        machine=machine,
+    )
+
+
+def _row(run: Run) -> list[Cell]:
+    total = run.results.total
+    tokens, each = total.output_tokens, 1e3 * run.seconds / total.requests
+    return [run.policy, run.seconds, run.results.seconds, tokens, tokens / run.seconds, each]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    report = measure(parser.parse_args().requests)
+    report.show(Console())
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
