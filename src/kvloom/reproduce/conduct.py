@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Final
@@ -29,7 +31,8 @@ def conduct(paper: str, figures: Sequence[str], scale: Scale, json: Path | None,
             raise ConfigError(f"{path}: no such folder; a path that can be written is right")
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     try:
-        reports = [_run(experiment, scale, console) for experiment in experiments]
+        with _quiet(logging.getLogger("kvloom.router")):
+            reports = [_run(experiment, scale, console) for experiment in experiments]
     except KeyboardInterrupt:
         print("kvloom: interrupted; nothing was written", file=sys.stderr)
         return INTERRUPTED
@@ -40,6 +43,17 @@ def conduct(paper: str, figures: Sequence[str], scale: Scale, json: Path | None,
     if page is not None:
         write_text(page, "\n".join(map(markdown, reports)))
     return 0
+
+
+@contextmanager
+def _quiet(log: logging.Logger) -> Iterator[None]:
+    """Without its warnings: papers overload their systems, and requests that find no room go elsewhere."""
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _chosen(paper: str, figures: Sequence[str]) -> list[Experiment]:

@@ -16,8 +16,8 @@ from kvloom.engine.engine import Engine
 from kvloom.router.program import Program
 from kvloom.router.router import Router
 from kvloom.sim.clock import LoopClock
-from kvloom.sim.executor import ModelledExecutor
-from kvloom.sim.links import ModelledPlane, TimedLink
+from kvloom.sim.executor import Content, ModelledExecutor
+from kvloom.sim.links import Link, ModelledPlane, TimedLink
 from kvloom.sim.wire import ModelledWire
 
 CONTEXT = 8192  # tokens, of a model whose spec sets none
@@ -48,16 +48,25 @@ class SimulatedFleet:
     engines: Mapping[str, Engine]
 
 
+def timed_link(unit: SimulatedUnit) -> Link:
+    return TimedLink(unit.bandwidth, LATENCY)
+
+
 @asynccontextmanager
 async def simulated(
-    units: Sequence[SimulatedUnit], program: Program, *, delay: float = 0.0003
+    units: Sequence[SimulatedUnit],
+    program: Program,
+    *,
+    delay: float = 0.0003,
+    link: Callable[[SimulatedUnit], Link] = timed_link,
 ) -> AsyncIterator[SimulatedFleet]:
-    """The fleet while it runs, on a virtual loop. delay: of the wire, in seconds, one way."""
+    """The fleet while it runs, on a virtual loop. delay: of the wire, in seconds, one way. link: a unit's
+    way out."""
     clock, plane = LoopClock(asyncio.get_running_loop()), ModelledPlane()
     engines: dict[str, Engine] = {}
     for unit in units:
-        executor, name = _executor(unit), unit.spec.unit
-        transport = plane.join(name, executor.blocks, TimedLink(unit.bandwidth, LATENCY))
+        executor, name = modelled_executor(unit), unit.spec.unit
+        transport = plane.join(name, executor.blocks, link(unit))
         engines[name] = Engine(executor, transport, unit.spec, clock)
     async with asyncio.TaskGroup() as group:
         for engine in engines.values():
@@ -71,7 +80,8 @@ async def simulated(
                 await engine.stop()
 
 
-def _executor(unit: SimulatedUnit) -> ModelledExecutor:
+def modelled_executor(unit: SimulatedUnit, content: Content | None = None) -> ModelledExecutor:
+    """The unit's devices. content: what their pages hold; nothing where it is left out."""
     spec = unit.spec
     contexts = {model.name: model.max_context or CONTEXT for model in spec.models}
     return ModelledExecutor(
@@ -80,6 +90,7 @@ def _executor(unit: SimulatedUnit) -> ModelledExecutor:
         blocks=spec.kv_bytes // spec.block_bytes,
         compute=unit.compute,
         cost=unit.cost,
+        content=content,
         overhead=unit.overhead,
         stride=unit.stride,
     )
