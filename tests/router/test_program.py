@@ -58,6 +58,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "own_programs.py"
     file.write_text(OWN.format(often=1), "utf-8")
     (tmp_path / "broken_programs.py").write_text("async def mine(call, fleet):\n  yield\n 1 +", "utf-8")
+    (tmp_path / "ending_programs.py").write_text("raise SystemExit(3)", "utf-8")
     return file
 
 
@@ -104,6 +105,7 @@ def test_options(name: str, options: dict[str, Any], made: dict[str, Any]) -> No
         ("own_programs:mine", {}, "own_programs:mine needs the option first"),
         ("own_programs:mine", {"first": "a", "often": "x"}, "option often: Expected `int`"),
         ("broken_programs:mine", {}, "broken_programs cannot be imported: IndentationError"),
+        ("ending_programs:mine", {}, "ending_programs cannot be imported: SystemExit: 3"),
     ],
 )
 def test_what_cannot_be_a_program(own: Path, name: str, options: dict[str, Any], message: str) -> None:

@@ -54,8 +54,8 @@ class Gateway:
         return self._call("units", list[UnitState])
 
     def drain(self, unit: str, seconds: float | None) -> UnitState:
-        """Until nothing runs there, or for `seconds`, or for as long as the server is configured to wait. Raises
-        ServerError."""
+        """Until nothing runs there, or for `seconds`; left out, for as long as the server is told to wait.
+        Raises ServerError."""
         return self._order(unit, "drain", Drain(seconds=seconds))
 
     def restart(self, unit: str, seconds: float | None) -> UnitState:

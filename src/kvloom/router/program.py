@@ -50,7 +50,7 @@ def _imported(name: str) -> Any:
         raise ConfigError(f"program: {name!r} is not known; {known}, or `my_module:my_program` is right")
     try:
         module = _read_anew(module_name)
-    except Exception as error:  # somebody else's code, which may raise anything
+    except (Exception, SystemExit) as error:  # somebody else's code, which may raise anything
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"program: {module_name} cannot be imported: {problem}") from error
     if not hasattr(module, attribute):

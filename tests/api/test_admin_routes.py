@@ -1,0 +1,84 @@
+"""What those who run a fleet ask over HTTP; the answers are what the commands read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from kvloom.api.auth import Keys
+from kvloom.api.schemas import ErrorAnswer
+from kvloom.core.errors import Unavailable
+from kvloom.core.spec import ProgramSpec
+from tests.api.fleet import Administered, administered
+
+KEY = {"authorization": "Bearer admin"}
+
+
+@pytest.fixture
+def fleet() -> Administered:
+    return administered(keys=Keys(admin=frozenset({"admin"})))
+
+
+@pytest.fixture
+def http(fleet: Administered) -> TestClient:
+    return TestClient(fleet.app, headers=KEY)
+
+
+def refused(answer: Any, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    return ErrorAnswer.model_validate(answer.json()).error.message
+
+
+def test_the_program(http: TestClient, fleet: Administered) -> None:
+    """What is kept is what was asked for, and only what could be had."""
+    asked = {"name": "balanced", "options": {"ratio": "0.25"}}
+    answer = http.post("/admin/program", json=asked)
+    assert (
+        answer.json() == http.get("/admin/program").json() == {"name": "balanced", "options": {"ratio": 0.25}}
+    )
+    said = refused(http.post("/admin/program", json={"name": "none_such"}), 400)
+    assert "none_such" in said
+    refused(http.post("/admin/program", content=b"{"), 400)
+    assert fleet.chosen == [ProgramSpec("balanced", {"ratio": "0.25"})]
+
+
+def test_units(http: TestClient, fleet: Administered) -> None:
+    everyone = http.get("/admin/units").json()
+    assert [(unit["name"], unit["state"]) for unit in everyone] == [("unit-0", "down"), ("unit-1", "down")]
+    assert http.get("/admin/units/unit-1").json() == everyone[1]
+    drained = http.post("/admin/units/unit-1/drain", json={"seconds": 1}).json()
+    assert (drained["name"], drained["state"], drained["calls"]) == ("unit-1", "drained", 0)
+    admitted = http.post("/admin/units/unit-1/admit", json={}).json()
+    assert (admitted["state"], admitted["models"]) == ("up", ["tiny"])
+    assert fleet.drained == [{"unit-1"}, set()]
+    assert http.post("/admin/units/unit-0/restart", json={}).json()["state"] == "up"
+    assert fleet.restarted == ["unit-0"]
+
+
+def test_a_restart_that_fails(http: TestClient, fleet: Administered) -> None:
+    fleet.dies.append(Unavailable("unit-0 ended with exit code 3 as it started; it is tried again"))
+    answer = http.post("/admin/units/unit-0/restart", json={})
+    assert "exit code 3" in refused(answer, 503)
+
+
+@pytest.mark.parametrize("what", ["drain", "admit", "restart"])
+def test_what_cannot_be(http: TestClient, fleet: Administered, what: str) -> None:
+    said = refused(http.post(f"/admin/units/unit-7/{what}", json={}), 404)
+    assert said == "there is no unit 'unit-7'; unit-0, unit-1 are the units"
+    refused(http.post(f"/admin/units/unit-0/{what}"), 400)  # a page that a browser shows could send this
+    refused(http.post(f"/admin/units/unit-0/{what}", json=7), 400)
+    refused(http.get(f"/admin/units/unit-0/{what}"), 405)
+    assert not fleet.restarted
+    assert not fleet.drained
+
+
+@pytest.mark.parametrize("seconds", [-1, 1e9, "1"])
+def test_times_that_are_none(http: TestClient, seconds: object) -> None:
+    assert "seconds" in refused(http.post("/admin/units/unit-0/drain", json={"seconds": seconds}), 400)
+
+
+def test_units_that_are_none(http: TestClient) -> None:
+    refused(http.get("/admin/units/unit-7"), 404)
+    refused(http.get("/admin/units/unit-0/steal"), 404)

@@ -1,0 +1,250 @@
+"""Units that are drained and restarted under load, and a gateway that is killed meanwhile. Real processes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.cli import main
+from kvloom.config import DEMO
+from tests.processes import DEADLINE, Fleet, fleet, leaves_nothing
+
+CONFIG = f"""
+kv_memory: 32MiB
+block_bytes: 4KiB
+models: {{sums: {DEMO}/sums}}
+units: [{{models: [sums], replicas: 2}}]
+"""
+PROGRAM = """
+async def mine(call, fleet, *, say: str = "mine"):
+    async for frame in call.start_generate(fleet.turn()):
+        yield frame
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(CONFIG)
+    return file
+
+
+def call(url: str, path: str, body: object = None, key: str | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.urlopen(
+        urllib.request.Request(url + path, data, headers), timeout=DEADLINE
+    ) as answer:
+        return json.load(answer)
+
+
+def states(url: str) -> dict[str, str]:
+    return {unit["name"]: unit["state"] for unit in call(url, "/admin/units")}
+
+
+def kvloom(url: str, *words: str) -> int:
+    return main([*words, "--url", url])
+
+
+def listen(url: str, number: int) -> str:
+    """The sum that was asked for; whatever goes wrong is in the text."""
+    ask = {"messages": [{"role": "user", "content": f"What is {17 + number} + 25?"}], "temperature": 0}
+    try:
+        answer = call(url, "/v1/chat/completions", {"model": "sums"} | ask)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+def long_request(url: str, n: int) -> urllib.request.Request:
+    """A stream of `n` choices, each as long as it can be: longer than an engine that ends would wait for."""
+    [model] = call(url, "/v1/models")["data"]
+    ask = {
+        "model": "sums",
+        "prompt": [5, 6],
+        "max_tokens": model["max_model_len"] - 2,
+        "ignore_eos": True,
+        "n": n,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    headers = {"content-type": "application/json"}
+    return urllib.request.Request(f"{url}/v1/completions", json.dumps(ask).encode(), headers)
+
+
+def listen_long(url: str) -> int:
+    """How many tokens are missing in a long answer of several choices."""
+    request = long_request(url, 16)
+    asked: int = json.loads(request.data)["max_tokens"]  # type: ignore[arg-type]
+    with urllib.request.urlopen(request, timeout=DEADLINE) as response:
+        lines = [line.removeprefix(b"data: ").strip() for line in response if line.strip()]
+    assert lines[-1] == b"[DONE]", lines[-1]
+    made: int = json.loads(lines[-2])["usage"]["completion_tokens"]
+    return 16 * asked - made
+
+
+@contextmanager
+def load(url: str, threads: int = 4) -> Iterator[list[object]]:
+    """Requests all the while, of which every single one is answered well: short ones, and long streams. Gives
+    what was heard so far."""
+    heard: list[object] = []
+    over = threading.Event()
+
+    def work(number: int) -> None:
+        while not over.is_set():
+            if number % 2:
+                heard.append(listen_long(url))
+            else:
+                heard.append(listen(url, 0))
+
+    with ThreadPoolExecutor(threads) as pool:
+        working = [pool.submit(work, number) for number in range(threads)]
+        try:
+            yield heard
+        finally:
+            over.set()
+        for one in working:
+            one.result()
+    assert {*heard} == {0, "17 + 25 = 42."}
+
+
+def test_restarts_under_load_lose_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fleet(str(config)) as running:
+        url = running.wait_until_ready()
+        before = running.children()
+        with load(url) as heard:
+            for unit in ("unit-0", "unit-1"):
+                count = len(heard)
+                assert kvloom(url, "unit", "restart", unit) == 0
+                assert capsys.readouterr().out.split()[:2] == [unit, "up"]
+                assert len(heard) > count  # the other one served
+        after = running.children()
+        assert not {before[unit] for unit in ("unit-0", "unit-1")} & {*after.values()}
+        assert after["gateway"] == before["gateway"]
+        assert states(url) == {"unit-0": "up", "unit-1": "up"}
+        assert running.end(signal.SIGTERM) == 0
+        assert "failed" not in running.output
+        assert running.errors() == ""
+
+
+def test_a_drained_unit_rests_until_it_is_admitted(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Though the gateway is killed in between."""
+    with fleet(str(config)) as running:
+        url = running.wait_until_ready()
+        with load(url):
+            assert kvloom(url, "unit", "drain", "unit-1") == 0
+            assert capsys.readouterr().out.split()[:4] == ["unit-1", "drained", "0", "calls"]
+            made = jobs(url)
+            assert {listen(url, number) for number in (0, 0, 0, 0)} == {"17 + 25 = 42."}
+            assert jobs(url) == made
+        kill_gateway(running)
+        assert states(url) == {"unit-0": "up", "unit-1": "drained"}
+        assert [listen(url, 0) for _ in range(4)] == ["17 + 25 = 42."] * 4
+        assert jobs(url) == made
+        assert kvloom(url, "unit", "admit", "unit-1") == 0
+        assert states(url) == {"unit-0": "up", "unit-1": "up"}
+        for _ in range(4):
+            listen(url, 0)
+        assert jobs(url) > made
+        assert running.end(signal.SIGTERM) == 0
+
+
+def jobs(url: str) -> int:
+    """That unit-1 has run."""
+    load = call(url, "/verbs/unit-1/load")["models"]["sums"]
+    made: int = load["prefill_jobs_total"] + load["decode_jobs_total"]
+    return made
+
+
+def kill_gateway(running: Fleet) -> None:
+    os.kill(running.children()["gateway"], signal.SIGKILL)
+    running.wait_for("gateway | answers again")
+
+
+def test_a_program_outlives_its_gateway(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = config.with_name("my_router.py")
+    module.write_text(PROGRAM)
+    with fleet(str(config)) as running:
+        url = running.wait_until_ready()
+        assert kvloom(url, "program", "set", "my_router:mine", "--option", "say=here") == 0
+        for _ in range(2):
+            kill_gateway(running)
+            capsys.readouterr()
+            assert kvloom(url, "program", "show") == 0
+            assert capsys.readouterr().out == "my_router:mine --option say=here\n"
+        assert listen(url, 0) == "17 + 25 = 42."
+        module.write_text("raise SystemExit")
+        for _ in range(2):  # once it is forgotten it stays so
+            kill_gateway(running)
+            capsys.readouterr()
+            assert kvloom(url, "program", "show") == 0
+            assert capsys.readouterr().out == "data_parallel\n"
+            module.write_text(PROGRAM)
+        assert listen(url, 0) == "17 + 25 = 42."
+        assert running.end(signal.SIGTERM) == 0
+    [said] = [line for line in running.output.splitlines() if "it was set while serving" in line]
+    assert "my_router cannot be imported: SystemExit" in said
+    assert "data_parallel runs again, as configured" in said
+
+
+def test_the_end_waits_for_no_drain(config: Path, tmp_path: Path) -> None:
+    """Ctrl-C while one unit is drained for a restart, and a long request runs there."""
+    folder = tmp_path / "s"
+    folder.mkdir()
+    with fleet(str(config), folder=folder) as running:
+        url = running.wait_until_ready()
+        with urllib.request.urlopen(long_request(url, 64), timeout=DEADLINE) as stream:
+            stream.readline()
+            ordering = [
+                threading.Thread(target=kvloom, args=(url, "unit", "restart", unit))
+                for unit in ("unit-0", "unit-1")
+            ]
+            for thread in ordering:
+                thread.start()
+            while "restarting" not in states(url).values():
+                pass
+            with leaves_nothing(running, folder):
+                assert running.end(signal.SIGINT) == 0
+            with pytest.raises(http.client.IncompleteRead):  # it was long enough
+                stream.read()
+        for thread in ordering:
+            thread.join(DEADLINE)
+
+
+def test_keys_of_two_kinds(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.with_name("api.txt").write_text("asker\n")
+    admins = config.with_name("admins.txt")
+    admins.write_text("admin\n")
+    config.write_text(CONFIG + "api_key_file: api.txt\nadmin_key_file: admins.txt\n")
+    with fleet(str(config)) as running:
+        url = running.wait_until_ready()
+        ask = {"model": "sums", "prompt": "1", "max_tokens": 1}
+        for key in ("asker", "admin"):
+            assert call(url, "/v1/completions", ask, key)["choices"]
+        for path in ("/admin/units", "/verbs/unit-0/load"):
+            assert call(url, path, key="admin")
+            for given, status in ((None, 401), ("asker", 403)):
+                with pytest.raises(urllib.error.HTTPError, match=str(status)):
+                    call(url, path, key=given)
+        assert kvloom(url, "unit", "list") == 1
+        assert "no admin key was given" in capsys.readouterr().err
+        assert kvloom(url, "unit", "list", "--admin-key-file", str(admins)) == 0
+        monkeypatch.setenv("KVLOOM_ADMIN_KEY", "asker")
+        assert kvloom(url, "program", "show") == 1
+        assert "an API key was given; this path needs an admin key" in capsys.readouterr().err
+        assert running.end(signal.SIGTERM) == 0
