@@ -13,8 +13,13 @@ from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.cost.work import CostModel, Work
 
 
+class JobFailed(Exception):
+    """What a content raises, so does the job."""
+
+
 class Content(Protocol):
-    """What jobs write and read; how long they take is not its matter."""
+    """What jobs write and read; how long they take is not its matter. `write` and `draw` raise JobFailed
+    where the job fails half way."""
 
     def begin(self, job: Job) -> None:
         """The job has started: its copies of pages are made."""
@@ -128,16 +133,18 @@ class ModelledExecutor:
         running.timer = loop.call_at(due, self._computed, running, layer)
 
     def _computed(self, running: _Running, layer: int) -> None:
-        loop, job = asyncio.get_running_loop(), running.job
-        self._content.write(job, range(running.layers, layer))
-        for at in range(running.layers, layer if job.plan.sends else 0):
-            for send in job.plan.sends:
-                send.shipment.put(send.parcel(job.plan.page_map, at))
-        running.layers = layer
-        if layer < running.all_layers:
-            self._wait(running, loop)
+        loop = asyncio.get_running_loop()
+        try:
+            self._write(running, layer)
+            if layer < running.all_layers:
+                self._wait(running, loop)
+                return
+            running.tokens += self._content.draw(running.job, running.step)
+        except JobFailed as error:
+            self._running.remove(running)
+            self._pace(loop)
+            running.future.set_exception(error)
             return
-        running.tokens += self._content.draw(job, running.step)
         running.step += 1
         if running.step < running.steps:
             running.work = running.work.next()
@@ -149,9 +156,25 @@ class ModelledExecutor:
         if running.step == running.steps:
             running.future.set_result(self._result(running, loop.time()))
 
+    def _write(self, running: _Running, layer: int) -> None:
+        """The layers up to `layer`, which peers that wait for them are sent."""
+        job = running.job
+        self._content.write(job, range(running.layers, layer))
+        for at in range(running.layers, layer if job.plan.sends else 0):
+            for send in job.plan.sends:
+                send.shipment.put(send.parcel(job.plan.page_map, at))
+        running.layers = layer
+
     def _result(self, running: _Running, now: float) -> JobResult:
         prompts = [TokenLogprob(0.0) for _ in running.job.prompts]
         return JobResult(running.tokens, [None] * len(running.tokens), prompts, now - running.started)
+
+    def halt(self) -> None:
+        """The device is gone: no job ends any more."""
+        for running in self._running:
+            if running.timer is not None:
+                running.timer.cancel()
+        self._running = []
 
     def taken(self, job: Job) -> int:
         running = self._find(job)

@@ -71,6 +71,7 @@ class ModelledPlane:
         return member
 
     def kill(self, member: ModelledTransport) -> None:
+        """Its process is gone: nobody reaches it, and what it was about to write is never written."""
         del self.members[member.endpoint.where]
 
     def reaches(self, member: ModelledTransport) -> bool:
@@ -181,14 +182,15 @@ class ModelledShipment:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-        if not self._source.plane.reaches(self._target):
-            raise Unavailable(f"{self._target.endpoint.unit} is gone")
+        for end in (self._source, self._target):
+            if not end.plane.reaches(end):
+                raise Unavailable(f"{end.endpoint.unit} is gone")
 
     def _finish(self) -> None:
         assert self._entry is not None
         parcel = self._parcels.popleft()
         own, peer = self._source.arena, self._target.arena
-        if own is not None and peer is not None:
+        if own is not None and peer is not None and self._source.plane.reaches(self._source):
             rows = zip(parcel.own, parcel.peer, parcel.offsets, parcel.counts, strict=True)
             for source, target, offset, count in rows:
                 peer[target, offset : offset + count] = own[source, offset : offset + count]
@@ -213,6 +215,9 @@ class ModelledShipment:
         self._done = True
 
     def _give_back(self) -> None:
+        """The claim, unless nobody is left to do it."""
+        if not self._source.plane.reaches(self._source):
+            return
         entry = self._target.ledger.get(self._ticket.slot)
         if entry is not None and entry.ticket == self._ticket and entry.claimed == self._end:
             entry.claimed = self._first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
+from typing import Final
 
 from kvloom.core.client import Generator
 from kvloom.core.clock import Clock
@@ -12,6 +13,8 @@ from kvloom.core.errors import KvloomError
 from kvloom.core.request import EndEvent, StartGenerate, TokenEvent
 from kvloom.core.sampling import SamplingParams
 from kvloom.workload.ask import Ask, Outcome
+
+FEW_FRAMES: Final = 1024  # tokens a frame: only the first and the last one's times are told
 
 Prompts = Callable[[int, Ask], list[int]]  # the token ids of an ask, by its number
 
@@ -38,6 +41,7 @@ async def _play(
         prompt=prompts(number, ask),
         sampling=SamplingParams(max_tokens=ask.output, seed=number),
         priority=ask.priority,
+        interval=FEW_FRAMES,
     )
     begin, first, last, tokens, cached, problem = clock.now(), None, None, 0, 0, ""
     try:

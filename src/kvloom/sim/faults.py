@@ -1,0 +1,174 @@
+"""What may go wrong in a run, all of it drawn before the run begins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from kvloom.core.request import StartGenerate
+from kvloom.core.spec import Option
+from kvloom.sim.fleet import SimulatedUnit
+
+LATEST: Final = 6.0  # seconds that anything on a wire may be late
+STALE: Final = 3.0  # seconds after which the second copy of a call comes at the latest
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """An engine is gone with all it knows, or, `gently`, after it has ended what it had; a new one starts
+    `down` seconds later under the same name, with an empty pool."""
+
+    at: float
+    unit: str
+    down: float
+    gently: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLoss:
+    """The router is gone with all its calls, and gives nothing back; a new one starts `down` seconds later.
+    The loss of a fleet scheduler, once there is one, is a kind of its own beside this."""
+
+    at: float
+    down: float
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """From now on requests run under another program."""
+
+    at: float
+    program: str
+    options: Mapping[str, Option]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Somebody calls a unit beside the router: keeps a prefix for `seconds`, drops one, asks for room and
+    never comes back, or takes the unit out of service for that time."""
+
+    at: float
+    unit: str
+    what: Literal["pin", "evict", "reserve", "drain"]
+    model: str
+    prompt: list[int]
+    seconds: int
+
+
+Fault = Death | GatewayLoss | Switch | Order
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Asks for `body` at `at`. leaves: seconds until it hangs up. aborts: seconds until it ends the request,
+    or one choice of it, and reads on. pause: seconds it takes over each frame."""
+
+    at: float
+    body: StartGenerate
+    leaves: float | None = None
+    aborts: float | None = None
+    choice: int | None = None
+    pause: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mishap:
+    """What becomes of one call. late, slow: seconds more on the way there and back. lost: it never arrives;
+    unanswered: its answer does not. again: it arrives a second time, so many seconds later. cut: its stream
+    breaks after so many frames. noticed: seconds until a side sees that the other is gone."""
+
+    late: float = 0.0
+    slow: float = 0.0
+    lost: bool = False
+    unanswered: bool = False
+    again: float | None = None
+    cut: int | None = None
+    noticed: float = 0.0
+
+    def __str__(self) -> str:
+        told = {"late": self.late, "slow": self.slow, "again": self.again, "cut after": self.cut}
+        parts = [f"{name} {value:g}" for name, value in told.items() if value]
+        return ", ".join([*parts, *["lost"] * self.lost, *["unanswered"] * self.unanswered])
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How many of the calls, and of the jobs, have each mishap."""
+
+    late: float = 0.0
+    slow: float = 0.0
+    lost: float = 0.0
+    unanswered: float = 0.0
+    again: float = 0.0
+    cut: float = 0.0
+    jobs: float = 0.0
+
+    @property
+    def none(self) -> bool:
+        return self == Rates()
+
+
+NOTHING: Final = Mishap()
+
+
+class Mishaps:
+    """One after the other, as the seed has it, until it is over."""
+
+    def __init__(self, seed: str, rates: Rates) -> None:
+        self._random = random.Random(seed)
+        self._rates = rates
+
+    def calm(self) -> None:
+        self._rates = Rates()
+
+    def next(self) -> Mishap:
+        rates, draw = self._rates, self._random
+        if rates.none:
+            return NOTHING
+        hit = {
+            name: draw.random() < getattr(rates, name)
+            for name in ("late", "slow", "lost", "unanswered", "again", "cut")
+        }
+        return Mishap(
+            late=_moment(draw, LATEST) if hit["late"] else 0.0,
+            slow=_moment(draw, LATEST) if hit["slow"] else 0.0,
+            lost=hit["lost"],
+            unanswered=hit["unanswered"],
+            again=_moment(draw, STALE) if hit["again"] else None,
+            cut=draw.randint(0, 6) if hit["cut"] else None,
+            noticed=_moment(draw, LATEST),
+        )
+
+    def fails(self) -> bool:
+        """Whether the next job does."""
+        return self._rates.jobs > 0 and self._random.random() < self._rates.jobs
+
+
+def _moment(draw: random.Random, most: float) -> float:
+    """Mostly short, now and then as long as can be."""
+    return most * float(draw.random() ** 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Ordeal:
+    """One run: who serves, who asks, and what goes wrong. contexts: tokens that each model holds, by model.
+    delay: of the wire, in seconds, one way."""
+
+    seed: int
+    units: tuple[SimulatedUnit, ...]
+    contexts: Mapping[str, int]
+    program: Switch
+    clients: tuple[Client, ...]
+    faults: tuple[Fault, ...] = ()
+    rates: Rates = field(default_factory=Rates)
+    delay: float = 0.0003
+
+    @property
+    def harmless(self) -> bool:
+        """Nothing breaks, and no unit is taken out of service: whoever stays is answered."""
+        return self.rates.none and not any(
+            isinstance(one, Death | GatewayLoss) or (isinstance(one, Order) and one.what == "drain")
+            for one in self.faults
+        )

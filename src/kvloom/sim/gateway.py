@@ -1,0 +1,119 @@
+"""A gateway's process in a run with faults: a router, and the clients that have reached it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from kvloom.core.clock import Clock
+from kvloom.core.errors import KvloomError
+from kvloom.router.program import Program
+from kvloom.router.router import Router
+from kvloom.sim.answer import Answer
+from kvloom.sim.faulty_wire import FaultyWire
+from kvloom.sim.journal import Journal
+
+
+class Gateway:
+    """crashed: called with what is no error of ours."""
+
+    def __init__(
+        self,
+        wires: Mapping[str, FaultyWire],
+        program: Program,
+        clock: Clock,
+        journal: Journal,
+        crashed: Callable[[BaseException], None],
+    ) -> None:
+        self.wires = wires
+        self.router = Router(wires, program, clock)
+        self._clock = clock
+        self._journal = journal
+        self._crashed = crashed
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._lost = False
+
+    async def start(self) -> None:
+        await self.router.__aenter__()
+        self._journal("gateway", "gateway", "is up")
+
+    async def close(self) -> None:
+        await self.router.__aexit__(None, None, None)
+
+    async def lose(self) -> None:
+        """Its process is gone at once; what its tasks still tidy up reaches nobody."""
+        self._journal("gateway", "gateway", "is lost")
+        self._lost = True
+        for wire in self.wires.values():
+            wire.cut()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self.close()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """What is done here; it ends with the process."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._lost:
+            self._crashed(error)
+
+    async def answer(self, answer: Answer) -> None:
+        """Serve a client to its end."""
+        client, name = answer.client, answer.client.body.request
+        answer.asked = self._clock.now()
+        self._journal(
+            "client", name, "asks for", client.body.model, len(client.body.prompt), "+", _wish(answer)
+        )
+        aborting = self.spawn(self._abort(answer)) if client.aborts is not None else None
+        try:
+            async with asyncio.timeout(client.leaves) as leaving:
+                await self._read(answer)
+            answer.fate = "ended"
+        except TimeoutError:
+            if not leaving.expired():
+                raise
+            answer.fate = "left"
+        except KvloomError as error:
+            answer.fate, answer.error = "failed", error
+        except asyncio.CancelledError:
+            answer.fate = "lost"
+            raise
+        finally:
+            answer.over = self._clock.now()
+            if aborting is not None:
+                aborting.cancel()
+            self._journal("client", name, answer.fate, answer.error.message if answer.error else "")
+
+    async def _read(self, answer: Answer) -> None:
+        client = answer.client
+        async with aclosing(self.router.start_generate(client.body)) as frames:
+            async for frame in frames:
+                answer.take(frame)
+                if self._journal.kept and frame:
+                    self._journal("stream", client.body.request, *frame)
+                if client.pause:
+                    await self._clock.sleep(client.pause)
+
+    async def _abort(self, answer: Answer) -> None:
+        client = answer.client
+        await self._clock.sleep(client.aborts or 0.0)
+        answer.aborted = True
+        self._journal("client", client.body.request, "aborts", "" if client.choice is None else client.choice)
+        with suppress(KvloomError):
+            await self.router.abort(client.body.request, client.choice)
+
+
+def _wish(answer: Answer) -> str:
+    body = answer.client.body
+    return f"{body.sampling.max_tokens} tokens × {body.n}, priority {body.priority}"

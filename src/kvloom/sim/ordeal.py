@@ -1,0 +1,227 @@
+"""Draws a run with faults from its seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, get_args
+
+from kvloom.core.job import Phase
+from kvloom.core.request import StartGenerate
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.spec import EngineSpec, ModelSpec, Option, Policy
+from kvloom.cost.shape import ModelShape
+from kvloom.cost.work import Work
+from kvloom.sim.faults import Client, Death, Fault, GatewayLoss, Ordeal, Order, Rates, Switch
+from kvloom.sim.fleet import SimulatedUnit
+
+VOCAB: Final = 500
+LEASES: Final = (1.0, 2.0, 4.0)  # seconds
+LONGEST: Final = 4.0  # seconds in which clients come
+PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
+    "data_parallel": {},
+    "least_loaded": {},
+    "disaggregate": {"prefill": (1, 2)},
+    "cache_aware_disaggregate": {"prefill": (1, 2), "slack": (0, 64, 2048)},
+    "balanced": {"prefill": (1, 2), "ratio": (0.0, 0.3, 0.9), "most": (0.5, 1.0)},
+    "cache_aware": {"slack": (0, 64, 2048)},
+    "migrate_context": {"slack": (0, 16, 256)},
+}
+
+
+class Evenly:
+    """Satisfies `CostModel`: so many seconds a job and a token, more with less of the device or beside
+    others."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
+        tokens = work.tokens if work.phase is Phase.PREFILL else work.batch
+        return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
+
+
+class Lot:
+    """All that is drawn of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._random = random.Random(seed)
+        draw = self._random
+        self.shapes = {name: self._shape() for name in ("ash", "birch", "cedar")[: draw.randint(1, 3)]}
+        self.contexts = {name: draw.choice((24, 40, 64)) for name in self.shapes}
+        self.prefixes = [self._tokens(draw.randint(3, 40)) for _ in range(draw.randint(1, 3))]
+        self.span = draw.choice((0.02, 0.3, 1.0, LONGEST))
+
+    def draw(self) -> Ordeal:
+        units = self._units()
+        served = [name for name in self.shapes if any(name in unit.shapes for unit in units)]
+        return Ordeal(
+            seed=self.seed,
+            units=units,
+            contexts=self.contexts,
+            program=self._switch(0.0),
+            clients=tuple(
+                sorted((self._client(i, served) for i in range(self._count(3, 16))), key=lambda one: one.at)
+            ),
+            faults=tuple(sorted(self._faults(units, served), key=lambda one: one.at)),
+            rates=self._rates(),
+            delay=self._random.choice((0.0001, 0.0003, 0.02)),
+        )
+
+    # -- who serves -------------------------------------------------------------------------------------
+
+    def _shape(self) -> ModelShape:
+        draw = self._random
+        return ModelShape(
+            layers=draw.randint(1, 3),
+            hidden=16,
+            heads=2,
+            kv_heads=draw.randint(1, 2),
+            head_dim=draw.choice((4, 8)),
+            ffn=16,
+            vocab=VOCAB,
+        )
+
+    def _units(self) -> tuple[SimulatedUnit, ...]:
+        draw, count = self._random, self._random.choice((1, 2, 2, 3, 3, 4))
+        block, lease = draw.choice((32, 64, 128)), draw.choice(LEASES)
+        return tuple(
+            self._unit(f"unit-{i}", draw.choice((32, 64, 128)) if self._odds(0.1) else block, lease)
+            for i in range(count)
+        )
+
+    def _unit(self, name: str, block: int, lease: float) -> SimulatedUnit:
+        draw = self._random
+        models = [model for model in self.shapes if self._odds(0.8)] or [next(iter(self.shapes))]
+        shapes = {model: self.shapes[model] for model in models}
+        longest = max(shape.geometry(block).blocks(self.contexts[model]) for model, shape in shapes.items())
+        least = 2 * max(shape.geometry(block).blocks_per_page for shape in shapes.values())
+        blocks = max(least, int(longest * draw.choice((0.6, 1.0, 1.0, 1.4, 2.0, 3.0, 8.0))))
+        spec = EngineSpec(
+            models=tuple(
+                ModelSpec(name=model, path="", rate=draw.choice((0.1, 1.0)), max_context=self.contexts[model])
+                for model in models
+            ),
+            kv_bytes=blocks * block,
+            block_bytes=block,
+            policy=draw.choice(get_args(Policy)),
+            max_running=draw.choice((1, 2, 4, 16)),
+            max_waiting=draw.choice((2, 8, 64, 64)),
+            chunk_tokens=draw.choice((4, 16, 64)),
+            threads=1,
+            unit=name,
+            lease=lease,
+        )
+        cost = Evenly(draw.choice((1e-5, 1e-4, 1e-3)))
+        bandwidth = draw.choice((1e4, 1e5, 1e6, 1e9))
+        return SimulatedUnit(spec, shapes, draw.choice((1, 2, 4)), cost, bandwidth=bandwidth, stride=1)
+
+    def _switch(self, at: float) -> Switch:
+        program = self._random.choice(list(PROGRAMS))
+        options = {
+            name: self._random.choice(values) for name, values in PROGRAMS[program].items() if self._odds(0.6)
+        }
+        return Switch(at, program, options)
+
+    # -- who asks ---------------------------------------------------------------------------------------
+
+    def _client(self, number: int, served: Sequence[str]) -> Client:
+        draw = self._random
+        model = draw.choice(served)
+        prompt = self._prompt(self.contexts[model] - draw.randint(1, 12))
+        body = StartGenerate(
+            model=model,
+            request=f"ask-{number}",
+            prompt=prompt,
+            sampling=self._sampling(),
+            n=draw.choice((1, 1, 1, 2, 3)),
+            priority=draw.choice((0, 0, 0, 1, -1)),
+            interval=draw.choice((1, 1, 4)),
+        )
+        aborts = self._moment() if self._odds(0.1) else None
+        return Client(
+            at=draw.uniform(0.0, self.span),
+            body=body,
+            leaves=self._moment() if self._odds(0.15) else None,
+            aborts=aborts,
+            choice=draw.randrange(body.n) if aborts is not None and self._odds(0.5) else None,
+            pause=0.05 if self._odds(0.05) else 0.0,
+        )
+
+    def _sampling(self) -> SamplingParams:
+        draw, more = self._random, dict[str, Any]()
+        if self._odds(0.4):
+            more["temperature"] = 1.0
+        if self._odds(0.3):
+            more["stop_token_ids"] = tuple(range(0, VOCAB, 9))
+        if self._odds(0.05):
+            more["prompt_logprobs"] = 0
+        return SamplingParams(max_tokens=draw.choice((1, 2, 5, 12)), seed=draw.randrange(2**32), **more)
+
+    def _prompt(self, length: int) -> list[int]:
+        """Of at most `length` tokens; mostly it begins as others do."""
+        draw = self._random
+        length = draw.randint(1, max(1, length))
+        begin = draw.choice(self.prefixes)[: draw.randint(0, length)] if self._odds(0.8) else []
+        return [*begin, *self._tokens(length - len(begin))]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(VOCAB) for _ in range(count)]
+
+    # -- what goes wrong --------------------------------------------------------------------------------
+
+    def _faults(self, units: Sequence[SimulatedUnit], served: Sequence[str]) -> list[Fault]:
+        draw, faults = self._random, list[Fault]()
+        if self._odds(0.5):
+            faults += [self._death(draw.choice(units)) for _ in range(self._count(1, 3))]
+        if self._odds(0.25):
+            faults += [GatewayLoss(self._when(), self._moment()) for _ in range(self._count(1, 2))]
+        if self._odds(0.3):
+            faults += [self._switch(self._when()) for _ in range(self._count(1, 3))]
+        if self._odds(0.3):
+            faults += [self._order(draw.choice(units)) for _ in range(self._count(1, 5))]
+        return faults
+
+    def _death(self, unit: SimulatedUnit) -> Death:
+        return Death(self._when(), unit.spec.unit, self._moment(), gently=self._odds(0.2))
+
+    def _order(self, unit: SimulatedUnit) -> Order:
+        draw = self._random
+        model = draw.choice(list(unit.shapes))
+        return Order(
+            self._when(),
+            unit.spec.unit,
+            draw.choice(("pin", "pin", "evict", "reserve", "drain")),
+            model,
+            self._prompt(self.contexts[model]),
+            draw.randint(1, 5),
+        )
+
+    def _rates(self) -> Rates:
+        """A few kinds of mishaps, some of the time."""
+        draw = self._random
+        if self._odds(0.35):
+            return Rates()
+        kinds = ("late", "slow", "lost", "unanswered", "again", "cut", "jobs")
+        chosen = draw.sample(kinds, self._count(1, 3))
+        return Rates(**{kind: draw.choice((0.02, 0.1, 0.3)) for kind in chosen})
+
+    # -- how it is drawn --------------------------------------------------------------------------------
+
+    def _odds(self, of: float) -> bool:
+        return self._random.random() < of
+
+    def _count(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+    def _when(self) -> float:
+        return self._random.uniform(0.0, 1.2 * self.span)
+
+    def _moment(self) -> float:
+        """Seconds: of a job, of a few, of a lease."""
+        return self._random.choice((0.002, 0.02, 0.2, 2.0)) * self._random.uniform(0.5, 2.0)
+
+
+def draw_ordeal(seed: int) -> Ordeal:
+    return Lot(seed).draw()

@@ -1,0 +1,180 @@
+"""A fleet in which things go wrong: who is there, and what befalls them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kvloom.core.clock import Clock
+from kvloom.core.errors import KvloomError
+from kvloom.core.verbs import Pin, Prefix, PrepRecv
+from kvloom.router.program import Program, load_program
+from kvloom.sim.answer import Answer
+from kvloom.sim.faults import Death, Fault, GatewayLoss, Mishaps, Ordeal, Order, Switch
+from kvloom.sim.faulty_wire import FaultyWire
+from kvloom.sim.gateway import Gateway
+from kvloom.sim.host import Host
+from kvloom.sim.journal import Journal
+from kvloom.sim.laws import Broken, check_pool
+from kvloom.sim.links import ModelledPlane
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What worlds are made of. Tests put in what breaks a law."""
+
+    host: type[Host] = Host
+    wire: type[FaultyWire] = FaultyWire
+
+
+class World:
+    """Breaks what the ordeal says, when it says so, and decides nothing else. crash: what an engine, a router
+    or a call failed of that is no error of ours. broken: what was seen on the way."""
+
+    def __init__(self, ordeal: Ordeal, clock: Clock, journal: Journal, parts: Parts) -> None:
+        self.ordeal = ordeal
+        self.crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.broken: list[Broken] = []
+        self.answers = [Answer(client) for client in ordeal.clients]
+        self.gateway: Gateway | None = None
+        self._clock = clock
+        self._journal = journal
+        self._parts = parts
+        self._mishaps: list[Mishaps] = []
+        self._plane = ModelledPlane()
+        self.hosts = {unit.spec.unit: self._host(unit) for unit in ordeal.units}
+        self._program = _load(ordeal.program)
+        self._up = asyncio.Event()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    async def start(self) -> None:
+        for host in self.hosts.values():
+            host.start()
+        await self._open_gateway()
+
+    async def play(self, most: float) -> list[Answer]:
+        """All that is to happen, for `most` seconds. Returns the answers that are still waited for."""
+        clients = [self._spawn(self._ask(answer)) for answer in self.answers]
+        faults = [self._spawn(self._befall(number, fault)) for number, fault in enumerate(self.ordeal.faults)]
+        await asyncio.wait([*clients, *faults], timeout=most)
+        return [answer for answer in self.answers if answer.fate == "waits"]
+
+    def calm(self) -> None:
+        """Nothing goes wrong any more."""
+        for mishaps in self._mishaps:
+            mishaps.calm()
+
+    async def close(self) -> None:
+        assert self.gateway is not None
+        await self.gateway.close()
+        for host in self.hosts.values():
+            await host.stop()
+
+    # -- who is there -----------------------------------------------------------------------------------
+
+    def _host(self, unit: Any) -> Host:
+        mishaps = self._fates(unit.spec.unit)
+        return self._parts.host(unit, self._plane, self._clock, mishaps, self._journal, self._crashed)
+
+    def _wire(self, host: Host) -> FaultyWire:
+        mishaps = self._fates(f"to {host.name}")
+        return self._parts.wire(host, self._clock, self.ordeal.delay, mishaps, self._journal, self._crashed)
+
+    def _fates(self, of: str) -> Mishaps:
+        made = Mishaps(f"{self.ordeal.seed}/{len(self._mishaps)}/{of}", self.ordeal.rates)
+        self._mishaps.append(made)
+        return made
+
+    async def _open_gateway(self) -> None:
+        wires = {name: self._wire(host) for name, host in self.hosts.items()}
+        gateway = Gateway(wires, self._program, self._clock, self._journal, self._crashed)
+        await gateway.start()
+        self.gateway = gateway
+        self._up.set()
+
+    async def _ask(self, answer: Answer) -> None:
+        await self._clock.sleep(answer.client.at)
+        await self._up.wait()
+        assert self.gateway is not None
+        await asyncio.wait([self.gateway.spawn(self.gateway.answer(answer))])
+
+    # -- what befalls them ------------------------------------------------------------------------------
+
+    async def _befall(self, number: int, fault: Fault) -> None:
+        await self._clock.sleep(fault.at)
+        for host in self.hosts.values():
+            self.broken.extend(check_pool(host))
+        match fault:
+            case Death():
+                await self._die(fault)
+            case GatewayLoss():
+                await self._lose_gateway(fault)
+            case Switch():
+                self._program = _load(fault)
+                self._journal("program", fault.program, dict(fault.options))
+                if self.gateway is not None:
+                    self.gateway.router.set_program(self._program)
+            case Order():
+                with suppress(KvloomError):
+                    await self._order(f"order-{number}", fault)
+
+    async def _die(self, death: Death) -> None:
+        host = self.hosts[death.unit]
+        if death.gently:
+            await host.stop()
+        else:
+            host.kill()
+        await self._clock.sleep(death.down)
+        if host.process is None:
+            host.start()
+
+    async def _lose_gateway(self, loss: GatewayLoss) -> None:
+        gateway, self.gateway = self.gateway, None
+        if gateway is not None:
+            self._up.clear()
+            self._spawn(gateway.lose())
+            await self._clock.sleep(loss.down)
+            await self._open_gateway()
+
+    async def _order(self, name: str, order: Order) -> None:
+        gateway = self.gateway
+        if gateway is None:
+            return
+        self._journal("order", order.unit, order.what, order.model, f"for {order.seconds} s")
+        wire, model, prompt = gateway.wires[order.unit], order.model, order.prompt
+        match order.what:
+            case "pin":
+                await wire.pin(Pin(model=model, request=name, prompt=prompt, lease=order.seconds))
+            case "evict":
+                await wire.evict(Prefix(model=model, prompt=prompt))
+            case "reserve":
+                await wire.prep_recv(PrepRecv(model=model, request=name, prompt=prompt))
+            case "drain":
+                gateway.router.withdraw(order.unit)
+                await self._clock.sleep(order.seconds)
+                await gateway.router.admit(order.unit)
+
+    # -- tasks ------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._crashed(error)
+
+    def _crashed(self, error: BaseException) -> None:
+        if not self.crash.done():
+            self.crash.set_result(error)
+
+
+def _load(switch: Switch) -> Program:
+    return load_program(switch.program, switch.options)
