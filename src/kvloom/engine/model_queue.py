@@ -64,9 +64,12 @@ class ModelQueue:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a waiting sequence its place, and what is cached of its tokens."""
+        """Give a waiting sequence its place, and what is cached of its tokens. One that sends takes whole pages:
+        it would have to keep a page that it has sent a part of and then copied, beside the copy."""
         self.waiting.remove(sequence)
-        sequence.adopted(self.cache.adopt(sequence.id, sequence.tokens.list(), sequence.cacheable))
+        whole = sequence.outbound is not None
+        tokens, most = sequence.tokens.list(), sequence.cacheable
+        sequence.adopted(self.cache.adopt(sequence.id, tokens, most, whole_pages=whole))
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
         self.cached_tokens += sequence.hits
@@ -160,7 +163,7 @@ class ModelQueue:
             head_blocks=self.blocks([head], to_end=True) if head else 0,
             head=head.order if head else _NOBODY,
             decodable=len(ready),
-            decode_blocks=self.blocks(ready),
+            decode_blocks=self.cache.blocks_for_each([s.id for s in ready], 1),
             held=len(idle),
             victim=max((s.order for s in idle), default=_NOBODY),
             running=len(self.running),

@@ -25,6 +25,7 @@ T = TypeVar("T")
 _REFUSALS: Final = (BadRequest, UnknownModel, QueueFull, OutOfBlocks)  # after them nothing is held
 RELEASE_SECONDS: Final = 2.0  # for engines to be told that a request is over; leases do it where that fails
 RENEWALS: Final = 3  # in the time of one lease
+_LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have
 
 
 class Lost(KvloomError):
@@ -47,13 +48,15 @@ class Call:
     """Positions count in the prompt, negative ones from its end; None is its end. Verbs raise KvloomError.
 
     answered: an event has been passed on, so nobody else can answer any more. refused: the replicas that
-    would not, or could not, answer from the first token on.
+    would not, or could not, answer from the first token on. name: the request's id at the replicas; after
+    `release` it has another, so that a late abort, or a call that arrives twice, harms no further attempt.
     """
 
     def __init__(self, body: StartGenerate, fleet: Fleet, clock: Clock, tasks: asyncio.TaskGroup) -> None:
         self.body = body
         self.model = body.model
         self.prompt = body.prompt
+        self.name = body.request
         self.answered = False
         self.aborted = False
         self.refused: set[Replica] = set()
@@ -64,6 +67,7 @@ class Call:
         self._streams: list[Frames] = []
         self._asked: dict[asyncio.Future[Any], Replica] = {}  # what reserves, and is not answered yet
         self._pinned: dict[Replica, asyncio.Task[None]] = {}  # and who keeps the lease alive
+        self._attempts = 1
         self._computed = 0  # tokens whose K and V were made elsewhere for this request
 
     # -- the verbs --------------------------------------------------------------------------------------
@@ -75,7 +79,7 @@ class Call:
         who will send; refused here where it keeps K and V in another form."""
         body = PrepRecv(
             model=self.model,
-            request=self.body.request,
+            request=self.name,
             prompt=self.prompt,
             end=end,
             sender=sender.form if sender else None,
@@ -95,7 +99,7 @@ class Call:
             return Sent(cached=0, computed=0)
         body = RemoteSend(
             model=self.model,
-            request=self.body.request,
+            request=self.name,
             prompt=self.prompt,
             address=spot.address,
             peer=spot.peer,
@@ -124,7 +128,7 @@ class Call:
         return frames
 
     async def _generate(self, replica: Replica, begin: int) -> Frames:
-        body = replace(self.body, begin=begin) if begin else self.body
+        body = replace(self.body, request=self.name, begin=begin)
         spent = self._computed if begin else 0
         left = len(self.prompt) - resolve(begin, len(self.prompt), "begin")
         self._fleet.note(self.prompt, replica)
@@ -155,7 +159,7 @@ class Call:
         that are: none where nothing is cached, or where the replica has promised too much. A second pin at a
         replica takes the first one's place."""
         prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
-        body = Pin(model=self.model, request=self.body.request, prompt=prompt)
+        body = Pin(model=self.model, request=self.name, prompt=prompt)
         try:
             async with self._asking(replica, "pin"):
                 made = await self._answered(replica, replica.client.pin(body))
@@ -176,7 +180,7 @@ class Call:
         while True:
             await self._clock.sleep(lease / RENEWALS)
             async with replica.reached():
-                await replica.client.renew(self.body.request)
+                await replica.client.renew(self.name)
 
     # -- what it holds ----------------------------------------------------------------------------------
 
@@ -204,8 +208,13 @@ class Call:
         behind what it reserves."""
         asked = asyncio.ensure_future(verb)
         self._asked[asked] = replica
-        asked.add_done_callback(self._asked.pop)
+        asked.add_done_callback(self._settled)
         return await asyncio.shield(asked)
+
+    def _settled(self, asked: asyncio.Future[Any]) -> None:
+        del self._asked[asked]
+        if not asked.cancelled():
+            asked.exception()  # a refusal is no news to who has stopped waiting for the answer
 
     async def release(self) -> None:
         """Give back what is held, wherever that is. An engine that cannot be reached is no error."""
@@ -219,6 +228,8 @@ class Call:
         finally:
             if self._held:
                 await asyncio.shield(self._tasks.create_task(self._give_back()))
+            self._attempts += 1
+            self.name = f"{self.body.request[:_LONGEST_ID]}~{self._attempts}"
 
     async def _give_back(self) -> None:
         held, self._held = self._held, []
@@ -241,7 +252,7 @@ class Call:
 
     async def _end_at(self, replica: Replica, choice: int | None = None) -> None:
         with suppress(KvloomError):
-            await replica.client.abort(self.body.request, choice)
+            await replica.client.abort(self.name, choice)
 
     async def abort(self, choice: int | None) -> None:
         """End the request, or one choice of it, where it runs."""
