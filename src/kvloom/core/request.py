@@ -25,7 +25,8 @@ class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     [0, begin) has been received for this request id, after prep_recv and remote_send; a negative `begin`
     counts from the prompt's end. A smaller `priority` is served first. Events reach the caller in frames of
-    up to `interval` tokens a choice; who does not stream saves both sides work with a larger one.
+    up to `interval` tokens a choice, the first token at once; who does not stream saves both sides work with
+    a larger one.
     """
 
     model: str

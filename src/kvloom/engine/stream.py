@@ -12,7 +12,7 @@ from kvloom.engine.sequence import Sequence, StreamId
 @dataclass(slots=True, eq=False)
 class Stream:
     """id: no other live stream's. sequences: the choices, in order. Events are held back until
-    `body.interval` of a choice have gathered, or a choice ends."""
+    `body.interval` of a choice have gathered, it is a choice's first token, or a choice ends."""
 
     id: StreamId
     body: StartGenerate
@@ -32,15 +32,19 @@ class Stream:
         self._events.append(event)
         if isinstance(event, EndEvent):
             self._open -= 1
-            self._ready.set()
-        elif len(self._events) >= self.body.interval * max(1, self._open):
+        first = isinstance(event, TokenEvent) and event.index == 0
+        if first or isinstance(event, EndEvent) or self._full:
             self._ready.set()
 
     def extend(self, events: list[TokenEvent]) -> None:
         """Tokens of one choice, of which none is its last."""
         self._events += events
-        if len(self._events) >= self.body.interval * max(1, self._open):
+        if self._full:
             self._ready.set()
+
+    @property
+    def _full(self) -> bool:
+        return len(self._events) >= self.body.interval * max(1, self._open)
 
     async def frame(self) -> tuple[list[Event], bool]:
         """All events since the last frame, waiting for one, and whether they are the last."""

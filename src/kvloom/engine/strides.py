@@ -50,7 +50,7 @@ class Strides:
             return 1
         limit = queue.card.context_length
         steps = min(most, *(sequence.strides(limit) for sequence, _ in batch))
-        room = sum(queue.cache.blocks_for(sequence.id, steps) for sequence, _ in batch)
+        room = queue.cache.blocks_for_each([sequence.id for sequence, _ in batch], steps)
         claimed = sum(stride.room for stride in self._running)
         return steps if room + claimed <= self._pool.available else 1
 
@@ -73,7 +73,7 @@ class Strides:
         if flight.job.steps == 1:
             return self.cut()
         cache = self._queues[flight.job.model].cache
-        room = sum(cache.blocks_for(sequence.id, flight.job.steps) for sequence, _ in flight.batch)
+        room = cache.blocks_for_each([sequence.id for sequence, _ in flight.batch], flight.job.steps)
         self._running.append(_Stride(flight, room))
         return 0
 

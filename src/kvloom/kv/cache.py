@@ -204,6 +204,11 @@ class ModelCache:
             return self.geometry.blocks(count)
         return self._table.need(held, count) * self.geometry.blocks_per_page
 
+    def blocks_for_each(self, sequences: Sequence[int], count: int) -> int:
+        """Blocks that appending `count` tokens to each of these takes at least, copied pages included."""
+        helds = [self._table.held[sequence] for sequence in sequences]
+        return self._table.need_each(helds, count) * self.geometry.blocks_per_page
+
     def begin_forward(self, sequences: Sequence[int], appends: Sequence[int]) -> Plan:
         """Take the blocks for `appends[i]` more tokens of each sequence and plan all layers."""
         helds = [self._table.idle(sequence) for sequence in sequences]

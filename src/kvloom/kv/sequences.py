@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvloom.core.arrays import I32
+from kvloom.core.arrays import I32, I64
 from kvloom.core.plan import PageCopy
 from kvloom.kv.pages import PageTable
 from kvloom.kv.prefix import PrefixTree
@@ -111,6 +111,21 @@ class SequenceTable:
         fresh = max(self.pages.geometry.pages(held.length + count) - held.pages, 0)
         return fresh + (self.shares_tail(held) and not self._takers([held]))
 
+    def need_each(self, helds: Sequence[Held], count: int) -> int:
+        """Pages that all of them take for `count` more tokens each, by `need`."""
+        lengths, pages, shared = self._tails(helds)
+        fresh = int(np.maximum(-(-(lengths + count) // self.width) - pages, 0).sum())
+        return fresh + sum(not self._takers([held]) for held in shared)
+
+    def _tails(self, helds: Sequence[Held]) -> tuple[I64, I64, list[Held]]:
+        """[B] lengths, [B] pages, and those that share their tail."""
+        each = np.asarray([(h.row, h.length, h.pages) for h in helds], dtype=np.int64)
+        rows, lengths, pages = each.reshape(-1, 3).T
+        edges, offsets = np.divmod(lengths, self.width)
+        inside = np.flatnonzero(offsets)
+        shares = self.pages.refs[self.tables[rows[inside], edges[inside]]] > 1
+        return lengths, pages, [helds[i] for i in inside[shares].tolist()]
+
     def grow(self, helds: Sequence[Held], appends: Sequence[int]) -> tuple[PageCopy, ...]:
         """Give each sequence the pages for its new tokens, and one of its own for a tail that others hold.
 
@@ -119,20 +134,20 @@ class SequenceTable:
         tree holds the page beside these sequences, one of them writes to it, and the tree lets go of it: what
         is cached never costs a sequence more than it would take without.
         """
-        geometry = self.pages.geometry
-        fresh = [geometry.pages(h.length + n) - h.pages for h, n in zip(helds, appends, strict=True)]
-        if any(h.pages + n > self.tables.shape[1] for h, n in zip(helds, fresh, strict=True)):
+        lengths, pages, shared = self._tails(helds)
+        fresh = -(-(lengths + np.asarray(appends)) // self.width) - pages
+        if (pages + fresh > self.tables.shape[1]).any():
             raise ValueError(
                 f"{self.model}: a sequence would outgrow its table of {self.tables.shape[1]} pages"
             )
-        shared = [held for held in helds if self.shares_tail(held)]
-        need = sum(fresh) + len(shared)
+        need = int(fresh.sum()) + len(shared)
         takers = self._takers(shared)[: max(need - self.pages.available, 0)]
         new = self.pages.allocate(need - len(takers))
         for held in takers:
             self._prefixes.give_up(self.tables[held.row, held.length // self.width].item())
         copies = [self._copy_tail(held, new.pop()) for held in shared if held not in takers]
-        for held, count in zip(helds, fresh, strict=True):
+        for i in np.flatnonzero(fresh).tolist():
+            held, count = helds[i], int(fresh[i])
             held.pages += count
             self.row(held)[held.pages - count :] = [new.pop() for _ in range(count)]
         return tuple(copies)
