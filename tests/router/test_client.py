@@ -9,10 +9,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 
 from kvloom.api.verbs import create_verbs
 from kvloom.core.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, Unauthorized, Unavailable
 from kvloom.core.request import PROTOCOL, EndEvent, Event, TokenEvent
+from kvloom.core.verbs import Held, Pin, Pinned, Prefix
 from kvloom.router.client import HttpEngineClient
 from tests.scripted import CARD, ScriptedEngine, order, served
 
@@ -57,6 +59,22 @@ def test_the_other_verbs(tmp_path: Path) -> None:
             await client.abort("r7")
             await client.abort("r8", 2)
             assert engine.aborted == [("r7", None), ("r8", 2)]
+
+    run(test)
+
+
+def test_pins(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with pair(tmp_path) as (_, client):
+            body = Pin(model="echo", request="owner", prompt=[1, 2, 3])
+            assert await client.pin(body) == Pinned(tokens=3, lease=3.0)
+            assert await client.pin(replace(body, lease=60)) == Pinned(tokens=3, lease=60.0)
+            assert await client.unpin("owner") == Held(tokens=6)
+            assert await client.evict(Prefix(model="echo", prompt=[1, 2])) == Held(tokens=4)
+            assert (await client.renew("owner")).lease == 5.0
+            for wrong in (replace(body, request=""), replace(body, lease=3601), replace(body, lease=0)):
+                with pytest.raises(BadRequest, match="body"):
+                    await client.pin(wrong)
 
     run(test)
 
