@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+import msgspec
+
 from kvloom.core.job import Phase
 from kvloom.core.load import UnitLoad
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
@@ -15,8 +17,8 @@ from kvloom.router.program import load_program
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.fleet import SimulatedUnit, simulated
 from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import play
-from kvloom.workload.ask import Ask, Outcome
+from kvloom.sim.play import Prompts, play
+from kvloom.workload.ask import Ask, Outcome, Segment
 
 SHAPES = {
     "small": ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=500),
@@ -65,13 +67,28 @@ def asks(count: int, *, seed: int, rate: float, models: Sequence[str] = tuple(SH
     return made
 
 
+def talks(count: int, *, seed: int, rate: float, kinds: int = 4) -> list[Ask]:
+    """As `asks`, but each prompt begins as many others of its model do."""
+    draw, made = random.Random(seed), []
+    for ask in asks(count, seed=seed, rate=rate):
+        kind = draw.randrange(kinds)
+        common = Segment(kind + kinds * (ask.model == "deep"), 16 + 8 * kind)
+        made.append(msgspec.structs.replace(ask, prompt=ask.prompt + common.tokens, shared=(common,)))
+    return made
+
+
 def prompt_of(number: int, ask: Ask) -> list[int]:
     draw = random.Random(number)
     return [draw.randrange(SHAPES[ask.model].vocab) for _ in range(ask.prompt)]
 
 
 def outcomes(
-    units: Sequence[SimulatedUnit], played: Sequence[Ask], *, program: str = "data_parallel", seed: int = 0
+    units: Sequence[SimulatedUnit],
+    played: Sequence[Ask],
+    *,
+    program: str = "data_parallel",
+    seed: int = 0,
+    prompts: Prompts = prompt_of,
 ) -> tuple[dict[Ask, Outcome], dict[str, UnitLoad]]:
     """By ask, and every unit's load at the end, when laws 1 and 4 hold."""
 
@@ -83,7 +100,7 @@ def outcomes(
             found[outcome.ask] = outcome
 
         async with simulated(units, load_program(program)) as fleet:
-            await play(fleet.router, played, prompt_of, clock, tell)
+            await play(fleet.router, played, prompts, clock, tell)
             await asyncio.sleep(60)  # leases end
             loads = {name: await engine.load() for name, engine in fleet.engines.items()}
             for engine in fleet.engines.values():

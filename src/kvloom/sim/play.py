@@ -53,7 +53,12 @@ async def _play(
                         last = clock.now() - begin
                         first = last if first is None else first
                     elif isinstance(event, EndEvent):
-                        cached, problem = event.cached_tokens, event.message
+                        cached, problem = event.cached_tokens, event.message or _missing(tokens, ask)
     except KvloomError as error:
         problem = error.message
     tell(Outcome(ask=ask, first=first, end=last, tokens=tokens, cached=cached, error=problem))
+
+
+def _missing(tokens: int, ask: Ask) -> str:
+    """As `kvloom bench serve` says it: a context was too short."""
+    return "fewer tokens than were asked for" if tokens < ask.output else ""

@@ -1,0 +1,72 @@
+"""Whole fleets in virtual time: every program answers all, all blocks come back, and memory is bounded."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from kvloom.router.program import load_program
+from kvloom.router.programs import PROGRAMS
+from kvloom.sim.run import scaled, simulate
+from kvloom.workload.ask import Ask
+from kvloom.workload.prompts import Prompts
+from kvloom.workload.summary import Summary
+from tests.sim.fleets import outcomes, talks, unit
+
+SHARING = {"cache_aware", "cache_aware_disaggregate", "migrate_context"}
+MOVING = {"disaggregate", "cache_aware_disaggregate", "balanced", "migrate_context"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("rate", "blocks"), [(4.0, 1500), (60.0, 800)])
+def test_every_program_answers_all_and_gives_all_back(program: str, rate: float, blocks: int) -> None:
+    played = talks(60, seed=3, rate=rate)
+    units = [unit(f"unit-{i}", blocks=blocks) for i in range(2)]
+    found, _ = outcomes(units, played, program=program, prompts=Prompts(500))
+    assert len(found) == len(played)
+    for ask, outcome in found.items():
+        assert (outcome.error, outcome.tokens) == ("", ask.output)
+        assert outcome.first is not None
+        assert outcome.end is not None
+        assert 0 < outcome.first <= outcome.end
+        assert 0 <= outcome.cached < ask.prompt
+    cached = sum(outcome.cached for outcome in found.values())
+    assert cached > (0 if program in MOVING - SHARING else sum(ask.shared[0].tokens for ask in played) / 4)
+
+
+def test_an_answer_that_the_context_cuts_short_is_an_error() -> None:
+    fits, too_long = (Ask(at=at, model="small", prompt=200, output=at + 56) for at in (0, 1))
+    found, _ = outcomes([unit()], [fits, too_long])
+    assert (found[fits].tokens, found[fits].error) == (56, "")
+    assert (found[too_long].tokens, found[too_long].error) == (56, "fewer tokens than were asked for")
+
+
+def sparse(count: int) -> Iterator[Ask]:
+    """One after the other, in turn of both models, no two at once."""
+    for number in range(count):
+        yield Ask(at=number * 0.1, model=("small", "deep")[number % 2], prompt=8 + number % 5, output=2)
+
+
+def peak(count: int) -> int:
+    """Bytes that Python held at most while so many were simulated."""
+    units = [unit(f"unit-{i}", blocks=400) for i in range(2)]
+    summary = Summary({"≤ 5×": scaled(units, 5.0)})
+    tracemalloc.start()
+    try:
+        results = simulate(
+            units, load_program("least_loaded"), sparse(count), Prompts(500), summary, title="sparse"
+        )
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (results.total.requests, results.total.errors) == (count, 0)
+    assert results.total.output_tokens == 2 * count
+    return most
+
+
+def test_memory_does_not_grow_with_the_number_of_requests() -> None:
+    peak(50)  # what is made once
+    few, many = peak(200), peak(1000)
+    assert many < 1.1 * few, (few, many)
