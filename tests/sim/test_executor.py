@@ -16,7 +16,7 @@ from kvloom.core.sampling import SamplingParams
 from kvloom.core.shipment import Parcel, PlannedSend
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
-from kvloom.sim.executor import ModelledExecutor
+from kvloom.sim.executor import JobFailed, ModelledExecutor
 from kvloom.sim.fleet import simulated_card
 from kvloom.sim.loop import run_virtual
 
@@ -41,6 +41,7 @@ class Noted:
 
     put_at: list[tuple[float, list[int]]] = field(default_factory=list)
     wrote: list[tuple[float, range]] = field(default_factory=list)
+    failing: int | None = None  # the layer at which the job fails
 
     def put(self, parcel: Parcel) -> None:
         self.put_at.append((now(), parcel.own.tolist()))
@@ -56,6 +57,8 @@ class Noted:
 
     def write(self, job: Job, layers: range) -> None:
         self.wrote.append((now(), layers))
+        if self.failing in layers:
+            raise JobFailed("layer")
 
     def draw(self, job: Job, step: int) -> list[int]:
         return [step for _ in job.samples]
@@ -207,5 +210,33 @@ def test_who_comes_slows_a_job_of_many_steps_from_that_moment() -> None:
         await asyncio.sleep(1)
         executor.launch(job(share=4, tokens=100))  # twice as long beside it
         assert await ended(future) == pytest.approx([1 + 2.0 + 4.4, 7.4])
+
+    run_virtual(main())
+
+
+def test_a_job_that_fails_half_way_lets_the_others_go_on() -> None:
+    noted = Noted(failing=1)
+
+    async def main() -> None:
+        executor = device(noted)
+        failing = executor.launch(job(share=2, tokens=2, sends=(send(noted),)))
+        with pytest.raises(JobFailed):
+            await failing
+        assert now() == pytest.approx(2.0)
+        noted.failing = None
+        assert await ended(executor.launch(job())) == pytest.approx([3.0, 1.0])
+
+    run_virtual(main())
+    assert [at for at, _ in noted.put_at] == pytest.approx([1.0])
+
+
+def test_a_device_that_is_halted_ends_no_job() -> None:
+    async def main() -> None:
+        executor = device(Noted())
+        future = executor.launch(job(tokens=2))
+        await asyncio.sleep(1)
+        executor.halt()
+        await asyncio.sleep(100)
+        assert not future.done()
 
     run_virtual(main())
