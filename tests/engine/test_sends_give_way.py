@@ -83,6 +83,21 @@ def test_who_waits_for_a_sends_pages_goes_on_when_it_has_arrived() -> None:
     run(test)
 
 
+def test_a_send_as_long_as_the_pool_that_begins_within_a_cached_page() -> None:
+    """Had it sent a part of that page and then copied it, page and copy together would be one too many."""
+
+    async def test() -> None:
+        async with units(2, blocks=96) as (p, d):
+            order = await ordered(d, 96, "a")
+            await ask(p.engine, generate(order.prompt[:6], request="warm", max_tokens=1))
+            sent = asyncio.create_task(p.engine.remote_send(order))
+            await turns(2000)
+            assert sent.done()
+            assert (await sent) == Sent(cached=4, computed=92)
+
+    run(test)
+
+
 def test_two_sends_of_one_request_at_once() -> None:
     """To two receivers: each has an answer of its own, and an abort ends both."""
 

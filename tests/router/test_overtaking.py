@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.verbs import create_verbs
-from kvloom.core.errors import KvloomError
+from kvloom.core.errors import KvloomError, Unavailable
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router import call as call_module
@@ -102,6 +104,53 @@ def test_what_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.
             assert router.units["a"].calls == 0
             wire.open.set()
             engine.rooms.clear()  # as its lease would
+
+    run(test)
+
+
+def test_a_refusal_that_nobody_waits_for_is_no_error(tmp_path: Path) -> None:
+    """asyncio would log it as an exception that was never retrieved."""
+    told: list[dict[str, Any]] = []
+
+    async def test() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        async with over_http(tmp_path, Program("p", reserving, {})) as (router, engine, wire):
+            engine.free = 0
+            asking = asyncio.create_task(ask(router, body(40)))
+            await wire.held.wait()
+            asking.cancel()
+            await turns()
+            wire.open.set()
+            with suppress(asyncio.CancelledError):
+                await asking
+            assert len(engine.aborts) == 1
+
+    run(test)
+    gc.collect()
+    assert not told
+
+
+async def failing(call: Call, fleet: Fleet) -> Frames:
+    """Leaves room behind."""
+    await call.prep_recv(fleet.turn(), end=-1)
+    raise Unavailable("the sender is gone")
+    yield []
+
+
+def test_a_late_abort_of_one_attempt_spares_the_next() -> None:
+    """On the wire it may arrive twice, or after the caller has stopped waiting for it."""
+
+    async def test() -> None:
+        async with routed(1, Program("p", failing, {})) as fleets:
+            [engine], request = fleets.engines, body(20)
+            engine.gate.clear()
+            asking = asyncio.create_task(ask_well(fleets.router, request))
+            while not engine.streams:
+                await turns(1)
+            assert engine.aborts == [(request.request, None)]
+            await engine.abort(request.request)
+            engine.gate.set()
+            await asking
 
     run(test)
 
