@@ -26,7 +26,7 @@ def test_views_stay_true_while_the_output_grows(
         if token is not None:
             tokens.append(token)
             whole.append(token)
-    assert len(tokens) == len(whole)
+    assert tokens.length == len(whole)
     assert tokens.prompt.tolist() == prompt
     assert all(view.tolist() == then for view, then in seen)
 

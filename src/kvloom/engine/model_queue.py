@@ -55,7 +55,7 @@ class ModelQueue:
     @property
     def longest_here(self) -> int:
         """Blocks that hold all tokens of the longest sequence which waits or runs."""
-        tokens = max((len(s.tokens) for some in (self.waiting, self.running) for s in some), default=0)
+        tokens = max((s.tokens.length for some in (self.waiting, self.running) for s in some), default=0)
         return self.cache.geometry.blocks(tokens)
 
     def enqueue(self, sequence: Sequence, now: int) -> None:

@@ -75,17 +75,18 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
-        return self.tokens.prompt.size
+        return self.tokens.asked
 
     @property
     def pending(self) -> int:
         """Tokens that have no K and V yet."""
-        return len(self.tokens) - self.computed
+        return self.tokens.length - self.computed
 
     @property
     def decodes(self) -> bool:
         """True where the next forward is a decode step."""
-        return self.computed > 0 and self.pending == 1 and len(self.tokens) > self.prompt_length
+        tokens = self.tokens
+        return tokens.length - self.computed == 1 and tokens.made > 0
 
     @property
     def draws(self) -> bool:
@@ -99,7 +100,7 @@ class Sequence:
         known, wanted = len(self.prompt_logprobs), self.prompt_length - 1
         if self.sampling.prompt_logprobs is not None and known < wanted:
             return known
-        return len(self.tokens) - 1
+        return self.tokens.length - 1
 
     def adopted(self, tokens: int) -> None:
         """The sequence begins with `tokens` tokens of the cache."""
@@ -114,7 +115,7 @@ class Sequence:
 
     @property
     def output_length(self) -> int:
-        return len(self.tokens) - self.prompt_length
+        return self.tokens.made
 
     def sample_row(self, row: int) -> SampleRow:
         """Draw this sequence's next token after the forward's token `row`."""
@@ -146,14 +147,14 @@ class Sequence:
         free = not (sampling.stop_token_ids or sampling.guide or sampling.penalised or sampling.min_tokens)
         if not free or sampling.logprobs is not None or self.outbound:
             return 1
-        return min(sampling.max_tokens - self.output_length, limit - len(self.tokens))
+        return min(sampling.max_tokens - self.output_length, limit - self.tokens.length)
 
     def ends_with(self, token: int, limit: int) -> FinishReason | None:
         """Why the sequence is over after `token`, which was just appended. limit: the longest sequence."""
         sampling = self.sampling
         if token in sampling.stop_token_ids:
             return "stop"
-        if self.output_length >= sampling.max_tokens or len(self.tokens) >= limit:
+        if self.output_length >= sampling.max_tokens or self.tokens.length >= limit:
             return "length"
         if self.guide and self.guide.done:
             return "stop"

@@ -13,35 +13,42 @@ _ROOM = 16
 
 class Tokens:
     """Only ever grows, and never in place of a token that was there. So `prompt`, `output` and slices are
-    views that stay true whatever is appended later, and that a job's thread may read meanwhile."""
+    views that stay true whatever is appended later, and that a job's thread may read meanwhile.
+
+    asked, made: tokens of the prompt and of the output; length: of both.
+    """
+
+    __slots__ = ("_room", "asked", "length", "made", "prompt")
 
     def __init__(self, prompt: I64) -> None:
         self.prompt = prompt
+        self.asked = self.length = int(prompt.size)
+        self.made = 0
         self._room = np.empty(0, dtype=np.int64)
-        self._made = 0
-
-    def __len__(self) -> int:
-        return self.prompt.size + self._made
 
     @property
     def output(self) -> I64:
-        return self._room[: self._made]
+        return self._room[: self.made]
 
     def append(self, token: int) -> None:
-        if self._made == self._room.size:
+        if self.made == self._room.size:
             self._grow(1)
-        self._room[self._made] = token
-        self._made += 1
+        self._room[self.made] = token
+        self._made(1)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        if self._made + len(tokens) > self._room.size:
+        if self.made + len(tokens) > self._room.size:
             self._grow(len(tokens))
-        self._room[self._made : self._made + len(tokens)] = tokens
-        self._made += len(tokens)
+        self._room[self.made : self.made + len(tokens)] = tokens
+        self._made(len(tokens))
+
+    def _made(self, count: int) -> None:
+        self.made += count
+        self.length += count
 
     def _grow(self, count: int) -> None:
-        room = np.empty(max(_ROOM, 2 * (self._made + count - 1)), dtype=np.int64)
-        room[: self._made] = self._room[: self._made]
+        room = np.empty(max(_ROOM, 2 * (self.made + count - 1)), dtype=np.int64)
+        room[: self.made] = self._room[: self.made]
         self._room = room
 
     def list(self) -> list[int]:
@@ -50,7 +57,7 @@ class Tokens:
 
     def between(self, start: int, end: int) -> I64:
         """Tokens [start, end), counted from the prompt's first."""
-        length = self.prompt.size
+        length = self.asked
         if start >= length:
             return self._room[start - length : end - length]
         if end <= length:
