@@ -22,9 +22,9 @@ from kvloom.reproduce.microserving.setup import (
 from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
 
 # Requests a second for each GPU. The paper's text tells 2.5 of figure 11; the others are ours.
-SHAREGPT_RATES: Final = (2.0, 4.0, 6.0, 8.0, 10.0)
-RATES_3000: Final = (0.5, 1.0, 1.5, 2.0, 2.5)
-RATES_5000: Final = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+SHAREGPT_RATES: Final = (2.0, 4.0, 6.0, 8.0)
+RATES_3000: Final = (1.0, 1.5, 2.0, 2.5)
+RATES_5000: Final = (0.5, 0.75, 1.0, 1.25, 1.5)
 RATIOS: Final = (0.1, 0.2, 0.3)
 PATTERNS: Final = (DATA_PARALLEL, ONE_ONE, ONE_ONE_BALANCE, ONE_TWO)
 

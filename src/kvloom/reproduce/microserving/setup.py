@@ -31,7 +31,7 @@ from kvloom.workload.tokens import LogNormal, Normal, Tokens
 
 MODEL: Final = "llama3-8b"
 DEVICE: Final = "A100-40"
-REQUESTS: Final[Mapping[Scale, int]] = {"full": 500, "small": 60}
+REQUESTS: Final[Mapping[Scale, int]] = {"full": 300, "small": 60}
 LINK: Final = 22e9  # bytes a second: what Llumnix (OSDI 2024) saw of a PCIe 4.0 link of 32 GB/s
 VOCAB: Final = 32000  # of the prompts
 
