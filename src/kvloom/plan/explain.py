@@ -16,6 +16,7 @@ from kvloom.plan.memory import fixed_bytes, request_bytes, usable_bytes
 from kvloom.plan.replicas import MOST
 
 _LARGEST: Final = 64  # devices of a mesh that are thought of
+_MORE: Final = 1.05  # times as much must be answered with endless memory, for memory to be what is short
 _CLOSE: Final = 1e-6  # of a rate; less is not missing
 
 
@@ -60,6 +61,7 @@ def shortfalls(estimator: Estimator, placement: Placement) -> list[Shortfall]:
             continue
         endless = estimator.unbounded(kind, estimate.items)
         pool = estimator.pool(kind, estimate.items)
+        bound = estimate.bound if endless.score > _MORE * estimate.score else "compute"
         found += [
             Shortfall(
                 model=estimator.demands[estimator.demand(item)].name,
@@ -67,7 +69,7 @@ def shortfalls(estimator: Estimator, placement: Placement) -> list[Shortfall]:
                 kind=kind,
                 rate=estimator.rate(item),
                 answered=throughput,
-                bound=estimate.bound,
+                bound=bound,
                 pool=pool,
                 wanted=max(pool, endless.used) if endless.level >= 1.0 else pool,
                 meshes=_meshes(estimator, kind, estimate.items),

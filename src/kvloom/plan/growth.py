@@ -3,7 +3,7 @@ until all are ample or nothing is left to grow into."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -80,17 +80,20 @@ def grow(sides: Sequence[Side], pool: int) -> Growth | None:
         best = max(best, _growth(sides, state), key=lambda growth: growth.score)
     if best.level >= 1.0:
         return best
-    return _step(sides, _approach(sides, state, pool), pool, best)
+    for reached in _approach(sides, state, pool):
+        state = reached
+        best = max(best, _growth(sides, state), key=lambda growth: growth.score)
+    return _step(sides, state, pool, best)
 
 
-def _approach(sides: Sequence[Side], state: _State, pool: int) -> _State:
-    """A state near the highest level that can be reached, which is below 1."""
+def _approach(sides: Sequence[Side], state: _State, pool: int) -> Iterator[_State]:
+    """States at rising levels, the last near the highest that can be reached, which is below 1."""
     low, high = 0.5, 1.0
-    while low > _LEAST and (reached := _reach(sides, state, pool, low)) is None:
+    while (reached := _reach(sides, state, pool, low)) is None:
         low, high = low / 2, low
-    if low <= _LEAST:
-        return state
-    assert reached is not None
+        if low <= _LEAST:
+            return
+    yield reached
     for _ in range(2):
         middle = (low + high) / 2
         further = _reach(sides, reached, pool, middle)
@@ -98,7 +101,7 @@ def _approach(sides: Sequence[Side], state: _State, pool: int) -> _State:
             high = middle
         else:
             low, reached = middle, further
-    return reached
+            yield reached
 
 
 def _reach(sides: Sequence[Side], start: _State, pool: int, level: float) -> _State | None:

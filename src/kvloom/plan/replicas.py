@@ -50,10 +50,10 @@ def best_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: Effor
 def _try(
     search: Search, estimator: Estimator, tried: dict[Counts, Placement], found: Iterable[Counts]
 ) -> list[Counts]:
-    """Those of them that were not tried, as far as the budget goes."""
+    """Those of them that were not tried, as far as all evaluations go."""
     fresh = []
     for counts in dict.fromkeys(found):
-        if counts not in tried and not search.spent:
+        if counts not in tried and not search.exhausted:
             tried[counts] = search.best(_items(estimator, counts))
             fresh.append(counts)
     return fresh

@@ -52,7 +52,12 @@ class Search:
         self._budget = effort.evaluations
 
     @property
-    def spent(self) -> bool:
+    def exhausted(self) -> bool:
+        """Whether all evaluations were made."""
+        return self._estimator.evaluations >= self._effort.evaluations
+
+    @property
+    def _spent(self) -> bool:
         return self._estimator.evaluations >= self._budget
 
     def best(self, items: Sequence[Item], budget: float = 1.0) -> Placement:
@@ -92,7 +97,7 @@ class Search:
     def _try(self, found: Sequence[Group], items: Sequence[Item]) -> list[Placement]:
         placements: list[Placement] = []
         for group in found:
-            if placements and self.spent:
+            if placements and self._spent:
                 break
             placements += self._place(group, items)
         return placements
@@ -121,7 +126,7 @@ class Search:
 
         def rank(group: Group) -> tuple[int, float]:
             if group not in known:
-                if known and self.spent:
+                if known and self._spent:
                     return -len(items) - 1, 0.0
                 kinds = meshes(self._cluster, group)
                 width = self._effort.width
@@ -130,7 +135,7 @@ class Search:
 
         here = max(self._starts(), key=rank)
         for step in _STEPS:
-            while not (self.spent or self._ample(known[here], items)):
+            while not (self._spent or self._ample(known[here], items)):
                 next_ = max(self._neighbours(here, step), key=rank, default=here)
                 if not _better(rank(next_), rank(here)):
                     break
