@@ -2,7 +2,20 @@
 
 python -m benchmarks [NAME …] [--quick]. Each prints its table and writes build/bench/NAME.json; all together
 go to build/bench.json and, as tables for docs/benchmarks.md, build/bench.md. Ratios are of one run: a
-benchmark starts both sides itself. About an hour and a half in full; --quick proves that all of it runs.
+benchmark starts both sides itself. About two hours in full; --quick proves that all of it runs.
+
+  engine-step    the engine's own work a step
+  verbs          a verb's round trip, and how many an engine answers
+  planner        how long planning takes, in CPU time
+  simulator      how long simulating takes, in CPU time
+  memory-start   memory, and the time to ready
+  transfer       the KV plane's rate against memcpy's
+  streaming      what the gateway adds, and how many tokens it streams
+  shared-prefix  prompts with common beginnings over two engines; with --trace FILE also those of a trace
+  migration      a context moved against computed again
+  truth          what the simulation says of this machine against what it does
+  throughput     one model against vLLM and transformers
+  multimodel     four models against four vLLM servers
 """
 
 from __future__ import annotations
@@ -17,33 +30,70 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks import engine_step, memory_start, multimodel, streaming, throughput
+from benchmarks import (
+    engine_step,
+    memory_start,
+    migration,
+    multimodel,
+    planner,
+    shared_prefix,
+    simulator,
+    streaming,
+    throughput,
+    transfer,
+    truth,
+    verbs,
+)
 from benchmarks.peers import prepare
 from benchmarks.places import BUILD, VLLM_VENV
 from benchmarks.report import Report, bench_markdown
 from benchmarks.servers import AS_IT_COMES, BEST_SETUP, VLLM_SETUPS, Vllm
+from kvloom.core.errors import KvloomError
 
+PEERED = frozenset(("throughput", "multimodel"))  # ask servers of others
 QUIET = 0.5  # load average above which the machine is not
 
 
-def plan(options: argparse.Namespace, console: Console) -> dict[str, Callable[[], Awaitable[Report]]]:
+Measure = Callable[[], Awaitable[Report]]
+
+
+def plan(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
     """What can be run, by name, cheapest first."""
+    return alone(options, console) | served(options, console)
+
+
+def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
+    """What needs no server."""
+    quick: bool = options.quick
+    streams = streaming.Effort(rounds=20, paces=(5500.0,), tokens=100) if quick else streaming.Effort()
+    rounds = 1 if quick else 5
+    talks = shared_prefix.Effort(talks=4, turns=3) if quick else shared_prefix.Effort()
+    return {
+        "engine-step": lambda: asyncio.to_thread(engine_step.measure, 64, 100 if quick else 1000),
+        "verbs": lambda: verbs.measure(640 if quick else 6400, 1 if quick else 3),
+        "planner": lambda: asyncio.to_thread(planner.measure, [32] if quick else [*planner.SIZES]),
+        "simulator": lambda: asyncio.to_thread(simulator.measure, 200 if quick else simulator.REQUESTS),
+        "memory-start": lambda: memory_start.measure(1 if quick else 3, console),
+        "transfer": lambda: asyncio.to_thread(transfer.measure, 2 if quick else 30),
+        "streaming": lambda: streaming.measure(streams, console),
+        "shared-prefix": lambda: shared_prefix.measure(options.trace, console, talks),
+        "migration": lambda: migration.measure(rounds, console, [500] if quick else [*migration.WANTED]),
+    }
+
+
+def served(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
+    """What asks servers, of others too."""
     vllm = Vllm(options.venv, options.vllm_setup)
     quick: bool = options.quick
     setups = [] if options.no_peers else [AS_IT_COMES, BEST_SETUP]
     vllms = [Vllm(options.venv, setup) for setup in setups]
     systems = [*multimodel.POLICIES, *([] if options.no_peers else [multimodel.VLLM])]
     pace = throughput.Effort(requests=6, output=8, one_output=8, rounds=1) if quick else throughput.Effort()
-    streams = streaming.Effort(rounds=20, paces=(5500.0,), tokens=100) if quick else streaming.Effort()
     many = multimodel.Effort(rates=(1.0,), seconds=6.0, lone_rounds=1) if quick else multimodel.Effort()
-
-    async def step() -> Report:
-        return await asyncio.to_thread(engine_step.measure, 64, 100 if quick else 1000)
-
     return {
-        "engine-step": step,
-        "memory-start": lambda: memory_start.measure(1 if quick else 3, console),
-        "streaming": lambda: streaming.measure(streams, console),
+        "truth": lambda: truth.measure(
+            ["demo"] if quick else truth.SUBJECTS, truth.QUICK if quick else truth.Effort()
+        ),
         "throughput": lambda: throughput.measure(
             ["B"] if quick else ["A", "B"], vllms, pace, console, transformers=not options.no_peers
         ),
@@ -53,16 +103,16 @@ def plan(options: argparse.Namespace, console: Console) -> dict[str, Callable[[]
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Every benchmark that was asked for, whatever became of the one before; the number that failed."""
-    if not options.no_peers:
-        prepare(options.venv, console)
     plans = plan(options, console)
+    if not options.no_peers and PEERED.intersection(options.names or plans):
+        prepare(options.venv, console)
     reports, failed = [], 0
     for number, name in enumerate(options.names or plans, 1):
         console.rule(f"{name} ({number} of {len(options.names or plans)})")
         try:
             with console.status(name, refresh_per_second=0.5):
                 report = asyncio.run(_await(plans[name]))
-        except (RuntimeError, OSError, TimeoutError) as error:
+        except (RuntimeError, OSError, TimeoutError, KvloomError, ExceptionGroup) as error:
             console.print(f"{name} failed: {error}", style="red", markup=False)
             failed += 1
             continue
@@ -80,26 +130,27 @@ def write(reports: list[Report], folder: Path) -> None:
     (folder / "bench.md").write_text(bench_markdown(reports), "utf-8")
 
 
-async def _await(measure: Callable[[], Awaitable[Report]]) -> Report:
+async def _await(measure: Measure) -> Report:
     return await measure()
 
 
 def main() -> None:
-    names = ["engine-step", "memory-start", "streaming", "throughput", "multimodel"]
+    console = Console()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of those above; all, if none is named")
     parser.add_argument("--quick", action="store_true", help="small sizes: its numbers mean nothing")
     parser.add_argument("--no-peers", action="store_true", help="kvloom alone")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="in Mooncake's form, for shared-prefix")
     parser.add_argument("--venv", type=Path, default=VLLM_VENV, help="where vLLM is or shall be installed")
     parser.add_argument("--vllm-setup", choices=sorted(VLLM_SETUPS), default=BEST_SETUP)
     options = parser.parse_args()
+    names = plan(options, console)
     if unknown := set(options.names) - set(names):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; {', '.join(names)} are right")
-    console = Console()
     if os.getloadavg()[0] > QUIET:
         busy = f"this machine is busy (load {os.getloadavg()[0]:.1f}): times will be wrong"
         console.print(busy, style="yellow")

@@ -34,12 +34,8 @@ from kvloom.router.router import Router
 PROGRAMS = ("data_parallel", "cache_aware")
 LEAST = 2.0
 AT_ONCE, OUTPUT, VOCAB = 8, 4, 8000
-TRACED, BLOCK, LONGEST = (
-    600,
-    16,
-    900,
-)  # requests of a trace, tokens a block of it is scaled to, and of a prompt
-TALKS, TURNS, SAID = 40, 12, 64  # conversations, turns of each, tokens of a turn
+BLOCK, LONGEST = 16, 900  # tokens that a trace's block is scaled to, and of a prompt
+SAID = 64  # tokens of a turn
 TOKEN_BYTES = 2 * 6 * 4 * 64 * 4  # K and V of a token of shape B
 
 
@@ -50,17 +46,26 @@ class Line(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """Conversations, turns of each, and requests of a trace."""
+
+    talks: int = 40
+    turns: int = 12
+    traced: int = 600
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     computed: int
     cached: int
     seconds: float
 
 
-def talks() -> list[list[int]]:
+def talks(effort: Effort) -> list[list[int]]:
     """Prompts of all turns, the conversations shuffled into each other."""
     rng = random.Random(1)
-    contexts: list[list[int]] = [[] for _ in range(TALKS)]
-    order = [talk for talk in range(TALKS) for _ in range(TURNS)]
+    contexts: list[list[int]] = [[] for _ in range(effort.talks)]
+    order = [talk for talk in range(effort.talks) for _ in range(effort.turns)]
     rng.shuffle(order)
     out = []
     for talk in order:
@@ -69,10 +74,10 @@ def talks() -> list[list[int]]:
     return out
 
 
-def traced(path: Path) -> list[list[int]]:
+def traced(path: Path, effort: Effort) -> list[list[int]]:
     out = []
     with path.open("rb") as lines:
-        for line, _ in zip(lines, range(TRACED), strict=False):
+        for line, _ in zip(lines, range(effort.traced), strict=False):
             ids = msgspec.json.decode(line, type=Line).hash_ids
             prompt = [token for one in ids for token in _block(one)]
             out.append(prompt[:LONGEST])
@@ -134,9 +139,10 @@ async def _count(router: Router) -> tuple[int, int]:
     return sum(one.prompt_tokens_total for one in loads), sum(one.cached_tokens_total for one in loads)
 
 
-async def measure(trace: Path | None, console: Console) -> Report:
-    machine = this_machine()
-    workloads = {"conversations": talks()} | ({"trace": traced(trace)} if trace else {})
+async def measure(trace: Path | None, console: Console, effort: Effort | None = None) -> Report:
+    """trace: a file, where there is one."""
+    machine, effort = this_machine(), effort or Effort()
+    workloads = {"conversations": talks(effort)} | ({"trace": traced(trace, effort)} if trace else {})
     rows: list[list[str | int | float | None]] = []
     findings = []
     for name, prompts in workloads.items():

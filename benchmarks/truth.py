@@ -44,6 +44,10 @@ class Effort:
     quick: bool = False
 
 
+QUICK = Effort(4.0, (0.3,), 30, quick=True)
+SUBJECTS = ("demo", "A", "B")
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """models: name and share of the requests."""
@@ -184,14 +188,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--subject", nargs="+", choices=("demo", "A", "B"), default=["demo", "A", "B"])
+    parser.add_argument("--subject", nargs="+", choices=SUBJECTS, default=SUBJECTS)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.85], help="of the most")
     parser.add_argument("--quick", action="store_true", help="prove that it runs; its numbers are rough")
     options = parser.parse_args()
     effort = Effort(options.seconds, tuple(options.loads), quick=options.quick)
     if options.quick:
-        effort = Effort(4.0, (0.3,), 30, quick=True)
+        effort = QUICK
     report = asyncio.run(measure(options.subject, effort))
     report.show(Console())
     report.save()
