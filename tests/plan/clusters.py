@@ -16,6 +16,7 @@ from kvloom.plan.board import Placement
 from kvloom.plan.cluster import Nodes
 from kvloom.plan.demand import Demand
 from kvloom.plan.estimate import Estimator
+from kvloom.plan.plan import Plan
 
 SHAPES = ("llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama3-8b")
 
@@ -98,3 +99,16 @@ def small_cases(draw: st.DrawFn) -> tuple[list[Nodes], list[Demand]]:
     cluster = [nodes(kind, draw(st.sampled_from(sizes)), draw(counts)) for kind in kinds]
     wanted = draw(st.lists(_demands, min_size=1, max_size=4))
     return cluster, [demand(f"m{i}", *one) for i, one in enumerate(wanted)]
+
+
+def check_plan(plan: Plan) -> None:
+    """What holds of every plan."""
+    names = [unit.name for unit in plan.units]
+    assert len(set(names)) == len(names)
+    answered = 0.0
+    for unit in plan.units:
+        assert unit.kv_bytes > 0
+        assert abs(sum(model.quota for model in unit.models) - 1.0) < 1e-9
+        assert len({model.name for model in unit.models}) == len(unit.models) > 0
+        answered += sum(min(model.rate, model.throughput) for model in unit.models)
+    assert abs(plan.throughput - answered) <= 1e-6 * max(1.0, answered)

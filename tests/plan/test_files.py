@@ -1,0 +1,131 @@
+"""Plan files, and how `kvloom serve` takes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from kvloom.config import DEMO
+from kvloom.config_file import load_config
+from kvloom.core.errors import ConfigError
+from kvloom.machine import Machine
+from kvloom.plan.files import is_plan, read_plan, write_plan
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.plan.planner import make_plan
+from tests.plan.clusters import check_plan, muxserve, nodes, roofline
+
+MACHINE = Machine(cores=4, memory=3 << 30)
+PLAN = make_plan([nodes("A100-80", 8)], muxserve(0.9, 5.0)[::4], roofline)
+
+
+def model(name: str, path: str | None, **changes: Any) -> PlannedModel:
+    known = PLAN.units[0].models[0]
+    changes = {"rate": 2.0, "prefill_share": 0.75, "decode_share": 0.5, "quota": 0.5} | changes
+    return replace(known, name=name, path=path, **changes)
+
+
+def unit(name: str, *models: PlannedModel, **changes: Any) -> PlannedUnit:
+    fields: dict[str, Any] = {"node": "node-0", "device": "cpu", "gpus": 2, "kv_bytes": 1 << 26} | changes
+    return PlannedUnit(name=name, models=models, **fields)
+
+
+def local_plan() -> Plan:
+    guide, sums = str(DEMO / "guide"), str(DEMO / "sums")
+    units = (
+        unit("unit-0", model("guide", guide), model("sums", sums, rate=0.0, quota=0.25)),
+        unit("unit-1", model("guide", guide, quota=1.0), gpus=1, kv_bytes=1 << 25),
+    )
+    return Plan(units=units, throughput=4.0, made_by="a test")
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    check_plan(PLAN)
+    write_plan(file, PLAN)
+    assert read_plan(file) == PLAN
+    assert is_plan(file)
+    with pytest.raises(ConfigError, match="a path that can be written"):
+        write_plan(tmp_path / "nowhere" / "plan.json", PLAN)
+
+
+def changed(**changes: Any) -> bytes:
+    return json.dumps({**msgspec.to_builtins(PLAN), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (b"", "no plan"),
+        (msgspec.json.encode(PLAN)[:-200], "no plan"),
+        (b"\xff\xfe", "no plan"),
+        (b"{}", "missing required field `version`"),
+        (changed(version=2), "a plan of version 2; this kvloom reads version 1"),
+        (changed(units=[]), "units with names of their own"),
+        (changed(units=[msgspec.to_builtins(PLAN.units[0])] * 2), "units with names of their own"),
+        (changed(units=[{**msgspec.to_builtins(PLAN.units[0]), "models": []}]), "and with models"),
+        (changed(units=[{**msgspec.to_builtins(PLAN.units[0]), "gpus": 0}]), "$.units[0].gpus"),
+    ],
+)
+def test_files_that_are_no_plans(tmp_path: Path, text: bytes, part: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError) as error:
+        read_plan(file)
+    assert error.value.message.startswith(f"{file}: ")
+    assert part in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_a_config_is_no_plan(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.json"
+    file.write_text(json.dumps({"models": {"a": str(DEMO / "guide")}, "units": [{"models": ["a"]}]}))
+    assert not is_plan(file)
+    assert not is_plan(tmp_path / "nowhere.json")
+    assert load_config(file, {}, {}, MACHINE).engines[0].models[0].name == "a"
+
+
+def test_units_of_a_plan_become_the_fleets(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    write_plan(file, local_plan())
+    config = load_config(file, {"port": 9000}, {}, MACHINE)
+    first, second = config.engines
+    assert config.port == 9000
+    assert (first.unit, first.kv_bytes, first.threads) == ("unit-0", 1 << 26, 2)
+    assert (second.unit, second.kv_bytes, second.threads) == ("unit-1", 1 << 25, 1)
+    guide, sums = first.models
+    assert (guide.name, guide.path, guide.rate) == ("guide", str(DEMO / "guide"), 2.0)
+    assert (guide.prefill_share, guide.decode_share, guide.quota) == (0.75, 0.5, 0.5)
+    assert (sums.name, sums.quota) == ("sums", 0.25)
+    assert 0 < sums.rate < 1e-3
+    assert [(one.name, one.quota) for one in second.models] == [("guide", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("units", "part"),
+    [
+        ((unit("a", model("m", str(DEMO / "guide")), device="H100"),), "a is planned for 2 × H100"),
+        ((unit("a", model("m", None)),), "a: no path of 'm'; plan with `path` for each model"),
+        (
+            (unit("a", model("m", "x/y")), unit("b", model("m", "x/y"), node="node-1")),
+            "units on 2 nodes; a plan for this machine alone is right",
+        ),
+        ((unit("a", model("m", "x/y"), gpus=9),), "units.0.threads: 9 of 4 cores"),
+        (
+            (unit("a", model("m", "x/y"), kv_bytes=1 << 40),),
+            "units.0.kv_memory: 1 TiB is more than the 3 GiB",
+        ),
+        ((unit("a", model("m", "./nowhere")),), "models.m.path: "),
+    ],
+)
+def test_plans_that_cannot_be_served_here(tmp_path: Path, units: tuple[PlannedUnit, ...], part: str) -> None:
+    file = tmp_path / "plan.json"
+    write_plan(file, Plan(units=units, throughput=1.0, made_by="a test"))
+    with pytest.raises(ConfigError) as error:
+        load_config(file, {}, {}, MACHINE)
+    assert error.value.message.startswith(f"{file}: ")
+    assert part in error.value.message
