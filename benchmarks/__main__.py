@@ -2,7 +2,7 @@
 
 python -m benchmarks [NAME …] [--quick]. Each prints its table and writes build/bench/NAME.json; all together
 go to build/bench.json and, as tables for docs/benchmarks.md, build/bench.md. Ratios are of one run: a
-benchmark starts both sides itself. About two hours in full; --quick proves that all of it runs.
+benchmark starts both sides itself. Some two hours in full; --quick proves that all of it runs.
 
   engine-step    the engine's own work a step
   verbs          a verb's round trip, and how many an engine answers

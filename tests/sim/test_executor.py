@@ -178,12 +178,15 @@ def test_without_a_peer_all_layers_are_written_at_the_end() -> None:
 
 
 def test_each_step_reads_what_the_last_one_wrote() -> None:
+    noted = Noted()
+
     async def main() -> JobResult:
-        return await device(Noted()).launch(job(context=10, steps=3))
+        return await device(noted).launch(job(context=10, steps=3))
 
     result = run_virtual(main())
     assert result.seconds == pytest.approx(2.0 + 2.1 + 2.2)
     assert result.tokens == [0, 1, 2]
+    assert [layers for _, layers in noted.wrote[1:]] == [range(LAYERS)] * 3
 
 
 def test_cut_ends_with_the_step_under_way() -> None:
