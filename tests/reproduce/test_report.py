@@ -19,7 +19,9 @@ REPORT = Report(
         Claim(said="hens lay", holds=True, found="they do"),
         Claim(said="hens fly", holds=False, found="hardly"),
     ),
-    grids=(Grid(title="ours", heads=("hen", "eggs"), rows=(("Ada", "7"), ("Bea", "5"))),),
+    grids=(
+        Grid(title="ours", heads=("hen", "where", "eggs"), rows=(("Ada", "1st", "7"), ("Bea", "barn", "5"))),
+    ),
 )
 
 
@@ -61,10 +63,10 @@ def test_a_page_has_all_tables() -> None:
         "| hens lay | they do | holds |\n"
         "| hens fly | hardly | fails |\n\n"
         "ours:\n\n"
-        "| hen | eggs |\n"
-        "| --- | ---: |\n"
-        "| Ada | 7 |\n"
-        "| Bea | 5 |\n"
+        "| hen | where | eggs |\n"
+        "| --- | --- | ---: |\n"
+        "| Ada | 1st | 7 |\n"
+        "| Bea | barn | 5 |\n"
     )
 
 

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvloom.reproduce.report import Cell, Claim, Report
+from kvloom.reproduce.report import Cell, Claim, Grid, Report
 
 _STYLES: Final = {"agrees": "green", "holds": "green", "near": "yellow", "differs": "red", "fails": "red"}
 _CELL_HEADS: Final = ("", "", "paper", "ours", "ratio", "verdict")
@@ -25,7 +25,7 @@ def show_report(report: Report) -> Group:
     if report.claims:
         parts.append(_table(_CLAIM_HEADS, map(_claim, report.claims)))
     for grid in report.grids:
-        parts += [Text(grid.title), _table(grid.heads, grid.rows, right=range(1, len(grid.heads)))]
+        parts += [Text(grid.title), _table(grid.heads, grid.rows, right=_numbers(grid))]
     return Group(*parts)
 
 
@@ -37,7 +37,7 @@ def markdown(report: Report) -> str:
     if report.claims:
         parts.append(_lines(_CLAIM_HEADS, map(_claim, report.claims)))
     for grid in report.grids:
-        parts += [f"{grid.title}:", _lines(grid.heads, grid.rows, right=range(1, len(grid.heads)))]
+        parts += [f"{grid.title}:", _lines(grid.heads, grid.rows, right=_numbers(grid))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -65,6 +65,11 @@ def _cell(cell: Cell) -> tuple[str, ...]:
 
 def _claim(claim: Claim) -> tuple[str, ...]:
     return claim.said, claim.found, claim.verdict
+
+
+def _numbers(grid: Grid) -> list[int]:
+    """Columns of numbers, beside the first one."""
+    return [i for i in range(1, len(grid.heads)) if all(row[i][:1].isdigit() for row in grid.rows)]
 
 
 def _number(value: float) -> str:
