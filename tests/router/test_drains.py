@@ -191,14 +191,26 @@ def test_a_new_process_that_dies() -> None:
     run(test)
 
 
-def test_a_restart_is_given_up_with_its_gateway() -> None:
+def test_orders_are_given_up_with_their_gateway() -> None:
     async def test() -> None:
-        async with drained(1) as played:
-            restarting = asyncio.create_task(played.drains.restart("a"))
+        async with drained(2) as played:
+            played.fleets.engines[0].gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body()))
             await turns()
-            assert played.ends == ["a"]
-        await asyncio.wait([restarting])
-        assert restarting.cancelled()
+            orders = [
+                asyncio.create_task(order) for order in (played.drains.drain("a"), played.drains.restart("b"))
+            ]
+            await turns()
+            assert played.ends == ["b"]
+            assert not any(order.done() for order in orders)
+            played.drains.give_up()
+            await asyncio.wait(orders)
+            for order in orders:
+                assert "the gateway is ending" in str(order.exception())
+            assert played.states() == {"a": "draining", "b": "restarting"}
+            played.fleets.engines[0].gate.set()
+            await running
+        assert played.states() == {"a": "drained", "b": "drained"}  # nobody restarts it any more
 
     run(test)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import threading
 import urllib.error
@@ -200,7 +201,27 @@ def test_a_program_outlives_its_gateway(config: Path, capsys: pytest.CaptureFixt
     assert "data_parallel runs again, as configured" in said
 
 
-def test_the_end_waits_for_no_drain(config: Path, tmp_path: Path) -> None:
+def test_a_new_process_that_cannot_be(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who asked for it learns why; the other unit serves, and this one again once it can."""
+    model = config.with_name("model")
+    shutil.copytree(DEMO / "sums", model)
+    config.write_text(CONFIG.replace(f"{DEMO}/sums", str(model)))
+    with fleet(str(config)) as running:
+        url = running.wait_until_ready()
+        right = (model / "config.json").read_text()
+        (model / "config.json").write_text("{")
+        assert kvloom(url, "unit", "restart", "unit-0") == 1
+        said = capsys.readouterr().err
+        assert "unit-0 models.sums: " in said
+        assert said.count("\n") == 1
+        assert states(url) == {"unit-0": "down", "unit-1": "up"}
+        assert [listen(url, 0) for _ in range(2)] == ["17 + 25 = 42."] * 2
+        (model / "config.json").write_text(right)
+        running.wait_for("unit-0 | answers again")
+        assert running.end(signal.SIGTERM) == 0
+
+
+def test_the_end_waits_for_no_drain(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C while one unit is drained for a restart, and a long request runs there."""
     folder = tmp_path / "s"
     folder.mkdir()
@@ -222,6 +243,7 @@ def test_the_end_waits_for_no_drain(config: Path, tmp_path: Path) -> None:
                 stream.read()
         for thread in ordering:
             thread.join(DEADLINE)
+        assert "the gateway is ending" in capsys.readouterr().err
 
 
 def test_keys_of_two_kinds(

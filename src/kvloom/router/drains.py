@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from kvloom.core.errors import Conflict, KvloomError
+from kvloom.core.errors import Conflict, KvloomError, Unavailable
 from kvloom.core.service import Service, UnitState
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
 
 
 class Drains:
-    """An async context manager: restarts that are under way are given up with it.
+    """An async context manager: orders that are under way are given up with it, or by `give_up` before.
 
     seconds: for which what runs at a unit is waited for, where an order does not say. restart: puts a new
     process in the place of the unit's and returns once that answers; raises KvloomError where it does not.
@@ -35,6 +35,7 @@ class Drains:
         self._new_process = restart
         self._changed = changed
         self._restarts: dict[str, asyncio.Task[None]] = {}
+        self._over = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
@@ -42,10 +43,15 @@ class Drains:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.give_up()
         restarts = list(self._restarts.values())
         for restart in restarts:
             restart.cancel()
         await asyncio.gather(*restarts, return_exceptions=True)
+
+    def give_up(self) -> None:
+        """The gateway ends: who waits for an order learns that now."""
+        self._over.set()
 
     @property
     def states(self) -> list[UnitState]:
@@ -74,7 +80,7 @@ class Drains:
         self._refuse_restarting(name)
         self._router.withdraw(name)
         self._tell()
-        await self._emptied(name, seconds)
+        await self._unless_over(asyncio.create_task(self._emptied(name, seconds)))
         return self.state(name)
 
     async def admit(self, name: str) -> UnitState:
@@ -89,11 +95,11 @@ class Drains:
     async def restart(self, name: str, seconds: float | None = None) -> UnitState:
         """Drain the unit, put a new process in its place, and admit that. Goes on where its caller does not
         wait; a second call joins the first. Raises what the new process died of: then it is tried again, and
-        takes requests once it answers."""
+        takes requests once it answers. Raises Unavailable where the gateway ends."""
         if name not in self._restarts:
             self._restarts[name] = asyncio.create_task(self._restart(name, seconds))
             self._tell()
-        await asyncio.shield(self._restarts[name])
+        await self._unless_over(asyncio.shield(self._restarts[name]))
         return self.state(name)
 
     async def _restart(self, name: str, seconds: float | None) -> None:
@@ -115,6 +121,18 @@ class Drains:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._seconds if seconds is None else seconds):
                 await self._router.units[name].emptied()
+
+    async def _unless_over(self, order: asyncio.Future[None]) -> None:
+        over: asyncio.Future[bool] = asyncio.create_task(self._over.wait())
+        either: set[asyncio.Future[Any]] = {order, over}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not order.done():
+                raise Unavailable("the gateway is ending, and gives up what it was ordered")
+            order.result()
+        finally:
+            order.cancel()
+            over.cancel()
 
     def _refuse_restarting(self, name: str) -> None:
         if name in self._restarts:

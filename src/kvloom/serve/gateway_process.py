@@ -7,9 +7,8 @@ import logging
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from msgspec.structs import replace
@@ -24,7 +23,8 @@ from kvloom.router.drains import Drains
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router
 from kvloom.serve.connection import ClientConnection
-from kvloom.serve.orders import Begin, GatewayOrder, Ready, Restarted, Standing
+from kvloom.serve.kept import Kept
+from kvloom.serve.orders import Begin, GatewayOrder, Ready, Standing
 from kvloom.serve.parent import Parent, run_child
 from kvloom.serve.restarts import Restarts
 from kvloom.serve.server import Server
@@ -61,48 +61,34 @@ def load_standing(order: GatewayOrder) -> tuple[Program, Standing]:
 
 async def serve(parent: Parent, order: GatewayOrder, program: Program, standing: Standing) -> None:
     """Answer the OpenAI API until SIGTERM, which the parent's end is too."""
-    loop = asyncio.get_running_loop()
-
-    def stands(**changes: Any) -> None:
-        nonlocal standing
-        standing = replace(standing, **changes)
-        parent.report(standing)
-
-    restarts = Restarts(parent.report)
-
-    def heed(restarted: Restarted) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(restarts.ended, restarted)
-
-    parent.watch(Path(order.sockets), heed)
+    kept, restarts = Kept(standing, parent.report), Restarts(parent.report)
+    parent.watch(Path(order.sockets), restarts.heed)
     async with AsyncExitStack() as stack:
         engines = {
             unit: await stack.enter_async_context(HttpEngineClient(url, secret=order.secret))
             for unit, url in order.engines.items()
         }
-        router = await stack.enter_async_context(
-            Router(engines, program, WallClock(), withdrawn=standing.drained)
-        )
-        drains = await stack.enter_async_context(
-            Drains(
-                router,
-                seconds=order.drain,
-                restart=restarts,
-                changed=lambda drained: stands(drained=drained),
-            )
-        )
+        router = Router(engines, program, WallClock(), withdrawn=standing.drained)
+        await stack.enter_async_context(router)
+        drains = Drains(router, seconds=order.drain, restart=restarts, changed=kept.drained)
+        await stack.enter_async_context(drains)
         server = Server(
             create_app(
                 router,
                 keys=Keys(order.api_keys, order.admin_keys, order.secret),
                 max_body=order.max_body,
-                admin=Admin(router, engines, drains, lambda program: stands(program=program)),
+                admin=Admin(router, engines, drains, kept.program),
             ),
             connection=ClientConnection,
             grace=GRACE_SECONDS,
             ready=lambda: parent.report(Ready()),
         )
-        loop.add_signal_handler(signal.SIGTERM, server.end)
+
+        def end() -> None:
+            drains.give_up()
+            server.end()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
         await server.serve(sockets=[socket.socket(fileno=order.listener)])
 
 
