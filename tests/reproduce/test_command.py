@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kvloom.cli import main
 from kvloom.reproduce import microserving
 from kvloom.reproduce.report import Experiment, Report, Scale, Tell
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproduction.md"
 BAD = [
     (["nobody"], ["PAPER", "microserving"]),
     (["microserving", "--figure", "14"], ["--figure '14'", "10, 11, 12, table-3, 13 are right"]),
@@ -68,3 +70,11 @@ def test_who_interrupts_is_told_that_nothing_was_written(
     assert main(["reproduce", "microserving", "--json", "out.json"]) == 130
     assert capsys.readouterr().err == "kvloom: interrupted; nothing was written\n"
     assert not Path("out.json").exists()
+
+
+def test_the_page_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["reproduce", "--help"])
+    known = re.findall(r"^  (--[a-z]+)", capsys.readouterr().out, re.M)
+    table = PAGE.read_text("utf-8").split("| option | |")[1].split("\n\n")[0]
+    assert set(re.findall(r"(--[a-z]+)", table)) == set(known) != set()
