@@ -66,6 +66,7 @@ CROWDS: list[tuple[Policy, int, int, int]] = [
     ("fcfs", 130, 64, 2),
     ("round-robin", 130, 16, 2),
     ("round-robin", 130, 512, 1),
+    ("partitioned", 130, 16, 2),
 ]
 
 

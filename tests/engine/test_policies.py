@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvloom.engine.batching import POLICIES
-from kvloom.engine.batching.view import Decode, Preempt, Prefill, UnitView
+from kvloom.engine.batching.view import Action, Decode, Preempt, Prefill, UnitView
 from tests.engine.views import model, unit, views
 
 _SETTINGS = settings(max_examples=500, deadline=None, derandomize=True)
@@ -109,6 +109,44 @@ def test_round_robin_takes_turns() -> None:
     assert [name for name, _ in order] == list("abc") * 4
     for name in "abc":
         assert [kind for who, kind in order if who == name] == [Prefill, Decode] * 2
+
+
+def test_round_robin_holds_all_until_a_planned_prefill_has_room() -> None:
+    prompt = model("a", waiting=1, head_blocks=2, prefill_share=9, decode_share=4)
+    steps = model("b", decodable=1, held=1, running=1, used=2, prefill_share=9, decode_share=4, last_decode=9)
+    other = replace(steps, name="c", decodable=0, held=0, decoding=True)
+
+    def answer(idle: int) -> Action | None:
+        return POLICIES["round-robin"](unit(prompt, steps, other, compute=10, idle=idle, overload=2))
+
+    assert answer(6) is None
+    assert answer(7) == Prefill("a", 9, 96)
+    assert POLICIES["round-robin"](unit(steps, other, compute=10, idle=6)) == Decode("b", 4)
+    assert POLICIES["round-robin"](unit(steps, compute=10)) == Decode("b", 10)
+
+
+@_SETTINGS
+@given(view=views())
+def test_partitioned_runs_one_job_of_a_model_on_a_share_that_never_changes(view: UnitView) -> None:
+    action = POLICIES["partitioned"](view)
+    if not isinstance(action, Prefill | Decode) or view.idle == view.compute:  # there the last resort may act
+        return
+    chosen = next(m for m in view.models if m.name == action.model)
+    assert not chosen.prefilling
+    assert not chosen.decoding
+    planned = chosen.prefill_share if isinstance(action, Prefill) else chosen.decode_share
+    assert action.share == (planned or max(1, view.compute // len(view.models)))
+
+
+def test_partitioned_lets_models_run_side_by_side() -> None:
+    a = model("a", waiting=1, head_blocks=2, decodable=1, held=1, running=1, used=2)
+    b = replace(a, name="b", last_prefill=5, last_decode=3)
+    c = replace(a, name="c", last_prefill=7, last_decode=8)
+    free = unit(a, b, c, compute=9)
+    assert POLICIES["partitioned"](free) == Prefill("a", 3, free.free_blocks)
+    busy = unit(replace(a, prefilling=True), b, c, compute=9, idle=6)
+    assert POLICIES["partitioned"](busy) == Decode("b", 3)  # its prefill was last
+    assert POLICIES["partitioned"](replace(busy, idle=2)) is None
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

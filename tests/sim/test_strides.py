@@ -25,14 +25,14 @@ def check_like(units: list[SimulatedUnit], *, seed: int, rate: float, count: int
     assert load == each_load
 
 
-@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round-robin"])
+@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round-robin", "partitioned"])
 @settings(deadline=None, max_examples=4, derandomize=True)
 @given(seed=st.integers(0, 2**32), rate=st.sampled_from([1.0, 5.0, 20.0, 200.0]))
 def test_one_model_alone(policy: Policy, seed: int, rate: float) -> None:
     check_like([unit(models=["small"], policy=policy)], seed=seed, rate=rate)
 
 
-@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round-robin"])
+@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round-robin", "partitioned"])
 @settings(deadline=None, max_examples=4, derandomize=True)
 @given(seed=st.integers(0, 2**32), rate=st.sampled_from([1.0, 5.0, 20.0, 200.0]))
 def test_two_models_share_a_pool(policy: Policy, seed: int, rate: float) -> None:

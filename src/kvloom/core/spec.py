@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Policy = Literal["adbs", "fcfs", "round-robin"]
+Policy = Literal["adbs", "fcfs", "round-robin", "partitioned"]
 Quotas = Literal["adaptive", "fixed"]
 Plane = Literal["shm", "nixl"]
 Option = bool | int | float | str | list[str]

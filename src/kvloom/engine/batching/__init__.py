@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvloom.engine.batching.adbs import adbs
 from kvloom.engine.batching.fcfs import fcfs
+from kvloom.engine.batching.partitioned import partitioned
 from kvloom.engine.batching.progress import last_resort
 from kvloom.engine.batching.round_robin import round_robin
 from kvloom.engine.batching.view import Action, UnitView
@@ -21,4 +22,5 @@ POLICIES: dict[str, Policy] = {
     "adbs": _moving(adbs),
     "fcfs": _moving(fcfs),
     "round-robin": _moving(round_robin),
+    "partitioned": _moving(partitioned),
 }

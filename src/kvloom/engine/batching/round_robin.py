@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from kvloom.engine.batching.view import Action, Decode, ModelView, Preempt, Prefill, UnitView
+from kvloom.engine.batching.turn import turn, waiting_turns
+from kvloom.engine.batching.view import Action, Preempt, UnitView
 
 
 def round_robin(view: UnitView) -> Action | None:
-    if view.idle == 0:
+    """A planned prefill that is larger than what is free waits for room, and all others with it."""
+    room = view.idle + view.overload
+    if room <= 0:
         return None
-    turns = sorted(
-        (m for m in view.models if not (m.prefilling or m.decoding) and (m.wants_prefill or m.wants_decode)),
-        key=lambda m: max(m.last_prefill, m.last_decode),
-    )
-    busy = view.idle < view.compute
-    share = min(view.idle, max(1, view.compute // 2)) if busy or len(turns) > 1 else view.compute
+    turns = waiting_turns(view)
+    together = view.idle < view.compute or len(turns) > 1
     for model in turns:
-        action = _turn(view, model, share)
+        prefill, decode = (
+            _share(view, planned, room) if together else view.compute
+            for planned in (model.prefill_share, model.decode_share)
+        )
+        action = turn(view, model, prefill, min(room, decode))
         if action:
-            return action
+            return action if isinstance(action, Preempt) or action.share <= room else None
     return None
 
 
-def _turn(view: UnitView, model: ModelView, share: int) -> Action | None:
-    rested = model.last_prefill <= model.last_decode or not model.wants_decode
-    kept = view.urgent.head_blocks if view.urgent and view.urgent is not model else 0
-    if model.wants_prefill and rested and model.head_blocks <= view.free(model) - kept:
-        return Prefill(model.name, share, view.free(model) - kept)
-    if not model.wants_decode:
-        return None
-    if model.decode_blocks > view.free(model):
-        return Preempt(max(view.givers(model), key=lambda m: m.victim).name)
-    return Decode(model.name, share)
+def _share(view: UnitView, planned: int, room: int) -> int:
+    """Of a job beside others: half of the compute, or what is left of it, where none is planned."""
+    return planned or min(room, max(1, view.compute // 2))
