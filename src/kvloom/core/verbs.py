@@ -53,7 +53,8 @@ class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Sent(Struct, frozen=True, kw_only=True):
-    """Tokens that had K and V here already, and that were computed for this."""
+    """Of the tokens sent: those that had K and V here already, and those that were computed for this. What
+    comes before them and was not cached is computed too."""
 
     cached: int
     computed: int

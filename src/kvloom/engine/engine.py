@@ -89,8 +89,7 @@ class Engine:
         """Until `stop`, and then until the last job has ended."""
         while True:
             self._take_in()
-            self._reservations.expire()
-            self._pins.expire()
+            self._expire()
             if self._stopping and self._idle == self._executor.compute:
                 return
             self._tuner.adapt()
@@ -104,11 +103,24 @@ class Engine:
 
     async def _rest(self) -> None:
         """Until a job ends, a caller comes, or a lease runs out."""
-        dues = [due for due in (self._reservations.due, self._pins.due) if due is not None]
-        due = min(dues, default=None)
+        due = self._due
         with suppress(TimeoutError):
             async with asyncio.timeout(None if due is None else max(0.0, due - self._clock.now())):
                 await self._wake.wait()
+
+    @property
+    def _due(self) -> float | None:
+        """When the next lease runs out."""
+        dues = [due for due in (self._reservations.due, self._pins.due) if due is not None]
+        return min(dues, default=None)
+
+    def _expire(self) -> None:
+        """Give up what nobody has renewed."""
+        due = self._due
+        if due is not None and due <= self._clock.now():
+            self._cut()
+            self._reservations.expire()
+            self._pins.expire()
 
     async def stop(self) -> None:
         """Refuse new requests, end every stream, and let the loop end when running jobs have."""
@@ -177,20 +189,23 @@ class Engine:
             queue = self._queues[flight.job.model]
             self._idle += flight.job.share
             error = future.exception()
-            steps = 1 if error else flight.steps(future.result())
-            self._jobs += self._strides.landed(flight, steps)
+            steps = 1
             if error is None:
                 result, running = future.result(), len(queue.running)
+                steps = flight.steps(result)
+                self._jobs += self._strides.landed(flight, steps)
                 queue.cache.end_forward(flight.job.plan)
                 queue.finished(flight.job, len(result.tokens), steps, self._jobs)
                 self._requests.land(flight, result, self._jobs)
                 if len(queue.running) < running:
                     self._cut()
             else:
+                self._strides.failed(flight)
                 queue.cache.abort_forward(flight.job.plan)
                 queue.active[flight.job.phase] -= 1
                 _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
                 self._requests.fail(flight, error)
+                self._cut()
             self._tuner.observe(steps)
 
     def _called(self) -> None:
@@ -246,6 +261,7 @@ class Engine:
 
     async def remote_send(self, body: RemoteSend) -> Sent:
         self._requests.check_prompt(body.model, body.prompt)
+        self._called()
         return await self._shipping.send(body)
 
     async def renew(self, request: str) -> Lease:

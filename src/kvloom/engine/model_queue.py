@@ -64,8 +64,8 @@ class ModelQueue:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a waiting sequence its place, and what is cached of its tokens. One that sends takes whole pages:
-        it would have to keep a page that it has sent a part of and then copied, beside the copy."""
+        """Give a waiting sequence its place, and what is cached of its tokens. One that sends takes whole
+        pages: it would have to keep a page that it has sent a part of and then copied, beside the copy."""
         self.waiting.remove(sequence)
         whole = sequence.outbound is not None
         tokens, most = sequence.tokens.list(), sequence.cacheable

@@ -80,8 +80,12 @@ class Strides:
     def landed(self, flight: Flight, steps: int) -> int:
         """It has taken so many steps. Returns how many have begun anywhere, since this was last told."""
         ended = [stride for stride in self._running if stride.flight is flight]
-        self._running = [stride for stride in self._running if stride.flight is not flight]
+        self.failed(flight)
         return sum(self._reach(stride, steps) for stride in ended) + self._sync()
+
+    def failed(self, flight: Flight) -> None:
+        """It is over, and has taken no step."""
+        self._running = [stride for stride in self._running if stride.flight is not flight]
 
     def cut(self) -> int:
         """Something has happened: whatever runs ends with the step that is under way. Returns what `landed`

@@ -7,7 +7,7 @@ async def cache_aware_disaggregate(
     call: Call, fleet: Fleet, *, prefill: Replicas = 1, slack: Tokens = 2048
 ) -> Frames:
     """As disaggregate, with the prefiller and the decoder that hold most of the prompt; what the decoder has
-    matched is neither computed nor sent."""
+    matched is not sent."""
     prefillers, decoders = fleet.split(prefill)
     target, begin = fleet.nearest(call.prompt, decoders, slack=slack), 0
     if prefillers:
