@@ -28,7 +28,7 @@ def statuses(
     keys: Keys, given: str | None, caller: tuple[str, int] | None = HERE, scheme: str = "Bearer"
 ) -> dict[str, int]:
     app = administered(keys=keys).app
-    http = TestClient(app, client=caller)  # type: ignore[arg-type]
+    http = TestClient(app, base_url="http://localhost", client=caller)  # type: ignore[arg-type]
     headers = {} if given is None else {"authorization": f"{scheme} {given}".encode()}
     return {
         name: http.request(method, path, json=body, headers=headers).status_code  # type: ignore[arg-type]
@@ -93,6 +93,48 @@ def test_without_keys_this_machine_may_do_all(
     given: str | None, caller: tuple[str, int] | None, status: int
 ) -> None:
     assert statuses(Keys(secret="fleet"), given, caller) == expected(200, status)
+
+
+@pytest.mark.parametrize(
+    ("caller", "host", "origin", "said"),
+    [
+        (HERE, "localhost", None, ""),
+        (HERE, "LocalHost:8000", "http://localhost:8000", ""),
+        (HERE, "127.0.0.1:8000", "http://127.0.0.1:8000", ""),
+        (HERE, "[::1]:8000", "http://[::1]:8000", ""),
+        (HERE, "[::1]", None, ""),
+        (None, "kvloom", None, ""),
+        (None, "kvloom", "http://kvloom", ""),
+        (HERE, "evil.example", "http://evil.example", "Host header"),
+        (HERE, "localhost.evil.example:8000", None, "Host header"),
+        (HERE, "127.0.0.1.evil.example", None, "Host header"),
+        (HERE, "[::1].evil.example", None, "Host header"),
+        (HERE, "10.1.2.3", None, "Host header"),
+        (HERE, "", None, "Host header"),
+        (HERE, "localhost:8000", "http://evil.example", "Origin header"),
+        (HERE, "localhost:8000", "http://localhost:3000", "Origin header"),
+        (HERE, "localhost:8000", "null", "Origin header"),
+        (None, "kvloom", "http://evil.example", "Origin header"),
+    ],
+)
+def test_without_keys_no_page_in_a_browser_gets_through(
+    caller: tuple[str, int] | None, host: str, origin: str | None, said: str
+) -> None:
+    """Not by a name that was made to lead here, nor from another site; with a key it does not matter."""
+    headers = {"host": host} | ({} if origin is None else {"origin": origin})
+    app = administered(keys=Keys(admin=frozenset({"admin"}))).app
+    known = TestClient(app, client=caller, headers=headers)  # type: ignore[arg-type]
+    assert known.get("/admin/units", headers={"authorization": "Bearer admin"}).status_code == 200
+    http = TestClient(administered(keys=Keys()).app, client=caller, headers=headers)  # type: ignore[arg-type]
+    assert http.get("/health").status_code == 200
+    verb = http.get("/verbs/unit-0/load")
+    answer = http.post("/admin/program", json={"name": "least_loaded"})
+    assert verb.status_code == answer.status_code == (403 if said else 200)
+    if said:
+        message = answer.json()["error"]["message"]
+        assert said in message
+        assert "\n" not in message
+        assert verb.json()["message"] == message
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,35 @@ def test_another_prompt_takes_the_first_ones_place() -> None:
             await d.engine.pin(pin(short))
             assert (await d.engine.pin(pin(other))).tokens == 20
             assert pinned(d) == 5 * 4
-            with pytest.raises(OutOfBlocks, match=r"84 of 160 blocks would be promised .* needs 100"):
+            with pytest.raises(OutOfBlocks, match=r"64 of 160 blocks would be promised .* needs 100"):
                 await d.engine.pin(pin(long))
             assert pinned(d) == 5 * 4
             assert (await d.engine.pin(pin(prompt(9, first=9)))).tokens == 0  # nothing cached, nothing kept
             assert pinned(d) == 0
             with pytest.raises(BadRequest, match="nothing is reserved or pinned"):
                 await d.engine.renew("owner")
+
+    run(test)
+
+
+def test_a_prompt_that_takes_anothers_place_needs_no_room_beside_it() -> None:
+    """Each fits the budget, both do not; one that is refused leaves what the first keeps as it was."""
+
+    async def test() -> None:
+        async with units(1) as (d,):
+            first, second, long = prompt(40), prompt(44, first=3), prompt(61, first=7)
+            await cached(d, first, second)
+            await d.engine.pin(pin(first))
+            assert (await d.engine.pin(pin(second))).tokens == 44
+            assert pinned(d) == d.engine.pool.caches[MODEL].pages.promised_blocks == 11 * 4
+            await cached(d, long)
+            with pytest.raises(OutOfBlocks):
+                await d.engine.pin(pin(long))
+            assert pinned(d) == d.engine.pool.caches[MODEL].pages.promised_blocks == 11 * 4
+            await crowd(d)
+            assert await spared(d, second) == 43
+            assert (await d.engine.unpin("owner")).tokens == 44
+            assert d.engine.pool.available == d.engine.pool.total
 
     run(test)
 

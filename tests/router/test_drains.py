@@ -108,6 +108,32 @@ def test_a_drain_waits_no_longer_than_it_is_told(asked: float | None) -> None:
     run(test)
 
 
+def test_a_drain_that_waits_ends_when_its_unit_is_admitted() -> None:
+    """Its caller learns of it, even where the next drain has begun by then."""
+
+    async def test() -> None:
+        async with drained(1) as played:
+            [engine] = played.fleets.engines
+            engine.gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            first = asyncio.create_task(played.drains.drain("a"))
+            await turns()
+            admitting = asyncio.create_task(played.drains.admit("a"))
+            await turns(1)
+            second = asyncio.create_task(played.drains.drain("a"))
+            await admitting
+            await turns()
+            with pytest.raises(Conflict, match="a was admitted while its drain waited; drain it again"):
+                first.result()
+            assert not second.done()
+            engine.gate.set()
+            await running
+            assert (await second).state == "drained"
+
+    run(test)
+
+
 def test_a_restart_loses_no_request() -> None:
     async def test() -> None:
         async with drained(2) as played:

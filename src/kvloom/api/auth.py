@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Final
@@ -15,6 +16,7 @@ from kvloom.core.errors import KvloomError, Unauthorized
 
 OPEN_PATHS: Final = frozenset({"/health", "/docs", "/openapi.json"})
 ADMIN: Final = "/admin"
+_HOST: Final = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Keys:
 
 class RequireKey:
     """ASGI middleware. /admin and /verbs need an admin key; where there are no keys at all, a caller on this
-    machine. All else but the open paths needs a key of either kind, where there are API keys."""
+    machine that is no other site's page in a browser. All else but the open paths needs a key of either kind,
+    where there are API keys."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
@@ -63,12 +66,9 @@ class RequireKey:
             return _unauthorized(given, "admin key")
         if self._api:
             return Forbidden("this path needs an admin key, and none is set; `admin_key_file` sets some")
-        if _is_here(scope):
+        if (wrong := _stranger(scope)) is None:
             return None
-        return Forbidden(
-            "this path is open to callers on the server's own machine only, as no admin key is set; "
-            "`admin_key_file` sets some"
-        )
+        return Forbidden(f"{wrong}, as no admin key is set; `admin_key_file` sets some")
 
 
 def is_admin(scope: Scope) -> bool:
@@ -88,13 +88,39 @@ def _unauthorized(given: bytes | None, what: str) -> Unauthorized:
     return Unauthorized(f"{said}: send 'Authorization: Bearer KEY'")
 
 
-def _is_here(scope: Scope) -> bool:
-    """Whether the caller is on this machine; over a Unix socket it is."""
+def _stranger(scope: Scope) -> str | None:
+    """Why the caller is not trusted without a key; over a Unix socket it is on this machine.
+
+    A browser on this machine speaks for the pages it shows. One whose name was made to lead here sends that
+    name as Host; one of another site, or of another port, sends its own Origin.
+    """
+    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     client = scope.get("client")
-    if client is None:
-        return True
+    if client is not None:
+        if not _is_loopback(client[0]):
+            return "this path is open to callers on the server's own machine only"
+        if len(hosts) != 1 or not _is_local(hosts[0]):
+            return "this path is open where the Host header is a loopback address or `localhost` only"
+    if any(origin.rpartition("://")[2] not in hosts for origin in origins):
+        return "this path is open where the Origin header, if there is one, is the server's own only"
+    return None
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1").lower() for header, value in scope["headers"] if header == name]
+
+
+def _is_local(host: str) -> bool:
+    """localhost, 127.0.0.1 or [::1], with a port or without."""
+    parts = _HOST.fullmatch(host)
+    return parts is not None and (
+        parts["name"] == "localhost" or _is_loopback(parts["ipv6"] or parts["name"])
+    )
+
+
+def _is_loopback(text: str) -> bool:
     try:
-        address = ip_address(client[0].partition("%")[0])
+        address = ip_address(text.partition("%")[0])
     except ValueError:
         return False
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None

@@ -18,7 +18,7 @@ _REFUSALS: Final = {
     403: "The key is no admin key.",
     404: "No such unit.",
     408: "The body took too long to come.",
-    409: "The unit is being restarted.",
+    409: "The unit is being restarted, or was admitted while its drain waited.",
     413: "The body is too large.",
     500: "Something broke; the server's log has the details.",
     503: "The new process died as it started; it is tried again.",

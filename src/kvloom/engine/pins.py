@@ -61,11 +61,15 @@ class Pins:
             raise QueueFull(f"{MOST} prefixes are pinned already; unpin others first", retry_after=1)
         tree = self._queues[body.model].cache.prefixes
         path = tree.pin(body.prompt)
+        if known is not None:  # what it gives back counts for the new one
+            known.tree.unpin(known.path)
         if path is not None and not self._promises.within():
             refusal = self._promises.refusal("pin")
             tree.unpin(path)
+            if known is not None:
+                known.tree.pin_again(known.path)
             raise refusal
-        self.unpin(body.request)
+        self._kept.pop(body.request, None)
         if path is None:
             return Pinned(tokens=0, lease=lease)
         self._kept[body.request] = _Kept(tree, path, content, lease, 0.0)

@@ -83,12 +83,17 @@ class PrefixTree:
         path, length = self._walk(ids, len(ids))
         if not path:
             return None
-        self._recency.touch(path[-1])
-        for node in path:
+        pinned = PinnedPath(path[-1], length)
+        self.pin_again(pinned)
+        return pinned
+
+    def pin_again(self, path: PinnedPath) -> None:
+        """Undo `unpin`, before anything could give way since."""
+        self._recency.touch(path.end)
+        for node in path.end.upwards():
             self._keep(node.page)
             self._pinned += node.pins == 0
             node.pins += 1
-        return PinnedPath(path[-1], length)
 
     def unpin(self, path: PinnedPath) -> None:
         for node in path.end.upwards():

@@ -76,16 +76,16 @@ class Drains:
 
     async def drain(self, name: str, seconds: float | None = None) -> UnitState:
         """Give the unit no new request, and wait for what runs there; what runs for longer goes on. Raises
-        Conflict while it is being restarted."""
+        Conflict while it is being restarted, and where it is admitted before the wait is over."""
         self._refuse_restarting(name)
         self._router.withdraw(name)
         self._tell()
-        await self._unless_over(asyncio.create_task(self._emptied(name, seconds)))
+        await self._unless_over(asyncio.create_task(self._drained(name, seconds)))
         return self.state(name)
 
     async def admit(self, name: str) -> UnitState:
-        """Undo `drain`. A unit that does not answer takes requests as soon as it does. Raises Conflict while
-        it is being restarted, after which it is admitted anyhow."""
+        """Undo `drain`; one that waits ends. A unit that does not answer takes requests as soon as it does.
+        Raises Conflict while it is being restarted, after which it is admitted anyhow."""
         self._refuse_restarting(name)
         if self._router.units[name].withdrawn:
             await self._router.admit(name)
@@ -117,10 +117,18 @@ class Drains:
         if problem is not None:
             raise problem
 
-    async def _emptied(self, name: str, seconds: float | None) -> None:
+    async def _drained(self, name: str, seconds: float | None) -> None:
+        if not await self._emptied(name, seconds):
+            raise Conflict(
+                f"{name} was admitted while its drain waited; drain it again to take it out of service"
+            )
+
+    async def _emptied(self, name: str, seconds: float | None) -> bool:
+        """False where it is admitted before it is empty, or the time is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._seconds if seconds is None else seconds):
-                await self._router.units[name].emptied()
+                return await self._router.units[name].emptied()
+        return True
 
     async def _unless_over(self, order: asyncio.Future[None]) -> None:
         over: asyncio.Future[bool] = asyncio.create_task(self._over.wait())

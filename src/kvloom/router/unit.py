@@ -38,8 +38,7 @@ class Unit:
         self.problem: KvloomError | None = None
         self.withdrawn = withdrawn
         self.calls = 0  # in flight there, of all its models
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._waits: set[asyncio.Future[bool]] = set()  # for it to be empty
         self._clock = clock
         self._admit = admit
         self._lost = lost
@@ -94,16 +93,22 @@ class Unit:
 
     def begin_call(self) -> None:
         self.calls += 1
-        self._empty.clear()
 
     def end_call(self) -> None:
         self.calls -= 1
         if not self.calls:
-            self._empty.set()
+            self._end_waits(emptied=True)
 
-    async def emptied(self) -> None:
-        """Until no call is in flight there."""
-        await self._empty.wait()
+    async def emptied(self) -> bool:
+        """Until no call is in flight there; False where it is admitted before that."""
+        if not self.calls:
+            return True
+        wait: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waits.add(wait)
+        try:
+            return await wait
+        finally:
+            self._waits.discard(wait)
 
     def withdraw(self) -> None:
         """Down until it is admitted, however well it answers."""
@@ -115,8 +120,14 @@ class Unit:
     async def admit(self) -> None:
         """Undoes `withdraw`. The unit may be a new process."""
         self.withdrawn = False
+        self._end_waits(emptied=False)
         self._lost(self)
         await self.ask()
+
+    def _end_waits(self, *, emptied: bool) -> None:
+        for wait in self._waits:
+            if not wait.done():
+                wait.set_result(emptied)
 
     def _lose(self, error: Exception) -> None:
         self.up = False
