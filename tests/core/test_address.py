@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvloom.core.address import KVAddress, KVForm, Ticket, resolve
+from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket, resolve
 from kvloom.core.errors import BadRequest
 from kvloom.core.geometry import Geometry
 
 _FORM = KVForm(layers=2, kv_heads=3, head_dim=8, dtype="float32", block_bytes=256, tokens_per_block=4)
 _EACH = _FORM.layers * _FORM.kv_heads
+_PEER = Endpoint(unit="d", kind="modelled", where=b"d/0")
 
 
 @st.composite
@@ -82,10 +83,10 @@ def test_a_digest_is_of_all_that_decides_what_is_written_where(
     made: tuple[KVAddress, list[int]], prompt: list[int], data: st.DataObject
 ) -> None:
     address, _ = made
-    digest, read = address.digest(prompt), prompt[: address.end]
+    digest, read = address.digest(prompt, _PEER), prompt[: address.end]
     assert -(2**63) <= digest < 2**63
     for same in (structs.replace(address, ticket=Ticket(2, 9)), msgspec.convert(address, KVAddress)):
-        assert same.digest([*read, 5] if len(read) == address.end else prompt) == digest
+        assert same.digest([*read, 5] if len(read) == address.end else prompt, _PEER) == digest
     for change in (
         {"model": "mm"},
         {"begin": address.begin + 1},
@@ -95,12 +96,14 @@ def test_a_digest_is_of_all_that_decides_what_is_written_where(
         {"form": structs.replace(_FORM, dtype="bfloat16")},
     ):
         other = structs.replace(address, **change)
-        assert (other == address) == (other.digest(prompt) == digest)
-    assert structs.replace(address, end=address.end + 1).digest(prompt) != digest
+        assert (other == address) == (other.digest(prompt, _PEER) == digest)
+    assert structs.replace(address, end=address.end + 1).digest(prompt, _PEER) != digest
+    for where in (b"", b"d/1", b"d/00"):
+        assert address.digest(prompt, structs.replace(_PEER, where=where)) != digest
     if read:
         at = data.draw(st.integers(0, len(read) - 1))
         for text in (read[:at], [*read[:at], read[at] ^ 1, *read[at + 1 :]], [*read[:at], 0, *read[at:]]):
-            assert (text[: address.end] == read) == (address.digest(text) == digest)
+            assert (text[: address.end] == read) == (address.digest(text, _PEER) == digest)
 
 
 def test_blocks_are_unpacked_once_and_for_reading() -> None:

@@ -78,7 +78,7 @@ def test_a_send_of_another_prompt_is_not_the_same_send() -> None:
             tokens = prompt(14)
             spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens))
             await p.engine.remote_send(sending(tokens, spot))
-            with pytest.raises(BadRequest, match="or another model or prompt"):
+            with pytest.raises(BadRequest, match="or another model, prompt or endpoint"):
                 await p.engine.remote_send(sending(prompt(14, first=7), spot))
 
     run(test)

@@ -1,4 +1,5 @@
-"""Addresses and prompts that no prep_recv answered or was asked for: later requests read nothing of them."""
+"""Addresses, endpoints and prompts that no prep_recv answered or was asked for: later requests read nothing
+of them."""
 
 from __future__ import annotations
 
@@ -100,6 +101,25 @@ def test_a_forged_address_does_not_join_an_honest_send() -> None:
             forged = structs.replace(honest, address=structs.replace(spot.address, blocks=blocks))
             with pytest.raises(BadRequest, match=FORGED):
                 await p.engine.remote_send(forged)
+            await _check(d, tokens, "r", begin=13)
+
+    run(test)
+
+
+def test_another_endpoint_of_the_same_unit_is_refused() -> None:
+    """The digest that prep_recv keeps is of its own endpoint, that of remote_send of the one it was given."""
+
+    async def test() -> None:
+        async with units(2) as (p, d):
+            tokens = prompt(14)
+            spot = await _reserve(d, tokens)
+            before = d.executor.arena.copy()
+            d.transport.plane.members[b"elsewhere"] = d.transport
+            peer = structs.replace(spot.peer, where=b"elsewhere")
+            with pytest.raises(BadRequest, match=FORGED):
+                await p.engine.remote_send(sending(tokens, structs.replace(spot, peer=peer), 0, 13))
+            np.testing.assert_array_equal(d.executor.arena, before)
+            await p.engine.remote_send(sending(tokens, spot, 0, 13))
             await _check(d, tokens, "r", begin=13)
 
     run(test)

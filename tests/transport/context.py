@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from msgspec import structs
 
-from kvloom.core.address import KVAddress, KVForm, Ticket
+from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.core.arrays import I32
 from kvloom.core.geometry import Geometry
 from kvloom.core.shipment import Parcel, PlannedSend
@@ -35,13 +35,15 @@ class Nowhere:
 
 @dataclass
 class Context:
-    """Tokens [begin, end) lie in pages own_map [pages, layers, kv_heads] of the sender."""
+    """Tokens [begin, end) lie in pages own_map [pages, layers, kv_heads] of the sender. peer: what
+    the sender is told of the receiver."""
 
     sender: Unit
     receiver: Unit
     address: KVAddress
     own_map: I32
     before: npt.NDArray[np.uint8]
+    peer: Endpoint
     prompt: list[int] = field(default_factory=lambda: list(range(1000)))
 
     @staticmethod
@@ -53,14 +55,15 @@ class Context:
         rng = np.random.default_rng(seed)
         empty = KVAddress(model="m", form=form, begin=begin, end=end, blocks=b"", ticket=Ticket(0, 1))
         shape = (empty.pages, LAYERS, HEADS)
-        own, peer = (rng.permutation(BLOCKS)[: np.prod(shape)].astype(np.int32) for _ in range(2))
-        address = structs.replace(empty, blocks=KVAddress.compress(peer.reshape(shape)))
-        context = Context(sender, receiver, address, own.reshape(shape), receiver.arena.copy())
+        own, there = (rng.permutation(BLOCKS)[: np.prod(shape)].astype(np.int32) for _ in range(2))
+        address = structs.replace(empty, blocks=KVAddress.compress(there.reshape(shape)))
+        before, peer = receiver.arena.copy(), receiver.endpoint
+        context = Context(sender, receiver, address, own.reshape(shape), before, peer)
         return context.reserve(address)
 
     def reserve(self, address: KVAddress) -> Context:
         """With a reservation of this address at the receiver."""
-        ticket = self.receiver.open(address.begin, address.digest(self.prompt))
+        ticket = self.receiver.open(address.begin, address.digest(self.prompt, self.receiver.endpoint))
         return replace(self, address=structs.replace(address, ticket=ticket))
 
     @property
@@ -68,8 +71,8 @@ class Context:
         return self.address.ticket
 
     def ship(self, begin: int, end: int) -> int:
-        digest = self.address.digest(self.prompt)
-        return self.sender.ship(self.receiver.endpoint, self.address, digest, begin, end)
+        digest = self.address.digest(self.prompt, self.peer)
+        return self.sender.ship(self.peer, self.address, digest, begin, end)
 
     def layers(self, begin: int, end: int) -> list[Parcel]:
         """Tokens [begin, end), a parcel for each layer."""

@@ -41,7 +41,7 @@ def test_where_the_thread_is_needed_for_receiving_no_reservation_is_opened(
     """Shared memory needs none; over NIXL nobody would answer the senders. What is open can be closed."""
     context = Context.make(*mortal, 0, 100, seed=32)
     sender, _ = mortal
-    back = sender.open(0, context.address.digest(context.prompt))
+    back = sender.open(0, context.address.digest(context.prompt, sender.endpoint))
     shipment = context.ship(0, 100)
     sender.call("put_junk", number=shipment)
     with pytest.raises(Unavailable, match=FAILED):

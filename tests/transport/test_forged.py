@@ -1,20 +1,23 @@
-"""A sender that is given another address or prompt than its receiver reserved for writes nothing."""
+"""A sender that is given another address, endpoint or prompt than its receiver reserved for writes
+nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
 
-from kvloom.core.address import KVAddress
+from kvloom.core.address import Endpoint, KVAddress
 from kvloom.core.arrays import I32
 from kvloom.core.errors import BadRequest
+from kvloom.transport.nixl_shipment import Where
 from tests.transport.context import Context
 from tests.transport.units import Unit
-from tests.transport.wire import BLOCKS
+from tests.transport.wire import BLOCK_BYTES, BLOCKS
 
 BEGIN, END = 5, 100  # the last page has room for more
 
@@ -76,4 +79,34 @@ def test_a_begin_before_the_address_takes_nothing_from_others(pair: tuple[Unit, 
     with pytest.raises(BadRequest, match="address: the reservation"):
         forged.send(0, END)
     honest.check_untouched()
+    honest.receiver.close_soon(honest.ticket)
+
+
+def _elsewhere(endpoint: Endpoint) -> Iterator[tuple[str, Endpoint]]:
+    """Endpoints that lead to the same unit as this one, but do not say the same. Over NIXL an arena is
+    said to begin at a number; in shared memory it is a whole memfd, and begins where that does."""
+    fields = msgspec.msgpack.decode(endpoint.where)
+    yield "more than there is to say", _saying(endpoint, [*fields, 0])
+    if endpoint.kind == "nixl":
+        where = msgspec.convert(fields, Where)
+        for name, blocks in {"before": -1, "behind": 1, "far behind": BLOCKS // 2}.items():
+            shifted = structs.replace(where, address=where.address + blocks * BLOCK_BYTES)
+            yield f"an arena that begins {name}", _saying(endpoint, shifted)
+        yield "a larger arena", _saying(endpoint, structs.replace(where, blocks=where.blocks + 1))
+
+
+def _saying(endpoint: Endpoint, where: object) -> Endpoint:
+    return structs.replace(endpoint, where=msgspec.msgpack.encode(where))
+
+
+def test_an_endpoint_that_is_not_the_receivers_is_refused_before_a_byte(pair: tuple[Unit, Unit]) -> None:
+    """The blocks are the address' own, but counted from elsewhere they would be others'."""
+    honest = Context.make(*pair, BEGIN, END, seed=22)
+    for name, peer in _elsewhere(honest.peer):
+        with pytest.raises(BadRequest, match=r"address: the reservation at receiver is for .* or endpoint;"):
+            replace(honest, peer=peer).send(BEGIN, END)
+        assert honest.received() == BEGIN, name
+        honest.check_untouched()
+    honest.send(BEGIN, END)
+    honest.check(BEGIN, END)
     honest.receiver.close_soon(honest.ticket)

@@ -111,14 +111,16 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
         blocks.flags.writeable = False
         return blocks
 
-    def digest(self, prompt: Sequence[int]) -> int:
-        """What the address takes, and where, as one word: its receiver keeps it, and each sender shows it."""
+    def digest(self, prompt: Sequence[int], peer: Endpoint) -> int:
+        """What the address takes, and where, as one word: its receiver keeps it, and each sender shows it.
+        peer: the receiver's endpoint."""
         return digest_of(
             model=self.model,
             form=self.form,
             begin=self.begin,
             end=self.end,
             blocks=self.blocks,
+            where=peer.where,
             prompt=prompt,
         )
 
@@ -134,18 +136,21 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
         return runs.tobytes()
 
 
-def digest_of(*, model: str, form: KVForm, begin: int, end: int, blocks: bytes, prompt: Sequence[int]) -> int:
-    """64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, and over prompt[:end]: what comes
-    after the address does not change its K and V."""
-    whole = msgpack.encode((model, form, begin, end, blocks, prompt[:end]))
+def digest_of(
+    *, model: str, form: KVForm, begin: int, end: int, blocks: bytes, where: bytes, prompt: Sequence[int]
+) -> int:
+    """64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, over `where` of the receiver's
+    endpoint, from which a sender counts the blocks, and over prompt[:end]: what comes after the address does
+    not change its K and V."""
+    whole = msgpack.encode((model, form, begin, end, blocks, where, prompt[:end]))
     return int.from_bytes(blake2b(whole, digest_size=8).digest(), "little", signed=True)
 
 
 def other_address(unit: str) -> str:
     """What a sender is told whose digest is not the reservation's."""
     return (
-        f"address: the reservation at {unit} is for other blocks, tokens, or another model or prompt; send "
-        "to the address that prep_recv answered, and the prompt that it was asked for"
+        f"address: the reservation at {unit} is for other blocks, tokens, or another model, prompt or "
+        "endpoint; send to the address and peer that prep_recv answered, and the prompt that it was asked for"
     )
 
 

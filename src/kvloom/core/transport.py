@@ -18,8 +18,8 @@ class Transport(Protocol):
 
     def open(self, begin: int, digest: int) -> Ticket:
         """A reservation begins, with nothing arrived past token `begin`, for whoever shows `digest`, that of
-        its address and prompt. Raises QueueFull where there are too many, Unavailable where nothing can
-        arrive any more."""
+        its address, this endpoint and the prompt. Raises QueueFull where there are too many, Unavailable
+        where nothing can arrive any more."""
 
     def received(self, ticket: Ticket) -> int:
         """The position up to which everything has arrived. Raises BadRequest where the ticket is closed."""
@@ -33,7 +33,7 @@ class Transport(Protocol):
 
     def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Shipment:
         """Claim tokens [begin, end) of the address: the next ones that nobody has claimed. digest: of the
-        address and the prompt that is sent. Raises BadRequest where that is not the reservation's, so that
-        address or prompt is another than at `open`, where the reservation is over, and where another send
+        address, `peer` and the prompt that is sent. Raises BadRequest where that is not the reservation's, so
+        that one of them is another than at `open`, where the reservation is over, and where another send
         has claimed the tokens; Unavailable where the peer cannot be reached, or nothing can be sent any more.
         What only the peer can tell, the shipment's `arrived` raises instead; nothing is written before."""

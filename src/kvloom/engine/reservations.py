@@ -91,7 +91,13 @@ class Reservations:
         blocks = cache.prepare_receive(sequence, end - matched) if end > matched else None
         runs = b"" if blocks is None else KVAddress.compress(blocks)
         digest = digest_of(
-            model=body.model, form=form, begin=matched, end=end, blocks=runs, prompt=body.prompt
+            model=body.model,
+            form=form,
+            begin=matched,
+            end=end,
+            blocks=runs,
+            where=self._transport.endpoint.where,
+            prompt=body.prompt,
         )
         try:
             ticket = self._transport.open(matched, digest)

@@ -20,7 +20,7 @@ from kvloom.engine.stream import Stream
 
 _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
 
-_Key = tuple[str, Endpoint, Ticket, int, int, int]  # the last is the digest of address and prompt
+_Key = tuple[str, Endpoint, Ticket, int, int, int]  # the last is the digest of address, peer and prompt
 
 
 class _GivenUp(Exception):
@@ -53,7 +53,7 @@ class Shipping:
     async def send(self, body: RemoteSend) -> Sent:
         """Until every byte has arrived. The same send again joins the first, or gets its answer."""
         begin, end = self._range(body)
-        digest = body.address.digest(body.prompt)
+        digest = body.address.digest(body.prompt, body.peer)
         key = (body.request, body.peer, body.address.ticket, begin, end, digest)
         while key in self._known:
             with suppress(_GivenUp):  # then this caller's turn has come

@@ -13,8 +13,8 @@ Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Claim(Struct, frozen=True, array_like=True, tag=True):
-    """May I write tokens [begin, end)? digest: of the address and prompt that I was given. metadata: how to
-    reach me, as NIXL says it."""
+    """May I write tokens [begin, end)? digest: of the address, peer and prompt that I was given. metadata:
+    how to reach me, as NIXL says it."""
 
     number: Number
     ticket: Ticket
