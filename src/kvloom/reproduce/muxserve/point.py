@@ -1,0 +1,120 @@
+"""One system under one load: what it answers, how many in time, and who has how much of the pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from kvloom.reproduce.muxserve.setup import VOCAB, Alone, Served, asks
+from kvloom.reproduce.muxserve.systems import System, make_units
+from kvloom.router.program import load_program
+from kvloom.sim.clock import LoopClock
+from kvloom.sim.fleet import SimulatedFleet, SimulatedUnit, simulated
+from kvloom.sim.loop import run_virtual
+from kvloom.sim.play import play
+from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.prompts import Prompts
+
+SCALES: Final = (5, 8, 10, 20)  # of the SLO
+WARM: Final = 0.5  # the part of the time that is not counted as throughput
+_LOOK: Final = 1.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests come for `seconds`. drain: it goes on until all are answered, so that all are judged by the
+    SLO; else only those are whose time is over."""
+
+    models: tuple[Served, ...]
+    gpus: int
+    seconds: float
+    drain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """throughput: answers a second by model. attained: the part of the requests that were answered within
+    each scale of the SLO. blocks: the part of all used blocks that each model has, in the mean."""
+
+    throughput: Mapping[str, float]
+    attained: Mapping[int, float]
+    blocks: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.throughput.values())
+
+    def weighted(self, models: Sequence[Served]) -> float:
+        """Throughput, weighted with the rates."""
+        whole = sum(model.rate for model in models)
+        return sum(model.rate * self.throughput[model.name] for model in models) / whole
+
+
+def play_point(system: System, load: Load, tell: Callable[[float], None]) -> Point:
+    """tell: hears which part of the load has come. Raises ConfigError where the models have no place."""
+    return _Play(load, tell).run(make_units(system, load.models, load.gpus))
+
+
+class _Play:
+    def __init__(self, load: Load, tell: Callable[[float], None]) -> None:
+        self._load, self._tell = load, tell
+        self._alone = Alone(load.models)
+        self._answered: Counter[str] = Counter()
+        self._judged: Counter[int] = Counter()
+        self._met: Counter[int] = Counter()
+        self._used: Counter[str] = Counter()
+
+    def run(self, units: Sequence[SimulatedUnit]) -> Point:
+        run_virtual(self._main(units))
+        load, used = self._load, sum(self._used.values()) or 1
+        seconds = load.seconds * (1 - WARM)
+        return Point(
+            throughput={model.name: self._answered[model.name] / seconds for model in load.models},
+            attained={
+                scale: self._met[scale] / self._judged[scale] for scale in SCALES if self._judged[scale]
+            },
+            blocks={model.name: self._used[model.name] / used for model in load.models},
+        )
+
+    async def _main(self, units: Sequence[SimulatedUnit]) -> None:
+        clock = LoopClock(asyncio.get_running_loop())
+        async with simulated(units, load_program("least_loaded", {})) as fleet:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if self._load.drain else self._load.seconds):
+                    async with asyncio.TaskGroup() as group:
+                        looking = group.create_task(self._look(fleet, clock))
+                        await play(fleet.router, self._asks(), Prompts(VOCAB), clock, self._end)
+                        looking.cancel()
+
+    async def _look(self, fleet: SimulatedFleet, clock: LoopClock) -> None:
+        """Now and then, at who has how many blocks."""
+        while clock.now() < self._load.seconds:
+            await clock.sleep(_LOOK)
+            for engine in fleet.engines.values():
+                load = await engine.load()
+                self._used.update({name: model.used_blocks for name, model in load.models.items()})
+
+    def _asks(self) -> Iterator[Ask]:
+        for ask in asks(self._load.models, self._load.seconds):
+            alone = self._alone.seconds(ask)
+            self._judged.update(scale for scale in SCALES if self._is_judged(ask, alone, scale))
+            self._tell(ask.at / self._load.seconds)
+            yield ask
+
+    def _is_judged(self, ask: Ask, alone: float, scale: int) -> bool:
+        return self._load.drain or ask.at + scale * alone <= self._load.seconds
+
+    def _end(self, outcome: Outcome) -> None:
+        ask, end = outcome.ask, outcome.end
+        if outcome.error or end is None:
+            return
+        if WARM * self._load.seconds <= ask.at + end <= self._load.seconds:
+            self._answered[ask.model] += 1
+        alone = self._alone.seconds(ask)
+        self._met.update(
+            scale for scale in SCALES if end <= scale * alone and self._is_judged(ask, alone, scale)
+        )
