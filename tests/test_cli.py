@@ -51,6 +51,10 @@ def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("program", "set", "balanced", "--option", "name=x"), ["--option name=x", "KEY=VALUE"]),
         (("program", "set", "balanced", "--option", "a=1", "--option", "a=2"), ["--option a", "twice"]),
         (("program", "set", "balanced", "--option", "a={}"), ["program: a: {}", "a number"]),
+        (("chaos", "--seeds", "0"), ["--seeds: 0", "1 or more"]),
+        (("chaos", "--first", "-1"), ["--first", "0 or more"]),
+        (("chaos", "--jobs", "0"), ["--jobs: 0", "1 to"]),
+        (("chaos", "--replay", "x"), ["--replay", "'x'"]),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: tuple[str, ...], parts: list[str]) -> None:

@@ -17,6 +17,7 @@ from kvloom.core.spec import Policy
 from kvloom.planning import command as plan_command
 from kvloom.profiling import command as profile_command
 from kvloom.reproduce import command as reproduce_command
+from kvloom.sim import chaos_command
 
 USAGE_ERROR = 2
 
@@ -37,7 +38,7 @@ CONFIG.yaml, with the defaults:
   port: 8000
   kv_memory: auto        # the pool; `512MiB`, `2GB`, or a third of the free memory
   block_bytes: 16KiB     # a power of two
-  policy: adbs           # or fcfs, round-robin
+  policy: adbs           # or fcfs, round-robin, partitioned
   max_running: 256       # sequences a model decodes together
   max_waiting: 1024      # requests that may queue for a model
   chunk_tokens: 512      # prompt tokens a prefill job takes
@@ -86,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     profile_command.add(commands)
     plan_command.add(commands)
     reproduce_command.add(commands)
+    chaos_command.add(commands)
     return parser
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Mapping
+from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -31,6 +31,7 @@ from kvloom.sim.ordeal import draw_ordeal
 from kvloom.sim.world import Parts, World
 
 PATIENCE: Final = 300.0  # virtual seconds in which every request has ended
+MOST_TURNS: Final = 100_000  # of the event loop at one moment
 SETTLED: Final = 100.0  # after the last fault: all that was late has come, all leases have run out
 
 
@@ -40,7 +41,7 @@ class Verdict:
 
     seed: int
     broken: list[Broken] = field(default_factory=list)
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     lines: list[str] = field(default_factory=list)
 
 
@@ -52,7 +53,8 @@ def run_ordeal(ordeal: Ordeal, *, journal: bool = False, parts: Parts | None = N
     """Never raises: what it fails of is in the verdict."""
     verdict = Verdict(ordeal.seed)
     try:
-        run_virtual(_run(ordeal, verdict, journal, parts or Parts()), seed=ordeal.seed)
+        run = _run(ordeal, verdict, journal, parts or Parts())
+        run_virtual(run, seed=ordeal.seed, most_turns=MOST_TURNS)
     except Exception as error:  # noqa: BLE001 - whatever a run fails of is what it is for
         if not verdict.broken:
             verdict.broken.append(_crash(error))

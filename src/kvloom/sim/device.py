@@ -22,6 +22,7 @@ class WatchedDevice:
 
     def begin(self, job: Job) -> None:
         self._tell(job, "begins, share", job.share)
+        self._journal.count("jobs")
         if self._mishaps.fails():
             self._doomed.add(id(job))
         self._witness.begin(job)
@@ -41,11 +42,11 @@ class WatchedDevice:
     def _fail(self, job: Job) -> None:
         self._doomed.remove(id(job))
         self._tell(job, "fails")
+        self._journal.count("jobs failed")
         raise JobFailed("the seed has it so")
 
     def _tell(self, job: Job, *how: object) -> None:
         if not self._journal.kept:
-            self._journal("job", self._unit)
             return
         plan = job.plan
         batch = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -98,9 +98,9 @@ class FaultyWire:
 
     async def _carry(self, name: str, about: str, verb: Verb[T], mishap: Mishap) -> T:
         process = await self._arrive(mishap)
-        served = process.serve(self._served(process, verb))
         if mishap.again is not None:
-            process.serve(self._once_more(name, about, process, verb, mishap.again))
+            self._spawn(self._once_more(name, about, verb, mishap.again))
+        served = process.serve(self._served(process, verb))
         answer: T = await self._outcome(process, served)
         if mishap.unanswered:
             await self._clock.sleep(mishap.noticed)
@@ -128,11 +128,13 @@ class FaultyWire:
             raise answer
         return answer
 
-    async def _once_more(self, name: str, about: str, process: Process, verb: Verb[T], after: float) -> None:
+    async def _once_more(self, name: str, about: str, verb: Verb[T], after: float) -> None:
+        """Nobody waits for what the second copy is answered."""
         await self._clock.sleep(after)
-        self._tell(name, about, "arrives again")
-        with suppress(KvloomError):
-            await verb(process.engine)
+        process = self._host.process
+        if process is not None:
+            self._tell(name, about, "arrives again")
+            await asyncio.wait([process.serve(self._served(process, verb))])
 
     # -- the one that streams ---------------------------------------------------------------------------
 
@@ -159,10 +161,10 @@ class FaultyWire:
     async def _carry_stream(self, body: StartGenerate, mishap: Mishap, frames: Queue) -> None:
         try:
             process = await self._arrive(mishap)
-            served = process.serve(self._served(process, partial(self._pump, body, frames)))
             if mishap.again is not None:
                 verb = partial(self._first_frame, body)
-                process.serve(self._once_more("start_generate", body.request, process, verb, mishap.again))
+                self._spawn(self._once_more("start_generate", body.request, verb, mishap.again))
+            served = process.serve(self._served(process, partial(self._pump, body, frames)))
             await self._outcome(process, served)
         except KvloomError as error:
             frames.put_nowait(error)
@@ -184,6 +186,9 @@ class FaultyWire:
         if self._gone:
             raise Unavailable("the gateway is gone")
         mishap = self._mishaps.next()
+        self._journal.count("calls")
+        if str(mishap):
+            self._journal.count("calls harmed")
         self._tell(name, about, "is sent", f"({mishap})" if str(mishap) else "")
         return mishap
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
+from kvloom.core.request import EndEvent, Event, PromptEvent, TokenEvent
 from kvloom.router.program import Program
 from kvloom.router.router import Router
 from kvloom.sim.answer import Answer
@@ -37,14 +38,15 @@ class Gateway:
 
     async def start(self) -> None:
         await self.router.__aenter__()
-        self._journal("gateway", "gateway", "is up")
+        self._journal("gateway", "", "is up")
 
     async def close(self) -> None:
         await self.router.__aexit__(None, None, None)
 
     async def lose(self) -> None:
         """Its process is gone at once; what its tasks still tidy up reaches nobody."""
-        self._journal("gateway", "gateway", "is lost")
+        self._journal("gateway", "", "is lost")
+        self._journal.count("gateways lost")
         self._lost = True
         for wire in self.wires.values():
             wire.cut()
@@ -93,6 +95,7 @@ class Gateway:
             answer.over = self._clock.now()
             if aborting is not None:
                 aborting.cancel()
+            self._journal.count(f"requests {answer.fate}")
             self._journal("client", name, answer.fate, answer.error.message if answer.error else "")
 
     async def _read(self, answer: Answer) -> None:
@@ -101,7 +104,7 @@ class Gateway:
             async for frame in frames:
                 answer.take(frame)
                 if self._journal.kept and frame:
-                    self._journal("stream", client.body.request, *frame)
+                    self._journal("stream", client.body.request, *map(_shown, frame))
                 if client.pause:
                     await self._clock.sleep(client.pause)
 
@@ -112,6 +115,16 @@ class Gateway:
         self._journal("client", client.body.request, "aborts", "" if client.choice is None else client.choice)
         with suppress(KvloomError):
             await self.router.abort(client.body.request, client.choice)
+
+
+def _shown(event: Event) -> str:
+    match event:
+        case TokenEvent():
+            return f"{event.choice}[{event.index}]={event.token}"
+        case EndEvent():
+            return " ".join(filter(None, (f"{event.choice} ends:", event.reason, event.message)))
+        case PromptEvent():
+            return f"a report of {len(event.logprobs)} tokens"
 
 
 def _wish(answer: Answer) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvloom.core.clock import Clock
 from kvloom.engine.engine import Engine
 from kvloom.sim.device import WatchedDevice
-from kvloom.sim.executor import ModelledExecutor
+from kvloom.sim.executor import Content, ModelledExecutor
 from kvloom.sim.faults import Mishaps
 from kvloom.sim.fleet import SimulatedUnit, modelled_executor
 from kvloom.sim.journal import Journal
@@ -86,13 +86,15 @@ class Host:
         geometries = {name: shape.geometry(spec.block_bytes) for name, shape in unit.shapes.items()}
         witness = Witness(geometries, blocks, next(iter(unit.shapes.values())).vocab)
         self.witnesses.append(witness)
-        device = WatchedDevice(self.name, witness, self._mishaps, self._journal)
-        executor = modelled_executor(unit, device)
+        executor = modelled_executor(unit, self._device(witness))
         link = TimedLink(unit.bandwidth, LATENCY)
         transport = self._plane.join(self.name, blocks, link, arena=witness.arena)
         engine = Engine(executor, transport, spec, self._clock)
         self.process = Process(engine, executor, transport, self._crashed)
         self._journal("engine", self.name, "starts,", blocks, "blocks")
+
+    def _device(self, witness: Witness) -> Content:
+        return WatchedDevice(self.name, witness, self._mishaps, self._journal)
 
     def kill(self) -> None:
         """Nothing of the process does anything any more. What its tasks still tidy up is their own."""

@@ -68,8 +68,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     run with that error.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, most_turns: int = MOST_TURNS) -> None:
         self._now = 0.0
+        self._most_turns = most_turns
         self._ready: deque[VirtualHandle] = deque()
         self._timers: list[tuple[float, float, int, VirtualHandle]] = []
         self._order = itertools.count()
@@ -150,7 +151,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     raise failure
                 if self._stopping:
                     break
-                if turns > MOST_TURNS:
+                if turns > self._most_turns:
                     raise Stalled(f"time stands still at {self._now:.6f} s: {self._report()}")
         self.turns += turns
 
@@ -258,11 +259,11 @@ def _whereabouts(task: asyncio.Task[Any]) -> str:
     return f"{getattr(coroutine, '__qualname__', coroutine)} at {where}"
 
 
-def _loop(seed: int | None) -> asyncio.AbstractEventLoop:
-    return VirtualLoop(seed)  # type: ignore[abstract]  # sockets, pipes and signals are not of this world
+def _loop(seed: int | None, most_turns: int) -> asyncio.AbstractEventLoop:
+    return VirtualLoop(seed, most_turns)  # type: ignore[abstract]  # sockets, pipes and signals are not of this world
 
 
-def run_virtual(main: Coroutine[Any, Any, T], *, seed: int | None = None) -> T:
+def run_virtual(main: Coroutine[Any, Any, T], *, seed: int | None = None, most_turns: int = MOST_TURNS) -> T:
     """Run `main` in virtual time, from 0 on. Raises Stalled where it can never end."""
-    with asyncio.Runner(loop_factory=lambda: _loop(seed)) as runner:
+    with asyncio.Runner(loop_factory=lambda: _loop(seed, most_turns)) as runner:
         return runner.run(main)

@@ -27,6 +27,7 @@ PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "cache_aware": {"slack": (0, 64, 2048)},
     "migrate_context": {"slack": (0, 16, 256)},
 }
+STAYING: Final = ("data_parallel", "least_loaded", "cache_aware")  # they move no K and V
 
 
 class Evenly:
@@ -49,9 +50,11 @@ class Lot:
         self._random = random.Random(seed)
         draw = self._random
         self.shapes = {name: self._shape() for name in ("ash", "birch", "cedar")[: draw.randint(1, 3)]}
-        self.contexts = {name: draw.choice((24, 40, 64)) for name in self.shapes}
-        self.prefixes = [self._tokens(draw.randint(3, 40)) for _ in range(draw.randint(1, 3))]
+        self.contexts = {name: draw.choice((24, 48, 80)) for name in self.shapes}
+        self.prefixes = [self._tokens(draw.randint(3, 60)) for _ in range(draw.randint(1, 3))]
         self.span = draw.choice((0.02, 0.3, 1.0, LONGEST))
+        self.hasty = self._odds(0.3)  # many hang up, and links are slow
+        self.cramped = self._odds(0.4)  # prompts are long, and pools hold one or two
 
     def draw(self) -> Ordeal:
         units = self._units()
@@ -62,7 +65,7 @@ class Lot:
             contexts=self.contexts,
             program=self._switch(0.0),
             clients=tuple(
-                sorted((self._client(i, served) for i in range(self._count(3, 16))), key=lambda one: one.at)
+                sorted((self._client(i, served) for i in range(self._count(4, 20))), key=lambda one: one.at)
             ),
             faults=tuple(sorted(self._faults(units, served), key=lambda one: one.at)),
             rates=self._rates(),
@@ -87,22 +90,25 @@ class Lot:
         draw, count = self._random, self._random.choice((1, 2, 2, 3, 3, 4))
         block, lease = draw.choice((32, 64, 128)), draw.choice(LEASES)
         return tuple(
-            self._unit(f"unit-{i}", draw.choice((32, 64, 128)) if self._odds(0.1) else block, lease)
+            self._unit(f"unit-{i}", draw.choice((32, 64, 128)) if self._odds(0.05) else block, lease)
             for i in range(count)
         )
 
     def _unit(self, name: str, block: int, lease: float) -> SimulatedUnit:
         draw = self._random
-        models = [model for model in self.shapes if self._odds(0.8)] or [next(iter(self.shapes))]
+        models = [model for model in self.shapes if self._odds(0.9)] or [next(iter(self.shapes))]
         shapes = {model: self.shapes[model] for model in models}
         longest = max(shape.geometry(block).blocks(self.contexts[model]) for model, shape in shapes.items())
         least = 2 * max(shape.geometry(block).blocks_per_page for shape in shapes.values())
-        blocks = max(least, int(longest * draw.choice((0.6, 1.0, 1.0, 1.4, 2.0, 3.0, 8.0))))
-        spec = EngineSpec(
-            models=tuple(
-                ModelSpec(name=model, path="", rate=draw.choice((0.1, 1.0)), max_context=self.contexts[model])
-                for model in models
+        blocks = max(
+            least,
+            int(
+                longest
+                * draw.choice((1.0, 1.0, 1.2, 1.6, 2.1) if self.cramped else (0.6, 1.0, 1.4, 3.0, 8.0))
             ),
+        )
+        spec = EngineSpec(
+            models=tuple(self._model(model) for model in models),
             kv_bytes=blocks * block,
             block_bytes=block,
             policy=draw.choice(get_args(Policy)),
@@ -112,13 +118,27 @@ class Lot:
             threads=1,
             unit=name,
             lease=lease,
+            quotas="fixed" if self._odds(0.1) else "adaptive",
+            overload=draw.choice((0.0, 0.0, 0.5)),
         )
         cost = Evenly(draw.choice((1e-5, 1e-4, 1e-3)))
-        bandwidth = draw.choice((1e4, 1e5, 1e6, 1e9))
+        bandwidth = draw.choice((3e3, 1e4) if self.hasty else (1e4, 1e5, 1e6, 1e9))
         return SimulatedUnit(spec, shapes, draw.choice((1, 2, 4)), cost, bandwidth=bandwidth, stride=1)
 
+    def _model(self, name: str) -> ModelSpec:
+        draw, planned = self._random, self._odds(0.2)
+        return ModelSpec(
+            name=name,
+            path="",
+            rate=draw.choice((0.1, 1.0)),
+            max_context=self.contexts[name],
+            prefill_share=draw.choice((0.3, 0.7, 1.0)) if planned else None,
+            decode_share=draw.choice((0.3, 0.7)) if planned else None,
+        )
+
     def _switch(self, at: float) -> Switch:
-        program = self._random.choice(list(PROGRAMS))
+        moving = [name for name in PROGRAMS if name not in STAYING]
+        program = self._random.choice(moving if self._odds(0.75) else STAYING)
         options = {
             name: self._random.choice(values) for name, values in PROGRAMS[program].items() if self._odds(0.6)
         }
@@ -143,7 +163,7 @@ class Lot:
         return Client(
             at=draw.uniform(0.0, self.span),
             body=body,
-            leaves=self._moment() if self._odds(0.15) else None,
+            leaves=self._moment() if self._odds(0.5 if self.hasty else 0.1) else None,
             aborts=aborts,
             choice=draw.randrange(body.n) if aborts is not None and self._odds(0.5) else None,
             pause=0.05 if self._odds(0.05) else 0.0,
@@ -162,7 +182,7 @@ class Lot:
     def _prompt(self, length: int) -> list[int]:
         """Of at most `length` tokens; mostly it begins as others do."""
         draw = self._random
-        length = draw.randint(1, max(1, length))
+        length = draw.randint(max(1, length // 2) if self.cramped else 1, max(1, length))
         begin = draw.choice(self.prefixes)[: draw.randint(0, length)] if self._odds(0.8) else []
         return [*begin, *self._tokens(length - len(begin))]
 

@@ -114,7 +114,8 @@ class World:
                 await self._lose_gateway(fault)
             case Switch():
                 self._program = _load(fault)
-                self._journal("program", fault.program, dict(fault.options))
+                self._journal("program", "", fault.program, dict(fault.options))
+                self._journal.count("programs switched")
                 if self.gateway is not None:
                     self.gateway.router.set_program(self._program)
             case Order():
@@ -123,6 +124,8 @@ class World:
 
     async def _die(self, death: Death) -> None:
         host = self.hosts[death.unit]
+        if host.process is not None:
+            self._journal.count("engines stopped" if death.gently else "engines killed")
         if death.gently:
             await host.stop()
         else:
@@ -143,6 +146,7 @@ class World:
         gateway = self.gateway
         if gateway is None:
             return
+        self._journal.count("orders")
         self._journal("order", order.unit, order.what, order.model, f"for {order.seconds} s")
         wire, model, prompt = gateway.wires[order.unit], order.model, order.prompt
         match order.what:

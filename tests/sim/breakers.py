@@ -1,0 +1,120 @@
+"""Parts of a world that break a law."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from kvloom.core.address import Ticket
+from kvloom.core.job import Job, JobResult
+from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
+from kvloom.sim.executor import Content
+from kvloom.sim.faulty_wire import FaultyWire
+from kvloom.sim.host import Host
+from kvloom.sim.links import Entry
+from kvloom.sim.witness import Witness
+
+
+class ShortWire(FaultyWire):
+    """Streams end without a word about the first choice's end."""
+
+    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        async with aclosing(super().start_generate(body)) as frames:
+            async for frame in frames:
+                yield [one for one in frame if not (isinstance(one, EndEvent) and one.choice == 0)]
+
+
+class StutteringWire(FaultyWire):
+    """Some tokens come twice."""
+
+    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        async with aclosing(super().start_generate(body)) as frames:
+            async for frame in frames:
+                yield [again for one in frame for again in [one] * (1 + isinstance(one, TokenEvent))]
+
+
+class LosingHost(Host):
+    """Its pool has a page that nobody holds."""
+
+    def start(self) -> None:
+        super().start()
+        assert self.process is not None
+        next(iter(self.process.engine.pool.caches.values())).pages.allocate(1)
+
+
+class KeepingHost(Host):
+    """Its pool keeps a sequence that no request has."""
+
+    def start(self) -> None:
+        super().start()
+        assert self.process is not None
+        cache = next(iter(self.process.engine.pool.caches.values()))
+        cache.add_sequence(10**9)
+        cache.prepare_receive(10**9, 1)
+
+
+class LyingDevice:
+    """Satisfies `Content`: says another token than it should, but writes what it says."""
+
+    def __init__(self, real: Content, vocab: int) -> None:
+        self._real = real
+        self._vocab = vocab
+        self.begin = real.begin
+        self.write = real.write
+
+    def draw(self, job: Job, step: int) -> list[int]:
+        return [(token + 1) % self._vocab for token in self._real.draw(job, step)]
+
+
+class LyingHost(Host):
+    def _device(self, witness: Witness) -> Content:
+        return LyingDevice(super()._device(witness), witness.vocab)
+
+
+class UnfencedHost(Host):
+    """Who sends to it may write for ever, and its blocks are used again meanwhile."""
+
+    def start(self) -> None:
+        super().start()
+        assert self.process is not None
+        transport = self.process.transport
+        entry, close = transport.entry, transport.close
+        known: dict[Ticket, Entry] = {}
+
+        def open_for_ever(ticket: Ticket) -> Entry:
+            if ticket not in known:
+                known[ticket] = entry(ticket)
+            return known[ticket]
+
+        def close_at_once(ticket: Ticket) -> bool:
+            transport.ledger[ticket.slot].copying = 0
+            return close(ticket)
+
+        transport.entry, transport.close = open_for_ever, close_at_once  # type: ignore[method-assign]
+
+
+class IdleHost(Host):
+    """No job ever ends."""
+
+    def start(self) -> None:
+        super().start()
+        assert self.process is not None
+
+        def launch(job: Job) -> asyncio.Future[JobResult]:
+            return asyncio.get_running_loop().create_future()
+
+        self.process.executor.launch = launch  # type: ignore[method-assign]
+
+
+class FaintingHost(Host):
+    """Its engine's loop ends at the first job, of something that is no error of ours."""
+
+    def start(self) -> None:
+        super().start()
+        assert self.process is not None
+
+        def launch(job: Job) -> asyncio.Future[JobResult]:
+            raise ZeroDivisionError("no device")
+
+        self.process.executor.launch = launch  # type: ignore[method-assign]

@@ -1,0 +1,83 @@
+"""Runs with faults: those that CI plays, and that each can be played again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from kvloom.router.programs import PROGRAMS
+from kvloom.sim import chaos_runs
+from kvloom.sim.chaos import Verdict, run_ordeal
+from kvloom.sim.chaos_runs import chaos, run_quietly, verdicts
+from kvloom.sim.faults import Death, GatewayLoss, Order, Switch
+from kvloom.sim.ordeal import PROGRAMS as DRAWN
+from kvloom.sim.ordeal import draw_ordeal
+from kvloom.sim.world import Parts
+from tests.sim.breakers import ShortWire
+
+
+def test_300_seeds_keep_the_laws() -> None:
+    counts: Counter[str] = Counter()
+    for verdict in verdicts(range(300), jobs=2):
+        assert not verdict.broken, (verdict.seed, *map(str, verdict.broken))
+        counts.update(verdict.counts)
+    for what in (
+        "requests ended", "requests failed", "requests left", "requests lost", "jobs failed", "calls harmed",
+        "engines killed", "engines stopped", "gateways lost", "programs switched", "orders",
+    ):  # fmt: skip
+        assert counts[what] > 20, what
+    assert counts["requests ended"] > counts["requests failed"]
+
+
+def test_a_seed_is_the_same_run_wherever_it_is_played() -> None:
+    """In this process again, and in another, whose strings have other hashes."""
+    here = {seed: run_quietly(seed, journal=True) for seed in (7, 21)}
+    for seed, verdict in here.items():
+        assert run_quietly(seed, journal=True) == verdict
+        assert len(verdict.lines) > 50
+        done = subprocess.run(
+            [sys.executable, "-m", "kvloom.cli", "chaos", "--replay", str(seed)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert done.stdout.splitlines() == [*verdict.lines, f"seed {seed} keeps the laws"]
+
+
+def test_a_run_is_the_same_whether_its_journal_is_kept_or_not() -> None:
+    for seed in range(5):
+        kept, plain = run_quietly(seed, journal=True), run_quietly(seed)
+        assert plain.counts == kept.counts
+        assert not plain.lines
+
+
+def test_all_kinds_of_faults_are_drawn() -> None:
+    ordeals = [draw_ordeal(seed) for seed in range(300)]
+    assert {ordeal.program.program for ordeal in ordeals} == DRAWN.keys() == PROGRAMS.keys()
+    kinds = Counter(type(fault) for ordeal in ordeals for fault in ordeal.faults)
+    assert kinds.keys() == {Death, GatewayLoss, Switch, Order}
+    for kind in ("late", "slow", "lost", "unanswered", "again", "cut", "jobs"):
+        assert sum(getattr(ordeal.rates, kind) > 0 for ordeal in ordeals) > 30, kind
+    assert sum(ordeal.harmless for ordeal in ordeals) > 30
+    assert {len(ordeal.units) for ordeal in ordeals} == {1, 2, 3, 4}
+    assert {client.body.n for ordeal in ordeals for client in ordeal.clients} == {1, 2, 3}
+
+
+def test_the_first_seed_that_breaks_a_law_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_seed(seed: int, *, journal: bool = False) -> Verdict:
+        parts = Parts(wire=ShortWire) if seed > 4 else Parts()
+        return run_ordeal(draw_ordeal(seed), journal=journal, parts=parts)
+
+    monkeypatch.setattr(chaos_runs, "run_seed", run_seed)
+    assert chaos(seeds=20, first=3, jobs=1, replay=None) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("seed 5 breaks law 3, exactly once: ask-")
+    assert all(float(line.split()[0]) >= 0 for line in lines if not line.startswith("seed 5 "))
+    assert chaos(seeds=2, first=3, jobs=1, replay=None) == 0
+    assert "2 runs keep the laws" in capsys.readouterr().out

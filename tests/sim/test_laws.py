@@ -1,0 +1,113 @@
+"""Every law's check sees it broken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvloom.core.request import StartGenerate
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.spec import EngineSpec, ModelSpec
+from kvloom.cost.shape import ModelShape
+from kvloom.sim.chaos import run_ordeal
+from kvloom.sim.faults import Client, Ordeal, Switch
+from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.laws import (
+    CONSERVATION,
+    EXACTLY_ONCE,
+    NO_CRASH,
+    NO_STARVATION,
+    NOTHING_LEAKS,
+    SAME_TOKENS,
+)
+from kvloom.sim.ordeal import VOCAB, Evenly, draw_ordeal
+from kvloom.sim.world import Parts
+from tests.sim.breakers import (
+    FaintingHost,
+    IdleHost,
+    KeepingHost,
+    LosingHost,
+    LyingHost,
+    ShortWire,
+    StutteringWire,
+    UnfencedHost,
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def broken(parts: Parts, seeds: range) -> dict[str, str]:
+    """By law, what these runs said."""
+    said: dict[str, str] = {}
+    for seed in seeds:
+        for one in run_ordeal(draw_ordeal(seed), parts=parts).broken:
+            said[one.law] = f"{said.get(one.law, '')}{one.what}\n"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("parts", "law", "says"),
+    [
+        (Parts(host=LosingHost), CONSERVATION, "refcounts"),
+        (Parts(host=LyingHost), SAME_TOKENS, "alone it is"),
+        (Parts(wire=ShortWire), EXACTLY_ONCE, "its stream ended, but of"),
+        (Parts(wire=StutteringWire), EXACTLY_ONCE, "token 0 follows 1"),
+        (Parts(host=KeepingHost), NOTHING_LEAKS, "blocks can be had"),
+        (Parts(host=IdleHost), NO_STARVATION, "has waited for 300 s"),
+        (Parts(host=FaintingHost), NO_CRASH, "ZeroDivisionError at breakers.py"),
+    ],
+)
+def test_what_breaks_a_law_is_told(parts: Parts, law: str, says: str) -> None:
+    assert says in broken(parts, range(3))[law]
+
+
+def crossing() -> Ordeal:
+    """A client leaves while its K and V are on their way to a small unit, whose next one gets the blocks."""
+    shape = ModelShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, vocab=VOCAB)
+    units = tuple(
+        SimulatedUnit(
+            EngineSpec(
+                models=(ModelSpec(name="m", path="", max_context=80),),
+                kv_bytes=blocks * 128,
+                block_bytes=128,
+                policy="fcfs",
+                max_running=4,
+                max_waiting=8,
+                chunk_tokens=64,
+                threads=1,
+                unit=f"unit-{i}",
+                lease=1.0,
+            ),
+            {"m": shape},
+            1,
+            Evenly(1e-3),
+            bandwidth=3e3,
+            stride=1,
+        )
+        for i, blocks in enumerate((100, 20))
+    )
+    asked = [
+        StartGenerate(
+            model="m",
+            request=f"ask-{i}",
+            prompt=[i * 50 + at for at in range(40)],
+            sampling=SamplingParams(max_tokens=40, seed=i),
+        )
+        for i in range(3)
+    ]
+    clients = (Client(0.0, asked[0], leaves=0.2), Client(0.25, asked[1]), Client(0.25, asked[2]))
+    start, later = Switch(0.0, "disaggregate", {}), Switch(0.22, "data_parallel", {})
+    return Ordeal(1, units, {"m": 80}, start, clients, (later,))
+
+
+def test_a_transport_without_fences_is_seen() -> None:
+    assert not run_ordeal(crossing()).broken
+    said = run_ordeal(crossing(), parts=Parts(host=UnfencedHost)).broken
+    assert any(one.law == SAME_TOKENS and "not its own" in one.what for one in said)
