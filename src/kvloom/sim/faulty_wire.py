@@ -117,11 +117,12 @@ class FaultyWire:
 
     async def _outcome(self, process: Process, served: asyncio.Task[Any]) -> Any:
         """What the engine has answered or raised; it may have died meanwhile."""
+        both: list[asyncio.Future[Any]] = [served, process.over]
         try:
-            await asyncio.wait([served])
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
             served.cancel()
-        if served.cancelled() or self._host.process is not process:
+        if process.over.done():
             raise Unavailable("the connection broke: the engine is gone")
         answer = served.result()
         if isinstance(answer, KvloomError):

@@ -20,7 +20,8 @@ LATENCY: Final = 1e-4  # seconds from one unit's memory to another's
 
 
 class Process:
-    """One engine from its start to its end. crashed: called with what it ends of while it is alive."""
+    """One engine from its start to its end. over: done at that end, whatever its tasks still tidy up.
+    crashed: called with what it fails of until then."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class Process:
         self.engine = engine
         self.executor = executor
         self.transport = transport
-        self.alive = True
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._crashed = crashed
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.running = self.serve(engine.run())
@@ -45,7 +46,7 @@ class Process:
         return task
 
     def end(self) -> None:
-        self.alive = False
+        self.over.set_result(None)
         self.executor.halt()
         for task in list(self._tasks):
             task.cancel()
@@ -53,7 +54,7 @@ class Process:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
         error = None if task.cancelled() else task.exception()
-        if error is not None and self.alive:
+        if error is not None and not self.over.done():
             self._crashed(error)
 
 
