@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +83,11 @@ def test_the_first_seed_that_breaks_a_law_is_told(
     assert all(float(line.split()[0]) >= 0 for line in lines if not line.startswith("seed 5 "))
     assert chaos(seeds=2, first=3, jobs=1, replay=None) == 0
     assert "2 runs keep the laws" in capsys.readouterr().out
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "chaos.md").read_text("utf-8")
+    [example] = re.findall(r"^```sh\n(.*?)\n```$", page, re.M | re.S)
+    command = [sys.executable, "-m", "kvloom.cli", *example.split()[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("20 runs keep the laws")
