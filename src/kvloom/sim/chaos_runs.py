@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -62,11 +63,16 @@ def verdicts(seeds: range, jobs: int) -> Iterator[Verdict]:
     if jobs == 1:
         yield from map(run_quietly, seeds)
         return
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_ignore_interrupts)
     try:
         yield from pool.map(run_quietly, seeds, chunksize=_AHEAD)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C goes to all processes; the first one ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def tell(verdict: Verdict) -> int:
