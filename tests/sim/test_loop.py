@@ -102,15 +102,13 @@ def test_when_nothing_is_left_to_happen_the_report_says_who_waits() -> None:
         run_virtual(main())
 
 
-def test_standing_time_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvloom.sim.loop.MOST_TURNS", 1000)
-
+def test_standing_time_is_found() -> None:
     async def main() -> None:
         for _ in range(2000):
             await asyncio.sleep(0)
 
     with pytest.raises(Stalled, match=r"time stands still at 0\.0"):
-        run_virtual(main())
+        run_virtual(main(), most_turns=1000)
 
 
 def test_an_error_that_nobody_hears_ends_the_run() -> None:
