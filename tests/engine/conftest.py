@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from kvloom.engine.batching.view import ModelView
+from kvloom.engine.model_queue import ModelQueue
 from tests.engine.real_fleet import Fleet, make_fleet
 
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     return make_fleet(tmp_path_factory.mktemp("fleet"))
+
+
+@pytest.fixture(autouse=True)
+def _kept_views_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every test: what a policy is shown is what it would be shown if it were looked at anew."""
+    kept = ModelQueue.view
+
+    def view(self: ModelQueue, now: int) -> ModelView:
+        told, (fresh, since) = kept(self, now), self._look()
+        assert told == replace(fresh, waited=0 if since is None else now - since)
+        return told
+
+    monkeypatch.setattr(ModelQueue, "view", view)

@@ -202,7 +202,7 @@ class Engine:
             else:
                 self._strides.failed(flight)
                 queue.cache.abort_forward(flight.job.plan)
-                queue.active[flight.job.phase] -= 1
+                queue.failed(flight.job)
                 _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
                 self._requests.fail(flight, error)
                 self._cut()

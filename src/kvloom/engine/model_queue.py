@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
+from dataclasses import replace
+from operator import attrgetter
 
 from msgspec import structs
 
@@ -16,6 +18,7 @@ from kvloom.engine.sequence import Sequence, Status
 from kvloom.kv.cache import ModelCache
 
 _NOBODY = (0, 0, 0)
+_ORDER = attrgetter("order")
 
 
 class ModelQueue:
@@ -47,6 +50,8 @@ class ModelQueue:
         self.received_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
+        self._changes = 0  # of what a view tells, but for the cache's
+        self._seen: tuple[tuple[int, int, int], ModelView, int | None] | None = None
 
     @property
     def full(self) -> bool:
@@ -60,12 +65,14 @@ class ModelQueue:
 
     def enqueue(self, sequence: Sequence, now: int) -> None:
         """now: jobs that the unit has started."""
+        self._changes += 1
         sequence.waiting_since = now
-        insort(self.waiting, sequence, key=lambda s: s.order)
+        insort(self.waiting, sequence, key=_ORDER)
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, and what is cached of its tokens. One that sends takes whole
         pages: it would have to keep a page that it has sent a part of and then copied, beside the copy."""
+        self._changes += 1
         self.waiting.remove(sequence)
         whole = sequence.outbound is not None
         tokens, most = sequence.tokens.list(), sequence.cacheable
@@ -78,6 +85,7 @@ class ModelQueue:
 
     def release(self, sequence: Sequence, status: Status) -> None:
         """Take a sequence's place and its blocks, which stay cached while nobody needs them."""
+        self._changes += 1
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             if sequence.outbound:
@@ -85,8 +93,12 @@ class ModelQueue:
             self.cache.keep(sequence.id, sequence.tokens.list(), tail=True)
             self.cache.remove_sequence(sequence.id)
             sequence.computed = 0
-        elif sequence in self.waiting:  # a sibling that has not forked yet is in neither list
-            self.waiting.remove(sequence)
+        else:
+            at = bisect_left(self.waiting, sequence.order, key=_ORDER)
+            if self.waiting[at : at + 1] == [
+                sequence
+            ]:  # a sibling that has not forked yet is in neither list
+                del self.waiting[at]
         sequence.become(status)
 
     def fork(self, parent: Sequence, child: Sequence, now: int) -> None:
@@ -94,6 +106,7 @@ class ModelQueue:
         if len(self.running) >= self.max_running:
             self.enqueue(child, now)
             return
+        self._changes += 1
         self.cache.fork_sequence(parent.id, child.id)
         child.computed = parent.computed
         child.become(Status.RUNNING)
@@ -111,6 +124,7 @@ class ModelQueue:
 
     def started(self, phase: Phase, now: int) -> None:
         """A job has started, the unit's `now`-th."""
+        self._changes += 1
         self.jobs[phase] += 1
         self.active[phase] += 1
         self.last[phase] = now
@@ -118,12 +132,18 @@ class ModelQueue:
     def finished(self, job: Job, drawn: int, steps: int, now: int) -> None:
         """A job has ended well: it drew `drawn` tokens in `steps` steps, each as good as a job. now: jobs
         that the unit has started."""
+        self._changes += 1
         self.active[job.phase] -= 1
         self.jobs[job.phase] += steps - 1
         self.last[job.phase] = now
         self.output_tokens += drawn
         if job.phase is Phase.PREFILL:
             self.prompt_tokens += job.tokens.size
+
+    def failed(self, job: Job) -> None:
+        """A job has ended as if it had never been."""
+        self._changes += 1
+        self.active[job.phase] -= 1
 
     def load(self) -> ModelLoad:
         return ModelLoad(
@@ -151,12 +171,27 @@ class ModelQueue:
         return max(idle, key=lambda s: s.order) if idle else None
 
     def view(self, now: int) -> ModelView:
+        """now: jobs that the unit has started. Looked at anew only where something has changed: policies are
+        asked several times a job, and there may be hundreds of sequences."""
+        mark = self._changes, self.cache.changes, self.quota
+        if self._seen is None or self._seen[0] != mark:
+            self._seen = mark, *self._look()
+        _, view, since = self._seen
+        waited = 0 if since is None else now - since
+        return view if waited == view.waited else replace(view, waited=waited)
+
+    def _look(self) -> tuple[ModelView, int | None]:
+        """The view, and since when its head has waited."""
         idle = [s for s in self.running if not s.in_job]
         ready = [s for s in idle if s.decodes]
         partial = len(idle) - len(ready)
         room = len(self.running) < self.max_running
-        head = self._head(idle) if partial or (self.waiting and room) else None
-        return ModelView(
+        head = None
+        if partial:
+            head = next(s for s in idle if not s.decodes)
+        elif self.waiting and room:
+            head = self.waiting[0]
+        view = ModelView(
             name=self.card.name,
             waiting=len(self.waiting) if room else 0,
             partial=partial,
@@ -165,7 +200,7 @@ class ModelQueue:
             decodable=len(ready),
             decode_blocks=self.cache.blocks_for_each([s.id for s in ready], 1),
             held=len(idle),
-            victim=max((s.order for s in idle), default=_NOBODY),
+            victim=max(map(_ORDER, idle), default=_NOBODY),
             running=len(self.running),
             prefilling=self.active[Phase.PREFILL] > 0,
             decoding=self.active[Phase.DECODE] > 0,
@@ -174,14 +209,11 @@ class ModelQueue:
             page_blocks=self.cache.geometry.blocks_per_page,
             last_prefill=self.last[Phase.PREFILL],
             last_decode=self.last[Phase.DECODE],
-            waited=now - head.waiting_since if head else 0,
+            waited=0,
             prefill_share=self.shares[0],
             decode_share=self.shares[1],
         )
-
-    def _head(self, idle: Iterable[Sequence]) -> Sequence:
-        started = [s for s in idle if not s.decodes]
-        return started[0] if started else self.waiting[0]
+        return view, head.waiting_since if head else None
 
     def blocks(self, sequences: Iterable[Sequence], *, to_end: bool = False) -> int:
         """Blocks that the sequences' next token, or all they have pending, would take."""

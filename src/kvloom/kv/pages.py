@@ -17,7 +17,8 @@ class PageTable:
 
     refs: [pages] holders. cached: [pages] whether the prefix tree is one of them. promises: [pages] pins and
     reservations among them, whom no preemption takes the page from. held: pages with a holder; idle:
-    those that the tree alone holds, which may be reclaimed; promised: those with a promise.
+    those that the tree alone holds, which may be reclaimed; promised: those with a promise. changes: how
+    often holders have changed.
     """
 
     def __init__(self, geometry: Geometry, allocator: BlockAllocator) -> None:
@@ -32,6 +33,7 @@ class PageTable:
         self.held = 0
         self.idle = 0
         self.promised = 0
+        self.changes = 0
 
     @property
     def used_blocks(self) -> int:
@@ -64,10 +66,12 @@ class PageTable:
         self.map[pages] = blocks.reshape(shape)
         self.refs[pages] = 1
         self.held += count
+        self.changes += 1
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more holder for each page."""
+        self.changes += 1
         for page in pages:
             if self.refs[page] < 1:
                 raise ValueError(f"page {page} is free and cannot be shared")
@@ -76,6 +80,7 @@ class PageTable:
 
     def release(self, pages: Iterable[int]) -> None:
         """One holder fewer; pages without one give their blocks back."""
+        self.changes += 1
         gone: list[int] = []
         for page in pages:
             if self.refs[page] - self.cached[page] < 1:
@@ -100,6 +105,7 @@ class PageTable:
         """The tree holds the page no longer."""
         if not self.cached[page]:
             raise ValueError(f"page {page} is not cached")
+        self.changes += 1
         self.idle -= self._is_idle(page)
         self.cached[page] = False
         self.release([page])
