@@ -113,7 +113,7 @@ async def _ask_fleet(world: World) -> list[Answer]:
     """A request for each model, as anybody would ask."""
     assert world.gateway is not None
     answers = [
-        Answer(Client(0.0, _last(card.name, card.context_length // 2, f"last-{card.name}")))
+        Answer(Client(0.0, _last(card.name, card.context_length // 2, f"last-{card.name}"), leaves=PATIENCE))
         for card in await world.gateway.router.models()
         if card.context_length > 1
     ]

@@ -21,6 +21,7 @@ from kvloom.sim.chaos import Verdict, run_seed
 BROKEN, INTERRUPTED = 1, 130
 MOST_JOBS: Final = 256
 _AHEAD: Final = 10  # runs that a process is given at once
+_WINDOW: Final = 5000  # that all are; so there may be any number
 
 
 def chaos(*, seeds: int, first: int, jobs: int, replay: int | None) -> int:
@@ -65,7 +66,8 @@ def verdicts(seeds: range, jobs: int) -> Iterator[Verdict]:
         return
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_ignore_interrupts)
     try:
-        yield from pool.map(run_quietly, seeds, chunksize=_AHEAD)
+        for first in range(0, len(seeds), _WINDOW):
+            yield from pool.map(run_quietly, seeds[first : first + _WINDOW], chunksize=_AHEAD)
     finally:
         pool.shutdown(cancel_futures=True)
 

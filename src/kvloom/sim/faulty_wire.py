@@ -14,6 +14,7 @@ from kvloom.core.errors import KvloomError, Unavailable
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
 from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.sim.crew import Crashed, Crew
 from kvloom.sim.faults import Mishap, Mishaps
 from kvloom.sim.host import Host, Process
 from kvloom.sim.journal import Journal
@@ -37,16 +38,15 @@ class FaultyWire:
         delay: float,
         mishaps: Mishaps,
         journal: Journal,
-        crashed: Callable[[BaseException], None],
+        crashed: Crashed,
     ) -> None:
         self._host = host
         self._clock = clock
         self._delay = delay
         self._mishaps = mishaps
         self._journal = journal
-        self._crashed = crashed
         self._gone = False
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._crew = Crew(crashed, expected=(KvloomError,))
 
     def cut(self) -> None:
         """The caller's process is gone: it asks nothing any more."""
@@ -84,7 +84,7 @@ class FaultyWire:
     async def _call(self, name: str, about: str, verb: Verb[T]) -> T:
         """Sent at once; the answer is waited for."""
         mishap = self._send(name, about)
-        carrying = self._spawn(self._carry(name, about, verb, mishap))
+        carrying = self._crew.spawn(self._carry(name, about, verb, mishap))
         try:
             answer: T = await asyncio.shield(carrying)
         except asyncio.CancelledError:
@@ -99,7 +99,7 @@ class FaultyWire:
     async def _carry(self, name: str, about: str, verb: Verb[T], mishap: Mishap) -> T:
         process = await self._arrive(mishap)
         if mishap.again is not None:
-            self._spawn(self._once_more(name, about, verb, mishap.again))
+            self._crew.spawn(self._once_more(name, about, verb, mishap.again))
         served = process.serve(self._served(process, verb))
         answer: T = await self._outcome(process, served)
         if mishap.unanswered:
@@ -141,7 +141,7 @@ class FaultyWire:
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         mishap, frames = self._send("start_generate", body.request), Queue()
-        carrying = self._spawn(self._carry_stream(body, mishap, frames))
+        carrying = self._crew.spawn(self._carry_stream(body, mishap, frames))
         left = mishap.cut
         try:
             while (frame := await frames.get()) is not None:
@@ -164,7 +164,7 @@ class FaultyWire:
             process = await self._arrive(mishap)
             if mishap.again is not None:
                 verb = partial(self._first_frame, body)
-                self._spawn(self._once_more("start_generate", body.request, verb, mishap.again))
+                self._crew.spawn(self._once_more("start_generate", body.request, verb, mishap.again))
             served = process.serve(self._served(process, partial(self._pump, body, frames)))
             await self._outcome(process, served)
         except KvloomError as error:
@@ -201,18 +201,6 @@ class FaultyWire:
         if self._host.process is None:
             raise Unavailable("nobody answers there")
         return self._host.process
-
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        del self._tasks[task]
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, KvloomError):
-            self._crashed(error)
 
     def _tell(self, name: str, about: str, *how: object) -> None:
         self._journal("call", self._host.name, name, about, *how)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvloom.core.request import EndEvent, Event, PromptEvent, TokenEvent
 from kvloom.router.program import Program
 from kvloom.router.router import Router
 from kvloom.sim.answer import Answer
+from kvloom.sim.crew import Crashed, Crew
 from kvloom.sim.faulty_wire import FaultyWire
 from kvloom.sim.journal import Journal
 
@@ -26,15 +27,13 @@ class Gateway:
         program: Program,
         clock: Clock,
         journal: Journal,
-        crashed: Callable[[BaseException], None],
+        crashed: Crashed,
     ) -> None:
         self.wires = wires
         self.router = Router(wires, program, clock)
         self._clock = clock
         self._journal = journal
-        self._crashed = crashed
-        self._tasks: dict[asyncio.Task[None], None] = {}
-        self._lost = False
+        self._crew = Crew(crashed)
 
     async def start(self) -> None:
         await self.router.__aenter__()
@@ -47,28 +46,15 @@ class Gateway:
         """Its process is gone at once; what its tasks still tidy up reaches nobody."""
         self._journal("gateway", "", "is lost")
         self._journal.count("gateways lost")
-        self._lost = True
         for wire in self.wires.values():
             wire.cut()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
+        if tasks := self._crew.dismiss():
             await asyncio.wait(tasks)
         await self.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """What is done here; it ends with the process."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self._lost:
-            self._crashed(error)
+        return self._crew.spawn(work)
 
     async def answer(self, answer: Answer) -> None:
         """Serve a client to its end."""

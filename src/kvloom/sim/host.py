@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
 
 from kvloom.core.clock import Clock
 from kvloom.engine.engine import Engine
+from kvloom.sim.crew import Crashed, Crew
 from kvloom.sim.device import WatchedDevice
 from kvloom.sim.executor import Content, ModelledExecutor
 from kvloom.sim.faults import Mishaps
@@ -15,6 +16,8 @@ from kvloom.sim.fleet import SimulatedUnit, modelled_executor
 from kvloom.sim.journal import Journal
 from kvloom.sim.links import ModelledPlane, ModelledTransport, TimedLink
 from kvloom.sim.witness import Witness
+
+T = TypeVar("T")
 
 LATENCY: Final = 1e-4  # seconds from one unit's memory to another's
 
@@ -24,38 +27,23 @@ class Process:
     crashed: called with what it fails of until then."""
 
     def __init__(
-        self,
-        engine: Engine,
-        executor: ModelledExecutor,
-        transport: ModelledTransport,
-        crashed: Callable[[BaseException], None],
+        self, engine: Engine, executor: ModelledExecutor, transport: ModelledTransport, crashed: Crashed
     ) -> None:
         self.engine = engine
         self.executor = executor
         self.transport = transport
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._crashed = crashed
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-        self.running = self.serve(engine.run())
+        self._crew = Crew(crashed)
+        self.running = self._crew.spawn(engine.run())
 
-    def serve(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """The engine's loop, or a call to it. It ends with the process."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-        return task
+    def serve(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """It ends with the process."""
+        return self._crew.spawn(call)
 
     def end(self) -> None:
         self.over.set_result(None)
         self.executor.halt()
-        for task in list(self._tasks):
-            task.cancel()
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        del self._tasks[task]
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self.over.done():
-            self._crashed(error)
+        self._crew.dismiss()
 
 
 class Host:
@@ -69,7 +57,7 @@ class Host:
         clock: Clock,
         mishaps: Mishaps,
         journal: Journal,
-        crashed: Callable[[BaseException], None],
+        crashed: Crashed,
     ) -> None:
         self.name = unit.spec.unit
         self.unit = unit

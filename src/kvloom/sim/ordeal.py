@@ -67,7 +67,7 @@ class Lot:
             clients=tuple(
                 sorted((self._client(i, served) for i in range(self._count(4, 20))), key=lambda one: one.at)
             ),
-            faults=tuple(sorted(self._faults(units, served), key=lambda one: one.at)),
+            faults=tuple(sorted(self._faults(units), key=lambda one: one.at)),
             rates=self._rates(),
             delay=self._random.choice((0.0001, 0.0003, 0.02)),
         )
@@ -100,13 +100,8 @@ class Lot:
         shapes = {model: self.shapes[model] for model in models}
         longest = max(shape.geometry(block).blocks(self.contexts[model]) for model, shape in shapes.items())
         least = 2 * max(shape.geometry(block).blocks_per_page for shape in shapes.values())
-        blocks = max(
-            least,
-            int(
-                longest
-                * draw.choice((1.0, 1.0, 1.2, 1.6, 2.1) if self.cramped else (0.6, 1.0, 1.4, 3.0, 8.0))
-            ),
-        )
+        room = draw.choice((1.0, 1.0, 1.2, 1.6, 2.1) if self.cramped else (0.6, 1.0, 1.4, 3.0, 8.0))
+        blocks = max(least, int(longest * room))
         spec = EngineSpec(
             models=tuple(self._model(model) for model in models),
             kv_bytes=blocks * block,
@@ -191,7 +186,7 @@ class Lot:
 
     # -- what goes wrong --------------------------------------------------------------------------------
 
-    def _faults(self, units: Sequence[SimulatedUnit], served: Sequence[str]) -> list[Fault]:
+    def _faults(self, units: Sequence[SimulatedUnit]) -> list[Fault]:
         draw, faults = self._random, list[Fault]()
         if self._odds(0.5):
             faults += [self._death(draw.choice(units)) for _ in range(self._count(1, 3))]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.verbs import Pin, Prefix, PrepRecv
 from kvloom.router.program import Program, load_program
 from kvloom.sim.answer import Answer
+from kvloom.sim.crew import Crew
 from kvloom.sim.faults import Death, Fault, GatewayLoss, Mishaps, Ordeal, Order, Switch
 from kvloom.sim.faulty_wire import FaultyWire
+from kvloom.sim.fleet import SimulatedUnit
 from kvloom.sim.gateway import Gateway
 from kvloom.sim.host import Host
 from kvloom.sim.journal import Journal
@@ -48,7 +48,7 @@ class World:
         self.hosts = {unit.spec.unit: self._host(unit) for unit in ordeal.units}
         self._program = _load(ordeal.program)
         self._up = asyncio.Event()
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._crew = Crew(self._crashed)
 
     async def start(self) -> None:
         for host in self.hosts.values():
@@ -57,8 +57,10 @@ class World:
 
     async def play(self, most: float) -> list[Answer]:
         """All that is to happen, for `most` seconds. Returns the answers that are still waited for."""
-        clients = [self._spawn(self._ask(answer)) for answer in self.answers]
-        faults = [self._spawn(self._befall(number, fault)) for number, fault in enumerate(self.ordeal.faults)]
+        clients = [self._crew.spawn(self._ask(answer)) for answer in self.answers]
+        faults = [
+            self._crew.spawn(self._befall(number, fault)) for number, fault in enumerate(self.ordeal.faults)
+        ]
         await asyncio.wait([*clients, *faults], timeout=most)
         return [answer for answer in self.answers if answer.fate == "waits"]
 
@@ -75,7 +77,7 @@ class World:
 
     # -- who is there -----------------------------------------------------------------------------------
 
-    def _host(self, unit: Any) -> Host:
+    def _host(self, unit: SimulatedUnit) -> Host:
         mishaps = self._fates(unit.spec.unit)
         return self._parts.host(unit, self._plane, self._clock, mishaps, self._journal, self._crashed)
 
@@ -138,7 +140,7 @@ class World:
         gateway, self.gateway = self.gateway, None
         if gateway is not None:
             self._up.clear()
-            self._spawn(gateway.lose())
+            self._crew.spawn(gateway.lose())
             await self._clock.sleep(loss.down)
             await self._open_gateway()
 
@@ -160,20 +162,6 @@ class World:
                 gateway.router.withdraw(order.unit)
                 await self._clock.sleep(order.seconds)
                 await gateway.router.admit(order.unit)
-
-    # -- tasks ------------------------------------------------------------------------------------------
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._crashed(error)
 
     def _crashed(self, error: BaseException) -> None:
         if not self.crash.done():
