@@ -14,7 +14,7 @@ from kvloom.plan.search import Effort
 from tests.plan.clusters import check, demand, formula, nodes, roofline, small_cases
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=80, derandomize=True)
 @given(small_cases())
 def test_within_five_percent_of_the_best_there_is(case: tuple[list[Nodes], list[Demand]]) -> None:
     cluster, demands = case
@@ -31,7 +31,7 @@ def test_within_five_percent_of_the_best_there_is(case: tuple[list[Nodes], list[
     assert found.answered >= 0.95 * best.answered
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=40, derandomize=True)
 @given(small_cases())
 def test_and_so_with_one_replica_each(case: tuple[list[Nodes], list[Demand]]) -> None:
     cluster, demands = case
