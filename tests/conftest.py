@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("kvloom", derandomize=True, deadline=None)  # the same examples in every run
+# the same examples in every run, however slow the machine is
+settings.register_profile(
+    "kvloom", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("kvloom")
