@@ -11,6 +11,7 @@ from typing import Final
 
 from kvloom.reproduce.muxserve.setup import VOCAB, Alone, Served, asks
 from kvloom.reproduce.muxserve.systems import System, make_units
+from kvloom.reproduce.report import Scale, Tell
 from kvloom.router.program import load_program
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.fleet import SimulatedFleet, SimulatedUnit, simulated
@@ -19,6 +20,7 @@ from kvloom.sim.play import play
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 
+SECONDS: Final[Mapping[Scale, float]] = {"full": 60.0, "small": 10.0}  # for which requests come
 SCALES: Final = (5, 8, 10, 20)  # of the SLO
 WARM: Final = 0.5  # the part of the time that is not counted as throughput
 _LOOK: Final = 1.0  # seconds
@@ -52,6 +54,16 @@ class Point:
         """Throughput, weighted with the rates."""
         whole = sum(model.rate for model in models)
         return sum(model.rate * self.throughput[model.name] for model in models) / whole
+
+
+def play_all(runs: Sequence[tuple[System, Load]], tell: Tell) -> list[Point]:
+    """One after the other. Raises ConfigError where models have no place."""
+
+    def played(at: int, system: System, load: Load) -> Point:
+        what = f"{system.name}, {len(load.models)} models on {load.gpus} GPUs, {at + 1} of {len(runs)}"
+        return play_point(system, load, lambda part: tell(what, (at + part) / len(runs)))
+
+    return [played(at, system, load) for at, (system, load) in enumerate(runs)]
 
 
 def play_point(system: System, load: Load, tell: Callable[[float], None]) -> Point:

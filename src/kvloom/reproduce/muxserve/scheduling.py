@@ -1,0 +1,90 @@
+"""Adaptive batch scheduling against first come first served and round-robin (section 4.4): figure 10."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvloom.reproduce.muxserve.point import SECONDS, Load, Point, play_all
+from kvloom.reproduce.muxserve.published import PUBLISHED, Setting10
+from kvloom.reproduce.muxserve.setup import Served, like_sharegpt
+from kvloom.reproduce.muxserve.systems import System, together
+from kvloom.reproduce.report import Cell, Grid, Report, Scale, Tell
+
+GPUS: Final = 4
+LONGER: Final = 2  # times, than this figure's other loads: a pool of 200 GB takes a while to fill
+POLICIES: Final = (
+    System("FCFS", together, policy="fcfs", mps=True),
+    System("round-robin", together, policy="round-robin", mps=True),
+    System("ADBS", together, mps=True),
+)
+SETTINGS: Final[tuple[tuple[str, Setting10, tuple[Served, ...]], ...]] = (
+    (
+        "(a) 30B, 13B, 7B",
+        PUBLISHED.figure_10.a,
+        (
+            Served("30b", "30b", 2.0, like_sharegpt(322, 676)),
+            Served("13b", "13b", 8.0),
+            Served("7b", "7b", 8.0),
+        ),
+    ),
+    (
+        "(b) 65B, 30B",
+        PUBLISHED.figure_10.b,
+        (
+            Served("65b", "65b", 1.0, like_sharegpt(778, 251)),
+            Served("30b", "30b", 8.0, like_sharegpt(128, 126)),
+        ),
+    ),
+)
+
+
+def figure_10(scale: Scale, tell: Tell) -> Report:
+    """As the paper's own runtime runs it, and, as a second table, as kvloom's does."""
+    seconds = LONGER * SECONDS[scale]
+    systems = [*POLICIES, *(replace(policy, mps=False) for policy in POLICIES)]
+    points = play_all(
+        [(system, Load(models, GPUS, seconds)) for _, _, models in SETTINGS for system in systems], tell
+    )
+    cells: list[Cell] = []
+    rows: list[tuple[str, ...]] = []
+    for (name, paper, models), at in zip(SETTINGS, range(0, len(points), 6), strict=True):
+        cells += _cells(name, paper, models, points[at : at + 3])
+        rows += [
+            (name, policy.name, f"{point.weighted(models):.2f}", f"{point.total:.2f}", _shares(point))
+            for policy, point in zip(POLICIES, points[at + 3 : at + 6], strict=True)
+        ]
+    grid = Grid(
+        title="The same where a job that runs alone has the whole device, and no step waits for the host",
+        heads=("", "policy", "req/s weighted with rates", "req/s in all", "% of the blocks"),
+        rows=tuple(rows),
+    )
+    return Report(
+        name="figure 10",
+        title="batching policies on 4 GPUs under MPS: req/s weighted with rates",
+        cells=tuple(cells),
+        grids=(grid,),
+    )
+
+
+def _cells(name: str, paper: Setting10, models: Sequence[Served], points: Sequence[Point]) -> list[Cell]:
+    ours = [point.weighted(models) for point in points]
+    cells = [
+        Cell(row=name, column=policy.name, paper=told, ours=found)
+        for policy, told, found in zip(POLICIES, paper.weighted, ours, strict=True)
+    ]
+    cells += [
+        Cell(
+            row=name,
+            column=f"ADBS over {POLICIES[at].name}",
+            paper=paper.weighted[-1] / paper.weighted[at],
+            ours=ours[-1] / ours[at],
+        )
+        for at in range(2)
+    ]
+    return cells
+
+
+def _shares(point: Point) -> str:
+    return " : ".join(f"{part:.0%}" for part in point.blocks.values())
