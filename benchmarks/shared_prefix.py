@@ -1,10 +1,11 @@
 """Prompt tokens that two engines compute for requests with common beginnings, under two router programs.
 
-python -m benchmarks.shared_prefix [--trace conversation.jsonl]. Synthetic: conversations of several turns,
-each of which begins with all before it. A trace has one request a line with `hash_ids`, one for each 512
-tokens of the prompt, equal ids meaning equal tokens (the form of Mooncake's); its blocks become 16 tokens.
-Real engines over shape B, in processes of their own; each holds three quarters of what all contexts
-take. `at best` is what one engine with room for everything would compute.
+python -m benchmarks.shared_prefix [--trace conversation.jsonl]. Synthetic: documents, each asked about many
+times, in any order; and conversations of several turns, each of which begins with all before it. A trace has
+one request a line with `hash_ids`, one for each 512 tokens of the prompt, equal ids meaning equal tokens (the
+form of Mooncake's); its blocks become 16 tokens. Real engines over shape B, in
+processes of their own; each holds three quarters of what all contexts take. `at best` is what one engine with
+room for everything would compute.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ LEAST = 2.0
 AT_ONCE, OUTPUT, VOCAB = 8, 4, 8000
 BLOCK, LONGEST = 16, 900  # tokens that a trace's block is scaled to, and of a prompt
 SAID = 64  # tokens of a turn
+DOCUMENT, ASKED = 512, 32  # tokens of a document, and of a question about it
 TOKEN_BYTES = 2 * 6 * 4 * 64 * 4  # K and V of a token of shape B
 
 
@@ -47,7 +49,7 @@ class Line(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Conversations, turns of each, and requests of a trace."""
+    """Documents and conversations, questions or turns of each, and requests of a trace."""
 
     talks: int = 40
     turns: int = 12
@@ -72,6 +74,15 @@ def talks(effort: Effort) -> list[list[int]]:
         contexts[talk] = contexts[talk] + [rng.randrange(300, VOCAB) for _ in range(SAID)]
         out.append(contexts[talk])
     return out
+
+
+def documents(effort: Effort) -> list[list[int]]:
+    """A document and a question each, in any order."""
+    rng = random.Random(2)
+    texts = [[rng.randrange(300, VOCAB) for _ in range(DOCUMENT)] for _ in range(effort.talks)]
+    order = [text for text in texts for _ in range(effort.turns)]
+    rng.shuffle(order)
+    return [text + [rng.randrange(300, VOCAB) for _ in range(ASKED)] for text in order]
 
 
 def traced(path: Path, effort: Effort) -> list[list[int]]:
@@ -142,7 +153,9 @@ async def _count(router: Router) -> tuple[int, int]:
 async def measure(trace: Path | None, console: Console, effort: Effort | None = None) -> Report:
     """trace: a file, where there is one."""
     machine, effort = this_machine(), effort or Effort()
-    workloads = {"conversations": talks(effort)} | ({"trace": traced(trace, effort)} if trace else {})
+    workloads = {"documents": documents(effort), "conversations": talks(effort)}
+    if trace:
+        workloads["trace"] = traced(trace, effort)
     rows: list[list[str | int | float | None]] = []
     findings = []
     for name, prompts in workloads.items():
