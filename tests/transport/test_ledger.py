@@ -85,6 +85,23 @@ def test_close_waits_for_writers_and_stops_the_next(ends: tuple[Ledger, PeerLedg
         ledger.received(ticket)
 
 
+def test_a_claim_holds_up_the_slot_and_not_its_closing(ends: tuple[Ledger, PeerLedger]) -> None:
+    """The blocks come back at once; the row, into which the claimer may still write, when it is done."""
+    ledger, peer = ends
+    ticket, other = ledger.open(0, DIGEST), ledger.open(2, DIGEST)
+    with peer._claiming(ticket) as row:
+        assert ledger.close(ticket)
+        with pytest.raises(QueueFull):
+            ledger.open(5, DIGEST)
+        row[:] = -1
+    with pytest.raises(BadRequest, match="the reservation at u is over"):
+        peer.deliver(ticket, 0, 4)
+    new = ledger.open(5, DIGEST)
+    assert (new.slot, new.generation) == (ticket.slot, ticket.generation + 1)
+    assert (ledger.received(new), ledger.received(other)) == (5, 2)
+    peer.claim(new, DIGEST, 5, 6)
+
+
 def test_a_slot_comes_back_with_another_generation(ends: tuple[Ledger, PeerLedger]) -> None:
     ledger, peer = ends
     old, other = ledger.open(1, DIGEST), ledger.open(2, DIGEST)

@@ -3,8 +3,9 @@
 A slot is a row of words that outlives its reservations; generations tell those apart. Two bytes of the
 ledger's file stand for each slot, as ranges to lock: senders hold the first, shared, while they write into
 the slot's blocks, and the second, alone, while they claim. Locks belong to an open file description
-(F_OFD_SETLK), each process has its own, and the kernel drops them when it dies, however it dies. So whoever
-holds both alone knows that nobody is writing, and one that starts later sees that the generation has ended.
+(F_OFD_SETLK), each process has its own, and the kernel drops them when it dies, however it dies. Whoever
+holds the first alone knows that nobody is writing, and one that starts later sees that the generation has
+ended. Who is in the middle of a claim writes into the row only: the slot waits for it, and the blocks do not.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ class Ledger:
 
     def open(self, begin: int, digest: int) -> Ticket:
         """Raises QueueFull where every slot is taken."""
-        if not self._free:
-            raise QueueFull(f"{self.slots} reservations are open already", retry_after=1)
-        slot = self._free.popleft()
+        slot = self._free_slot()
         self._generations[slot] += 1
         ticket = Ticket(slot, self._generations[slot])
         row = self._rows[slot]
@@ -67,11 +66,26 @@ class Ledger:
         if ticket not in self._open:
             return True
         self._rows[ticket.slot, _GENERATION] = -ticket.generation
-        if not _lock(self.fd, fcntl.F_WRLCK, 2 * ticket.slot, 2):
+        if not self._alone(2 * ticket.slot):
             return False
-        _lock(self.fd, fcntl.F_UNLCK, 2 * ticket.slot, 2)
         self._open.remove(ticket)
         self._free.append(ticket.slot)
+        return True
+
+    def _free_slot(self) -> int:
+        """One in whose row nobody is claiming."""
+        for _ in range(len(self._free)):
+            slot = self._free.popleft()
+            if self._alone(2 * slot + 1):
+                return slot
+            self._free.append(slot)
+        raise QueueFull(f"{self.slots} reservations are open already", retry_after=1)
+
+    def _alone(self, byte: int) -> bool:
+        """Whether nobody has the byte locked at this moment."""
+        if not _lock(self.fd, fcntl.F_WRLCK, byte):
+            return False
+        _lock(self.fd, fcntl.F_UNLCK, byte)
         return True
 
     def release(self) -> None:
@@ -166,9 +180,9 @@ def _rows(fd: int, slots: int) -> I64:
     return words.reshape(slots, ROW_BYTES // 8)
 
 
-def _lock(fd: int, kind: int, first: int, count: int = 1) -> bool:
-    """Lock, or unlock, bytes for this open file description, without waiting. False: another holds them."""
-    flock = struct.pack("hhqqi0q", kind, os.SEEK_SET, first, count, 0)
+def _lock(fd: int, kind: int, byte: int) -> bool:
+    """Lock, or unlock, a byte for this open file description, without waiting. False: another holds it."""
+    flock = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, flock)
     except (BlockingIOError, PermissionError):
