@@ -90,12 +90,24 @@ def test_meshes_that_cannot_hold_it() -> None:
 def test_what_decodes_occupy_is_what_a_crowd_of_them_takes() -> None:
     wanted, kind = demand("a", "llama-7b", 1.0), nodes("A100-80", 1).mesh(1)
     easy = Catalog([wanted], formula).decoding(kind, wanted, 0.5)
-    assert easy.occupied == pytest.approx(1 / 8)
+    assert easy.occupied == pytest.approx([1 / 8] * len(BATCHES))
     turns = Catalog([wanted], lambda device, gpus, shapes: Crowded()).decoding(kind, wanted, 0.5)
-    assert turns.occupied == pytest.approx(1.0)
+    assert turns.occupied == pytest.approx([1.0] * len(BATCHES))
     real = Catalog([wanted], roofline).decoding(kind, wanted, 0.9)
-    assert 1 / 8 < real.occupied < 1.0
+    assert 1 / 8 < real.occupied[0] < real.occupied[-1] <= 1.0  # more K and V to read a step
+    assert list(real.occupied) == sorted(real.occupied)
     assert easy.seconds == pytest.approx([338 * (0.01 + b / 5000) for b in BATCHES])
+
+
+def test_prompts_come_as_sequences_end() -> None:
+    """256 sequences of 64 tokens: four end at each step, and four prompts of 100 tokens are a job; of the
+    smallest batches each prompt is one."""
+    wanted, kind = demand("a", "llama-7b", 1.0, 100, 64), nodes("A100-80", 1).mesh(1)
+    found = Catalog([wanted], formula).candidate(kind, wanted, 1.0)
+    assert found is not None
+    assert found.prefill[-1] == pytest.approx(64 * (0.01 + 400 / (10_000 * found.prefill_share)))
+    assert found.prefill[0] == pytest.approx(0.01 + 100 / (10_000 * found.prefill_share))
+    assert found.prefill[7] == pytest.approx(8 * found.prefill[0])
 
 
 def test_costs_are_asked_about_each_job_once() -> None:
@@ -111,4 +123,5 @@ def test_costs_are_asked_about_each_job_once() -> None:
     for rate in (0.1, 0.5, 1.0, 2.0, 4.0):
         catalog.candidate(kind, wanted, rate)
     shares = len(kind.shares)
-    assert len(asked) <= shares + len(BATCHES) + shares * (len(BATCHES) + 1)
+    prompts, probes = 2048 // 161, 4
+    assert len(asked) <= shares + prompts + shares * (len(BATCHES) + probes)

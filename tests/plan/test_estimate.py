@@ -22,13 +22,14 @@ def estimator_of(pairs: list[tuple[str, float]], costs: Costs = roofline) -> Est
 
 
 def test_equation_3_by_hand() -> None:
-    """Far beyond what can be answered, so that both batches are as large as they may be."""
+    """Far beyond what can be answered, so that both batches are as large as they may be. With each step 26
+    sequences of the first end, and 13 of the second: so many prompts are a job."""
     estimator = Estimator(
         [demand("a", "llama-7b", 1000.0, 50, 10), demand("b", "llama-7b", 1000.0, 100, 20)], formula
     )
     found = estimator.known(ONE, frozenset({estimator.item(0, 1), estimator.item(1, 1)}))
     step = 0.01 + 256 / (10_000 * 0.9)
-    prefills = sum(0.01 + 256 * prompt / (10_000 * 1.0) for prompt in (50, 100))
+    prefills = sum(256 / n * (0.01 + n * prompt / 10_000) for n, prompt in ((26, 50), (13, 100)))
     assert found.throughput == pytest.approx((256 / (prefills + 10 * step), 256 / (prefills + 20 * step)))
     assert found.answered == pytest.approx(sum(found.throughput))
     assert found.bound == "compute"
@@ -96,7 +97,7 @@ def test_shares_grow_until_they_answer_the_demand_together() -> None:
 
 
 def test_memory_without_end() -> None:
-    estimator = estimator_of([("llama-13b", 6.0)])
+    estimator = estimator_of([("llama-13b", 5.6)])
     items = [estimator.item(0, 1)]
     assert estimator.known(ONE, frozenset(items)).bound == "memory"
     endless = estimator.unbounded(ONE, items)

@@ -9,17 +9,43 @@ from hypothesis import strategies as st
 from kvloom.plan.growth import AMPLE, BATCHES, Side, grow
 
 
-def side(rate: float, prefill: float, step: float, each: float, request: int) -> Side:
-    """A prefill takes `prefill` a sequence; a batch's decodes `step`, and `each` a sequence."""
-    return Side(rate, [prefill * b for b in BATCHES], [step + each * b for b in BATCHES], request)
+def side(
+    rate: float,
+    prefill: float,
+    step: float,
+    each: float,
+    request: int,
+    occupied: float = 0.1,
+    busy: float = 1.0,
+) -> Side:
+    """A prefill takes `prefill` a sequence; a batch's decodes `step`, and `each` a sequence. The largest
+    batch occupies `occupied` of the device."""
+    return Side(
+        rate=rate,
+        prefill=[prefill * b for b in BATCHES],
+        decode=[step + each * b for b in BATCHES],
+        occupied=[occupied * (1 + b / 256) / 2 for b in BATCHES],
+        busy=busy,
+        request=request,
+    )
+
+
+def equation_3(sides: list[Side], at: list[int]) -> list[float]:
+    """Throughput / rate of each, its decodes slowed down where all want more than the device."""
+    serial = sum(one.prefill[a] for one, a in zip(sides, at, strict=True))
+    ratios = []
+    for i, (one, a) in enumerate(zip(sides, at, strict=True)):
+        others = sum(o.busy * o.occupied[b] for j, (o, b) in enumerate(zip(sides, at, strict=True)) if j != i)
+        seconds = serial + one.decode[a] * max(1.0, one.occupied[a] + others)
+        ratios.append(BATCHES[a] / seconds / one.rate)
+    return ratios
 
 
 def by_steps(sides: list[Side], pool: int) -> float:
     """The best score on the way, always growing whoever is furthest behind (MuxServe's estimator)."""
     at, best = [0] * len(sides), 0.0
     while True:
-        serial = sum(one.prefill[a] for one, a in zip(sides, at, strict=True))
-        ratios = [BATCHES[a] / (serial + one.decode[a]) / one.rate for one, a in zip(sides, at, strict=True)]
+        ratios = equation_3(sides, at)
         best = max(best, sum(one.rate * min(1.0, r) for one, r in zip(sides, ratios, strict=True)))
         if min(ratios) >= 1.0:
             return best
@@ -47,6 +73,8 @@ sides = st.lists(
         st.floats(0.1, 10),
         st.floats(1e-4, 0.1),
         st.integers(1, 50),
+        st.floats(0.0, 1.0),
+        st.floats(0.0, 1.0),
     ),
     min_size=1,
     max_size=5,
@@ -63,9 +91,7 @@ def test_it_answers_what_single_steps_do(sides: list[Side], pool: int) -> None:
     answered = sum(one.rate * min(1.0, r) for one, r in zip(sides, found.ratios, strict=True))
     assert answered >= 0.95 * by_steps(sides, pool)
     assert found.used == sum(b * one.request for b, one in zip(found.batches, sides, strict=True)) <= pool
-    serial = sum(one.prefill[BATCHES.index(b)] for b, one in zip(found.batches, sides, strict=True))
-    for b, ratio, one in zip(found.batches, found.ratios, sides, strict=True):  # equation 3
-        assert ratio * one.rate == pytest.approx(b / (serial + one.decode[BATCHES.index(b)]))
+    assert found.ratios == pytest.approx(equation_3(sides, [BATCHES.index(b) for b in found.batches]))
     assert (found.bound == "") == (found.level >= 1.0)
 
 
@@ -90,6 +116,19 @@ def test_a_model_that_nobody_asks_for_takes_little() -> None:
     assert found is not None
     assert found.batches[0] == 1
     assert found.level >= 1.0
+
+
+def test_decodes_that_want_more_than_the_device_slow_each_other_down() -> None:
+    whole, half = (
+        side(1.0, 0.0, 4.0, 0.0, 1, occupied=part, busy=busy) for part, busy in ((1.0, 1.0), (1.0, 0.5))
+    )
+    alone, beside = grow([whole], 12), grow([whole, half], 24)
+    assert alone is not None
+    assert beside is not None
+    assert beside.ratios[0] < alone.ratios[0]
+    assert beside.ratios[0] == pytest.approx(
+        equation_3([whole, half], [BATCHES.index(b) for b in beside.batches])[0]
+    )
 
 
 def test_memory_goes_to_models_by_their_rates() -> None:

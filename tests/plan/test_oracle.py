@@ -28,7 +28,7 @@ def test_near_the_best_there_is(case: tuple[list[Nodes], list[Demand]]) -> None:
         return
     assert not found.left
     event("short" if best.answered < 0.999 * sum(one.rate for one in demands) else "met")
-    assert found.answered >= 0.9 * best.answered  # 0.95 is wanted; 0.938 has been seen
+    assert found.answered >= 0.95 * best.answered
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)

@@ -38,12 +38,11 @@ def test_replicas_that_there_is_no_memory_for_are_given_up() -> None:
 
 
 def test_19_models_on_32_devices() -> None:
-    """MuxServe's figure 5 at its highest rates. An estimate takes some tenths of a millisecond at most."""
-    cluster, demands = [nodes("A100-80", 8, 4)], muxserve(0.7, 50.0)
+    """MuxServe's figure 5. An estimate takes some tenths of a millisecond at most."""
+    cluster, demands = [nodes("A100-80", 8, 4)], muxserve(0.7, 30.0)
     estimator = Estimator(demands, roofline)
-    effort = Effort.fit(cluster, len(demands))
-    assert effort.evaluations == 30_600
-    found = best_placement(estimator, cluster, effort)
+    assert Effort.fit(cluster, len(demands)).evaluations == 40_800
+    found = best_placement(estimator, cluster, Effort(evaluations=8_000))
     check(estimator, cluster, found)
     assert found.answered == pytest.approx(sum(one.rate for one in demands))
     assert not found.left
@@ -55,7 +54,7 @@ def test_what_can_never_be_met_takes_no_longer_than_was_allowed() -> None:
     found = best_placement(estimator, cluster, Effort(evaluations=2_000))
     check(estimator, cluster, found)
     assert not found.left
-    assert 2_000 <= estimator.evaluations <= 4_000  # what was begun is ended
+    assert 2_000 <= estimator.spent <= 4_000  # what was begun is ended
 
 
 def test_100_models_on_1000_devices_of_three_kinds() -> None:

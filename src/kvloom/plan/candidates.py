@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import exp
 from typing import Final
 
+import numpy as np
+
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import CostModel, Work
 from kvloom.plan.cluster import Costs, MeshKind
@@ -18,24 +20,25 @@ from kvloom.plan.memory import CHUNK_TOKENS, pool_bytes, request_bytes
 NEAR: Final = 1.05  # a prefill this close to the fastest is as good; it leads to MuxServe's 80 % for a 7B
 _DECODE_MOST: Final = 0.9  # a decode leaves something for the prefill beside it
 _CROWD: Final = 8  # jobs that are asked about at once, to learn what part of the device each occupies
+_PROBED: Final = 9  # of BATCHES every ninth is asked about so; 27 is the last
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Decodes on one share. seconds: for a whole request's output, by batch. occupied: the part of what the
-    device can do that one of them takes while it runs."""
+    """Decodes on one share, by batch. seconds: for whole requests' outputs. occupied: the part of what the
+    device can do that they take while they run."""
 
     share: float
     seconds: tuple[float, ...]
-    occupied: float
+    occupied: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A demand on a kind of mesh. prefill: seconds by batch. lean: decodes on the smallest share that answers
-    the demand alone; full: on the best one. start: where in BATCHES the demand is answered, 0 where it is not
-    or not sure; throughput: requests a second, alone. busy: the part of the time in which something decodes.
-    request: bytes of K and V."""
+    """A demand on a kind of mesh. prefill: seconds of whole batches' prompts. lean: decodes on the smallest
+    share that answers the demand alone; full: on the best one. start: where in BATCHES the demand is
+    answered, 0 where it is not or not sure; throughput: requests a second, alone. busy: the part of the time
+    in which something decodes. request: bytes of K and V."""
 
     prefill_share: float
     prefill: tuple[float, ...]
@@ -88,16 +91,18 @@ class Catalog:
         return self._models[kind]
 
     def _prefill(self, kind: MeshKind, demand: Demand) -> tuple[float, tuple[float, ...]]:
-        """The smallest share on which a full job is near the fastest, and the seconds of whole prompts on it
-        by batch."""
+        """The smallest share on which a full job is near the fastest, and the seconds of batches' prompts on
+        it. A batch is not prefilled at once: with each decode step some sequences end, so many prompts take
+        their places, and these are one job."""
         found = self._prefills.get((kind, demand.name))
         if found is None:
             cost, prompt = self._model(kind), max(1, round(demand.prompt))
             name, full = demand.name, max(1, CHUNK_TOKENS // prompt)
             times = [cost.seconds(Work.prefill(name, share, [prompt] * full)) for share in kind.shares]
             share = next(s for s, t in zip(kind.shares, times, strict=True) if t <= NEAR * min(times))
-            works = [Work.prefill(name, share, [prompt] * batch) for batch in BATCHES]
-            found = share, tuple(cost.seconds(work) for work in works)
+            jobs = {n: cost.seconds(Work.prefill(name, share, [prompt] * n)) for n in range(1, full + 1)}
+            together = [max(1, min(full, round(batch / demand.output))) for batch in BATCHES]
+            found = share, tuple(b / n * jobs[n] for b, n in zip(BATCHES, together, strict=True))
             self._prefills[kind, name] = found
         return found
 
@@ -108,12 +113,16 @@ class Catalog:
             cost, context = self._model(kind), round(demand.prompt + demand.output / 2)
             works = [Work.decode(demand.name, share, [context] * batch) for batch in BATCHES]
             steps = [cost.seconds(work) for work in works]
-            typical = works[len(works) // 2]
-            crowded = cost.seconds(typical, [typical] * (_CROWD - 1))
+            probed = range(0, len(works), _PROBED)
+            crowded = [cost.seconds(works[n], [works[n]] * (_CROWD - 1)) / steps[n] / _CROWD for n in probed]
             found = Decoding(
                 share,
                 tuple(demand.output * step for step in steps),
-                min(1.0, crowded / steps[len(works) // 2] / _CROWD),
+                tuple(
+                    np.interp(range(len(works)), probed, np.maximum.accumulate(crowded))
+                    .clip(0.0, 1.0)
+                    .tolist()
+                ),
             )
             self._decodes[kind, demand.name, share] = found
         return found

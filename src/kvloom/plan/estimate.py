@@ -45,6 +45,7 @@ class Estimator:
         self._watch = watch
         self.demands = tuple(demands)
         self.evaluations = 0
+        self._looks = 0
         self._catalog = Catalog(demands, costs)
         self._items: list[tuple[int, int]] = []  # (demand, replicas)
         self._numbers: dict[tuple[int, int], Item] = {}
@@ -78,11 +79,17 @@ class Estimator:
             self._candidates[key] = self._catalog.candidate(kind, demand, self.rate(item))
         return self._candidates[key]
 
+    @property
+    def spent(self) -> float:
+        """Evaluations, and looks at units that were known, which take a hundredth of the time."""
+        return self.evaluations + 0.01 * self._looks
+
     def unit(self, kind: MeshKind, items: frozenset[Item]) -> Estimate | None:
         """F of equation 1 for these on such a mesh; None where they do not fit."""
         if not items:
             return _EMPTY
         key = kind, items
+        self._looks += 1
         if key not in self._known:
             self.evaluations += 1
             if self._watch is not None and self.evaluations % _OFTEN == 0:
@@ -159,17 +166,14 @@ class Estimator:
         pool: int,
     ) -> Growth | None:
         sides = [
-            Side(self.rate(item), candidate.prefill, [slow * s for s in decoding.seconds], candidate.request)
-            for item, candidate, decoding, slow in zip(
-                items, candidates, decodings, _slowdowns(candidates, decodings), strict=True
+            Side(
+                rate=self.rate(item),
+                prefill=candidate.prefill,
+                decode=decoding.seconds,
+                occupied=decoding.occupied,
+                busy=candidate.busy,
+                request=candidate.request,
             )
+            for item, candidate, decoding in zip(items, candidates, decodings, strict=True)
         ]
         return grow(sides, pool)
-
-
-def _slowdowns(candidates: Sequence[Candidate], decodings: Sequence[Decoding]) -> list[float]:
-    """How many times longer each one's decodes take beside those of the others, as often as those run.
-    Equation 3 takes decodes of different LLMs to run at the same time at no cost; devices have an end."""
-    loads = [c.busy * d.occupied for c, d in zip(candidates, decodings, strict=True)]
-    whole = sum(loads)
-    return [max(1.0, whole - load + d.occupied) for load, d in zip(loads, decodings, strict=True)]

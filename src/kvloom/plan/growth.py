@@ -25,22 +25,40 @@ Bound = Literal["", "memory", "compute"]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A model in a unit. prefill, decode: seconds of a batch's prompts and of its whole outputs, by the place
-    of the batch in BATCHES. request: bytes of K and V."""
+    """A model in a unit. By the place of a batch in BATCHES, prefill, decode: seconds of its prompts and of
+    its whole outputs, the latter alone on the device; occupied: the part of what the device can do that its
+    decodes take meanwhile. busy: the part of the time in which it decodes. request: bytes of K and V."""
 
     rate: float
     prefill: Sequence[float]
     decode: Sequence[float]
+    occupied: Sequence[float]
+    busy: float
     request: int
+
+    def cycle(self, at: int, serial: float, crowd: float) -> float:
+        """Seconds from a batch's first prefill to its last token. serial: of a prefill of each model; crowd:
+        what the decodes of all occupy, with this batch's own."""
+        return serial + self.decode[at] * max(1.0, crowd + (1.0 - self.busy) * self.occupied[at])
 
 
 @dataclass(slots=True)
 class _State:
-    """at: places in BATCHES. serial: seconds of a prefill of each. used: bytes of K and V."""
+    """at: places in BATCHES. serial: seconds of a prefill of each. crowd: what all decodes occupy of the
+    device on average. used: bytes of K and V."""
 
     at: list[int]
     serial: float
+    crowd: float
     used: int
+
+    def grow(self, sides: Sequence[Side], i: int) -> None:
+        """The next larger batch of a model."""
+        side, a = sides[i], self.at[i]
+        self.at[i] = a + 1
+        self.serial += side.prefill[a + 1] - side.prefill[a]
+        self.crowd += side.busy * (side.occupied[a + 1] - side.occupied[a])
+        self.used += (BATCHES[a + 1] - BATCHES[a]) * side.request
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +85,10 @@ def grow(sides: Sequence[Side], pool: int) -> Growth | None:
     starts from the highest of some levels that can be reached, and takes single steps from there.
     """
     state = _State(
-        [0] * len(sides), sum(side.prefill[0] for side in sides), sum(side.request for side in sides)
+        [0] * len(sides),
+        sum(side.prefill[0] for side in sides),
+        sum(side.busy * side.occupied[0] for side in sides),
+        sum(side.request for side in sides),
     )
     if state.used > pool:
         return None
@@ -107,23 +128,29 @@ def _approach(sides: Sequence[Side], state: _State, pool: int) -> Iterator[_Stat
 def _reach(sides: Sequence[Side], start: _State, pool: int, level: float) -> _State | None:
     """The smallest batches, from `start` on, with which each model has `level` times its rate; None where
     there are none, or no room for them."""
-    at, serial, used = list(start.at), start.serial, start.used
+    at, serial, crowd, used = list(start.at), start.serial, start.crowd, start.used
     behind = True
     while behind:
         behind = False
         for i, side in enumerate(sides):
-            a, rate, decode = at[i], level * side.rate, side.decode
-            while BATCHES[a] < rate * (serial + decode[a]):
+            a, rate, idle = at[i], level * side.rate, 1.0 - side.busy
+            prefill, decode, occupied = side.prefill, side.decode, side.occupied
+            while True:  # `cycle`, written out, because all planning is spent here
+                slower = crowd + idle * occupied[a]
+                cycle = serial + (decode[a] * slower if slower > 1.0 else decode[a])
+                if BATCHES[a] >= rate * cycle:
+                    break
                 if a == _LAST:
                     return None
                 used += (BATCHES[a + 1] - BATCHES[a]) * side.request
                 if used > pool:
                     return None
-                serial += side.prefill[a + 1] - side.prefill[a]
+                serial += prefill[a + 1] - prefill[a]
+                crowd += side.busy * (occupied[a + 1] - occupied[a])
                 a += 1
                 behind = True
             at[i] = a
-    return _State(at, serial, used)
+    return _State(at, serial, crowd, used)
 
 
 def _step(sides: Sequence[Side], state: _State, pool: int, best: Growth) -> Growth:
@@ -143,9 +170,7 @@ def _step(sides: Sequence[Side], state: _State, pool: int, best: Growth) -> Grow
         elif state.used + (BATCHES[a + 1] - BATCHES[a]) * side.request > pool:
             stuck[i] = "memory"
         else:
-            state.at[i] = a + 1
-            state.used += (BATCHES[a + 1] - BATCHES[a]) * side.request
-            state.serial += side.prefill[a + 1] - side.prefill[a]
+            state.grow(sides, i)
     if best.level >= 1.0:
         return best
     short = [stuck[i] for i, ratio in enumerate(best.ratios) if ratio < 1.0]
@@ -153,11 +178,12 @@ def _step(sides: Sequence[Side], state: _State, pool: int, best: Growth) -> Grow
 
 
 def _growth(sides: Sequence[Side], state: _State) -> Growth:
-    """Equation 3 for each model: a batch takes all models' prefills, one after the other, and its decodes."""
+    """Equation 3 for each model: a batch takes all models' prefills, one after the other, and its decodes,
+    which others slow down where the device has an end."""
     ratios, score = [], 0.0
     for side, a in zip(sides, state.at, strict=True):
         rate = side.rate
-        ratio = BATCHES[a] / ((state.serial + side.decode[a]) * rate) if rate else AMPLE
+        ratio = BATCHES[a] / (side.cycle(a, state.serial, state.crowd) * rate) if rate else AMPLE
         ratios.append(ratio)
         score += rate * (ratio if ratio < 1.0 else 1.0 + BEYOND * (1.0 - 1.0 / min(ratio, AMPLE)))
     return Growth(tuple(BATCHES[a] for a in state.at), tuple(ratios), score, "", state.used)

@@ -24,19 +24,31 @@ def improve(estimator: Estimator, placement: Placement, *, width: int, budget: i
             board.do(change)
     for _ in range(_PASSES):
         gained = False
-        for at in range(len(board.units)):
-            for item in sorted(board.units[at]):
-                if estimator.evaluations > budget:
-                    return board.placement(left)
-                if item not in board.units[at] or board.estimates[at].level >= _ENOUGH:
-                    continue
-                gain, change = _best(board, _changes(board, at, item))
-                if gain > _LEAST:
-                    board.do(change)
-                    gained = True
+        for _, item, at in _wishes(estimator, board, budget):
+            if estimator.spent > budget:
+                return board.placement(left)
+            if item not in board.units[at] or board.estimates[at].level >= _ENOUGH:
+                continue
+            gain, change = _best(board, _changes(board, at, item))
+            if gain > _LEAST:
+                board.do(change)
+                gained = True
         if not gained:
             break
     return board.placement(left)
+
+
+def _wishes(estimator: Estimator, board: Board, budget: int) -> list[tuple[float, Item, int]]:
+    """Who would gain by a change, and where it is: who gains most goes first, or a smaller gain may stand in
+    its way."""
+    found = []
+    for at, unit in enumerate(board.units):
+        for item in sorted(unit):
+            if estimator.spent <= budget and board.estimates[at].level < _ENOUGH:
+                gain, _ = _best(board, _changes(board, at, item))
+                if gain > _LEAST:
+                    found.append((-gain, item, at))
+    return sorted(found)
 
 
 def _best(board: Board, changes: Iterator[Change]) -> tuple[float, Change]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Final
 
@@ -13,12 +12,13 @@ from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.search import Effort, Search
 
 MOST: Final = 64
-_ROUNDS: Final = 12
+_ROUNDS: Final = 32
 _TRIED: Final = 3  # models a round that get a replica more, to see
 _BUDGET: Final = 0.35  # of all evaluations, for each of the first two
-_CHEAP: Final = 0.2  # of all evaluations; where no more were needed, more is tried
+_CHEAP: Final = 0.5  # of all evaluations; where no more were needed, more is tried
 _ALIKE: Final = 3  # replicas of each model, tried where that is cheap
 _AROUND: Final = 3  # numbers of replicas that others are tried around, likewise
+_GROUPS: Final = 24  # groups of meshes that other numbers of replicas are tried on: the best so far
 _BETTER: Final = 1e-3  # of all requests; a replica is not worth less
 
 Counts = tuple[int, ...]
@@ -27,36 +27,54 @@ Counts = tuple[int, ...]
 def best_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: Effort) -> Placement:
     """Over placements and numbers of replicas: as few as large meshes need, or as many as the meshes that
     answer most a device need, or the same number for all; then one more or less where that gains."""
-    search = Search(estimator, cluster, effort)
-    tried: dict[Counts, Placement] = {}
-    for counts in _starts(estimator, cluster, effort.replicas):
-        tried[counts] = search.best(_items(estimator, counts), _BUDGET * (len(tried) + 1))
-    cheap = int(_CHEAP * effort.evaluations)
-    if estimator.evaluations < cheap:
-        alike = range(1, min(_ALIKE, effort.replicas) + 1)
-        _try(search, estimator, tried, [(each,) * len(estimator.demands) for each in alike])
-    for _ in range(_ROUNDS):
-        ranked = sorted(tried, key=lambda counts: tried[counts].rank, reverse=True)
-        if not _others(estimator, tried[ranked[0]], ranked[0], effort.replicas):
-            break  # nothing is missing
-        around = ranked[: _AROUND if estimator.evaluations < cheap else 1]
-        others = [_others(estimator, tried[counts], counts, effort.replicas) for counts in around]
-        fresh = _try(search, estimator, tried, chain(*others))
-        if not any(_better(tried[counts], tried[around[-1]], estimator) for counts in fresh):
-            break
-    return max(tried.values(), key=lambda placement: placement.rank)
+    climb = _Climb(estimator, Search(estimator, cluster, effort), effort)
+    for n, counts in enumerate(dict.fromkeys(_starts(estimator, cluster, effort.replicas)), 1):
+        climb.start(counts, _BUDGET * n)
+    climb.go(1)
+    if estimator.spent < _CHEAP * effort.evaluations:
+        for each in range(1, min(_ALIKE, effort.replicas) + 1):
+            climb.start((each,) * len(estimator.demands), 1.0)
+        climb.go(_AROUND)
+    return climb.best
 
 
-def _try(
-    search: Search, estimator: Estimator, tried: dict[Counts, Placement], found: Iterable[Counts]
-) -> list[Counts]:
-    """Those of them that were not tried, as far as all evaluations go."""
-    fresh = []
-    for counts in dict.fromkeys(found):
-        if counts not in tried and not search.exhausted:
-            tried[counts] = search.best(_items(estimator, counts))
-            fresh.append(counts)
-    return fresh
+class _Climb:
+    """From the numbers of replicas that answer most to others near them."""
+
+    def __init__(self, estimator: Estimator, search: Search, effort: Effort) -> None:
+        self._estimator = estimator
+        self._search = search
+        self._effort = effort
+        self._tried: dict[Counts, Placement] = {}
+
+    @property
+    def best(self) -> Placement:
+        return max(self._tried.values(), key=lambda placement: placement.rank)
+
+    def start(self, counts: Counts, budget: float) -> None:
+        """On all groups of meshes, within a part of all evaluations."""
+        if counts not in self._tried:
+            self._tried[counts] = self._search.best(_items(self._estimator, counts), budget=budget)
+
+    def go(self, around: int) -> None:
+        """While that gains, try what is near the best so many tried, on the best groups of meshes."""
+        for _ in range(_ROUNDS):
+            ranked = sorted(self._tried, key=lambda counts: self._tried[counts].rank, reverse=True)[:around]
+            if not self._near(ranked[0]):
+                return  # nothing is missing
+            last = self._tried[ranked[-1]]
+            fresh = [counts for near in map(self._near, ranked) for counts in near if self._try(counts)]
+            if not any(_better(self._tried[counts], last, self._estimator) for counts in fresh):
+                return
+
+    def _near(self, counts: Counts) -> list[Counts]:
+        return _others(self._estimator, self._tried[counts], counts, self._effort.replicas)
+
+    def _try(self, counts: Counts) -> bool:
+        if counts in self._tried or self._search.exhausted:
+            return False
+        self._tried[counts] = self._search.best(_items(self._estimator, counts), most=_GROUPS)
+        return True
 
 
 def _items(estimator: Estimator, counts: Counts) -> list[Item]:

@@ -17,7 +17,8 @@ from kvloom.plan.placement import place
 
 _STEPS: Final = (0.5, 0.25, 0.125, 0.0625, 0.0)  # of the meshes of a size that are cut anew at a time
 _STARTS: Final = 32
-_EVALUATIONS: Final = 600  # for each device and model
+_UNKNOWN: Final = (-(1 << 30), 0.0)
+_EVALUATIONS: Final = 800  # for each device and model
 _LEAST: Final = 1e-4  # of the score, that a step of the climb gains
 
 
@@ -31,7 +32,7 @@ class Effort:
     groups: int = 512
     width: int = 6
     refined: int = 16
-    evaluations: int = 120_000
+    evaluations: int = 100_000
     replicas: int = 64
 
     @staticmethod
@@ -50,19 +51,20 @@ class Search:
         self._effort = effort
         self._kinds = mesh_kinds(cluster)
         self._budget = effort.evaluations
+        self._ranks: dict[Group, tuple[int, float]] = {}
 
     @property
     def exhausted(self) -> bool:
         """Whether all evaluations were made."""
-        return self._estimator.evaluations >= self._effort.evaluations
+        return self._estimator.spent >= self._effort.evaluations
 
     @property
     def _spent(self) -> bool:
-        return self._estimator.evaluations >= self._budget
+        return self._estimator.spent >= self._budget
 
-    def best(self, items: Sequence[Item], budget: float = 1.0) -> Placement:
+    def best(self, items: Sequence[Item], *, budget: float = 1.0, most: int | None = None) -> Placement:
         """Some items may be left, where there is no room. budget: the part of all evaluations after which
-        nothing new is begun."""
+        nothing new is begun. most: groups to try, of those that were best with other items; else all."""
         estimator, effort = self._estimator, self._effort
         self._budget = int(budget * effort.evaluations)
         able = {
@@ -76,7 +78,10 @@ class Search:
         if found is None:
             placements = self._climb(items)
         else:
-            placements = self._try(worthwhile(found, len(items) + idle, needed), items)
+            found = worthwhile(found, len(items) + idle, needed)
+            if most is not None:
+                found.sort(key=lambda group: self._ranks.get(group, _UNKNOWN), reverse=True)
+            placements = self._try(found[:most], items)
         placements.sort(key=lambda placement: placement.rank, reverse=True)
         best = placements[0]
         of_groups = {placement.kinds: placement for placement in reversed(placements)}
@@ -99,7 +104,10 @@ class Search:
         for group in found:
             if placements and self._spent:
                 break
-            placements += self._place(group, items)
+            here = self._place(group, items)
+            rank = max(placement.rank for placement in here)
+            self._ranks[group] = max(rank, self._ranks.get(group, _UNKNOWN))
+            placements += here
         return placements
 
     def _place(self, group: Group, items: Sequence[Item]) -> list[Placement]:
