@@ -1,7 +1,12 @@
 """Plain torch twins of the kernels: what they mean, in any dtype, at any speed."""
 
+from typing import Literal
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def block_view(arena: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -26,12 +31,14 @@ def write_kv(
 ) -> None:
     """Store k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
 
-    page_map [pages, layers, kv_heads], slot_page [n] and slot_offset [n] are int32.
+    page_map [pages, layers, kv_heads], slot_page [n] and slot_offset [n] are int32. On a GPU a row whose page
+    is negative, a graph's padding, is stored nowhere.
     """
-    blocks = page_map[slot_page.long(), layer].long()
-    offsets = slot_offset.long()[:, None].expand_as(blocks)
-    arena[blocks, 0, offsets] = k.to(arena.dtype)
-    arena[blocks, 1, offsets] = v.to(arena.dtype)
+    kept = slot_page >= 0
+    blocks = page_map[slot_page[kept].long(), layer].long()
+    offsets = slot_offset[kept].long()[:, None].expand_as(blocks)
+    arena[blocks, 0, offsets] = k[kept].to(arena.dtype)
+    arena[blocks, 1, offsets] = v[kept].to(arena.dtype)
 
 
 def decode_attention(
@@ -45,24 +52,87 @@ def decode_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    *,
+    lse: Tensor | None = None,
 ) -> None:
     """Attend with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
     arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and
     lengths [B] are int32. A window n > 0 hides all but the last n tokens; a softcap c > 0 bends scores s to
-    c tanh(s / c).
+    c tanh(s / c). lse [B, heads] gets the logarithms of the sums of exponentials.
     """
-    kv_heads, page_tokens, head_dim = page_map.shape[2], arena.shape[2], arena.shape[3]
-    group = q.shape[1] // kv_heads
     for b, length in enumerate(lengths.tolist()):
-        pages = tables[b, : -(-length // page_tokens)].long()
-        blocks = arena[page_map[pages, layer].long()].float()  # [pages, kv_heads, 2, T, D]
+        k, v = _cached(arena, page_map, layer, tables[b], length)
         start = max(0, length - window) if window else 0
-        k, v = blocks.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, start:length]
-        scores = q[b].float().view(kv_heads, group, head_dim) @ k.transpose(1, 2) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        out[b] = (scores.softmax(-1) @ v).reshape(-1, head_dim).to(out.dtype)
+        out[b : b + 1], total = _attend(q[b : b + 1], k[:, start:], v[:, start:], None, scale, softcap)
+        if lse is not None:
+            lse[b] = total[0]
+
+
+def prefill_attention(
+    out: Tensor,
+    q: Tensor,
+    arena: Tensor,
+    page_map: Tensor,
+    layer: int,
+    tables: Tensor,
+    starts: Tensor,
+    begins: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    *,
+    lse: Tensor | None = None,
+) -> None:
+    """Causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
+    [begins[b], begins[b + 1]) of q [N, heads, D], at positions from starts[b] on. Their K and V are in the
+    pool already; starts [B] and begins [B + 1] are int32, all else is as in `decode_attention`."""
+    edges = begins.tolist()
+    for b, start in enumerate(starts.tolist()):
+        new = slice(edges[b], edges[b + 1])
+        end = start + edges[b + 1] - edges[b]
+        k, v = _cached(arena, page_map, layer, tables[b], end)
+        positions = torch.arange(end, device=q.device)
+        ahead = positions[start:, None] - positions
+        seen = (ahead >= 0) & (ahead < window) if window else ahead >= 0
+        out[new], total = _attend(q[new], k, v, seen, scale, softcap)
+        if lse is not None:
+            lse[new] = total
+
+
+def _cached(arena: Tensor, page_map: Tensor, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """K and V [kv_heads, length, D] of one sequence, in float32."""
+    pages = table[: -(-length // arena.shape[2])].long()
+    blocks = arena[page_map[pages, layer].long()].float()  # [pages, kv_heads, 2, T, D]
+    k, v = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
+    return k, v
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """q [n, heads, D], k and v [kv_heads, L, D], seen [n, L] → [n, heads, D] in q's dtype, and the
+    scores' log-sum-exp [n, heads]."""
+    grouped = q.float().view(q.shape[0], k.shape[0], q.shape[1] // k.shape[0], q.shape[2])
+    scores = torch.einsum("nhgd,hld->nhgl", grouped, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if seen is not None:
+        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    out = torch.einsum("nhgl,hld->nhgd", scores.softmax(-1), v)
+    return out.flatten(1, 2).to(q.dtype), scores.logsumexp(-1).flatten(1)
+
+
+def merge(out: Tensor, parts: Tensor, lse: Tensor, out_lse: Tensor | None = None) -> None:
+    """out [N, H, D] = attention over all tokens, from parts [S, N, H, D], each over some of them, and the
+    logarithms lse [S, N, H] of their sums of exponentials. A part whose lse is -inf saw no token and may hold
+    anything; where all are, out is 0. out_lse [N, H] gets the logarithm of the whole sum."""
+    total = lse.logsumexp(0)
+    shares = (lse - total).exp().masked_fill(lse == float("-inf"), 0.0)[..., None]
+    kept = parts.float().masked_fill(shares == 0, 0.0)
+    out.copy_((kept * shares).sum(0))
+    if out_lse is not None:
+        out_lse.copy_(total)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -72,6 +142,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     if offset:
         return (normal * (offset + weight.float())).to(x.dtype)
     return weight * normal.to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """x + residual, both [n, H]: normalised as by `rms_norm`, and as it is."""
+    total = x + residual
+    return rms_norm(total, weight, eps, offset), total
+
+
+def gated(x: Tensor, activation: Activation) -> Tensor:
+    """x [n, 2 F], gates first → activation(gates) · the rest, [n, F]; gelu is by erf."""
+    gates, rest = x.chunk(2, -1)
+    if activation == "silu":
+        return F.silu(gates) * rest
+    return F.gelu(gates, approximate="none" if activation == "gelu" else "tanh") * rest
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -104,6 +190,34 @@ def copy_blocks(
             spans = [slice(v + first * token_bytes, v + (first + n) * token_bytes) for v in (0, half)]
         for span in spans:
             targets[o, span] = rows[i, span]
+
+
+def copy_pages(
+    arena: Tensor,
+    page_map: Tensor,
+    sources: Tensor,
+    targets: Tensor,
+    counts: Tensor,
+    *,
+    block_bytes: int,
+    page_tokens: int,
+    token_bytes: int,
+) -> None:
+    """For each i copy the first counts[i] tokens of page sources[i] to page targets[i], in all layers and
+    heads of page_map [pages, layers, kv_heads]; blocks as in `copy_blocks`."""
+    own, peer = page_map[sources.long()].flatten(1), page_map[targets.long()].flatten(1)
+    repeated = counts[:, None].expand_as(own).flatten()
+    copy_blocks(
+        arena,
+        arena,
+        own.flatten(),
+        peer.flatten(),
+        torch.zeros_like(repeated),
+        repeated,
+        block_bytes=block_bytes,
+        page_tokens=page_tokens,
+        token_bytes=token_bytes,
+    )
 
 
 def panel_product(x: Tensor, w: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvloom.core.job import PromptRow, SampleRow
 from kvloom.core.request import TokenLogprob
+from kvloom.kernels.draw import draw
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -114,24 +115,13 @@ def _unpack(words: np.ndarray[tuple[int], np.dtype[np.uint32]], size: int) -> Te
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """logits [R, V] → ids [R], by inverting the cumulative distribution over tokens from most to least
-    likely. Filters apply in the order temperature, top-k, top-p, min-p. A row without a possible token gives
-    any one: it must not fail its neighbours."""
-    temperature = torch.tensor([row.params.temperature for row in rows])
-    order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    probs = ((order.values - order.values[:, :1]) / temperature[:, None].clamp_min(1e-5)).softmax(-1)
-    rank = torch.arange(logits.shape[1])
-    top_k = torch.tensor([row.params.top_k or logits.shape[1] for row in rows])
-    probs = probs.masked_fill(rank >= top_k[:, None], 0.0)
-    probs = probs / probs.sum(-1, keepdim=True)
-    top_p = torch.tensor([row.params.top_p for row in rows])
-    before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill((before >= top_p[:, None]) & (rank > 0), 0.0)
-    min_p = torch.tensor([row.params.min_p for row in rows])
-    probs = probs.masked_fill(probs < min_p[:, None] * probs[:, :1], 0.0).double()
-    total = probs.cumsum(-1)
-    u = torch.from_numpy(uniform([row.key for row in rows], [row.index for row in rows]))
-    place = torch.searchsorted(total, u[:, None] * total[:, -1:], right=True)
-    last = (probs > 0).sum(-1, keepdim=True) - 1  # a draw at the very edge must not leave the kept tokens
-    ids: Tensor = order.indices.gather(-1, torch.minimum(place, last).clamp_min(0))[:, 0]
-    return ids
+    """logits [R, V] → ids [R], each at its row's number."""
+    params = [row.params for row in rows]
+    return draw(
+        logits,
+        torch.tensor([p.temperature for p in params]),
+        torch.tensor([p.top_k for p in params]),
+        torch.tensor([p.top_p for p in params]),
+        torch.tensor([p.min_p for p in params]),
+        torch.from_numpy(uniform([row.key for row in rows], [row.index for row in rows])),
+    )

@@ -1,0 +1,177 @@
+"""Compile the kernels for a GPU that need not be there: `python -m kvloom.kernels.triton.compile`.
+
+Each is launched as it is when it serves, but on tensors without memory; what Triton would specialise on such
+a launch is compiled down to a cubin. Prints a line each; exits with 1 where one does not compile.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kvloom.kernels.reference import Activation, block_view
+from kvloom.kernels.triton.activation import gated_launch
+from kvloom.kernels.triton.copy import copy_launch, copy_pages_launch
+from kvloom.kernels.triton.decode import Workspace, decode_launches
+from kvloom.kernels.triton.draw import uniform_launch
+from kvloom.kernels.triton.launch import Launch
+from kvloom.kernels.triton.norm import norm_launch
+from kvloom.kernels.triton.prefill import prefill_launch
+from kvloom.kernels.triton.rotary import rotate_launch
+from kvloom.kernels.triton.write import write_launch
+
+Named = tuple[str, Launch]
+_BLOCK = 16384
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+}
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _attention(
+    dtype: torch.dtype, head_dim: int, group: int, window: int = 0, softcap: float = 0.0, splits: int = 8
+) -> Iterator[Named]:
+    """Decode, split and not, and prefill of a model of 4 KV heads and 8 layers."""
+    kv_heads, batch, rows = 4, 16, 512
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
+    cache = arena, _empty(1024, 8, kv_heads), 3, _empty(batch, 64)
+    form = head_dim**-0.5, window, softcap
+    name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
+    name += f"{' window' if window else ''}{' softcap' if softcap else ''}"
+    q = _empty(batch, kv_heads * group, head_dim, dtype=dtype)
+    room = Workspace.make(splits, batch, kv_heads * group, head_dim, torch.device("meta"))
+    for launch in decode_launches(q, q, *cache, _empty(batch), *form, workspace=room):
+        yield f"{launch.kernel.__name__[1:]} {name} splits={splits}", launch
+    q = _empty(rows, kv_heads * group, head_dim, dtype=dtype)
+    yield f"prefill {name}", prefill_launch(q, q, *cache, _empty(batch), _empty(batch + 1), *form)
+
+
+def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
+    """What else a layer does."""
+    rows, kv_heads, size = 512, 4, 4096
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
+    name = f"{str(dtype).removeprefix('torch.')} D={head_dim}"
+    fused = _empty(rows, 4 * kv_heads, head_dim, dtype=dtype)
+    q, k, v = fused[:, : 2 * kv_heads], fused[:, -2 * kv_heads : -kv_heads], fused[:, -kv_heads:]
+    slots = _empty(1024, 8, kv_heads), 3, k, v, _empty(rows), _empty(rows)
+    yield f"write {name}", write_launch(arena, *slots)
+    angles = _empty(rows, head_dim, dtype=dtype)
+    yield f"rotate {name}", rotate_launch(q, k, angles, angles)
+    x, weight = _empty(rows, size, dtype=dtype), _empty(size, dtype=dtype)
+    yield f"norm {name} H={size}", norm_launch(x, x, weight, 1e-6)
+    yield f"norm {name} H={size} added", norm_launch(x, x, weight, 1e-6, 1.0, x, x)
+    yield f"norm {name} of heads", norm_launch(q, q, _empty(head_dim, dtype=dtype), 1e-6)
+    activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+    for activation in activations:
+        yield f"gated {name} {activation}", gated_launch(x, x, activation)
+
+
+def _others() -> Iterator[Named]:
+    memory, ids = _empty(1 << 33, dtype=torch.uint8), _empty(256)
+    for token_bytes in (256, 160):
+        tokens = _BLOCK // 2 // token_bytes
+        layout: dict[str, Any] = {"block_bytes": _BLOCK, "page_tokens": tokens, "token_bytes": token_bytes}
+        name = f"{token_bytes} bytes a token"
+        yield f"copy {name}", copy_launch(memory, memory, ids, ids, ids, ids, **layout)
+        yield f"copy pages {name}", copy_pages_launch(memory, _empty(1024, 8, 4), ids, ids, ids, **layout)
+    yield "copy gather", copy_launch(memory, memory, ids, None, **layout)
+    keys = _empty(256, dtype=torch.int64)
+    yield "uniform", uniform_launch(_empty(256, dtype=torch.float64), keys, keys)
+
+
+def served() -> Iterator[Named]:
+    """A launch of each kernel for each dtype and head size, and for the forms of attention."""
+    for head_dim in (64, 80, 96, 128, 256):
+        yield from _attention(torch.bfloat16, head_dim, group=4)
+    yield from _attention(torch.bfloat16, 128, group=1, splits=1)
+    yield from _attention(torch.bfloat16, 256, group=2, window=1024, softcap=50.0)
+    yield from _attention(torch.float16, 128, group=7)
+    yield from _attention(torch.float32, 64, group=4)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield from _around(dtype, 128)
+    yield from _around(torch.bfloat16, 80)
+    yield from _others()
+
+
+def source(launch: Launch) -> ASTSource:
+    """What Triton would compile on this launch: integers that are 1 are constants, and that pointers and
+    integers are multiples of 16 is known."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for i, parameter in enumerate(launch.kernel.params):
+        value, free = launch.arguments[parameter.name], parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not free):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+            aligned = value.storage_offset() * value.itemsize % 16 == 0
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            aligned = value % 16 == 0 and not free
+        else:
+            signature[parameter.name], aligned = "fp32", False
+        if aligned:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def _registers(cubin: bytes) -> str:
+    """Registers of a thread and bytes that are spilled, as cuobjdump tells them; empty without it."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout)
+    return f"{found[1]:>4} registers {found[2]:>5} B stack" if found else ""
+
+
+def main() -> int:
+    target, failed = GPUTarget("cuda", 90, 32), 0
+    for name, launch in served():
+        if not isinstance(launch.kernel, JITFunction):
+            raise SystemExit("TRITON_INTERPRET is set: unset it to compile")
+        options = {"num_warps": launch.warps, "num_stages": launch.stages}
+        code = source(launch)
+        try:
+            compiled = triton.compile(code, target=target, options=options)
+        except (triton.TritonError, RuntimeError) as error:
+            failed += 1
+            print(f"{name}: does not compile: {error}")
+            continue
+        shared = compiled.metadata.shared
+        print(f"{name:<58} {launch.warps:>2} warps {shared:>7} B shared {_registers(compiled.asm['cubin'])}")
+        if shared > 227 * 1024:
+            failed += 1
+            print(f"{name}: wants {shared} bytes of shared memory, the GPU has {227 * 1024}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

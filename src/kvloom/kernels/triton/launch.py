@@ -1,0 +1,44 @@
+"""A kernel with its grid and its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """arguments: by parameter's name, in any order. warps: of a program; stages: tiles of a loop whose loads
+    are under way at once."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int = 4
+    stages: int = 3
+
+    def run(self) -> None:
+        """Launch on the current stream of the current device; nothing where the grid is empty."""
+        if 0 not in self.grid:
+            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def check(name: str, tensor: Tensor, *shape: int, dtypes: tuple[Any, ...] = ()) -> None:
+    """Raise where a tensor has another shape (-1: any size) or dtype, or gaps in its last dimension."""
+    sizes = tensor.dim() == len(shape) and all(
+        want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    dense = sizes and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+    if not dense or (dtypes and tensor.dtype not in dtypes):
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "values"
+        raise ValueError(
+            f"{name}: want {kinds} {list(shape)}, the last dimension without gaps, "
+            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+        )

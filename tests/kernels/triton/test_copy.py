@@ -1,0 +1,79 @@
+"""Copies of blocks on the device, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvloom.kernels import reference
+from kvloom.kernels.triton.copy import copy_blocks, copy_pages, gather_blocks, scatter_blocks
+
+
+class Layout(TypedDict):
+    block_bytes: int
+    page_tokens: int
+    token_bytes: int
+
+
+def layout(block_bytes: int, token_bytes: int) -> Layout:
+    return {
+        "block_bytes": block_bytes,
+        "page_tokens": block_bytes // (2 * token_bytes),
+        "token_bytes": token_bytes,
+    }
+
+
+def memory(blocks: int, block_bytes: int) -> Tensor:
+    return torch.randint(256, (blocks * block_bytes,), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("token_bytes", [1, 6, 32, 160])
+@pytest.mark.parametrize("block_bytes", [2112, 16448])
+def test_blocks_and_parts_of_them(token_bytes: int, block_bytes: int) -> None:
+    torch.manual_seed(token_bytes + block_bytes)
+    form = layout(block_bytes, token_bytes)
+    source, target = memory(9, block_bytes), memory(9, block_bytes)
+    own, peer = (torch.randperm(9)[:6].int() for _ in range(2))
+    offsets = torch.randint(form["page_tokens"], (6,), dtype=torch.int32)
+    counts = (torch.rand(6) * (form["page_tokens"] - offsets + 1)).int()
+    offsets[:2], counts[:2] = 0, form["page_tokens"]
+    wanted = target.clone()
+    reference.copy_blocks(source, wanted, own, peer, offsets, counts, **form)
+    copy_blocks(source, target, own, peer, offsets, counts, **form)
+    assert target.equal(wanted)
+
+
+def test_gathering_and_scattering_are_whole_blocks() -> None:
+    torch.manual_seed(0)
+    arena, buffer, other = memory(20, 4160), memory(7, 4160), memory(20, 4160)
+    blocks, elsewhere = (torch.randperm(20)[:7].int() for _ in range(2))
+    gather_blocks(buffer, arena, blocks, 4160)
+    assert buffer.view(7, -1).equal(arena.view(20, -1)[blocks.long()])
+    wanted = other.clone()
+    wanted.view(20, -1)[elsewhere.long()] = buffer.view(7, -1)
+    scatter_blocks(other, buffer, elsewhere, 4160)
+    assert other.equal(wanted)
+
+
+def test_pages_of_all_layers_in_one_launch() -> None:
+    torch.manual_seed(1)
+    form = layout(2112, 96)
+    arena = memory(40, 2112)
+    page_map = torch.randperm(40)[:36].view(6, 3, 2).int()
+    ids = [torch.tensor(pages, dtype=torch.int32) for pages in ([4, 0], [1, 5], [3, form["page_tokens"]])]
+    wanted = arena.clone()
+    reference.copy_pages(wanted, page_map, *ids, **form)
+    assert not wanted.equal(arena)
+    copy_pages(arena, page_map, *ids, **form)
+    assert arena.equal(wanted)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    one, some = torch.zeros(1, dtype=torch.int32), memory(1, 4096)
+    with pytest.raises(ValueError, match="want a multiple of 4 that holds 9"):
+        copy_blocks(some, some, one, one, one, one, block_bytes=4096, page_tokens=9, token_bytes=256)
+    with pytest.raises(ValueError, match="counts: want int32"):
+        copy_blocks(some, some, one, one, one, one.long(), **layout(4096, 256))
