@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from kvloom.core.address import KVForm
 from kvloom.core.sampling import Count, SamplingParams, Unit
 
-PROTOCOL = "2"
+PROTOCOL = "3"
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -20,8 +20,18 @@ Prompt = Annotated[list[TokenId], Meta(min_length=1)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class Made(Struct, frozen=True, array_like=True):
+    """What a choice has already: tokens, the first one first; none where it has yet to begin."""
+
+    choice: Annotated[int, Meta(ge=0)]
+    tokens: list[TokenId]
+
+
 class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Body of the verb start_generate: continue `prompt`, `n` times over, as a stream of events.
+
+    `made` is for a request that began elsewhere: each choice named there goes on after its tokens as if all
+    had been made here, and those left out have ended. Empty, all begin.
 
     [0, begin) has been received for this request id, after prep_recv and remote_send; a negative `begin`
     counts from the prompt's end. A smaller `priority` is served first. Events reach the caller in frames of
@@ -35,8 +45,14 @@ class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
     sampling: SamplingParams
     begin: int = 0
     n: Annotated[int, Meta(ge=1, le=128)] = 1
+    made: list[Made] = []
     priority: int = 0
     interval: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+    @property
+    def choices(self) -> list[Made]:
+        """Those that are to be generated, with what they have already."""
+        return self.made or [Made(choice, []) for choice in range(self.n)]
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):

@@ -57,13 +57,14 @@ class Guides:
     async def compiled(self, body: StartGenerate, wanted: Callable[[], bool]) -> list[GuideState | None]:
         """One for each choice. A large grammar takes a while, and so one at a time, beside the loop; a
         request may not want it any more when its turn comes. Raises BadRequest."""
-        guide, nothing = body.sampling.guide, [None] * body.n
+        guide, count = body.sampling.guide, len(body.choices)
+        nothing = [None] * count
         if guide is None:
             return [*nothing]
         async with self._turn:
             if not wanted():
                 return [*nothing]
-            return [*await asyncio.to_thread(self._compilers[body.model].start, guide, body.n)]
+            return [*await asyncio.to_thread(self._compilers[body.model].start, guide, count)]
 
 
 class GuideState:

@@ -7,9 +7,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvloom.core.errors import BadRequest, PromptTooLong, QueueFull, UnknownModel
+from kvloom.core.errors import BadRequest, QueueFull, UnknownModel
 from kvloom.core.job import JobResult, Phase
-from kvloom.core.request import EndEvent, FinishReason, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
+from kvloom.core.request import (
+    EndEvent,
+    FinishReason,
+    ModelCard,
+    PromptEvent,
+    StartGenerate,
+    TokenEvent,
+    TokenLogprob,
+)
+from kvloom.engine.checks import check_prompt, check_request
 from kvloom.engine.flight import Flight
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
@@ -47,14 +56,14 @@ class Requests:
                 id=self.new_id(),
                 model=body.model,
                 request=name,
-                choice=choice,
-                order=(body.priority, arrival, choice),
+                choice=made.choice,
+                order=(body.priority, arrival, made.choice),
                 sampling=body.sampling,
-                tokens=Tokens(prompt),
+                tokens=Tokens(prompt, made.tokens),
                 prompt_logprobs=prompt_logprobs,
                 outbound=outbound,
             )
-            for choice in range(body.n)
+            for made in body.choices
         ]
         stream = self._streams[name] = Stream(name, body, sequences)
         return stream
@@ -68,14 +77,27 @@ class Requests:
         self._has_room(queue)
         for sequence, guide in zip(stream.sequences, guides, strict=True):
             sequence.guide, sequence.foreign = guide, foreign
+            self._retrace(sequence)
         live = [sequence for sequence in stream.sequences if not sequence.cancelled]
-        if not live:
-            return
-        first, *siblings = live
-        first.siblings.extend(siblings)
-        if body.sampling.prompt_logprobs is not None and len(body.prompt) == 1:
-            stream.add(PromptEvent(first.prompt_logprobs))  # all there is: it has one token
-        queue.enqueue(first, now)
+        fresh = [sequence for sequence in live if not sequence.output_length]
+        if fresh:
+            first, *siblings = fresh
+            first.siblings.extend(siblings)
+            if body.sampling.prompt_logprobs is not None and len(body.prompt) == 1:
+                stream.add(PromptEvent(first.prompt_logprobs))  # all there is: it has one token
+            queue.enqueue(first, now)
+        for sequence in live:
+            if sequence.output_length:
+                queue.enqueue(sequence, now)
+
+    def _retrace(self, sequence: Sequence) -> None:
+        """Bring its guide to where the tokens that were made elsewhere have led; these may have ended it."""
+        output = sequence.tokens.output.tolist()
+        for token in output if sequence.guide else ():
+            if not sequence.cancelled and sequence.guide and not sequence.guide.accepts(token):
+                self._end(sequence, "error", message=f"made: token {token} breaks the guide")
+        if output and not sequence.cancelled:
+            self._end_after(sequence, output[-1])
 
     def _has_room(self, queue: ModelQueue) -> None:
         if queue.full:
@@ -84,38 +106,16 @@ class Requests:
 
     def check(self, body: StartGenerate) -> None:
         """Raise what is wrong with a request, before anything is made for it."""
-        self.check_prompt(body.model, body.prompt)
-        queue = self._queues[body.model]
-        card = queue.card
-        if len(body.prompt) >= card.context_length:
-            raise PromptTooLong(
-                f"the prompt has {len(body.prompt)} tokens, and {card.name} holds {card.context_length} "
-                "in all",
-                param="prompt",
-            )
-        for param in ("logit_bias", "stop_token_ids"):
-            for token in getattr(body.sampling, param):
-                if not 0 <= token < card.vocab_size:
-                    raise BadRequest(
-                        f"{param}: token {token} is outside the vocabulary of {card.vocab_size}", param=param
-                    )
+        check_request(body, self._card(body.model))
 
     def check_prompt(self, model: str, prompt: list[int]) -> None:
         """Raise what is wrong with a prompt by itself."""
-        queue = self._queues.get(model)
-        if queue is None:
+        check_prompt(prompt, self._card(model))
+
+    def _card(self, model: str) -> ModelCard:
+        if model not in self._queues:
             raise UnknownModel(f"the model `{model}` is not served here; served: {', '.join(self._queues)}")
-        card = queue.card
-        if len(prompt) > card.context_length:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens, and {card.name} holds {card.context_length} in all",
-                param="prompt",
-            )
-        if max(prompt, default=0) >= card.vocab_size:
-            raise BadRequest(
-                f"prompt token {max(prompt)} is not in {card.name}'s vocabulary of {card.vocab_size}",
-                param="prompt",
-            )
+        return self._queues[model].card
 
     def cancel(
         self, request: StreamId, reason: FinishReason, message: str = "", *, choice: int | None = None
@@ -215,6 +215,10 @@ class Requests:
             self._end(sequence, "error", message=f"token {token} breaks the guide that drew it")
             return
         self._streams[sequence.request].add(TokenEvent(sequence.choice, index, token, logprob))
+        self._end_after(sequence, token)
+
+    def _end_after(self, sequence: Sequence, token: int) -> None:
+        """Where the token, its last one, ends it."""
         reason = sequence.ends_with(token, self._queues[sequence.model].card.context_length)
         if reason:
             stop = token if token in sequence.sampling.stop_token_ids else None

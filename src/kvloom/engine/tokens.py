@@ -20,11 +20,12 @@ class Tokens:
 
     __slots__ = ("_room", "asked", "length", "made", "prompt")
 
-    def __init__(self, prompt: I64) -> None:
+    def __init__(self, prompt: I64, output: Sequence[int] = ()) -> None:
         self.prompt = prompt
-        self.asked = self.length = int(prompt.size)
-        self.made = 0
-        self._room = np.empty(0, dtype=np.int64)
+        self.asked = int(prompt.size)
+        self.made = len(output)
+        self.length = self.asked + self.made
+        self._room = np.array(output, dtype=np.int64)
 
     @property
     def output(self) -> I64:
