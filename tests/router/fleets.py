@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from kvloom.core.request import EndEvent, Event, PromptEvent, StartGenerate, TokenEvent
@@ -81,6 +81,16 @@ class Fleets:
         while not sender.sending:
             await turns(1)
         return task
+
+    @contextmanager
+    def waiting(self, unit: str, tokens: int) -> Iterator[None]:
+        """The unit has `tokens` more to compute."""
+        replica = self.router.units[unit].replicas["m"]
+        replica.queue += tokens
+        try:
+            yield
+        finally:
+            replica.queue -= tokens
 
     @property
     def holds_nothing(self) -> bool:

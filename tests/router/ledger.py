@@ -116,7 +116,7 @@ class Room:
 class LedgerEngine:
     """An `EngineClient`. down: cannot be reached. free: tokens that may be reserved together. pins: tokens by
     request. pace: turns of the event loop that a send takes. gate: streams wait for it after each token;
-    answers: `models` does."""
+    answering: before the first; answers: `models` does."""
 
     def __init__(self, name: str, world: World, cards: tuple[ModelCard, ...]) -> None:
         self.name = name
@@ -126,6 +126,8 @@ class LedgerEngine:
         self.pace = 1
         self.gate = asyncio.Event()
         self.gate.set()
+        self.answering = asyncio.Event()
+        self.answering.set()
         self.answers = asyncio.Event()
         self.answers.set()
         self.refusal: KvloomError | None = None
@@ -244,6 +246,7 @@ class LedgerEngine:
         aborted = self.streams[body.request] = set()
         try:
             yield []
+            await self.answering.wait()
             await asyncio.sleep(0)
             self._fail(late)
             if body.sampling.prompt_logprobs is not None and not body.begin:

@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvloom.api.verbs import create_verbs
 from kvloom.core.errors import KvloomError, Unavailable
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
-from kvloom.router import Call, Fleet, Frames
-from kvloom.router import call as call_module
+from kvloom.router import Call, Fleet, Frames, holdings
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router
@@ -92,7 +91,7 @@ def test_an_abort_does_not_overtake_what_it_is_to_undo(tmp_path: Path, function:
 
 
 def test_what_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_module, "RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr(holdings, "RELEASE_SECONDS", 0.01)
 
     async def test() -> None:
         async with over_http(tmp_path, Program("p", reserving, {})) as (router, engine, wire):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvloom.core.request import Event, StartGenerate
 from kvloom.router.programs import PROGRAMS
-from tests.router.fleets import Fleets, ask_well, body, routed, run, turns
+from tests.router.fleets import Fleets, ask_well, body, routed, run
 from tests.router.ledger import Called
 
 SPLIT = ("disaggregate", "cache_aware_disaggregate", "balanced")
@@ -191,31 +191,17 @@ def test_balanced_leaves_the_decoder_its_ratio(ratio: float, length: int, begin:
 def test_balanced_adapts_to_the_queues() -> None:
     async def test() -> None:
         async with routed(2, "balanced", most=0.4) as fleets:
-            prefiller, decoder = (fleets.router._units[name].replicas["m"] for name in "ab")
             for waiting, begin in ((0, 99), (20, 90), (60, 70), (80, 60), (1000, 60)):
                 fleets.world.engines["b"].cached.clear()
-                with prefiller.computing(waiting):
+                with fleets.waiting("a", waiting):
                     assert await asked(fleets, body(100)) == [
                         prep("b", begin),
                         send("a", 0, begin),
                         generate("b", begin),
                     ]
             fleets.world.engines["b"].cached.clear()
-            with prefiller.computing(60), decoder.computing(40):
+            with fleets.waiting("a", 60), fleets.waiting("b", 40):
                 assert (await asked(fleets, body(100)))[0] == prep("b", 90)
-
-    run(test)
-
-
-def test_a_send_counts_as_its_prefillers_queue() -> None:
-    async def test() -> None:
-        async with routed(2, "disaggregate") as fleets:
-            fleets.engines[0].pace = 1000
-            task = asyncio.create_task(ask_well(fleets.router, body(100)))
-            await turns()
-            prefiller, decoder = (fleets.router._units[name].replicas["m"] for name in "ab")
-            assert (prefiller.queue, prefiller.calls, decoder.queue, decoder.calls) == (99, 1, 0, 1)
-            await task
 
     run(test)
 
@@ -238,10 +224,9 @@ def test_cache_aware_leaves_who_has_too_much_to_do() -> None:
     async def test() -> None:
         async with routed(2, "cache_aware", slack=300) as fleets:
             [(home,)] = [{call.unit for call in await asked(fleets, body(40))}]
-            replica = fleets.router._units[home].replicas["m"]
-            with replica.computing(300):
+            with fleets.waiting(home, 300):
                 assert await asked(fleets, body(40)) == [generate(home)]
-            with replica.computing(301):
+            with fleets.waiting(home, 301):
                 [elsewhere] = await asked(fleets, body(40))
                 assert elsewhere.unit != home
 
@@ -268,8 +253,7 @@ def test_migrate_context_moves_it_to_who_has_room() -> None:
         async with routed(2, "migrate_context", slack=100) as fleets:
             assert await asked(fleets, body(40)) == [generate("a")]
             assert await asked(fleets, body(44)) == [generate("a")]  # no need to move
-            replica = fleets.router._units["a"].replicas["m"]
-            with replica.computing(101):
+            with fleets.waiting("a", 101):
                 moved = [prep("b", 32), send("a", 0, 32), generate("b", 32)]
                 assert await asked(fleets, body(44)) == moved
                 assert await asked(fleets, body(44)) == [generate("b")]  # there already
@@ -282,7 +266,7 @@ def test_migrate_context_leaves_a_token_to_compute() -> None:
     async def test() -> None:
         async with routed(2, "migrate_context", slack=0) as fleets:
             await ask_well(fleets.router, body(48))
-            with fleets.router._units["a"].replicas["m"].computing(1):
+            with fleets.waiting("a", 1):
                 moved = [prep("b", 47), send("a", 0, 47), generate("b", 47)]
                 assert await asked(fleets, body(48)) == moved
 

@@ -10,8 +10,7 @@ import pytest
 
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.core.request import Event, StartGenerate
-from kvloom.router import Call, Fleet, Frames
-from kvloom.router import call as call_module
+from kvloom.router import Call, Fleet, Frames, holdings
 from kvloom.router.program import Program
 from kvloom.router.programs import PROGRAMS
 from tests.router.fleets import Fleets, ask, ask_well, body, routed, run, turns
@@ -37,7 +36,7 @@ async def busy(units: int, program: str) -> AsyncIterator[Fleets]:
         await ask_well(fleets.router, body(32))
         home = fleets.journal[-1].unit
         fleets.journal.clear()
-        with fleets.router._units[home].replicas["m"].computing(1000):
+        with fleets.waiting(home, 1000):
             yield fleets
             await turns()
             assert not fleets.world.held
@@ -246,7 +245,7 @@ def test_a_lease_that_ran_out_ends_the_send() -> None:
 
 
 def test_an_engine_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_module, "RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr(holdings, "RELEASE_SECONDS", 0.01)
 
     async def test() -> None:
         async with routed(2, "disaggregate") as fleets:

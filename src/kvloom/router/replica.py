@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvloom.core.address import KVForm
@@ -18,8 +18,11 @@ CALL_TOKENS: Final = 128  # what a call in flight weighs, in prompt tokens
 
 
 class Replica:
-    """calls: in flight there, from the first reservation on. queue: prompt tokens that it has been asked to
-    compute and has not yet. turn: when it was last chosen, against its peers."""
+    """calls: in flight there, from the first reservation on. queue: prompt tokens that it is to compute for
+    requests that a program has sent its way, from their first verb on: for one that sends until all has
+    arrived, for one that generates until its first token. They count whole till then, because engines do not
+    tell how far they are; those that it probably has cached do not count. turn: when it was last chosen,
+    against its peers."""
 
     def __init__(self, unit: Unit, card: ModelCard) -> None:
         self.card = card
@@ -60,14 +63,6 @@ class Replica:
     def end_call(self) -> None:
         self.calls -= 1
         self._unit.end_call()
-
-    @contextmanager
-    def computing(self, tokens: int) -> Iterator[None]:
-        self.queue += tokens
-        try:
-            yield
-        finally:
-            self.queue -= tokens
 
     @asynccontextmanager
     async def reached(self) -> AsyncIterator[None]:

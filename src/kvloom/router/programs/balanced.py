@@ -6,8 +6,8 @@ from kvloom.router.programs.options import Ratio, Replicas
 async def balanced(
     call: Call, fleet: Fleet, *, prefill: Replicas = 1, ratio: Ratio | None = None, most: Ratio = 0.5
 ) -> Frames:
-    """As disaggregate, but the decoder computes the last `ratio` of the prompt; without a ratio, as much as
-    evens out the queues, up to `most` of it."""
+    """As disaggregate, but the decoder computes the last `ratio` of the prompt; without a ratio, half of
+    what the prefiller has waiting more than the decoder, up to `most` of the prompt."""
     prefillers, decoders = fleet.split(prefill)
     target, begin = fleet.least_loaded(decoders), 0
     if prefillers:
