@@ -138,6 +138,37 @@ def test_without_keys_no_page_in_a_browser_gets_through(
 
 
 @pytest.mark.parametrize(
+    ("sites", "status"),
+    [
+        ([], 200),
+        (["none"], 200),
+        (["same-origin"], 200),
+        (["Same-Origin"], 200),
+        (["same-site"], 403),
+        (["cross-site"], 403),
+        ([""], 403),
+        (["what is yet to come"], 403),
+        (["same-origin", "cross-site"], 403),
+    ],
+)
+def test_without_keys_an_image_on_another_sites_page_reads_nothing(sites: list[str], status: int) -> None:
+    """A browser sends no Origin with it, but says what page it is on."""
+    headers = [("host", "localhost:8000"), *(("sec-fetch-site", site) for site in sites)]
+    key = ("authorization", "Bearer admin")
+    for caller in (HERE, None):
+        http, known = (
+            TestClient(administered(keys=keys).app, client=caller)  # type: ignore[arg-type]
+            for keys in (Keys(), Keys(admin=frozenset({"admin"})))
+        )
+        for path in ("/admin/units", "/admin/program", "/verbs/unit-0/load"):
+            answer = http.get(path, headers=headers)
+            assert answer.status_code == status
+            assert ("Sec-Fetch-Site" in answer.text) == (status == 403)
+            assert known.get(path, headers=[*headers, key]).status_code == 200
+        assert http.get("/health", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
     ("keys", "given", "said"),
     [
         (

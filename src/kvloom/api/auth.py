@@ -17,6 +17,7 @@ from kvloom.core.errors import KvloomError, Unauthorized
 OPEN_PATHS: Final = frozenset({"/health", "/docs", "/openapi.json"})
 ADMIN: Final = "/admin"
 _HOST: Final = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]*)?")
+_OWN_PAGE: Final = frozenset({"same-origin", "none"})  # none: what a person has typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,9 @@ def _stranger(scope: Scope) -> str | None:
     """Why the caller is not trusted without a key; over a Unix socket it is on this machine.
 
     A browser on this machine speaks for the pages it shows. One whose name was made to lead here sends that
-    name as Host; one of another site, or of another port, sends its own Origin.
+    name as Host; one of another site, or of another port, sends its own Origin, but not with what only reads,
+    as an image does or a link. There the browser itself says in Sec-Fetch-Site where it comes from (Fetch
+    Metadata, section 2.3).
     """
     hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     client = scope.get("client")
@@ -103,6 +106,8 @@ def _stranger(scope: Scope) -> str | None:
             return "this path is open where the Host header is a loopback address or `localhost` only"
     if any(origin.rpartition("://")[2] not in hosts for origin in origins):
         return "this path is open where the Origin header, if there is one, is the server's own only"
+    if not _OWN_PAGE.issuperset(_values(scope, b"sec-fetch-site")):
+        return "this path is open to no page of another site, as the Sec-Fetch-Site header says this is"
     return None
 
 
