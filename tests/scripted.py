@@ -13,6 +13,7 @@ from kvloom.core.errors import KvloomError, PromptTooLong, QueueFull
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate, TokenEvent
 from kvloom.core.sampling import SamplingParams
+from kvloom.core.service import Service
 from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 from kvloom.serve.server import Server
 
@@ -52,6 +53,10 @@ class ScriptedEngine:
 
     async def loads(self) -> dict[str, UnitLoad]:
         return {"unit-0": await self.load()}
+
+    @property
+    def services(self) -> dict[str, Service]:
+        return {"unit-0": "up"}
 
     async def prep_recv(self, body: PrepRecv) -> Prepared:
         raise NotImplementedError

@@ -101,7 +101,7 @@ def test_every_metric() -> None:
         decode_jobs_total=0,
     )
     load = UnitLoad(total_blocks=1, free_blocks=1, block_bytes=64, policy="adbs", models={"m": model})
-    text = Metrics(WallClock()).render({"unit-0": load}).decode()
+    text = Metrics(WallClock()).render({"unit-0": load}, {"unit-0": "up"}).decode()
     assert {(names(name)[0], kind) for name, kind, _ in rows("Metrics")} == set(
         re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M)
     )

@@ -46,6 +46,7 @@ CONFIG.yaml, with the defaults:
   transport: shm         # or nixl: how engines exchange K and V
   lease: 30s             # how long an engine keeps room for K and V that do not come
   drain: 60s             # how long requests at a unit that is to restart are waited for
+  patience: 120s         # how long a request waits for the only unit of its model to restart
   program: data_parallel # who computes what; or {name: balanced, ratio: 0.2}, or my_module:my_program
   max_body: 8MiB         # of a request
   api_key_file: keys.txt # one key a line; left out, everyone is served

@@ -88,6 +88,7 @@ class Config(Section):
     lease: Seconds = Field(default="30s", validate_default=True)
     program: Program = Field(default="data_parallel", validate_default=True)
     drain: Seconds = Field(default="60s", validate_default=True)
+    patience: Seconds = Field(default="120s", validate_default=True)
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20

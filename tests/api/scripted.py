@@ -26,6 +26,7 @@ from kvloom.core.request import (
     TokenEvent,
     TokenLogprob,
 )
+from kvloom.core.service import Service
 
 # On a busy machine any example may take long.
 UNTIMED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -122,6 +123,10 @@ class ScriptedEngine:
             total_blocks=100, free_blocks=60, block_bytes=4096, policy="adbs", models={"tiny": _load()}
         )
         return {"unit-0": load}
+
+    @property
+    def services(self) -> dict[str, Service]:
+        return {"unit-0": "down" if self.away else "up"}
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         if self.error is not None:

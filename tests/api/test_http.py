@@ -243,7 +243,7 @@ def test_keys(engine: ScriptedEngine) -> None:
 
 
 def test_health(http: TestClient, engine: ScriptedEngine) -> None:
-    assert http.get("/health").status_code == 200
+    assert http.get("/health").json() == {"status": "ok", "units": {"unit-0": "up"}}
     engine.away = True
     check_error(http.get("/health"), 503)
 
@@ -266,6 +266,8 @@ def test_metrics(http: TestClient, engine: ScriptedEngine) -> None:
         'kvloom_time_to_first_token_seconds_count{model="tiny"} 1.0',
         'kvloom_time_per_output_token_seconds_count{model="tiny"} 1.0',
         "kvloom_engines_up 1.0",
+        'kvloom_unit_state{state="up",unit="unit-0"} 1.0',
+        'kvloom_unit_state{state="drained",unit="unit-0"} 0.0',
     ):
         assert line in text, line
     engine.away = True

@@ -104,14 +104,14 @@ class Fleets:
 
 @asynccontextmanager
 async def routed(
-    units: int, program: str | Program = "data_parallel", **options: object
+    units: int, program: str | Program = "data_parallel", *, patience: float = 60.0, **options: object
 ) -> AsyncIterator[Fleets]:
     """Units a, b, c …, each with the model m; at the end nobody holds anything."""
     world, clock = World(), ManualClock()
     for name in "abcdefgh"[:units]:
         world.engine(name)
     chosen = load_program(program, options) if isinstance(program, str) else program
-    async with Router(world.engines, chosen, clock) as router:
+    async with Router(world.engines, chosen, clock, patience=patience) as router:
         fleets = Fleets(router, world, clock)
         yield fleets
         await turns()

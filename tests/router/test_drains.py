@@ -3,60 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
 from kvloom.core.errors import Conflict, Unavailable
-from kvloom.router.drains import Drains
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
-from tests.router.fleets import Fleets, ManualClock, ask_well, body, routed, run, turns
+from tests.router.drained import LONG, SHORT, drained
+from tests.router.fleets import ManualClock, ask_well, body, run, turns
 from tests.router.ledger import World
-
-SHORT, LONG = 0.01, 60.0
-
-
-@dataclass
-class Played:
-    """Drains over a fleet whose processes the test starts anew. told: the drained units, each time."""
-
-    fleets: Fleets
-    drains: Drains
-    told: list[set[str]] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    starts: asyncio.Event = field(default_factory=asyncio.Event)
-    problem: Unavailable | None = None
-
-    def states(self) -> dict[str, str]:
-        return {state.name: state.state for state in self.drains.states}
-
-
-@asynccontextmanager
-async def drained(units: int, *, seconds: float = LONG) -> AsyncIterator[Played]:
-    async with routed(units) as fleets:
-
-        async def restart(unit: str) -> None:
-            engine = fleets.world.engines[unit]
-            played.ends.append(unit)
-            engine.restart()
-            engine.down = True
-            await played.starts.wait()
-            if played.problem is not None:
-                raise played.problem
-            engine.down = False
-
-        drains = Drains(
-            fleets.router,
-            seconds=seconds,
-            restart=restart,
-            changed=lambda units: played.told.append({*units}),
-        )
-        played = Played(fleets, drains)
-        async with drains:
-            yield played
 
 
 def test_a_drain_ends_with_the_last_request() -> None:
@@ -251,7 +206,7 @@ def test_a_unit_that_starts_withdrawn() -> None:
         async with Router(
             world.engines, load_program("data_parallel"), ManualClock(), withdrawn={"a"}
         ) as router:
-            assert router.up == {"a": False, "b": True}
+            assert router.services == {"a": "drained", "b": "up"}
             assert set(router.units["a"].replicas) == {"m"}
             for _ in range(3):
                 await ask_well(router, body())

@@ -149,7 +149,7 @@ def test_a_receiver_that_dies_during_a_send() -> None:
             receiver.down = True
             await task
             assert [call.unit for call in fleets.journal[2:]] == ["a"]
-            assert fleets.router.up == {"a": True, "b": False}  # though it was the sender that told
+            assert fleets.router.services == {"a": "up", "b": "down"}  # though it was the sender that told
             receiver.restart()
             await turns()
 
@@ -165,7 +165,7 @@ def test_a_sender_that_dies_half_way() -> None:
             await task
             assert [call.unit for call in fleets.journal[2:]] == ["b"]
             assert receiver.aborts  # the room was given back before it generated
-            assert fleets.router.up == {"a": False, "b": True}
+            assert fleets.router.services == {"a": "down", "b": "up"}
 
     run(test)
 
@@ -180,7 +180,7 @@ def test_an_answer_that_has_begun_is_not_begun_again() -> None:
                 fleets.engines[0].down = True
                 with pytest.raises(Unavailable, match="a: the engine cannot be reached"):
                     await anext(stream)
-            assert fleets.router.up == {"a": False, "b": True}
+            assert fleets.router.services == {"a": "down", "b": "up"}
             assert len(fleets.journal) == 1
 
     run(test)

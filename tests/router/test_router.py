@@ -64,7 +64,7 @@ def test_replicas_that_speak_differently_are_refused(changed: dict[str, Any]) ->
             with pytest.raises(Unavailable, match=f"m differs in {field} between a and b") as error:
                 await router.models()
             assert "\n" not in error.value.message
-            assert router.up == {"a": True, "b": False}
+            assert router.services == {"a": "up", "b": "down"}
 
     run(test)
 
@@ -75,7 +75,7 @@ def test_loads_are_those_that_answer() -> None:
             assert set(await fleets.router.loads()) == {"a", "b", "c"}
             fleets.engines[1].down = True
             assert set(await fleets.router.loads()) == {"a", "c"}
-            assert fleets.router.up == {"a": True, "b": False, "c": True}
+            assert fleets.router.services == {"a": "up", "b": "down", "c": "up"}
 
     run(test)
 
@@ -99,10 +99,10 @@ def test_a_unit_that_goes_down_and_comes_back(program: str, units: int, lost: st
                 else:
                     await ask_well(fleets.router, body(20))
             await fleets.router.loads()  # who was not asked is noticed so
-            assert not fleets.router.up[lost]
+            assert fleets.router.services[lost] == "down"
             engine.down = False
             await fleets.clock.advance(5)
-            assert fleets.router.up[lost]
+            assert fleets.router.services[lost] == "up"
             fleets.journal.clear()
             async with asyncio.TaskGroup() as group:
                 for first in range(6):
@@ -161,7 +161,7 @@ def test_a_withdrawn_unit_finishes_and_gets_nothing_new() -> None:
                 await ask_well(fleets.router, body())
             assert {call.unit for call in fleets.journal[1:]} == {"b"}
             await fleets.clock.advance(60)
-            assert fleets.router.up == {"a": False, "b": True}
+            assert fleets.router.services == {"a": "draining", "b": "up"}
             first.gate.set()
             await running
             await fleets.router.admit("a")
@@ -187,7 +187,7 @@ def test_a_unit_that_is_withdrawn_while_it_is_asked() -> None:
                 asked.clear()
                 await fleets.clock.advance(60)
                 assert not asked
-                assert fleets.router.up == {"a": False, "b": True}
+                assert fleets.router.services == {"a": "drained", "b": "up"}
 
     run(test)
 

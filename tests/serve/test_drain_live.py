@@ -132,6 +132,10 @@ def test_restarts_under_load_lose_nothing(config: Path, capsys: pytest.CaptureFi
                 assert kvloom(url, "unit", "restart", unit) == 0
                 assert capsys.readouterr().out.split()[:2] == [unit, "up"]
                 assert len(heard) > count  # the other one served
+            assert kvloom(url, "unit", "drain", "unit-0") == 0
+            assert call(url, "/health")["units"] == {"unit-0": "drained", "unit-1": "up"}
+            assert kvloom(url, "unit", "restart", "unit-1") == 0  # nobody else serves: requests wait
+            assert kvloom(url, "unit", "admit", "unit-0") == 0
         after = running.children()
         assert not {before[unit] for unit in ("unit-0", "unit-1")} & {*after.values()}
         assert after["gateway"] == before["gateway"]

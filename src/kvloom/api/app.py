@@ -117,16 +117,22 @@ class _Information:
             loads = await self._loads()
         except KvloomError as error:
             return error_response(request.scope, Unavailable(f"the engine does not answer: {error.message}"))
-        if not loads:
-            return error_response(request.scope, Unavailable("no engine answers"))
-        return _json({"status": "ok"})
+        services = self.gateway.client.services
+        if any(services[unit] == "up" for unit in loads):
+            return _json({"status": "ok", "units": services})
+        if "restarting" in services.values():  # requests wait for it
+            return _json({"status": "restarting", "units": services})
+        said = ", ".join(f"{unit} is {service}" for unit, service in services.items())
+        return error_response(request.scope, Unavailable(f"no engine takes requests: {said}"))
 
     async def metrics(self, _: Request) -> Response:
         try:
             loads = await self._loads()
         except KvloomError:
             loads = {}
-        return Response(self.gateway.metrics.render(loads), media_type=CONTENT_TYPE)
+        return Response(
+            self.gateway.metrics.render(loads, self.gateway.client.services), media_type=CONTENT_TYPE
+        )
 
     async def _loads(self) -> dict[str, UnitLoad]:
         try:

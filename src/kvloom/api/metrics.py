@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.load import ModelLoad, UnitLoad
+from kvloom.core.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNKNOWN = "unknown"
@@ -40,11 +42,11 @@ class Metrics:
     def watch(self) -> Watch:
         return Watch(self)
 
-    def render(self, loads: Mapping[str, UnitLoad]) -> bytes:
-        """`loads`: by unit, of those that answer."""
+    def render(self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service]) -> bytes:
+        """By unit: what those that answer report, and whether each takes requests."""
         whole = CollectorRegistry()
         whole.register(_WithoutTimes(self._registry))
-        whole.register(_EngineLoads(loads))
+        whole.register(_EngineLoads(loads, services))
         return generate_latest(whole)
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
@@ -153,11 +155,14 @@ class _WithoutTimes:
 class _EngineLoads:
     """A collector of one report of each unit."""
 
-    def __init__(self, loads: Mapping[str, UnitLoad]) -> None:
+    def __init__(self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service]) -> None:
         self._loads = loads
+        self._services = services
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("kvloom_engines_up", "Engines that answer.", value=float(len(self._loads)))
+        up = [*self._services.values()].count("up")
+        yield GaugeMetricFamily("kvloom_engines_up", "Engines that take requests.", value=float(up))
+        yield self._states()
         for name, text, of_unit in _UNIT:
             gauge = GaugeMetricFamily(name, text, labels=["unit"])
             for unit, load in self._loads.items():
@@ -167,6 +172,15 @@ class _EngineLoads:
             yield self._by_model(GaugeMetricFamily(name, text, labels=["unit", "model"]), value)
         for name, text, value in _TOTALS:
             yield self._by_model(CounterMetricFamily(name, text, labels=["unit", "model"]), value)
+
+    def _states(self) -> Metric:
+        states = GaugeMetricFamily(
+            "kvloom_unit_state", "1 for the state a unit is in.", labels=["unit", "state"]
+        )
+        for unit, service in self._services.items():
+            for state in get_args(Service):
+                states.add_metric([unit, state], float(state == service))
+        return states
 
     def _by_model(
         self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[ModelLoad], int]

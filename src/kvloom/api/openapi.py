@@ -92,7 +92,7 @@ def _paths() -> Json:
             )
             | _body(ChatBody)
         },
-        "/health": {"get": _operation("health", "200 where the engine answers.", _plain(), 503) | _open()},
+        "/health": {"get": _operation("health", "200 where requests are taken.", _plain(), 503) | _open()},
         "/metrics": {"get": _operation("metrics", "Prometheus metrics.", _plain("text/plain"), 401, 500)},
         "/openapi.json": {"get": _operation("openapi", "This document.", _plain()) | _open()},
         "/docs": {"get": _operation("docs", "A page to read.", _plain("text/html")) | _open()},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
+from kvloom.core.service import Service
 from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
 
 
@@ -32,6 +33,10 @@ class Server(Generator, Protocol):
 
     async def loads(self) -> dict[str, UnitLoad]:
         """By unit, of those that answer."""
+
+    @property
+    def services(self) -> Mapping[str, Service]:
+        """By unit."""
 
 
 class EngineClient(Generator, Protocol):

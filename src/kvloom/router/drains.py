@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvloom.core.errors import Conflict, KvloomError, Unavailable
-from kvloom.core.service import Service, UnitState
+from kvloom.core.service import UnitState
 from kvloom.router.router import Router
-from kvloom.router.unit import Unit
 
 
 class Drains:
@@ -61,18 +60,11 @@ class Drains:
         unit = self._router.units[name]
         return UnitState(
             name=name,
-            state=self._service(unit),
+            state=unit.service,
             calls=unit.calls,
             models=tuple(unit.replicas),
             problem=unit.problem.message if unit.problem else "",
         )
-
-    def _service(self, unit: Unit) -> Service:
-        if unit.name in self._restarts:
-            return "restarting"
-        if unit.withdrawn:
-            return "draining" if unit.calls else "drained"
-        return "up" if unit.up else "down"
 
     async def drain(self, name: str, seconds: float | None = None) -> UnitState:
         """Give the unit no new request, and wait for what runs there; what runs for longer goes on. Raises
@@ -105,13 +97,14 @@ class Drains:
     async def _restart(self, name: str, seconds: float | None) -> None:
         problem: KvloomError | None = None
         try:
-            self._router.withdraw(name)
-            await self._emptied(name, seconds)
-            try:
-                await self._new_process(name)
-            except KvloomError as error:
-                problem = error
-            await self._router.admit(name)
+            with self._router.units[name].restarts():
+                self._router.withdraw(name)
+                await self._emptied(name, seconds)
+                try:
+                    await self._new_process(name)
+                except KvloomError as error:
+                    problem = error
+                await self._router.admit(name)
         finally:
             del self._restarts[name]
         if problem is not None:

@@ -52,6 +52,10 @@ class Replica:
         return self._unit.up
 
     @property
+    def restarting(self) -> bool:
+        return self._unit.restarting
+
+    @property
     def load(self) -> int:
         """Tokens."""
         return self.queue + CALL_TOKENS * self.calls

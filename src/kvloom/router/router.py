@@ -24,12 +24,15 @@ from kvloom.core.errors import (
 )
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard, StartGenerate
+from kvloom.core.service import Service
 from kvloom.router.call import Call, Frames, Lost
 from kvloom.router.fleet import Fleet
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
 from kvloom.router.programs.least_loaded import least_loaded
+from kvloom.router.replica import Replica
 from kvloom.router.unit import Unit
+from kvloom.router.waiting import WaitingRoom
 
 Attempt = Callable[[Call, Fleet], Frames]
 
@@ -40,7 +43,8 @@ _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", 
 
 class Router:
     """Satisfies `Server`. An async context manager: it watches its units while it is open. withdrawn: units
-    that take no part until they are admitted."""
+    that take no part until they are admitted. patience: seconds for which a request waits where nobody that
+    serves its model is up, but somebody is being restarted."""
 
     def __init__(
         self,
@@ -49,10 +53,20 @@ class Router:
         clock: Clock,
         *,
         withdrawn: Collection[str] = (),
+        patience: float = 120.0,
     ) -> None:
         self._index = PrefixIndex()
+        self._waiting = WaitingRoom(patience)
         self._units = {
-            name: Unit(name, client, clock, admit=self._admit, lost=self._lost, withdrawn=name in withdrawn)
+            name: Unit(
+                name,
+                client,
+                clock,
+                admit=self._admit,
+                lost=self._lost,
+                changed=self._waiting.tell,
+                withdrawn=name in withdrawn,
+            )
             for name, client in engines.items()
         }
         self._program = program
@@ -94,7 +108,8 @@ class Router:
 
     async def start_generate(self, body: StartGenerate) -> Frames:
         """What the current program makes of it. Where that fails before the first event, the replicas that
-        are up are asked to generate all of it, the least loaded first."""
+        are up are asked to generate all of it, the least loaded first. Where none is up, but one is being
+        restarted, the request waits for that: what it was refused there does not count."""
         if body.request in self._calls:
             raise BadRequest(f"request id {body.request} is in use", param="request")
         fleet = self._fleet(body.model)
@@ -104,16 +119,18 @@ class Router:
         attempt: Attempt = program if body.sampling.prompt_logprobs is None else least_loaded
         try:
             while True:
+                await self._until_somebody_is_up(call, fleet)
                 try:
                     async with aclosing(attempt(call, fleet)) as frames:
                         async for frame in frames:
                             yield frame
                     break
                 except KvloomError as error:
-                    fleet = fleet.without(call.refused)
-                    if not (_may_go_on(call, error) and fleet.up):
+                    fleet = fleet.without({one for one in call.refused if not one.restarting})
+                    if not (_may_go_on(call, error) and (fleet.up or _restarting(fleet))):
                         raise
-                    _log.warning("request %s: %s; it goes elsewhere", body.request, error.message)
+                    whither = "goes elsewhere" if fleet.up else "waits for a restart"
+                    _log.warning("request %s: %s; it %s", body.request, error.message, whither)
                     attempt = least_loaded
                 await call.release()
             if not call.answered:
@@ -128,6 +145,21 @@ class Router:
         call = self._calls.get(request)
         if call is not None:
             await call.abort(choice)
+            self._waiting.tell()
+
+    async def _until_somebody_is_up(self, call: Call, fleet: Fleet) -> None:
+        """Or nobody will be soon. Raises Unavailable where that takes too long."""
+        try:
+            await self._waiting.wait_while(
+                lambda: bool(_restarting(fleet)) and not fleet.up and not call.aborted
+            )
+        except TimeoutError:
+            names = ", ".join(replica.name for replica in _restarting(fleet))
+            raise Unavailable(
+                f"no unit that serves {fleet.model} is up; {names} is being restarted, which takes longer "
+                f"than the {self._waiting.seconds:g} s that requests wait",
+                retry_after=1,
+            ) from None
 
     # -- what only a router has -------------------------------------------------------------------------
 
@@ -140,15 +172,18 @@ class Router:
         self._program = program
 
     async def loads(self) -> dict[str, UnitLoad]:
-        """By unit, of those that answer."""
+        """By unit, of those that answer, the drained ones too."""
         async with asyncio.TaskGroup() as group:
-            asked = {unit.name: group.create_task(unit.load()) for unit in self._units.values() if unit.up}
+            asked = {
+                unit.name: group.create_task(unit.load())
+                for unit in self._units.values()
+                if unit.service not in ("down", "restarting")
+            }
         return {name: load for name, task in asked.items() if (load := task.result())}
 
     @property
-    def up(self) -> dict[str, bool]:
-        """By unit: whether it takes part."""
-        return {name: unit.up for name, unit in self._units.items()}
+    def services(self) -> dict[str, Service]:
+        return {name: unit.service for name, unit in self._units.items()}
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -191,7 +226,11 @@ class Router:
         self._index.forget(unit.name)
 
 
+def _restarting(fleet: Fleet) -> list[Replica]:
+    return [replica for replica in fleet.replicas if replica.restarting]
+
+
 def _may_go_on(call: Call, error: KvloomError) -> bool:
     """True where a plain start_generate elsewhere may still answer: nothing has been passed on, and it is not
     the request itself that a replica has refused."""
-    return not call.answered and (not call.refused or isinstance(error, _ELSEWHERE))
+    return not (call.answered or call.aborted) and (not call.refused or isinstance(error, _ELSEWHERE))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from kvloom.core.client import EngineClient
@@ -11,6 +12,7 @@ from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard
+from kvloom.core.service import Service
 from kvloom.router.replica import Replica
 
 ANSWER_SECONDS: Final = 5.0  # after which an engine that does not answer counts as away
@@ -19,7 +21,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # between two times that a lost unit is a
 
 class Unit:
     """admit: called with the cards whenever the unit comes up, and raises KvloomError where it must stay out.
-    lost: called whenever it goes down. `problem` says why it is down. withdrawn: it is, or starts so."""
+    lost: called whenever it goes down; changed: when it is up, or is not to be waited for any more. `problem`
+    says why it is down. withdrawn: it is, or starts so. restarting: it is about to be another process."""
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class Unit:
         *,
         admit: Callable[[Unit, Sequence[ModelCard]], None],
         lost: Callable[[Unit], None],
+        changed: Callable[[], None],
         withdrawn: bool = False,
     ) -> None:
         self.name = name
@@ -37,14 +41,24 @@ class Unit:
         self.up = False
         self.problem: KvloomError | None = None
         self.withdrawn = withdrawn
+        self.restarting = False
         self.calls = 0  # in flight there, of all its models
         self._waits: set[asyncio.Future[bool]] = set()  # for it to be empty
         self._clock = clock
         self._admit = admit
         self._lost = lost
+        self._changed = changed
         self._to_be_asked = asyncio.Event()
         self._checking = asyncio.Lock()
         self._answered_at = clock.now()
+
+    @property
+    def service(self) -> Service:
+        if self.restarting:
+            return "restarting"
+        if self.withdrawn:
+            return "draining" if self.calls else "drained"
+        return "up" if self.up else "down"
 
     async def watch(self) -> None:
         """Asks the unit while it is lost, ever more slowly."""
@@ -72,6 +86,7 @@ class Unit:
             del self.replicas[gone]
         self.up, self.problem = not self.withdrawn, None
         self._to_be_asked.clear()
+        self._changed()
 
     async def check(self) -> None:
         """A call has failed there: is it still alive? Callers who fail together ask once."""
@@ -123,6 +138,16 @@ class Unit:
         self._end_waits(emptied=False)
         self._lost(self)
         await self.ask()
+
+    @contextmanager
+    def restarts(self) -> Iterator[None]:
+        """While in it the unit is restarting, and requests that nobody else can answer wait for it."""
+        self.restarting = True
+        try:
+            yield
+        finally:
+            self.restarting = False
+            self._changed()
 
     def _end_waits(self, *, emptied: bool) -> None:
         for wait in self._waits:

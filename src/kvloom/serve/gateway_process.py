@@ -68,7 +68,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
             unit: await stack.enter_async_context(HttpEngineClient(url, secret=order.secret))
             for unit, url in order.engines.items()
         }
-        router = Router(engines, program, WallClock(), withdrawn=standing.drained)
+        router = Router(engines, program, WallClock(), withdrawn=standing.drained, patience=order.patience)
         await stack.enter_async_context(router)
         drains = Drains(router, seconds=order.drain, restart=restarts, changed=kept.drained)
         await stack.enter_async_context(drains)

@@ -30,8 +30,9 @@ class Standing(Struct, frozen=True, kw_only=True, tag="standing"):
 class GatewayOrder(Struct, frozen=True, kw_only=True):
     """Be ready to serve, and wait for `Begin`; then units that were to restart are told of. engines: unit →
     URL. listener: descriptor of the listening socket, inherited. drain: seconds for which requests at a unit
-    that is to restart are waited for. program: the config's. folder: where a program is looked for, if it is
-    one of the user's. sockets: where the engines' sockets are."""
+    that is to restart are waited for. patience: those for which a request waits for a restart. program: the
+    config's. folder: where a program is looked for, if it is one of the user's. sockets: where the engines'
+    sockets are."""
 
     engines: dict[str, str]
     secret: str
@@ -43,6 +44,7 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     sockets: str
     admin_keys: frozenset[str] = frozenset()
     drain: float = 60.0
+    patience: float = 120.0
     standing: Standing = Standing()
 
 

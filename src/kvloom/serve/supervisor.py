@@ -171,6 +171,7 @@ class Supervisor:
             folder=str(self._config.folder),
             sockets=str(self._folder),
             drain=self._config.drain,
+            patience=self._config.patience,
             standing=self._standing,
         )
 

@@ -1,0 +1,85 @@
+"""What a gateway tells of its units, whatever state they are in."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from kvloom.api.app import create_app
+from kvloom.core.errors import Unavailable
+from kvloom.core.service import Service
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
+from tests.api.fleet import Curt
+from tests.router.fleets import ManualClock
+
+GONE = Curt(fails=lambda _: Unavailable("the engine cannot be reached"))
+
+
+def bring(router: Router, name: str, state: Service, stack: ExitStack) -> None:
+    unit = router.units[name]
+    if state in ("draining", "drained", "restarting"):
+        router.withdraw(name)
+    if state == "draining":
+        unit.begin_call()
+        stack.callback(unit.end_call)
+    if state == "restarting":
+        stack.enter_context(unit.restarts())
+
+
+def told(path: str, *states: Service) -> httpx.Response:
+    """By a gateway whose units are in these states."""
+    engines = {
+        f"unit-{number}": GONE if state in ("down", "restarting") else Curt()
+        for number, state in enumerate(states)
+    }
+
+    async def asked() -> httpx.Response:
+        async with Router(engines, load_program("data_parallel"), ManualClock()) as router:
+            transport = httpx.ASGITransport(create_app(router))
+            with ExitStack() as stack:
+                for name, state in zip(engines, states, strict=True):
+                    bring(router, name, state, stack)
+                async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+                    return await client.get(path)
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    ("states", "status"),
+    [
+        (("up", "drained"), "ok"),
+        (("down", "up"), "ok"),
+        (("restarting", "up", "draining"), "ok"),
+        (("restarting", "drained", "down"), "restarting"),
+    ],
+)
+def test_health(states: tuple[Service, ...], status: str) -> None:
+    answer = told("/health", *states)
+    assert answer.status_code == 200
+    units = {f"unit-{number}": state for number, state in enumerate(states)}
+    assert answer.json() == {"status": status, "units": units}
+
+
+def test_no_unit_takes_requests() -> None:
+    answer = told("/health", "drained", "down", "draining")
+    assert answer.status_code == 503
+    said = "no engine takes requests: unit-0 is drained, unit-1 is down, unit-2 is draining"
+    assert answer.json()["error"]["message"] == said
+
+
+def test_metrics() -> None:
+    """A unit that is drained still tells what it holds."""
+    states: tuple[Service, ...] = ("up", "drained", "draining", "down", "restarting")
+    lines = told("/metrics", *states).text.splitlines()
+    assert "kvloom_engines_up 1.0" in lines
+    for number, state in enumerate(states):
+        for other in states:
+            line = f'kvloom_unit_state{{state="{other}",unit="unit-{number}"}} {float(other == state)}'
+            assert line in lines
+        tells = f'kvloom_kv_blocks{{unit="unit-{number}"}} 8.0' in lines
+        assert tells == (state not in ("down", "restarting"))

@@ -1,0 +1,175 @@
+"""Requests to a model whose only units are being restarted wait, and are answered in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from kvloom.core.errors import Unavailable
+from kvloom.router.programs import PROGRAMS
+from tests.router.drained import SHORT, Played, drained
+from tests.router.fleets import Answer, ask, ask_well, body, run, turns
+
+
+async def begin_restarts(played: Played, *units: str) -> list[asyncio.Task[object]]:
+    """All of them empty, and their new processes not there yet."""
+    restarting: list[asyncio.Task[object]] = [
+        asyncio.create_task(played.drains.restart(unit)) for unit in units
+    ]
+    await turns()
+    assert played.ends == [*units]
+    return restarting
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("units", ["a", "ab"])
+def test_requests_wait_until_a_unit_is_back(program: str, units: str) -> None:
+    async def test() -> None:
+        async with drained(len(units), program) as played:
+            restarting = await begin_restarts(played, *units)
+            asking = [asyncio.create_task(ask_well(played.fleets.router, body(20))) for _ in range(5)]
+            await turns()
+            assert not played.fleets.journal
+            assert set(played.states().values()) == {"restarting"}
+            played.starts.set()
+            await asyncio.gather(*asking, *restarting)
+
+    run(test)
+
+
+def test_who_waits_has_no_frame_yet_and_then_all_of_them() -> None:
+    async def test() -> None:
+        async with drained(1) as played:
+            await begin_restarts(played, "a")
+            stream = played.fleets.router.start_generate(body())
+            first = asyncio.create_task(anext(stream))
+            await turns()
+            assert not first.done()
+            played.starts.set()
+            answer = Answer()
+            answer.take(await first)
+            async for frame in stream:
+                answer.take(frame)
+            assert answer.ends[0].reason == "length"
+
+    run(test)
+
+
+def test_what_runs_while_its_unit_drains_does_not_wait_and_the_next_does() -> None:
+    async def test() -> None:
+        async with drained(1) as played:
+            [engine] = played.fleets.engines
+            engine.gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            restarting = asyncio.create_task(played.drains.restart("a"))
+            await turns()
+            waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            assert (played.drains.state("a").calls, len(played.fleets.journal), played.ends) == (1, 1, [])
+            engine.gate.set()
+            await running
+            await turns()
+            assert (len(played.fleets.journal), played.ends) == (1, ["a"])
+            played.starts.set()
+            await asyncio.gather(waiting, restarting)
+
+    run(test)
+
+
+def test_what_the_old_process_did_not_begin_to_answer_the_new_one_does() -> None:
+    """It was let in, but the drain has not waited for it."""
+
+    async def test() -> None:
+        async with drained(1, seconds=SHORT) as played:
+            [engine] = played.fleets.engines
+            engine.answering.clear()
+            asking = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            restarting = asyncio.create_task(played.drains.restart("a"))
+            await played.ended.wait()
+            engine.answering.set()  # it finds that its process has gone
+            await turns()
+            assert not asking.done()
+            played.starts.set()
+            await asyncio.gather(asking, restarting)
+            assert [call.verb for call in played.fleets.journal] == ["start_generate"] * 2
+
+    run(test)
+
+
+def test_another_unit_that_comes_up_ends_the_wait() -> None:
+    async def test() -> None:
+        async with drained(2) as played:
+            await played.drains.drain("b")
+            await begin_restarts(played, "a")
+            waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            await played.drains.admit("b")
+            await waiting
+            assert [call.unit for call in played.fleets.journal] == ["b"]
+
+    run(test)
+
+
+def test_nobody_waits_for_longer_than_is_said() -> None:
+    async def test() -> None:
+        async with drained(1, patience=SHORT) as played:
+            await begin_restarts(played, "a")
+            with pytest.raises(Unavailable, match=r"a is being restarted, which .* than the 0\.01 s"):
+                await ask(played.fleets.router, body())
+
+    run(test)
+
+
+def test_a_new_process_that_dies_ends_the_wait() -> None:
+    async def test() -> None:
+        async with drained(1) as played:
+            played.problem = Unavailable("a ended with exit code 3 as it started; it is tried again")
+            [restarting] = await begin_restarts(played, "a")
+            waiting = asyncio.create_task(ask(played.fleets.router, body()))
+            await turns()
+            played.starts.set()
+            with pytest.raises(Unavailable, match="exit code 3"):
+                await restarting
+            with pytest.raises(Unavailable, match="no unit that serves m is up"):
+                await waiting
+
+    run(test)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "aborted"])
+def test_whoever_leaves_waits_no_more(way: str) -> None:
+    async def test() -> None:
+        async with drained(1) as played:
+            await begin_restarts(played, "a")
+            request = body()
+            waiting = asyncio.create_task(ask(played.fleets.router, request))
+            await turns()
+            if way == "cancelled":
+                waiting.cancel()
+            else:
+                await played.fleets.router.abort(request.request)
+            with suppress(asyncio.CancelledError, Unavailable):
+                await asyncio.wait_for(waiting, 1)
+            played.starts.set()
+            await turns()
+            assert played.states() == {"a": "up"}
+            assert not played.fleets.journal
+
+    run(test)
+
+
+def test_a_unit_that_is_down_or_drained_is_not_waited_for() -> None:
+    async def test() -> None:
+        async with drained(2) as played:
+            await played.drains.drain("a")
+            played.fleets.engines[1].down = True
+            await played.fleets.router.loads()
+            assert played.states() == {"a": "drained", "b": "down"}
+            with pytest.raises(Unavailable, match=r"no unit that serves m is up \(of a, b\)"):
+                await ask(played.fleets.router, body())
+
+    run(test)
