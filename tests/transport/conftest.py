@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.transport.kinds import KINDS
+from tests.transport.kinds import KINDS, MORTAL
 from tests.transport.units import Unit, units
 
 
@@ -17,7 +17,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Unit, Unit]]:
         yield sender, receiver
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=MORTAL)
 def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Unit, Unit]]:
     """A sender and a receiver for one test."""
     with units(request.param, "sender", "receiver") as (sender, receiver):

@@ -5,12 +5,15 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 NIXL = find_spec("nixl_cu13") is not None
-KINDS = [
-    "shm",
-    pytest.param(
-        "nixl",
-        marks=pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'"),
-    ),
-]
+CUDA = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+)
+_NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'")
+)
+DEVICE = "device"  # the plane between GPUs' arenas, with the host's memory as the device's
+MORTAL = ["shm", CUDA, _NIXL]
+KINDS = [*MORTAL, DEVICE]

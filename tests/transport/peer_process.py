@@ -24,9 +24,13 @@ from kvloom.core.errors import BadRequest, KvloomError
 from kvloom.core.shipment import Parcel, Shipment
 from kvloom.kernels import block_copy
 from kvloom.kv.arena import Arena
-from kvloom.transport import nixl_plane, nixl_shipment, plane
+from kvloom.model.gpu.arena import DeviceArena
+from kvloom.transport import cuda_ipc, nixl_plane, nixl_shipment, plane
+from kvloom.transport.cuda_ipc import CudaIpcTransport
+from kvloom.transport.cuda_ipc_memory import CudaMemory, DeviceMemory
 from kvloom.transport.nixl import NixlTransport
 from kvloom.transport.shm import ShmTransport
+from tests.transport.device_memory import GatedMemory, HostMemory
 from tests.transport.wire import BLOCK_BYTES, BLOCKS, GRANT, SLOTS, Answer, Call, Made, read
 
 
@@ -61,13 +65,18 @@ class Unit:
     """What can be called."""
 
     def __init__(self, kind: str, name: str) -> None:
-        self._arena = Arena(BLOCKS, BLOCK_BYTES)
+        self._arena = _arena(kind)
         self._gate = Gate()
         self._transport = _TRANSPORTS[kind](name, self._arena, self._gate)
         self._shipments: dict[int, Shipment] = {}
 
     async def made(self) -> Made:
-        return Made(os.getpid(), self._arena.fd, self._transport.endpoint)
+        fd = self._arena.fd if isinstance(self._arena, Arena) else -1
+        return Made(os.getpid(), fd, self._transport.endpoint)
+
+    async def read(self) -> bytes:
+        """What is in the arena."""
+        return self._arena.bytes.cpu().numpy().tobytes()
 
     async def fill(self, seed: int) -> None:
         random = np.random.default_rng(seed).integers(0, 256, BLOCKS * BLOCK_BYTES, dtype=np.uint8)
@@ -122,7 +131,13 @@ class Unit:
         self._transport.close_all()
 
 
-def _shm(name: str, arena: Arena, gate: Gate) -> ShmTransport:
+def _arena(kind: str) -> Arena | DeviceArena:
+    if kind == "cuda":
+        return DeviceArena(BLOCKS, BLOCK_BYTES, torch.device("cuda", 0))
+    return Arena(BLOCKS, BLOCK_BYTES)
+
+
+def _shm(name: str, arena: Any, gate: Gate) -> ShmTransport:
     copy_blocks, copy_piece = block_copy.copy_blocks, plane.ShmShipment._copy
 
     def inside(
@@ -131,9 +146,9 @@ def _shm(name: str, arena: Arena, gate: Gate) -> ShmTransport:
         gate.pass_through("inside")
         copy_blocks(source, target, own, peer, offsets, counts, **layout)
 
-    def before(shipment: plane.ShmShipment, source: Any, parcel: Parcel, piece: Any) -> None:
+    def before(shipment: plane.ShmShipment, parcel: Parcel, piece: Any) -> None:
         gate.pass_through("before")
-        copy_piece(shipment, source, parcel, piece)
+        copy_piece(shipment, parcel, piece)
 
     setattr(plane, "copy_blocks", inside)  # noqa: B010
     setattr(plane, "PIECE", 4 * BLOCK_BYTES)  # noqa: B010
@@ -141,7 +156,24 @@ def _shm(name: str, arena: Arena, gate: Gate) -> ShmTransport:
     return ShmTransport(name, arena, slots=SLOTS)
 
 
-def _nixl(name: str, arena: Arena, gate: Gate) -> NixlTransport:
+def _device(name: str, arena: Any, gate: Gate, memory: DeviceMemory | None = None) -> CudaIpcTransport:
+    copy_piece = cuda_ipc.DeviceShipment._copy
+
+    def before(shipment: cuda_ipc.DeviceShipment, parcel: Parcel, piece: Any) -> None:
+        gate.pass_through("before")
+        copy_piece(shipment, parcel, piece)
+
+    setattr(cuda_ipc, "PIECE", 4 * BLOCK_BYTES)  # noqa: B010
+    setattr(cuda_ipc.DeviceShipment, "_copy", before)  # noqa: B010
+    gated = GatedMemory(memory or HostMemory(arena), lambda: gate.pass_through("inside"))
+    return CudaIpcTransport(name, arena, gated, slots=SLOTS)
+
+
+def _cuda(name: str, arena: Any, gate: Gate) -> CudaIpcTransport:
+    return _device(name, arena, gate, CudaMemory(torch.device("cuda", 0)))
+
+
+def _nixl(name: str, arena: Any, gate: Gate) -> NixlTransport:
     write = nixl_plane.NixlPlane._write
 
     def before(self: nixl_plane.NixlPlane, shipment: nixl_shipment.NixlShipment, piece: Parcel) -> None:
@@ -154,8 +186,10 @@ def _nixl(name: str, arena: Arena, gate: Gate) -> NixlTransport:
     return NixlTransport(name, arena, slots=SLOTS, grant=GRANT)
 
 
-_TRANSPORTS: dict[str, Callable[[str, Arena, Gate], ShmTransport | NixlTransport]] = {
+_TRANSPORTS: dict[str, Callable[[str, Any, Gate], ShmTransport | CudaIpcTransport | NixlTransport]] = {
     "shm": _shm,
+    "device": _device,
+    "cuda": _cuda,
     "nixl": _nixl,
 }
 

@@ -24,7 +24,8 @@ DEADLINE = 60.0
 
 
 class Unit:
-    """arena: [blocks, block_bytes], the process' own memory."""
+    """arena: [blocks, block_bytes], the process' own memory, or what is in it where the host cannot map
+    it."""
 
     def __init__(self, kind: str, name: str) -> None:
         ours, theirs = socket.socketpair()
@@ -41,10 +42,14 @@ class Unit:
         self._shipments = 0
         made = msgspec.convert(self.call("made"), Made)
         self.endpoint: Endpoint = made.endpoint
-        fd = os.open(f"/proc/{made.pid}/fd/{made.fd}", os.O_RDWR)
-        bytes_: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, BLOCKS * BLOCK_BYTES), np.uint8)
-        self.arena = bytes_.reshape(BLOCKS, BLOCK_BYTES)
-        os.close(fd)
+        self._mapped = _mapped(made) if made.fd >= 0 else None
+
+    @property
+    def arena(self) -> npt.NDArray[np.uint8]:
+        found = self._mapped
+        if found is None:  # it is on a device
+            found = np.frombuffer(self.call("read"), np.uint8).reshape(BLOCKS, BLOCK_BYTES)
+        return found
 
     def start(self, method: str, **arguments: object) -> int:
         self._calls += 1
@@ -96,6 +101,13 @@ class Unit:
             finally:
                 self.process.kill()
                 self.process.wait()
+
+
+def _mapped(made: Made) -> npt.NDArray[np.uint8]:
+    fd = os.open(f"/proc/{made.pid}/fd/{made.fd}", os.O_RDWR)
+    memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, BLOCKS * BLOCK_BYTES), np.uint8)
+    os.close(fd)
+    return memory.reshape(BLOCKS, BLOCK_BYTES)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class Answer(Struct, array_like=True):
 
 
 class Made(Struct, array_like=True):
-    """A unit's process and its arena's descriptor there."""
+    """A unit's process and its arena's descriptor there; −1 where it has none."""
 
     pid: int
     fd: int

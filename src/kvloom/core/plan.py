@@ -30,6 +30,8 @@ class Plan:
     slot_page, slot_offset: [N] where its K and V go.
     copies:    to be done before any layer runs (copy on write).
     sends:     to be done after each layer's write.
+    versions:  [pages] another number after each change of a page's row of page_map, for who keeps a copy of
+               it; None where nobody counts.
     """
 
     model: str
@@ -43,3 +45,4 @@ class Plan:
     slot_offset: I32
     copies: tuple[PageCopy, ...] = ()
     sends: tuple[PlannedSend, ...] = ()
+    versions: I64 | None = None

@@ -5,12 +5,23 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvloom.core.errors import ConfigError
 from kvloom.kv import memfd
+
+
+class Store(Protocol):
+    """An arena, wherever its bytes lie. bytes: flat, `blocks` × `block_bytes` of them at least."""
+
+    blocks: int
+    block_bytes: int
+    bytes: Tensor
+
+    def view(self, head_dim: int, dtype: torch.dtype) -> Tensor: ...
 
 
 class Arena:
@@ -36,9 +47,14 @@ class Arena:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def view(self, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """The arena as one model sees it: [blocks, 2, tokens, head_dim]; 0 is K, 1 is V. Bytes at a
-        block's end that hold no whole token are skipped."""
-        tokens = self.block_bytes // (2 * head_dim * dtype.itemsize)
-        row = self.block_bytes // dtype.itemsize
-        shape, stride = (self.blocks, 2, tokens, head_dim), (row, tokens * head_dim, head_dim, 1)
-        return self.bytes.view(dtype).as_strided(shape, stride)
+        """The arena as one model sees it: [blocks, 2, tokens, head_dim]; see `view_blocks`."""
+        return view_blocks(self.bytes, self.block_bytes, head_dim, dtype)
+
+
+def view_blocks(memory: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Flat bytes as [blocks, 2, tokens, head_dim]; 0 is K, 1 is V. Bytes at a block's end that hold no whole
+    token are skipped."""
+    blocks, tokens = memory.numel() // block_bytes, block_bytes // (2 * head_dim * dtype.itemsize)
+    row = block_bytes // dtype.itemsize
+    shape, stride = (blocks, 2, tokens, head_dim), (row, tokens * head_dim, head_dim, 1)
+    return memory.view(dtype).as_strided(shape, stride)

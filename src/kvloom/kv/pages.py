@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvloom.core.arrays import I32
+from kvloom.core.arrays import I32, I64
 from kvloom.core.geometry import Geometry
 from kvloom.kv.allocator import BlockAllocator
 
@@ -18,7 +18,7 @@ class PageTable:
     refs: [pages] holders. cached: [pages] whether the prefix tree is one of them. promises: [pages] pins and
     reservations among them, whom no preemption takes the page from. held: pages with a holder; idle:
     those that the tree alone holds, which may be reclaimed; promised: those with a promise. changes: how
-    often holders have changed.
+    often holders have changed. versions: [pages], another number after each change of a page's row.
     """
 
     def __init__(self, geometry: Geometry, allocator: BlockAllocator) -> None:
@@ -28,6 +28,7 @@ class PageTable:
         self.map: I32 = np.zeros((capacity, geometry.layers, geometry.kv_heads), dtype=np.int32)
         self.refs = np.zeros(capacity, dtype=np.int32)
         self.cached = np.zeros(capacity, dtype=np.bool_)
+        self.versions: I64 = np.zeros(capacity, dtype=np.int64)
         self.promises = np.zeros(capacity, dtype=np.int32)
         self._ids = list(range(capacity - 1, -1, -1))
         self.held = 0
@@ -64,6 +65,7 @@ class PageTable:
         blocks = self._allocator.take(count * self.geometry.blocks_per_page)
         pages = [self._ids.pop() for _ in range(count)]
         self.map[pages] = blocks.reshape(shape)
+        self.versions[pages] += 1  # after the row: who has seen the number, sees the row
         self.refs[pages] = 1
         self.held += count
         self.changes += 1

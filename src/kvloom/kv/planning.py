@@ -46,4 +46,5 @@ def make_plan(
         slot_offset=offset.astype(np.int32),
         copies=copies,
         sends=sends,
+        versions=table.pages.versions,
     )

@@ -124,7 +124,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring)
     scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     n, length = q.shape[1], k.shape[1]
     simple = not softcap and offset == 0 and not (window and window < n)
-    seen = None if simple else _seen(n, length, offset, window)
+    seen = None if simple else _seen(n, length, offset, window, q.device)
     if seen is None or not softcap:
         grouped = q.shape[0] != k.shape[0]
         return F.scaled_dot_product_attention(
@@ -137,9 +137,9 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring)
     return (weights @ v[:, None]).flatten(0, 1)
 
 
-def _seen(n: int, length: int, offset: int, window: int) -> Tensor:
+def _seen(n: int, length: int, offset: int, window: int, device: torch.device) -> Tensor:
     """[n, length]: which keys the queries from `offset` on see."""
-    ahead = torch.arange(offset, offset + n)[:, None] - torch.arange(length)
+    ahead = torch.arange(offset, offset + n, device=device)[:, None] - torch.arange(length, device=device)
     return (ahead >= 0) & (ahead < window) if window else ahead >= 0
 
 

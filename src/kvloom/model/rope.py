@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvloom.kernels.cpu import rotate
 
 _NAME = "apply_rotary_pos_emb"
+Turn = Callable[..., tuple[Tensor, Tensor]]
 
 
 def rotate_both(
@@ -23,18 +24,18 @@ def rotate_both(
     return q, k
 
 
-def fuse_rotary(module: nn.Module) -> None:
+def fuse_rotary(module: nn.Module, turn: Turn = rotate_both, device: torch.device | None = None) -> None:
     """Give this attention module's forward our rotary function for the one its source names, if the two
-    agree. The module's class and its file's globals stay as they are: other models share them."""
+    agree on `device`. The module's class and its file's globals stay as they are: other models share them."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return
     stock = forward.__globals__.get(_NAME)
-    if stock is None or not _agrees(stock):
+    if stock is None or not _agrees(stock, turn, device):
         return
     ours = FunctionType(
         forward.__code__,
-        forward.__globals__ | {_NAME: rotate_both},
+        forward.__globals__ | {_NAME: turn},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
@@ -43,14 +44,14 @@ def fuse_rotary(module: nn.Module) -> None:
     module.forward = MethodType(ours, module)
 
 
-def _agrees(stock: Callable[..., Any]) -> bool:
+def _agrees(stock: Callable[..., Any], turn: Turn, device: torch.device | None) -> bool:
     """Compare on random q [1, 3, 5, 16], k [1, 1, 5, 16] with the tables that rotate-half models have."""
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 5, 16, generator=generator) for heads in (3, 1))
-    angles = torch.randn(1, 5, 8, generator=generator).repeat(1, 1, 2)
+    q, k = (torch.randn(1, heads, 5, 16, generator=generator).to(device) for heads in (3, 1))
+    angles = torch.randn(1, 5, 8, generator=generator).repeat(1, 1, 2).to(device)
     try:
         expected = stock(q, k, angles.cos(), angles.sin())
     except (TypeError, RuntimeError, ValueError):
         return False  # it has another form, and is served as it is
-    found = rotate_both(q.clone(), k.clone(), angles.cos(), angles.sin())
+    found = turn(q.clone(), k.clone(), angles.cos(), angles.sin())
     return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(expected, found, strict=True))

@@ -1,4 +1,4 @@
-"""Another process of this host, its arena and its ledger, mapped into this one."""
+"""Another process of this host, its ledger and its arena, mapped into this one."""
 
 from __future__ import annotations
 
@@ -49,29 +49,33 @@ class Where(Struct, frozen=True, array_like=True):
     slots: Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
-class Peer:
-    """Mapped for as long as this object lives; the peer's end ends nothing here, but `process` tells of it.
+class PeerProcess:
+    """Another process of this host and its ledger, mapped for as long as this object lives; the peer's end
+    ends nothing here, but `process` tells of it.
 
-    process: a pidfd, readable once the peer has ended. memory: [blocks · block_bytes].
+    process: a pidfd, readable once the peer has ended.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        """Raises BadRequest for an endpoint that never was one, Unavailable for one that is gone."""
-        where = _decode(endpoint)
+    def __init__(self, endpoint: Endpoint, pid: int, ledger: Memory, slots: int) -> None:
+        """Raises Unavailable for a process that is gone."""
         self.endpoint = endpoint
-        self.blocks, self.block_bytes = where.blocks, where.block_bytes
         try:
-            self.process = os.pidfd_open(where.pid)
+            self.process = os.pidfd_open(pid)
             weakref.finalize(self, os.close, self.process)
-            arena = self._open(where.pid, "arena", where.arena)
-            ledger = self._open(where.pid, "ledger", where.ledger)
-            self._map = mmap.mmap(arena, where.arena.size)
+            self.ledger = PeerLedger(endpoint.unit, self._open(pid, "ledger", ledger), slots)
         except OSError as error:
-            raise Unavailable(f"{endpoint.unit} cannot be reached: {error.strerror}") from error
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self.ledger = PeerLedger(endpoint.unit, ledger, where.slots)
-        self._populated = 0
-        self.refuse_gone()
+            raise self._unreached(error) from error
+
+    def populate(self) -> bool:
+        """Make the next part of its memory ready to be copied to. False: all of it is."""
+        return False
+
+    def refuse_gone(self) -> None:
+        """Raises Unavailable where the peer's process has ended."""
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        if poll.poll(0):
+            raise self._gone()
 
     def _open(self, pid: int, what: str, memory: Memory) -> int:
         """An open file description of our own of the peer's memfd, and of nothing else: `pid` may have become
@@ -91,12 +95,28 @@ class Peer:
             "process has made for this endpoint"
         )
 
-    def refuse_gone(self) -> None:
-        """Raises Unavailable where the peer's process has ended."""
-        poll = select.poll()
-        poll.register(self.process, select.POLLIN)
-        if poll.poll(0):
-            raise self._gone()
+    def _unreached(self, error: OSError) -> Unavailable:
+        return Unavailable(f"{self.endpoint.unit} cannot be reached: {error.strerror}")
+
+    def _gone(self) -> Unavailable:
+        return Unavailable(f"{self.endpoint.unit} is gone: the process of this endpoint has ended")
+
+
+class Peer(PeerProcess):
+    """With its arena. memory: [blocks · block_bytes]."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        """Raises BadRequest for an endpoint that never was one, Unavailable for one that is gone."""
+        where = _decode(endpoint)
+        super().__init__(endpoint, where.pid, where.ledger, where.slots)
+        self.blocks, self.block_bytes = where.blocks, where.block_bytes
+        try:
+            self._map = mmap.mmap(self._open(where.pid, "arena", where.arena), where.arena.size)
+        except OSError as error:
+            raise self._unreached(error) from error
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self._populated = 0
+        self.refuse_gone()
 
     def populate(self) -> bool:
         """Enter the next part of the arena into this process's page table, so that copies fault less. False:
@@ -111,9 +131,6 @@ class Peer:
             return False
         self._populated += size
         return True
-
-    def _gone(self) -> Unavailable:
-        return Unavailable(f"{self.endpoint.unit} is gone: the process of this endpoint has ended")
 
 
 def _decode(endpoint: Endpoint) -> Where:

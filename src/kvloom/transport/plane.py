@@ -13,7 +13,7 @@ from kvloom.core.errors import KvloomError, Unavailable
 from kvloom.core.shipment import Parcel
 from kvloom.kernels.block_copy import copy_blocks
 from kvloom.transport.delivery import Delivery
-from kvloom.transport.peer import Peer
+from kvloom.transport.peer import Peer, PeerProcess
 from kvloom.transport.room import Room
 from kvloom.transport.worker import Worker
 
@@ -21,10 +21,12 @@ PIECE = 4 << 20  # bytes copied between two looks at the ledger: a millisecond o
 _RETRY = 0.002  # seconds until a shipment that is ahead of another's asks again
 
 
-class ShmShipment(Delivery):
-    """Tokens [begin, end) of a ticket, claimed already."""
+class FencedShipment(Delivery):
+    """Tokens [begin, end) of a ticket, claimed already, into the memory of a peer with a ledger."""
 
-    def __init__(self, plane: Plane, peer: Peer, room: Room, ticket: Ticket, begin: int, end: int) -> None:
+    def __init__(
+        self, plane: Plane, peer: PeerProcess, room: Room, ticket: Ticket, begin: int, end: int
+    ) -> None:
         super().__init__(plane.submit)
         self.peer = peer
         self.room = room
@@ -32,34 +34,33 @@ class ShmShipment(Delivery):
         self.begin = begin
         self.end = end
 
-    def copy(self, source: npt.NDArray[np.uint8], parcel: Parcel) -> None:
+    def copy(self, parcel: Parcel) -> None:
         """In pieces, each of which a fence precedes."""
         try:
             self.room.check(parcel)
-            rows = max(1, PIECE // self.room.block_bytes)
+            rows = max(1, self.piece // self.room.block_bytes)
             for first in range(0, len(parcel.own), rows):
                 if self.failure is not None:
                     return
-                self._copy(source, parcel, slice(first, first + rows))
+                self._copy(parcel, slice(first, first + rows))
         except KvloomError as error:
             self.fail(error)
         except (OSError, ValueError) as error:
             self.fail(self._failed(error))
 
-    def _copy(self, source: npt.NDArray[np.uint8], parcel: Parcel, piece: slice) -> None:
+    @property
+    def piece(self) -> int:
+        """Bytes copied between two looks at the ledger."""
+        return PIECE
+
+    def _copy(self, parcel: Parcel, piece: slice) -> None:
         self.peer.refuse_gone()
         with self.peer.ledger.writing(self.ticket):
-            copy_blocks(
-                source,
-                self.peer.memory,
-                parcel.own[piece],
-                parcel.peer[piece],
-                parcel.offsets[piece],
-                parcel.counts[piece],
-                block_bytes=self.room.block_bytes,
-                page_tokens=self.room.page_tokens,
-                token_bytes=self.room.token_bytes,
-            )
+            self._write(parcel, piece)
+
+    def _write(self, parcel: Parcel, piece: slice) -> None:
+        """Copy these of the parcel's blocks; they are there when it returns."""
+        raise NotImplementedError
 
     def finish(self) -> bool:
         """Nothing more is copied: tell ledger and sender. False: what goes before is on its way still."""
@@ -90,35 +91,64 @@ class ShmShipment(Delivery):
         return Unavailable(f"copying to {self.peer.endpoint.unit} failed: {error}")
 
 
-class Plane(Worker[Peer]):
+class ShmShipment(FencedShipment):
+    """source: all bytes of this unit's arena."""
+
+    def __init__(
+        self,
+        source: npt.NDArray[np.uint8],
+        plane: Plane,
+        peer: Peer,
+        room: Room,
+        ticket: Ticket,
+        begin: int,
+        end: int,
+    ) -> None:
+        super().__init__(plane, peer, room, ticket, begin, end)
+        self._source = source
+        self._target = peer.memory
+
+    def _write(self, parcel: Parcel, piece: slice) -> None:
+        copy_blocks(
+            self._source,
+            self._target,
+            parcel.own[piece],
+            parcel.peer[piece],
+            parcel.offsets[piece],
+            parcel.counts[piece],
+            block_bytes=self.room.block_bytes,
+            page_tokens=self.room.page_tokens,
+            token_bytes=self.room.token_bytes,
+        )
+
+
+class Plane(Worker[PeerProcess]):
     """Copies parcels in the order in which they were put, whatever shipment they are of."""
 
-    def __init__(self, source: npt.NDArray[np.uint8]) -> None:
-        """source: all bytes of this unit's arena."""
+    def __init__(self) -> None:
         super().__init__("kv-plane")
-        self._source = source
-        self._ended: list[ShmShipment] = []  # all put, but not told: what goes before is on its way
-        self._new: list[Peer] = []  # not yet wholly in the page table
+        self._ended: list[FencedShipment] = []  # all put, but not told: what goes before is on its way
+        self._new: list[PeerProcess] = []  # not yet wholly in the page table
         self._start()
 
-    def greet(self, peer: Peer) -> None:
+    def greet(self, peer: PeerProcess) -> None:
         """Prepare for copies to this peer while there is nothing else to do."""
         self.order(peer)
 
     def _step(self) -> None:
         """Its variables hold no peer's memory while the thread waits."""
         match self._next():
-            case Peer() as peer:
+            case PeerProcess() as peer:
                 self._new.append(peer)
-            case ShmShipment() as shipment, None:
+            case FencedShipment() as shipment, None:
                 self._ended.append(shipment)
-            case ShmShipment() as shipment, Parcel() as parcel:
-                shipment.copy(self._source, parcel)
+            case FencedShipment() as shipment, Parcel() as parcel:
+                shipment.copy(parcel)
         for shipment in list(self._ended):
             if shipment.finish():
                 self._ended.remove(shipment)
 
-    def _next(self) -> tuple[Delivery, Parcel | None] | Peer | None:
+    def _next(self) -> tuple[Delivery, Parcel | None] | PeerProcess | None:
         """None: nothing came."""
         try:
             return self._queue.get(timeout=0 if self._new else _RETRY if self._ended else None)

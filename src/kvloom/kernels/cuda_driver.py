@@ -1,0 +1,39 @@
+"""The CUDA driver, as far as kvloom asks it itself, through cuda-bindings: partitions and memory for
+peers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class DriverError(Exception):
+    """The driver, or its bindings, cannot do what was asked; the text says what, and the driver's reason."""
+
+
+class Driver:
+    """Calls of the driver by their names, `driver("cuDeviceGet", 0)`: what they return, without the status.
+
+    The primary context of the device must be current in the calling thread, as torch makes it.
+    """
+
+    def __init__(self) -> None:
+        """Raises DriverError where there are no bindings or no driver."""
+        try:
+            self.api: Any = importlib.import_module("cuda.bindings.driver")
+            self("cuInit", 0)
+        except (ImportError, RuntimeError) as error:
+            raise DriverError(f"cuda-bindings cannot be used here: {error}") from error
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        """One result by itself, several as a tuple. Raises DriverError."""
+        call = getattr(self.api, name, None)
+        if call is None:
+            raise DriverError(f"these cuda-bindings have no {name}")
+        try:
+            status, *results = call(*arguments)
+        except RuntimeError as error:  # the driver lacks the function
+            raise DriverError(f"{name}: {error}") from error
+        if int(status):
+            raise DriverError(f"{name}: {status.name}")
+        return results[0] if len(results) == 1 else tuple(results)

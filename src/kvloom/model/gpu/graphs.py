@@ -1,0 +1,145 @@
+"""One model's decode steps on one lane, recorded once for each size of a batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvloom.core.arrays import AnyArray
+from kvloom.core.job import Job
+from kvloom.model.gpu.model import DeviceModel
+from kvloom.model.gpu.partitions import Lane
+from kvloom.model.gpu.staging import Layout, Sent, padded
+from kvloom.model.gpu.state import DecodeState, Places
+from kvloom.model.gpu.streams import Recording
+
+_log = logging.getLogger(__name__)
+
+BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def buckets_up_to(most: int) -> tuple[int, ...]:
+    """Sizes to record, the largest first, so that the smaller ones fit into its memory."""
+    more = range(BUCKETS[-1] * 2, most + BUCKETS[-1], BUCKETS[-1]) if most > BUCKETS[-1] else ()
+    sizes = sorted({min(size, most) for size in (*BUCKETS, *more)})
+    return tuple(reversed(sizes))
+
+
+class Buffers:
+    """What all recordings of a lane read and write: they run one after the other.
+
+    inputs: bytes; tables: [B, P] int32.
+    """
+
+    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
+        self.inputs = torch.zeros(Layout(_arrays(rows)).size, dtype=torch.uint8, device=device)
+        self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self._logits = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def logits(self, like: Tensor) -> Tensor:
+        """Room for such logits. A larger one is made where it is needed; recordings keep theirs."""
+        size = like.numel() * like.itemsize
+        if self._logits.numel() < size:
+            self._logits = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return self._logits[:size].view(like.dtype).view(like.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    rows: int
+    recording: Recording
+    logits: Tensor
+
+
+class DecodeSteps:
+    """A batch runs by the smallest recording that holds it; where there is none, as it is."""
+
+    def __init__(self, model: DeviceModel, lane: Lane, buffers: Buffers) -> None:
+        self._model = model
+        self._lane = lane
+        self._buffers = buffers
+        self._pages = model.geometry.pages(model.card.context_length)
+        self._steps: list[_Step] = []  # the smallest first
+
+    def record(self, rows: int) -> bool:
+        """For batches of up to `rows` sequences. False where the model cannot be recorded, and runs step by
+        step."""
+        model, buffers = self._model, self._buffers
+        views = Layout(_arrays(rows)).views(buffers.inputs)
+        tables = buffers.tables[:rows, : self._pages]
+
+        def step() -> None:
+            logits.copy_(self._forward(views, tables))
+
+        try:
+            with torch.inference_mode(), self._lane.entered():
+                _fill(views)
+                logits = buffers.logits(self._forward(views, tables))
+                step()  # has compiled and loaded all that it needs
+                recording = self._lane.record(step)
+        except RuntimeError as error:
+            _log.warning("%s decodes without graphs: %s", model.card.name, " ".join(str(error).split())[:200])
+            return False
+        self._steps.insert(0, _Step(rows, recording, logits))
+        return True
+
+    def arrays(self, job: Job) -> dict[str, AnyArray]:
+        """What `run` needs on the device; those of a recording come first, as they lie in its inputs."""
+        plan = job.plan
+        step = self._step(job)
+        rows = step.rows if step else job.tokens.size
+        fixed = {
+            "tokens": padded(job.tokens, rows),
+            "positions": padded(plan.positions, rows),
+            "slot_page": padded(plan.slot_page, rows, fill=-1),
+            "slot_offset": padded(plan.slot_offset, rows),
+            "lengths": padded((plan.starts + 1).astype(np.int32), rows),
+        }
+        return fixed | {"tables": plan.tables}
+
+    def run(self, job: Job, sent: Sent) -> Tensor:
+        """→ logits [B, V], there until the lane's next step."""
+        step = self._step(job)
+        if step is None:
+            return self._forward(sent.arrays, sent.arrays["tables"])
+        batch, pages = job.plan.tables.shape
+        size = Layout(_arrays(step.rows)).size
+        self._buffers.inputs[:size].copy_(sent.memory[:size])
+        self._buffers.tables[:batch, :pages].copy_(sent.arrays["tables"])
+        step.recording.replay()
+        return step.logits[:batch]
+
+    def _step(self, job: Job) -> _Step | None:
+        return next((step for step in self._steps if step.rows >= job.tokens.size), None)
+
+    def _forward(self, inputs: Mapping[str, Tensor], tables: Tensor) -> Tensor:
+        model = self._model
+        places = Places(
+            model.arena, model.page_map.blocks, tables, inputs["slot_page"], inputs["slot_offset"]
+        )
+        state = DecodeState(model.operations, places, inputs["lengths"], self._lane.compute)
+        return model.logits(inputs["tokens"], inputs["positions"], state)
+
+
+def _arrays(rows: int) -> dict[str, AnyArray]:
+    """The inputs of a step of padding alone."""
+    wide, narrow = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int32)
+    return {
+        "tokens": wide,
+        "positions": wide,
+        "slot_page": np.full(rows, -1, dtype=np.int32),
+        "slot_offset": narrow,
+        "lengths": narrow,
+    }
+
+
+def _fill(views: Mapping[str, Tensor]) -> None:
+    rows = len(next(iter(views.values())))
+    for name, array in _arrays(rows).items():
+        views[name].copy_(torch.from_numpy(array))

@@ -1,0 +1,83 @@
+"""The kernels that a forward on a device is made of: Triton's, or their plain twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvloom.kernels import reference
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """As the twins in `kernels/reference.py` say. workspace: (batch, heads, kv_heads, head_dim,
+    multiprocessors, longest, device) → what a decode step's attention is to split its work in, or None for
+    no splitting."""
+
+    write_kv: Callable[..., None]
+    decode_attention: Callable[..., None]
+    prefill_attention: Callable[..., None]
+    copy_pages: Callable[..., None]
+    rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    gated: Callable[[Tensor, Activation], Tensor]
+    workspace: Callable[[int, int, int, int, int, int, torch.device], Any]
+
+
+def plain_operations() -> Operations:
+    """The twins: on any device, in any dtype, at any speed."""
+
+    def decode(*arguments: Any, workspace: None) -> None:
+        reference.decode_attention(*arguments)
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        for x in (q, k):
+            reference.rotate(x, cos, sin)
+
+    def nothing(*_: object) -> None:
+        return None
+
+    return Operations(
+        reference.write_kv,
+        decode,
+        reference.prefill_attention,
+        reference.copy_pages,
+        reference.rms_norm,
+        rotate,
+        reference.gated,
+        nothing,
+    )
+
+
+def triton_operations() -> Operations:
+    """Imported here alone: triton reads its environment when it is."""
+    from kvloom.kernels.triton import activation, copy, decode, norm, prefill, rotary, write  # noqa: PLC0415
+
+    def workspace(
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        multiprocessors: int,
+        longest: int,
+        device: torch.device,
+    ) -> decode.Workspace:
+        splits = decode.splits_for(batch, kv_heads, multiprocessors, longest)
+        return decode.Workspace.make(splits, batch, heads, head_dim, device)
+
+    return Operations(
+        write.write_kv,
+        decode.decode_attention,
+        prefill.prefill_attention,
+        copy.copy_pages,
+        norm.rms_norm,
+        rotary.rotate,
+        activation.gated,
+        workspace,
+    )

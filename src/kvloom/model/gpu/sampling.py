@@ -1,0 +1,63 @@
+"""From logits on the device to tokens on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvloom.core.arrays import AnyArray
+from kvloom.core.job import SampleRow
+from kvloom.core.request import TokenLogprob
+from kvloom.kernels.draw import draw
+from kvloom.model.sampler import sample, uniform
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What a job is to draw. arrays: [R] each, to be sent with its inputs; empty where the largest logit is
+    all that anybody wants, and where the host has a say in it (penalties, masks, log-probabilities)."""
+
+    rows: tuple[SampleRow, ...]
+    greedy: bool
+    arrays: dict[str, AnyArray]
+
+    @classmethod
+    def of(cls, rows: tuple[SampleRow, ...]) -> Draws:
+        if all(row.params.plain and row.allowed is None for row in rows):
+            return cls(rows, True, {})
+        if not all(_simple(row) for row in rows):
+            return cls(rows, False, {})
+        params = [row.params for row in rows]
+        numbers = {name: [getattr(one, name) for one in params] for name in ("temperature", "top_p", "min_p")}
+        arrays: dict[str, AnyArray] = {
+            **{name: np.asarray(values, dtype=np.float32) for name, values in numbers.items()},
+            "top_k": np.asarray([one.top_k for one in params], dtype=np.int64),
+            "uniform": uniform([row.key for row in rows], [row.index for row in rows]),
+        }
+        return cls(rows, False, arrays)
+
+    def take(
+        self, logits: Tensor, sent: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Sequence[TokenLogprob | None]]:
+        """logits [R, V], and the arrays on the device → ids [R] there, and what was asked for beside. Waits
+        for the device only where the host has a say."""
+        if self.greedy or self.arrays:
+            ids = logits.argmax(-1)
+            if self.arrays:
+                names = ("temperature", "top_k", "top_p", "min_p", "uniform")
+                drawn = draw(logits.float(), *(sent[name] for name in names))
+                ids = torch.where(sent["temperature"] > 0, drawn, ids)
+            return ids, [None] * len(self.rows)
+        tokens, reports = sample(logits, self.rows)
+        return torch.tensor(tokens, dtype=torch.int64, device=logits.device), reports
+
+
+def _simple(row: SampleRow) -> bool:
+    """A draw from the logits as they are."""
+    params = row.params
+    bent = params.penalised or params.logit_bias or (params.min_tokens and params.stop_token_ids)
+    return not bent and row.allowed is None and params.logprobs is None and params.guide is None

@@ -1,0 +1,152 @@
+"""Memory of a GPU as other processes of the host see it: exported, mapped, and copied between arenas.
+
+CUDA's driver API, section "Memory Management" (cuIpcGetMemHandle): what is exported is the whole allocation
+in which the memory lies. Who exports it must outlive its users' mappings, or at least their use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from kvloom.core.errors import BadRequest, ConfigError, Unavailable
+from kvloom.core.shipment import Parcel
+from kvloom.kernels.cuda_driver import Driver, DriverError
+from kvloom.transport.room import Room
+
+_HANDLE = 64  # bytes
+
+
+class Mark(Protocol):
+    """A point in what a thread has asked the device for."""
+
+    def wait(self) -> None:
+        """Until what is before it is done; raises RuntimeError where that failed."""
+
+
+class DeviceMemory(Protocol):
+    """What a device does for the KV plane."""
+
+    def export(self, memory: Tensor) -> bytes:
+        """A handle, for processes of this host. Raises ConfigError where the memory cannot be shared."""
+
+    def map(self, handle: bytes) -> Tensor:
+        """Another process' memory, for as long as the tensor lives. Raises BadRequest for what is no handle,
+        Unavailable for one that leads nowhere."""
+
+    def mark(self) -> Mark:
+        """What this thread has asked the device for, on its current stream, up to now."""
+
+    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
+        """`reference.copy_blocks` from `source` to `target`, with the room's layout; done when it returns.
+        Raises RuntimeError."""
+
+
+class _Handle(Struct, frozen=True, array_like=True):
+    """The memory is `size` bytes from `offset` on in the allocation that `ipc` names."""
+
+    ipc: Annotated[bytes, Meta(min_length=_HANDLE, max_length=_HANDLE)]
+    offset: Annotated[int, Meta(ge=0, lt=1 << 48)]
+    size: Annotated[int, Meta(ge=1, lt=1 << 48)]
+
+
+class _Foreign:
+    """Bytes at an address of the device, as torch takes them; they are let go of with this object."""
+
+    def __init__(self, driver: Driver, base: int, offset: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (base + offset, False),
+            "version": 3,
+        }
+        weakref.finalize(self, _close, driver, base)
+
+
+class _Event:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaMemory:
+    """One GPU's, for one process. Copies have a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises ConfigError where the driver cannot share memory from here."""
+        try:
+            self._driver = Driver()
+        except DriverError as error:
+            raise ConfigError(f"transport: {error}; pip install 'kvloom[gpu]'") from error
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def export(self, memory: Tensor) -> bytes:
+        self._enter()
+        at = memory.data_ptr()
+        try:
+            base, _ = self._driver("cuMemGetAddressRange", at)
+            handle = self._driver("cuIpcGetMemHandle", base)
+        except DriverError as error:
+            raise ConfigError(
+                f"transport: the KV arena cannot be shared with other processes: {error}"
+            ) from error
+        return msgspec.msgpack.encode(_Handle(bytes(handle.reserved), at - int(base), memory.numel()))
+
+    def map(self, handle: bytes) -> Tensor:
+        try:
+            told = msgspec.msgpack.decode(handle, type=_Handle)
+        except msgspec.MsgspecError as error:
+            raise BadRequest(f"peer: its memory's handle cannot be read: {error}") from error
+        self._enter()
+        api: Any = self._driver.api
+        ipc = api.CUipcMemHandle()
+        ipc.reserved = told.ipc
+        try:
+            base = int(
+                self._driver(
+                    "cuIpcOpenMemHandle", ipc, int(api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+                )
+            )
+        except DriverError as error:
+            raise Unavailable(f"the peer's KV arena cannot be mapped: {error}") from error
+        foreign = _Foreign(self._driver, base, told.offset, told.size)
+        return torch.as_tensor(foreign, device=self._device)
+
+    def mark(self) -> Mark:
+        with torch.cuda.device(self._device):
+            return _Event()
+
+    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
+        from kvloom.kernels.triton.copy import copy_blocks  # noqa: PLC0415 -- triton reads its environment then
+
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            lists = (parcel.own, parcel.peer, parcel.offsets, parcel.counts)
+            sent = (torch.from_numpy(one.copy()).pin_memory() for one in lists)
+            copy_blocks(
+                source,
+                target,
+                *(one.to(self._device, non_blocking=True) for one in sent),
+                block_bytes=room.block_bytes,
+                page_tokens=room.page_tokens,
+                token_bytes=room.token_bytes,
+            )
+            self._stream.synchronize()
+
+    def _enter(self) -> None:
+        """Make the device's primary context this thread's."""
+        torch.cuda.set_device(self._device)
+
+
+def _close(driver: Driver, base: int) -> None:
+    with suppress(DriverError):  # the process is ending, or its device has failed
+        driver("cuIpcCloseMemHandle", base)

@@ -1,0 +1,39 @@
+"""A real engine over the GPU's executor, which runs on the CPU as its device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvloom.core.clock import WallClock
+from kvloom.core.spec import EngineSpec
+from kvloom.engine.engine import Engine
+from kvloom.kv.arena import Arena
+from kvloom.model.gpu.device import Device, host_device
+from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.model.gpu.loading import load_executor
+from kvloom.model.gpu.operations import Operations, plain_operations
+from kvloom.transport.shm import ShmTransport
+
+COMPUTE = 8
+
+
+@asynccontextmanager
+async def running_on_device(
+    spec: EngineSpec, device: Device | None = None, operations: Operations | None = None
+) -> AsyncIterator[tuple[Engine, GpuExecutor]]:
+    """The engine while it runs; afterwards law 1 and law 4 hold."""
+    executor = load_executor(spec, device or host_device(COMPUTE), operations or plain_operations())
+    transport = ShmTransport(spec.unit, Arena(1, spec.block_bytes))
+    engine = Engine(executor, transport, spec, WallClock())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.run())
+        try:
+            yield engine, executor
+        finally:
+            await engine.stop()
+    transport.close_all()
+    executor.close()
+    engine.pool.check()
+    assert engine.pool.available == engine.pool.total

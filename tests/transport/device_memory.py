@@ -1,0 +1,71 @@
+"""The host's memory as if it were a device's."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kvloom.core.errors import Unavailable
+from kvloom.core.shipment import Parcel
+from kvloom.kernels.block_copy import copy_blocks
+from kvloom.kv.arena import Arena
+from kvloom.transport.cuda_ipc_memory import DeviceMemory, Mark
+from kvloom.transport.room import Room
+
+
+class _Now:
+    def wait(self) -> None:
+        """All is done."""
+
+
+class HostMemory:
+    """Satisfies DeviceMemory for an arena in shared memory."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._fd = arena.fd
+
+    def export(self, memory: Tensor) -> bytes:
+        return msgspec.msgpack.encode((os.getpid(), self._fd, memory.numel()))
+
+    def map(self, handle: bytes) -> Tensor:
+        pid, number, size = msgspec.msgpack.decode(handle, type=tuple[int, int, int])
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        except OSError as error:
+            raise Unavailable(f"the peer's arena cannot be mapped: {error}") from error
+        try:
+            return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        finally:
+            os.close(fd)
+
+    def mark(self) -> Mark:
+        return _Now()
+
+    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
+        lists = (parcel.own, parcel.peer, parcel.offsets, parcel.counts)
+        copy_blocks(
+            source.numpy(),
+            target.numpy(),
+            *lists,
+            block_bytes=room.block_bytes,
+            page_tokens=room.page_tokens,
+            token_bytes=room.token_bytes,
+        )
+
+
+class GatedMemory:
+    """Calls `passing` before each copy."""
+
+    def __init__(self, memory: DeviceMemory, passing: Callable[[], None]) -> None:
+        self._memory = memory
+        self._passing = passing
+        self.export, self.map, self.mark = memory.export, memory.map, memory.mark
+
+    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
+        self._passing()
+        self._memory.copy(source, target, parcel, room)

@@ -1,0 +1,126 @@
+"""The plane between arenas on devices: fenced as shared memory is, and after what the device still
+computes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.core.address import KVAddress, KVForm
+from kvloom.core.errors import BadRequest, Unavailable
+from kvloom.core.geometry import Geometry
+from kvloom.core.shipment import Parcel
+from kvloom.kv.arena import Arena
+from kvloom.transport.cuda_ipc import CudaIpcTransport, DeviceShipment
+from kvloom.transport.cuda_ipc_memory import Mark
+from tests.transport.context import Context
+from tests.transport.device_memory import HostMemory
+from tests.transport.kinds import DEVICE
+from tests.transport.units import units
+
+BLOCK, TOKENS = 4096, 32
+FORM = KVForm.of(Geometry(1, 1, 16, 4, BLOCK), "float32")
+
+
+def test_close_waits_for_a_piece_and_a_killed_sender_holds_nothing() -> None:
+    with units(DEVICE, "sender", "receiver") as (sender, receiver):
+        context = Context.make(sender, receiver, 0, 100, seed=1)
+        shipment = context.stall("inside", skip=2)
+        assert not receiver.call("close", ticket=context.ticket)
+        sender.call("ungate")
+        with pytest.raises(BadRequest, match="over"):
+            sender.call("arrived", number=shipment)
+        assert receiver.call("close", ticket=context.ticket)
+        written = {i for i in range(len(receiver.arena)) if (receiver.arena[i] != context.before[i]).any()}
+        assert written == set(context.whole(0, 100).peer[:12].tolist())
+        again = Context.make(sender, receiver, 0, 100, seed=2)
+        again.stall("inside", skip=1)
+        assert not receiver.call("close", ticket=again.ticket)
+        sender.kill()
+        assert receiver.call("close", ticket=again.ticket)
+
+
+class _Later:
+    """What the device has been asked for is done when `done` is set; `problem` is what went wrong."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.reached = threading.Event()
+        self.problem = ""
+
+    def wait(self) -> None:
+        self.reached.set()
+        self.done.wait()
+        if self.problem:
+            raise RuntimeError(self.problem)
+
+
+class _Slow(HostMemory):
+    def __init__(self, arena: Arena, later: _Later) -> None:
+        super().__init__(arena)
+        self._later = later
+
+    def mark(self) -> Mark:
+        return self._later
+
+
+async def _ship(later: _Later) -> tuple[DeviceShipment, CudaIpcTransport, KVAddress, Arena, Arena]:
+    """Block 3 of a sender, to block 7 of a receiver, which is put and not yet computed."""
+    arenas = Arena(8, BLOCK), Arena(8, BLOCK)
+    sender = CudaIpcTransport("sender", arenas[0], _Slow(arenas[0], later), slots=4)
+    receiver = CudaIpcTransport("receiver", arenas[1], HostMemory(arenas[1]), slots=4)
+    blocks = KVAddress.compress(np.array([7], np.int32))
+    address = KVAddress(model="m", form=FORM, begin=0, end=TOKENS, blocks=blocks, ticket=receiver.open(0, 5))
+    shipment = sender.ship(receiver.endpoint, address, 5, 0, TOKENS)
+    one, none, count = (np.array([n], np.int32) for n in (3, 0, TOKENS))
+    shipment.put(Parcel(one, np.array([7], np.int32), none, count))
+    return shipment, receiver, address, *arenas
+
+
+def test_what_is_still_computed_is_copied_afterwards_and_holds_no_lock() -> None:
+    async def run() -> None:
+        later = _Later()
+        shipment, receiver, address, own, peer = await _ship(later)
+        await asyncio.to_thread(later.reached.wait)
+        assert receiver.received(address.ticket) == 0
+        own.view(16, torch.float32)[3] = 1.5  # what the device was to write
+        later.done.set()
+        await shipment.arrived()
+        assert receiver.received(address.ticket) == TOKENS
+        assert (peer.view(16, torch.float32)[7] == 1.5).all()
+        assert receiver.close(address.ticket)
+
+    asyncio.run(run())
+
+
+def test_a_reservation_closes_at_once_while_the_device_computes() -> None:
+    async def run() -> None:
+        later = _Later()
+        shipment, receiver, address, own, peer = await _ship(later)
+        await asyncio.to_thread(later.reached.wait)
+        assert receiver.close(address.ticket)
+        own.view(16, torch.float32)[3] = 1.5
+        later.done.set()
+        with pytest.raises(BadRequest, match="over"):
+            await shipment.arrived()
+        assert not peer.bytes.any()
+
+    asyncio.run(run())
+
+
+def test_a_device_that_fails_fails_its_shipments() -> None:
+    async def run() -> None:
+        later = _Later()
+        later.problem = "an illegal memory access was encountered"
+        later.done.set()
+        shipment, receiver, address, _, peer = await _ship(later)
+        with pytest.raises(Unavailable, match="copying to receiver failed: an illegal memory access"):
+            await shipment.arrived()
+        assert not peer.bytes.any()
+        assert receiver.close(address.ticket)
+
+    asyncio.run(run())
