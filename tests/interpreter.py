@@ -1,15 +1,20 @@
-"""Triton's interpreter, for tests without a GPU.
+"""Where tests run the Triton kernels: on a GPU, or in Triton's interpreter where there is none.
 
-Triton reads TRITON_INTERPRET when it is imported and where it runs a kernel. It is set there, and nowhere
-else, so that no other test and no process of one sees it.
+Triton reads TRITON_INTERPRET while it is imported, which torch or transformers may do at any time, while
+kernels are, and while they run. It is set then, and at no other time, so that no process of a test sees it.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,21 +23,54 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 _KERNELS = "activation", "copy", "decode", "draw", "merge", "norm", "prefill", "rotary", "write"
 
 
+class _Watch(MetaPathFinder):
+    """Waits for the import of triton."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "triton":
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def interpreted(module: ModuleType) -> None:
+                with interpreting():
+                    execute(module)
+
+            vars(spec.loader)["exec_module"] = interpreted
+        return spec
+
+
+def watch() -> None:
+    """To be called before anything imports triton."""
+    sys.meta_path.insert(0, _Watch())
+
+
 def load() -> None:
-    """Import triton and the kernels to be interpreted, for the rest of this process. Done while tests are
-    collected, before anything else imports triton."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
+    """Import the kernels."""
+    with interpreting():
         for name in _KERNELS:
             importlib.import_module(f"kvloom.kernels.triton.{name}")
-        language = importlib.import_module("triton.language")
-    if type(language.sum).__name__ != "InterpretedFunction":
-        raise ImportError("triton: want to import it for its interpreter, but something imported it before")
+        interpreted = type(importlib.import_module("triton.language").sum).__name__ == "InterpretedFunction"
+        if interpreted != ("TRITON_INTERPRET" in os.environ):
+            raise ImportError(
+                "triton: want to import it first here, but something did before tests/conftest.py"
+            )
 
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Run kernels; an exponential that overflows is infinite, as it is on a GPU."""
-    with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield
+    """Import or run kernels; new tensors are where they run. What overflows is infinite, as on a GPU."""
+    import torch  # noqa: PLC0415 - not in a run of tests that do without
+
+    if torch.cuda.is_available():
+        with torch.device("cuda"):
+            yield
+    else:
+        quiet = np.errstate(over="ignore", divide="ignore", invalid="ignore")
+        with pytest.MonkeyPatch.context() as patch, quiet:
+            patch.setenv("TRITON_INTERPRET", "1")
+            yield

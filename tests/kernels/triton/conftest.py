@@ -1,4 +1,4 @@
-"""The kernels run in Triton's interpreter here."""
+"""The kernels run on a GPU here, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def interpreted() -> Iterator[None]:
+def device() -> Iterator[None]:
     with interpreter.interpreting():
         yield
