@@ -102,10 +102,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def config_of(architecture: str, **overrides: Any) -> Any:
+    kind, special = ARCHITECTURES[architecture]
+    return getattr(transformers, kind)(**(_SMALL | special | overrides))
+
+
 def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random checkpoint of `architecture` with a byte-level tokenizer into `path`."""
-    kind, special = ARCHITECTURES[architecture]
-    config = getattr(transformers, kind)(**(_SMALL | special | overrides))
+    config = config_of(architecture, **overrides)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = EOS

@@ -16,8 +16,8 @@ from kvloom.core.request import EndEvent, Event, PromptEvent, StartGenerate, Tok
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
 from kvloom.engine.engine import Engine
-from kvloom.model.executor import TorchExecutor
-from kvloom.transport.shm import ShmTransport
+from kvloom.model.parallel.executor import load_executor
+from kvloom.serve.engine_process import open_transport
 
 _REQUESTS = itertools.count()
 
@@ -65,10 +65,8 @@ def spec_of(paths: dict[str, Path], *, policy: Policy = "adbs", **changes: int) 
 @asynccontextmanager
 async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
     """The engine while it runs; afterwards law 1 and law 4 hold."""
-    executor = TorchExecutor.load(
-        spec.models, kv_bytes=spec.kv_bytes, block_bytes=spec.block_bytes, threads=spec.threads
-    )
-    transport = ShmTransport(spec.unit, executor.arena)
+    executor = load_executor(spec)
+    transport = open_transport(spec, executor.arena)
     engine = Engine(executor, transport, spec, WallClock())
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())

@@ -65,6 +65,10 @@ class Fleet:
         """Process ids by component: gateway, unit-0, …"""
         return {name: pid for pid, name in _children(self.process.pid)}
 
+    def ranks(self, unit: str) -> dict[str, int]:
+        """Process ids of a unit's ranks but the first, which is the unit's own process."""
+        return {name: pid for pid, name in _children(self.children()[unit])}
+
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
         return self.process.wait(DEADLINE)

@@ -190,6 +190,29 @@ def test_auto_is_shared_out(folder: Path, text: str, memory: list[int], threads:
             "units: 6 threads for all engines are more than the 4 cores here; less is right",
         ),
         (
+            "units: [{models: [a, b], tensor_parallel: 0}]",
+            "units.0.tensor_parallel: 0; 1 or more is right",
+        ),
+        (
+            "units: [{models: [a, b], tensor_parallel: -2}]",
+            "units.0.tensor_parallel: -2; 1 or more is right",
+        ),
+        (
+            "units: [{models: [a, b], tensor_parallel: 8}]",
+            "units.0.tensor_parallel: 8 ranks for the 4 of the cores that unit-0 has; one core at least for "
+            "each is right",
+        ),
+        (
+            "units: [{models: [a], threads: 3}, {models: [b], tensor_parallel: 2}]",
+            "units.1.tensor_parallel: 2 ranks for the 1 of the cores that unit-1 has; one core at least for "
+            "each is right",
+        ),
+        (
+            "program: balanced\nunits: [{models: [a, b]}, {models: [a], tensor_parallel: 2}]",
+            "units.1.tensor_parallel: 2 ranks, whose K and V are neither sent nor received, under the "
+            "program balanced, which moves them; cache_aware, data_parallel, least_loaded are right",
+        ),
+        (
             "threads: 2\nunits: [{models: [a, b], threads: 3}]",
             "units: 3 threads for all engines are more than the 2 of `threads`; less is right",
         ),

@@ -35,7 +35,7 @@ from kvloom.config_fields import (
     Threads,
     no_bool,
 )
-from kvloom.config_units import UnitConfig, list_engines, share_memory, share_threads
+from kvloom.config_units import UnitConfig, check_ranks, list_engines, share_memory, share_threads
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import Dtype, EngineSpec, Plane, Policy
 from kvloom.machine import Machine
@@ -140,6 +140,7 @@ class Config(Section):
         engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
         pools = share_memory(engines, self.kv_memory, self.block_bytes, here.machine)
         cores = share_threads(engines, self.threads, here.machine)
+        check_ranks(engines, cores, self.program.name)
         self._engines = tuple(
             EngineSpec(
                 unit=engine.name,
@@ -155,6 +156,7 @@ class Config(Section):
                 threads=threads,
                 lease=self.lease,
                 transport=self.transport,
+                tensor_parallel=engine.unit.tensor_parallel,
             )
             for engine, pool, threads in zip(engines, pools, cores, strict=True)
         )

@@ -12,6 +12,7 @@ from kvloom.config_errors import nearest
 from kvloom.config_fields import Auto, Memory, Part, Section, Some, Threads, no_bool
 from kvloom.core.spec import ModelSpec, Policy
 from kvloom.machine import Machine
+from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.sizes import show_size
 
 MOST_ENGINES: Final = 64
@@ -35,6 +36,7 @@ class UnitConfig(Section):
     kv_memory: Memory = "auto"
     threads: Threads = "auto"
     policy: Policy | None = None
+    tensor_parallel: Annotated[int, BeforeValidator(no_bool), Field(ge=1)] = 1
     shares: dict[str, SharesConfig] | None = None
 
     def spec(self, name: str, settings: Mapping[str, Any]) -> ModelSpec:
@@ -56,6 +58,23 @@ class Engine:
     key: str
     name: str
     unit: UnitConfig
+
+
+def check_ranks(engines: Sequence[Engine], cores: Sequence[int], program: str) -> None:
+    """Raises ValueError where an engine has fewer cores than ranks, or the program wants of it what ranks do
+    not do."""
+    for engine, own in zip(engines, cores, strict=True):
+        ranks, key = engine.unit.tensor_parallel, f"{engine.key}.tensor_parallel"
+        if ranks > own:
+            raise ValueError(
+                f"{key}: {ranks} ranks for the {own} of the cores that {engine.name} has; "
+                "one core at least for each is right"
+            )
+        if ranks > 1 and program in MOVING:
+            raise ValueError(
+                f"{key}: {ranks} ranks, whose K and V are neither sent nor received, under the program "
+                f"{program}, which moves them; {', '.join(sorted(PROGRAMS.keys() - MOVING))} are right"
+            )
 
 
 def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[Engine]:

@@ -33,7 +33,9 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     """One unit: its models, its pool of `kv_bytes`, and how they are scheduled. lease: seconds for which a
     reservation is kept without being renewed. transport: what carries K and V to other units. quotas: whether
     they move and bend, or are walls (no unified pool). overload: of the unit's compute, by which the shares
-    of jobs that run together may exceed it."""
+    of jobs that run together may exceed it. tensor_parallel: ranks, each a process with its heads of all
+    models, that share the unit's cores and pool. device: `cpu`, or `cuda:N`, where kv_bytes 0 is what the
+    weights leave."""
 
     models: tuple[ModelSpec, ...]
     kv_bytes: int
@@ -48,6 +50,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     transport: Plane = "shm"
     quotas: Quotas = "adaptive"
     overload: float = 0.0
+    tensor_parallel: int = 1
+    device: str = "cpu"
 
 
 class ProgramSpec(Struct, frozen=True):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from kvloom.core.arrays import I64
 from kvloom.core.errors import ConfigError
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
@@ -18,7 +20,7 @@ from kvloom.core.request import ModelCard
 from kvloom.core.spec import ModelSpec
 from kvloom.kv.arena import Arena
 from kvloom.model.attention import ForwardState
-from kvloom.model.loader import LoadedModel, load_model
+from kvloom.model.loader import LoadedModel, load_models
 from kvloom.model.sampler import prompt_logprobs, sample
 
 
@@ -53,19 +55,9 @@ class TorchExecutor:
     ) -> Self:
         """Load every model, then commit the arena. Raises ConfigError."""
         torch.set_num_threads(threads)
-        loaded: dict[str, LoadedModel] = {}
-        for i, spec in enumerate(models):
-            progress(f"loading model {spec.name} ({i + 1}/{len(models)})")
-            loaded[spec.name] = load_model(spec, block_bytes)
+        loaded = load_models(models, block_bytes, progress)
         progress("reserving the KV arena")
-        blocks = kv_bytes // block_bytes
-        for name, model in loaded.items():
-            if model.geometry.blocks_per_page > blocks:
-                raise ConfigError(
-                    f"kv_memory: {kv_bytes:,} bytes hold no page of {name}; "
-                    f"at least {model.geometry.blocks_per_page * block_bytes:,} are needed"
-                )
-        return cls(loaded, Arena(blocks, block_bytes), threads)
+        return cls(loaded, commit_arena(loaded, kv_bytes, block_bytes), threads)
 
     @property
     def cards(self) -> dict[str, ModelCard]:
@@ -75,10 +67,15 @@ class TorchExecutor:
     def geometries(self) -> dict[str, Geometry]:
         return {name: model.geometry for name, model in self._models.items()}
 
+    async def lost(self) -> str:
+        """Wait until no job can run any more; why."""
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never  # jobs can, as long as this process lives
+
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         self._free.sort()
         slot = self._free.pop(0)
-        future = asyncio.get_running_loop().run_in_executor(self._slots[slot], self._run, job)
+        future = asyncio.get_running_loop().run_in_executor(self._slots[slot], self._run, slot, job)
         future.add_done_callback(lambda _: self._free.append(slot))
         return future
 
@@ -93,17 +90,32 @@ class TorchExecutor:
         for slot in self._slots:
             slot.shutdown()
 
-    def _run(self, job: Job) -> JobResult:
+    def _run(self, slot: int, job: Job) -> JobResult:
         started = time.perf_counter()
         torch.set_num_threads(job.share)
-        model = self._models[job.model]
-        state = ForwardState(job.plan, self._views[job.model])
         rows = [row.row for row in job.samples] + [row.row for row in job.prompts]
         kept = np.asarray(rows, dtype=np.int64)
         with torch.inference_mode():
-            state.copy_pages(job.plan.copies)
-            logits = model.forward(job.tokens, kept, state)
+            logits = self._forward(slot, job, kept)
             count = len(job.samples)
             tokens, reports = sample(logits[:count], job.samples)
             prompts = prompt_logprobs(logits[count : len(rows)], job.prompts)
         return JobResult(tokens, reports, prompts, time.perf_counter() - started)
+
+    def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
+        """Logits of the rows `kept` [R]: [R or more, V]. slot: of the thread that this is."""
+        state = ForwardState(job.plan, self._views[job.model])
+        state.copy_pages(job.plan.copies)
+        return self._models[job.model].forward(job.tokens, kept, state)
+
+
+def commit_arena(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: int, ranks: int = 1) -> Arena:
+    """One rank's part of `kv_bytes`. Raises ConfigError where that holds no page of a model."""
+    blocks = kv_bytes // (ranks * block_bytes)
+    for name, model in models.items():
+        if model.geometry.blocks_per_page > blocks:
+            raise ConfigError(
+                f"kv_memory: {kv_bytes:,} bytes hold no page of {name}; "
+                f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
+            )
+    return Arena(blocks, block_bytes)

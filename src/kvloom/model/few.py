@@ -25,6 +25,7 @@ from kvloom.model.layer import DecoderLayer
 from kvloom.model.linear import PackedLinear, TiedLinear
 from kvloom.model.norm import FusedRMSNorm
 from kvloom.model.panels import Panels, panels_of
+from kvloom.model.parallel.modules import Gathered, Summed
 
 FEW_ROWS = 96  # more are faster by oneDNN's products, layer by layer
 _KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
@@ -74,12 +75,17 @@ class FewRows:
         embedding: nn.Embedding,
         layers: Sequence[DecoderLayer],
         norm: FusedRMSNorm,
-        head: PackedLinear | TiedLinear,
+        head: PackedLinear | TiedLinear | Gathered,
     ) -> FewRows | None:
-        """None where the kernel lacks the activation, or cannot read the packed weights."""
+        """None where the kernel lacks the activation, cannot read the packed weights, or would have to wait
+        for other ranks."""
+        if isinstance(head, Gathered):
+            return None
         linears: list[PackedLinear] = []
         for layer in layers:
             if (layer.mlp.activation, layer.mlp.form) not in _KINDS:
+                return None
+            if isinstance(layer.o, Summed) or isinstance(layer.mlp.down, Summed):
                 return None
             linears += (layer.qkv, layer.o, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
         if isinstance(head, PackedLinear):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kvloom.model.linear import FusedLinear, GatedMLP, PackedLinear, Part, TiedLinear, can_pack
 from kvloom.model.norm import FusedRMSNorm
+from kvloom.model.parallel.modules import Summed
 from kvloom.model.rope import fuse_rotary
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -55,8 +56,10 @@ def _shared_weights(model: nn.Module) -> set[int]:
 
 
 def _linears(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:
-    """The module's plain linear layers of these names, if all can be packed."""
+    """The module's plain linear layers of these names, this rank's part where one is summed, if all can be
+    packed."""
     found = [getattr(module, name, None) for name in names]
+    found = [one.inner if isinstance(one, Summed) else one for one in found]
     linears = [linear for linear in found if type(linear) is nn.Linear and can_pack(linear.weight)]
     return linears if len(linears) == len(names) else None
 
@@ -72,17 +75,20 @@ def _fuse_qkv(module: nn.Module) -> None:
 
 def _gated_like(stock: nn.Module) -> GatedMLP | None:
     """Our gated MLP in the stock one's place, or None where it is something else."""
+    last = getattr(stock, "down_proj", None)
+    group = last.group if isinstance(last, Summed) else None
     linears = _linears(stock, _GATED)
     if linears is None:
         return None
-    probe = torch.randn(1, 4, linears[0].in_features, generator=torch.Generator().manual_seed(0))
+    gate, up, down = linears
+    probe = torch.randn(1, 4, gate.in_features, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         try:
             expected = stock(probe)
         except (TypeError, ValueError, RuntimeError):
             return None  # it takes more than one input: it is not a plain MLP
         for activation, form in _ACTIVATIONS:
-            gated = GatedMLP(linears, activation, form)
+            gated = GatedMLP(gate, up, down, activation, form, group)
             if torch.allclose(gated(probe), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
                 return gated
     return None

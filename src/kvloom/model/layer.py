@@ -10,6 +10,7 @@ from kvloom.kernels.cpu import rotate
 from kvloom.model.attention import ForwardState, Scoring
 from kvloom.model.linear import GatedMLP, PackedLinear
 from kvloom.model.norm import FusedRMSNorm
+from kvloom.model.parallel.modules import Summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class DecoderLayer:
     qkv: PackedLinear
     heads: Heads
     scoring: Scoring
-    o: PackedLinear
+    o: PackedLinear | Summed
     between: FusedRMSNorm
     mlp: GatedMLP
 

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kvloom.model.parallel.group import Group
+from kvloom.model.parallel.modules import Summed
+
 # oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
 # so the executor never brings fewer.
 FEWEST_ROWS = 4
@@ -67,16 +70,26 @@ class TiedLinear(nn.Module):
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) ∘ up(x)), with the activation and the product done as gate and up are stored.
-    linears: gate, up, down. activation, form: oneDNN's names."""
+    down's sum is over ranks, where it has a `group`. activation, form: oneDNN's names."""
 
-    def __init__(self, linears: Sequence[nn.Linear], activation: str, form: str) -> None:
+    def __init__(
+        self,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
+        activation: str,
+        form: str,
+        group: Group | None = None,
+    ) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (PackedLinear(part.weight, part.bias) for part in linears)
+        self.gate, self.up, own = (PackedLinear(part.weight, part.bias) for part in (gate, up, down))
+        self.down: PackedLinear | Summed = own if group is None else Summed(own, group)
         self.activation = activation
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self._inner(x))  # type: ignore[no-any-return]
+        out: Tensor = self.down(self._inner(x))
+        return out
 
     def onto(self, x: Tensor, base: Tensor) -> Tensor:
         """base + what forward gives, added as it is stored."""

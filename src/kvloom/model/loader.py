@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from kvloom.core.errors import ConfigError
+from kvloom.core.errors import ConfigError, Unavailable
 from kvloom.core.geometry import Geometry
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import ModelSpec
 from kvloom.model.attention import NAME, Scoring, attend_dense
 from kvloom.model.forward import Forward, Modular
-from kvloom.model.fuse import fuse
+from kvloom.model.parallel.slicing import slice_model
+from kvloom.model.parallel.team import Team
 from kvloom.model.sampling_defaults import read_sampling_defaults
-from kvloom.model.straighten import straighten
+from kvloom.model.target import CPU, Target
 
 _PROBE_TOKENS = 9
 
@@ -51,23 +52,44 @@ class _Observer:
         return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
 
 
-def load_model(spec: ModelSpec, block_bytes: int) -> LoadedModel:
-    """Build, fuse and prove a checkpoint. Raises ConfigError naming the model and what is wrong with it."""
+def load_models(
+    models: Sequence[ModelSpec],
+    block_bytes: int,
+    progress: Callable[[str], None] = lambda _: None,
+    team: Team | None = None,
+    target: Target = CPU,
+) -> dict[str, LoadedModel]:
+    """By name; see `load_model`."""
+    loaded: dict[str, LoadedModel] = {}
+    for i, spec in enumerate(models):
+        progress(f"loading model {spec.name} ({i + 1}/{len(models)})")
+        loaded[spec.name] = load_model(spec, block_bytes, team, target)
+    return loaded
+
+
+def load_model(
+    spec: ModelSpec, block_bytes: int, team: Team | None = None, target: Target = CPU
+) -> LoadedModel:
+    """Build, fuse and prove a checkpoint. team: the ranks that share it, each of which loads its own slice at
+    the same time; target: where it is to run. Raises ConfigError naming the model and what is wrong with it,
+    Unavailable where a rank of the team is gone."""
     try:
-        return _load(spec, block_bytes)
+        return _load(spec, block_bytes, team, target)
     except ConfigError as error:
         raise ConfigError(f"models.{spec.name}: {error.message}") from error
+    except Unavailable:
+        raise
     except Exception as error:  # whatever transformers, huggingface_hub or safetensors make of its files
         reason = " ".join(str(error).split())[:400]
         raise ConfigError(f"models.{spec.name}: {spec.path} cannot be loaded: {reason}") from error
 
 
-def _load(spec: ModelSpec, block_bytes: int) -> LoadedModel:
+def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: Target) -> LoadedModel:
     _no_code(spec.path)
     config = AutoConfig.from_pretrained(spec.path, trust_remote_code=False)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("it is an encoder-decoder; kvloom serves decoders")
-    dtype = torch.float32 if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    dtype = target.dtype(config) if spec.dtype == "auto" else getattr(torch, spec.dtype)
     module, info = AutoModelForCausalLM.from_pretrained(
         spec.path,
         config=config,
@@ -80,13 +102,15 @@ def _load(spec: ModelSpec, block_bytes: int) -> LoadedModel:
     _whole(info)
     module.eval().requires_grad_(False)
     parameters = sum(p.numel() for p in module.parameters())
-    observer = _prove(module)
-    for left in module.parameters():  # out of the mapped files, which would else stay in memory with them
-        left.data = left.data.clone()
+    target.place(module)
+    observer = _prove(module, team, target)
+    target.settle(module)
     heads, head_dim = next(iter(observer.layers.values()))
     geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes)
-    forward = straighten(module, observer.scorings, geometry) or Modular(module)
-    return LoadedModel(module, forward, dtype, geometry, _card(spec, module, parameters))
+    straight = target.straighten(module, observer.scorings, geometry)
+    if team is not None and not team.group.agree(straight is not None):
+        straight = None  # all ranks must exchange the same
+    return LoadedModel(module, straight or Modular(module), dtype, geometry, _card(spec, module, parameters))
 
 
 def _no_code(path: str) -> None:
@@ -112,24 +136,52 @@ def _some(names: Iterable[str]) -> str:
     return f"{first} and {len(rest)} more" if rest else first
 
 
-def _prove(module: Any) -> _Observer:
-    """See what the stock model asks of our attention, fuse it, and compare logits on a short prompt."""
+def _prove(module: Any, team: Team | None, target: Target) -> _Observer:
+    """See what the stock model asks of our attention, slice and fuse it, and compare logits on a short
+    prompt. Of a team the first rank alone does what takes the whole model."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(module.config.vocab_size, (1, _PROBE_TOKENS), generator=generator)
-    observer = _Observer()
-    probe = {"input_ids": ids, "position_ids": torch.arange(_PROBE_TOKENS)[None], "use_cache": False}
+    ids = torch.randint(module.config.vocab_size, (1, _PROBE_TOKENS), generator=generator).to(module.device)
+    observer, expected = _Observer(), None
+    positions = torch.arange(_PROBE_TOKENS, device=module.device)[None]
+    probe = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     with torch.inference_mode():
-        expected = module(input_ids=ids, use_cache=False).logits
+        if team is None or team.group.rank == 0:
+            expected = module(input_ids=ids, use_cache=False).logits
         module.set_attn_implementation(NAME)
-        module(**probe, kv=observer)
-        _uniform(module, observer)
-        fuse(module)
+        if expected is not None:
+            module(**probe, kv=observer)
+            _uniform(module, observer)
+        if team is not None:
+            observer = _slice(module, probe, observer, team)
+        target.fuse(module)
         found = module(**probe, kv=observer).logits
+    if expected is not None:
+        _compare(found, expected)
+    return observer
+
+
+def _slice(module: Any, probe: dict[str, Any], whole: _Observer, team: Team) -> _Observer:
+    """Cut the module down to this rank's slice. Returns what the slice asks of attention."""
+    for heads, _ in whole.layers.values():
+        if heads % team.group.size:
+            fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ConfigError(
+                f"{team.group.size} ranks cannot share its {heads} KV heads evenly; "
+                f"a `tensor_parallel` of {fits} is right"
+            )
+    team.meet()
+    slice_model(module, team.group)
+    observer = _Observer()
+    module(**probe, kv=observer)
+    _uniform(module, observer)
+    return observer
+
+
+def _compare(found: Tensor, expected: Tensor) -> None:
     error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     bound = 1e-4 if expected.dtype == torch.float32 else 5e-2
     if not error < bound:
         raise ConfigError(f"its logits under kvloom's attention differ from transformers' own by {error:.1e}")
-    return observer
 
 
 def _uniform(module: Any, observer: _Observer) -> None:

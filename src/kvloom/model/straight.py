@@ -17,7 +17,9 @@ from kvloom.model.forward import padded
 from kvloom.model.layer import DecoderLayer
 from kvloom.model.linear import PackedLinear, TiedLinear
 from kvloom.model.norm import FusedRMSNorm
+from kvloom.model.parallel.modules import Gathered
 
+Head = PackedLinear | TiedLinear | Gathered
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -29,7 +31,7 @@ class Parts:
     rotary: Rotary
     layers: tuple[DecoderLayer, ...]
     norm: FusedRMSNorm
-    head: PackedLinear | TiedLinear
+    head: Head
 
 
 class Straight:

@@ -14,9 +14,10 @@ from kvloom.core.geometry import Geometry
 from kvloom.core.plan import Plan
 from kvloom.model.attention import ForwardState, Scoring
 from kvloom.model.layer import DecoderLayer, Heads
-from kvloom.model.linear import GatedMLP, PackedLinear, Part, TiedLinear
+from kvloom.model.linear import GatedMLP, PackedLinear, Part
 from kvloom.model.norm import FusedRMSNorm
-from kvloom.model.straight import Parts, Straight
+from kvloom.model.parallel.modules import Summed
+from kvloom.model.straight import Head, Parts, Straight
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -43,7 +44,7 @@ def _plain(module: nn.Module) -> dict[str, nn.Module]:
 def _find(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry) -> Parts | None:
     """A backbone of embedding, rotary table, layers and norm, and a head."""
     ends = list(_plain(module).values())
-    if len(ends) != 2 or not isinstance(ends[1], PackedLinear | TiedLinear):
+    if len(ends) != 2 or not isinstance(ends[1], Head):
         return None
     inner = list(_plain(ends[0]).values())
     embeddings = [child for child in inner if type(child) is nn.Embedding]
@@ -77,7 +78,8 @@ def _layer(
         and isinstance(between, FusedRMSNorm)
         and isinstance(mlp, GatedMLP)
         and isinstance(q, Part)
-        and isinstance(o, PackedLinear)
+        and isinstance(o, PackedLinear | Summed)
+        and isinstance(getattr(o, "inner", o), PackedLinear)
     ):
         return None
     size, kv = geometry.head_dim, geometry.kv_heads

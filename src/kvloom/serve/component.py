@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Self
 
 import msgspec
 
+from kvloom.core.ending import ending
 from kvloom.serve.orders import Order, Report
 
 LONGEST_LINE = 1 << 16
@@ -88,11 +88,7 @@ class Component:
 
     async def ended(self) -> str:
         """Wait for its end; how it came, in words."""
-        code = await self._process.wait()
-        if code >= 0:
-            return f"ended with exit code {code}"
-        name = signal.Signals(-code).name
-        return f"was killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+        return ending(await self._process.wait())
 
     def terminate(self) -> None:
         """It is to finish what it does, and to end."""

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from kvloom.core.errors import Unavailable
 from kvloom.serve.orders import EngineOrder, Progress, Ready
 from kvloom.serve.parent import Parent, run_child
 
 if TYPE_CHECKING:
     from kvloom.core.spec import EngineSpec
     from kvloom.kv.arena import Arena
+    from kvloom.model.executor import TorchExecutor
+    from kvloom.serve.server import Server
+    from kvloom.transport.apart import Apart
     from kvloom.transport.nixl import NixlTransport
     from kvloom.transport.shm import ShmTransport
 
@@ -30,7 +34,8 @@ def main(parent: Parent) -> None:
 
 
 async def serve(parent: Parent, order: EngineOrder) -> None:
-    """Load the models, then answer verbs until SIGTERM, which the parent's end is too."""
+    """Load the models, then answer verbs until SIGTERM, which the parent's end is too. Raises Unavailable
+    where no job can run any more."""
     from kvloom.serve.hub import require_hub  # noqa: PLC0415
 
     spec = order.spec
@@ -41,17 +46,12 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     from kvloom.api.verbs import create_verbs  # noqa: PLC0415
     from kvloom.core.clock import WallClock  # noqa: PLC0415
     from kvloom.engine.engine import Engine  # noqa: PLC0415
-    from kvloom.model.executor import TorchExecutor  # noqa: PLC0415
+    from kvloom.model.parallel.executor import load_executor  # noqa: PLC0415
     from kvloom.serve.server import Server  # noqa: PLC0415
 
     transformers.logging.disable_progress_bar()
-    executor = TorchExecutor.load(
-        list(spec.models),
-        kv_bytes=spec.kv_bytes,
-        block_bytes=spec.block_bytes,
-        threads=spec.threads,
-        progress=lambda text: parent.report(Progress(text)),
-    )
+    folder = Path(order.socket).parent
+    executor = load_executor(spec, folder, lambda text: parent.report(Progress(text)))
     transport = open_transport(spec, executor.arena)
     engine = Engine(executor, transport, spec, WallClock())
     chat = tuple(card.name for card in await engine.models() if card.chat_template is not None)
@@ -65,15 +65,30 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.run())
+            watch = group.create_task(_end_when_lost(executor, server))
             await server.serve()
             await engine.stop()
+            watch.cancel()
     finally:
         transport.close_all()
         executor.close()
+    if not watch.cancelled():
+        raise Unavailable(watch.result())
 
 
-def open_transport(spec: EngineSpec, arena: Arena) -> ShmTransport | NixlTransport:
+async def _end_when_lost(executor: TorchExecutor, server: Server) -> str:
+    """Why no job can run any more; the process is to end then, and to be started again."""
+    how = await executor.lost()
+    server.end()
+    return how
+
+
+def open_transport(spec: EngineSpec, arena: Arena) -> ShmTransport | NixlTransport | Apart:
     """The unit's end of the KV plane, as the config chooses. Raises ConfigError."""
+    if spec.tensor_parallel > 1:
+        from kvloom.transport.apart import Apart  # noqa: PLC0415
+
+        return Apart(spec.unit)
     if spec.transport == "nixl":
         from kvloom.transport.nixl import NixlTransport  # noqa: PLC0415
 

@@ -16,9 +16,10 @@ from typing import Final, NoReturn, TypeVar
 
 import msgspec
 
-from kvloom.core.errors import ConfigError
+from kvloom.core.errors import ConfigError, Unavailable
 from kvloom.serve.orders import Order, Refused, Report, Restarted
 
+_log = logging.getLogger(__name__)
 ORDERS: Final = 0
 LAST_SECONDS: Final = 4.0
 
@@ -83,6 +84,9 @@ def run_child(main: Callable[[Parent], None]) -> NoReturn:
     except ConfigError as error:
         parent.report(Refused(error.message))
         code = 2
+    except Unavailable as error:  # something that it cannot go on without
+        _log.error("%s", error.message)
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # all is closed; taking torch's modules apart would cost another second

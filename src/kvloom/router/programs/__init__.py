@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvloom.router.call import Frames
 from kvloom.router.programs.balanced import balanced
@@ -12,6 +13,9 @@ from kvloom.router.programs.data_parallel import data_parallel
 from kvloom.router.programs.disaggregate import disaggregate
 from kvloom.router.programs.least_loaded import least_loaded
 from kvloom.router.programs.migrate_context import migrate_context
+
+MOVING: Final = frozenset({"disaggregate", "cache_aware_disaggregate", "balanced", "migrate_context"})
+"""Those that move K and V from unit to unit."""
 
 PROGRAMS: dict[str, Callable[..., Frames]] = {
     program.__name__: program

@@ -1,0 +1,96 @@
+"""Runs jobs with torch on several ranks, of which this process is the first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvloom.core.arrays import I64
+from kvloom.core.errors import Unavailable
+from kvloom.core.job import Job
+from kvloom.core.spec import EngineSpec
+from kvloom.kv.arena import Arena
+from kvloom.model.executor import TorchExecutor, commit_arena
+from kvloom.model.loader import LoadedModel, load_models
+from kvloom.model.parallel.ranks import Ranks
+from kvloom.model.parallel.wire import Begin
+
+
+class ParallelExecutor(TorchExecutor):
+    """Each rank has its heads of every page, in an arena of its own with as many blocks, and runs each job on
+    `share` cores; this one draws the tokens. A job that fails on its way to the logits ends the ranks."""
+
+    def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int, ranks: Ranks) -> None:
+        super().__init__(models, arena, threads)
+        self._ranks = ranks
+        ranks.serve(self.geometries, arena.blocks)
+
+    @classmethod
+    def over(
+        cls,
+        spec: EngineSpec,
+        folder: Path | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Self:
+        """Start the other ranks, and load with them. Pool and cores of the unit are shared out evenly.
+        folder: see `Ranks`. Raises ConfigError, and Unavailable where a rank ends meanwhile."""
+        size, threads = spec.tensor_parallel, spec.threads // spec.tensor_parallel
+        torch.set_num_threads(threads)
+        progress(f"starting {size} ranks")
+        begin = Begin(
+            rank=0,
+            size=size,
+            threads=threads,
+            store="",
+            models=spec.models,
+            blocks=spec.kv_bytes // (size * spec.block_bytes),
+            block_bytes=spec.block_bytes,
+        )
+        ranks = Ranks(spec.unit, begin, folder)
+        try:
+            loaded = load_models(spec.models, spec.block_bytes, progress, ranks)
+            progress("reserving the KV arena")
+            arena = commit_arena(loaded, spec.kv_bytes, spec.block_bytes, size)
+            ranks.meet()
+        except Unavailable as error:
+            reason = ranks.refused(error)
+            ranks.close()
+            raise reason from error
+        except BaseException:
+            ranks.close()
+            raise
+        return cls(loaded, arena, threads, ranks)
+
+    async def lost(self) -> str:
+        return await asyncio.wrap_future(self._ranks.lost)
+
+    def close(self) -> None:
+        super().close()
+        self._ranks.close()
+
+    def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
+        try:
+            self._ranks.step(slot, job, kept)
+            return super()._forward(slot, job, kept)
+        except Exception as error:
+            raise self._ranks.failed(error) from error
+
+
+def load_executor(
+    spec: EngineSpec, folder: Path | None = None, progress: Callable[[str], None] = lambda _: None
+) -> TorchExecutor:
+    """The executor that the unit needs. Raises as the executors do."""
+    if spec.tensor_parallel > 1:
+        return ParallelExecutor.over(spec, folder, progress)
+    return TorchExecutor.load(
+        spec.models,
+        kv_bytes=spec.kv_bytes,
+        block_bytes=spec.block_bytes,
+        threads=spec.threads,
+        progress=progress,
+    )

@@ -1,0 +1,92 @@
+"""A job's plan on its way to the other ranks, and there again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvloom.core.arrays import I32, I64, AnyArray
+from kvloom.core.geometry import Geometry
+from kvloom.core.job import Job
+from kvloom.core.plan import PageCopy, Plan
+from kvloom.model.parallel.wire import Step
+
+
+class SentMaps:
+    """What the other ranks know of each model's page map. Steps must be sent in the order in which they were
+    made here."""
+
+    def __init__(self, geometries: Mapping[str, Geometry], blocks: int) -> None:
+        self._known = {name: empty_map(geometry, blocks) for name, geometry in geometries.items()}
+        self._widths = {name: geometry.tokens_per_block for name, geometry in geometries.items()}
+
+    def step(self, slot: int, job: Job, kept: I64) -> Step:
+        plan = job.plan
+        pages = self._changed(job.model, plan)
+        return Step(
+            slot=slot,
+            model=job.model,
+            share=job.share,
+            tokens=_bytes(job.tokens),
+            kept=_bytes(kept),
+            appends=_bytes(plan.appends),
+            starts=_bytes(plan.starts),
+            tables=_bytes(plan.tables),
+            positions=_bytes(plan.positions),
+            slot_page=_bytes(plan.slot_page),
+            slot_offset=_bytes(plan.slot_offset),
+            pages=_bytes(pages),
+            blocks=_bytes(plan.page_map[pages]),
+            copies=[(copy.source, copy.target, copy.tokens) for copy in plan.copies],
+        )
+
+    def _changed(self, model: str, plan: Plan) -> I32:
+        """The plan's pages whose rows the others do not know; they do from now on. Other rows may be changing
+        this moment, and are not read."""
+        counts = -(-(plan.starts + plan.appends) // self._widths[model])
+        own = plan.tables[np.arange(plan.tables.shape[1]) < counts[:, None]]
+        ends = [page for copy in plan.copies for page in (copy.source, copy.target)]
+        used = np.unique(np.concatenate([own, np.asarray(ends, dtype=np.int32)]))
+        known, rows = self._known[model], plan.page_map[used]
+        pages: I32 = used[(known[used] != rows).any((1, 2))]
+        known[pages] = plan.page_map[pages]
+        return pages
+
+
+def empty_map(geometry: Geometry, blocks: int) -> I32:
+    """[pages, layers, heads] of a pool that nobody has used yet."""
+    pages = blocks // geometry.blocks_per_page
+    return np.full((pages, geometry.layers, geometry.kv_heads), -1, dtype=np.int32)
+
+
+def plan_of(step: Step, page_map: I32) -> Plan:
+    """The plan as the first rank has it, over this rank's `page_map`, which learns of what has changed."""
+    pages = _array(step.pages, np.int32)
+    page_map[pages] = _array(step.blocks, np.int32).reshape(len(pages), *page_map.shape[1:])
+    appends = _array(step.appends, np.int64)
+    return Plan(
+        model=step.model,
+        sequences=tuple(range(len(appends))),
+        appends=appends,
+        starts=_array(step.starts, np.int64),
+        page_map=page_map,
+        tables=_array(step.tables, np.int32).reshape(len(appends), -1),
+        positions=_array(step.positions, np.int64),
+        slot_page=_array(step.slot_page, np.int32),
+        slot_offset=_array(step.slot_offset, np.int32),
+        copies=tuple(PageCopy(*copy) for copy in step.copies),
+    )
+
+
+def ids_of(step: Step) -> tuple[I64, I64]:
+    """Tokens and kept rows."""
+    return _array(step.tokens, np.int64), _array(step.kept, np.int64)
+
+
+def _bytes(array: AnyArray) -> bytearray:
+    return bytearray(array.tobytes())
+
+
+def _array(given: bytearray, kind: type[np.int32] | type[np.int64]) -> AnyArray:
+    return np.frombuffer(given, dtype=kind)
