@@ -62,7 +62,7 @@ def prompt_logprobs(logits: Tensor, rows: Sequence[PromptRow]) -> list[TokenLogp
 def logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     """logits [R, V] → the log-probability of tokens[r], and the tops[r] best, or as many as there are."""
     normal = logits.log_softmax(-1)
-    own = normal.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    own = normal.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     best = normal.topk(min(max(1, *tops), normal.shape[-1]), -1)
     values, ids = best.values.tolist(), best.indices.tolist()
     return [
@@ -79,10 +79,11 @@ def _bend(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         if params.penalised:
             _penalise(bent[i], row)
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias))
-            bent[i, ids] += torch.tensor(list(params.logit_bias.values()))
+            ids = torch.tensor(list(params.logit_bias), device=bent.device)
+            bent[i, ids] += torch.tensor(list(params.logit_bias.values()), device=bent.device)
         if row.allowed is not None:
-            bent[i].masked_fill_(~_unpack(row.allowed(), bent.shape[1]), float("-inf"))
+            allowed = _unpack(row.allowed(), bent.shape[1]).to(bent.device)
+            bent[i].masked_fill_(~allowed, float("-inf"))
         if row.index < params.min_tokens and params.stop_token_ids:
             longer = bent[i].clone()
             longer[list(params.stop_token_ids)] = float("-inf")
@@ -96,7 +97,7 @@ def _penalise(logits: Tensor, row: SampleRow) -> None:
     frequency, as OpenAI defines them, over the output. A token that comes often is given the same value as
     often."""
     params = row.params
-    prompt, output = torch.from_numpy(row.prompt), torch.from_numpy(row.output)
+    prompt, output = (torch.from_numpy(ids).to(logits.device) for ids in (row.prompt, row.output))
     penalty = params.repetition_penalty
     if penalty != 1.0:
         for ids, values in [(ids, logits[ids]) for ids in (prompt, output)]:  # once for a token of both
@@ -117,11 +118,11 @@ def _unpack(words: np.ndarray[tuple[int], np.dtype[np.uint32]], size: int) -> Te
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """logits [R, V] → ids [R], each at its row's number."""
     params = [row.params for row in rows]
-    return draw(
-        logits,
+    numbers = (
         torch.tensor([p.temperature for p in params]),
         torch.tensor([p.top_k for p in params]),
         torch.tensor([p.top_p for p in params]),
         torch.tensor([p.min_p for p in params]),
         torch.from_numpy(uniform([row.key for row in rows], [row.index for row in rows])),
     )
+    return draw(logits, *(one.to(logits.device) for one in numbers))
