@@ -1,0 +1,143 @@
+"""The jobs under way, and what the policy makes of the device that they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from kvloom.core.job import Executor, JobResult, Phase
+from kvloom.core.spec import EngineSpec
+from kvloom.engine.batching import POLICIES
+from kvloom.engine.batching.view import Preempt, Prefill, UnitView
+from kvloom.engine.flight import Flight, compose
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.requests import Requests
+from kvloom.engine.sequence import Sequence
+from kvloom.engine.strides import Strides
+from kvloom.engine.tuner import QuotaTuner
+from kvloom.kv.pool import Pool
+
+_log = logging.getLogger(__name__)
+
+
+class Flights:
+    """jobs: those that have begun so far, each step of a longer one counted. wake: called when one has ended
+    and `take_in` is due."""
+
+    def __init__(
+        self,
+        queues: Mapping[str, ModelQueue],
+        pool: Pool,
+        executor: Executor,
+        requests: Requests,
+        tuner: QuotaTuner,
+        spec: EngineSpec,
+        *,
+        wake: Callable[[], None],
+    ) -> None:
+        self.jobs = 0
+        self._queues = queues
+        self._pool = pool
+        self._executor = executor
+        self._requests = requests
+        self._tuner = tuner
+        self._spec = spec
+        self._policy = POLICIES[spec.policy]
+        self._strides = Strides(queues, pool, executor, self._policy)
+        self._wake = wake
+        self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
+        self._idle = executor.compute
+        self._last_phase = Phase.DECODE
+
+    @property
+    def none(self) -> bool:
+        """Nothing is under way."""
+        return self._idle == self._executor.compute
+
+    @property
+    def landed(self) -> bool:
+        """Something is to be taken in."""
+        return bool(self._ended)
+
+    def cut(self) -> None:
+        """What is under way ends with the step that it is at: something is to be decided."""
+        self.jobs += self._strides.cut()
+
+    def begin(self) -> bool:
+        """Do as the policy says. False where that is nothing, or needs a running job's end first."""
+        view = self._view()
+        action = self._policy(view)
+        if action is None:
+            return False
+        queue = self._queues[action.model]
+        if isinstance(action, Preempt):
+            return queue.preempt(self.jobs)
+        if isinstance(action, Prefill):
+            batch = queue.prefill_batch(action.blocks, self._spec.chunk_tokens)
+            return self._start(queue, Phase.PREFILL, action.share, batch)
+        batch = queue.decode_batch()
+        steps = self._strides.steps(view, action, batch)
+        return self._start(queue, Phase.DECODE, action.share, batch, steps)
+
+    def _start(
+        self,
+        queue: ModelQueue,
+        phase: Phase,
+        share: int,
+        batch: list[tuple[Sequence, int]],
+        steps: int = 1,
+    ) -> bool:
+        if not batch:
+            return False
+        flight = compose(queue, phase, share, batch, steps)
+        self.jobs += 1
+        self._idle -= share
+        self._last_phase = phase
+        queue.started(phase, self.jobs)
+        self.jobs += self._strides.took_off(flight)
+        self._executor.launch(flight.job).add_done_callback(lambda future: self._land(flight, future))
+        return True
+
+    def _land(self, flight: Flight, future: asyncio.Future[JobResult]) -> None:
+        self._ended.append((flight, future))
+        self._wake()
+
+    def take_in(self) -> None:
+        """Every ended job's tokens go to their sequences and streams."""
+        while self._ended:
+            flight, future = self._ended.popleft()
+            queue = self._queues[flight.job.model]
+            self._idle += flight.job.share
+            error = future.exception()
+            steps = 1
+            if error is None:
+                result, running = future.result(), len(queue.running)
+                steps = flight.steps(result)
+                self.jobs += self._strides.landed(flight, steps)
+                queue.cache.end_forward(flight.job.plan)
+                queue.finished(flight.job, len(result.tokens), steps, self.jobs)
+                self._requests.land(flight, result, self.jobs)
+                if len(queue.running) < running:
+                    self.cut()
+            else:
+                self._strides.failed(flight)
+                queue.cache.abort_forward(flight.job.plan)
+                queue.failed(flight.job)
+                _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
+                self._requests.fail(flight, error)
+                self.cut()
+            self._tuner.observe(steps)
+
+    def _view(self) -> UnitView:
+        return UnitView(
+            models=tuple(queue.view(self.jobs) for queue in self._queues.values()),
+            compute=self._executor.compute,
+            idle=self._idle,
+            free_blocks=self._pool.available,
+            last_was_prefill=self._last_phase is Phase.PREFILL,
+            jobs=self.jobs,
+            overload=round(self._spec.overload * self._executor.compute),
+            walls=self._spec.quotas == "fixed",
+        )
