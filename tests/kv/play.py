@@ -182,13 +182,13 @@ class Play(Stage):
         address = address_of(cache.geometry, first, end, name[0])
         shipping = self.shipping[name] = Shipping(length, end)
         if begin < length:
-            send = cache.planned_send(name[1], address, Shelf(), begin, length)
+            send = cache.sends.planned(name[1], address, Shelf(), begin, length)
             places = self.account.places(name, begin, length)
             found = tokens_of(send, cache.geometry, address.first_page)
             assert found == dict(zip(range(begin, length), places, strict=True))
             shipping.read = self.account.contents(name, begin, length)
         if end > length:
-            cache.mark_send(name[1], address, Shelf(), length, end)
+            cache.sends.mark(name[1], address, Shelf(), length, end)
 
     def hold(self, random: Random) -> None:
         name = self.pick(random)
@@ -199,7 +199,7 @@ class Play(Stage):
     def let_go(self, random: Random) -> None:
         if self.held:
             model, pages, _ = self.held.pop(random.randrange(len(self.held)))
-            self.pool.caches[model].let_go(pages)
+            self.pool.caches[model].sends.let_go(pages)
 
 
 OFTEN = {

@@ -162,7 +162,7 @@ class Stage:
             own = set(self.account.places(name, 0, len(self.tokens[name])))
             kept |= {place: code for place, code in shipping.read.items() if place not in own}
             shipping.read = {place: code for place, code in shipping.read.items() if place in own}
-        pages = self.account.cache(name).hold(name[1], begin, end)
+        pages = self.account.cache(name).sends.hold(name[1], begin, end)
         assert {page for page, _ in kept} <= set(pages)
         self.held.append((name[0], pages, kept))
 
@@ -203,7 +203,7 @@ class Stage:
         for name in list(self.tokens):
             self.do_remove(name)
         for model, pages, _ in self.held:
-            self.pool.caches[model].let_go(pages)
+            self.pool.caches[model].sends.let_go(pages)
         for model, _, path in self.pinned:
             self.pool.caches[model].prefixes.unpin(path)
         self.pool.check()

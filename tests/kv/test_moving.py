@@ -96,7 +96,7 @@ def test_forwards_send_what_they_compute(first: int, begin: int, end: int) -> No
     pool = make()
     cache, shelf = pool.caches["m"], Shelf()
     cache.add_sequence(1)
-    cache.mark_send(1, address_of(PAGE, first, 20), shelf, begin, end)
+    cache.sends.mark(1, address_of(PAGE, first, 20), shelf, begin, end)
     sent: dict[int, tuple[int, int]] = {}
     for start in range(0, 21, 3):
         plan = cache.begin_forward([1], [3])
@@ -125,7 +125,7 @@ def test_what_is_computed_already_goes_at_once() -> None:
     cache.add_sequence(1)
     cache.end_forward(cache.begin_forward([1], [14]))
     pages = cache.page_list(1)
-    send = cache.planned_send(1, address, shelf, 6, 14)
+    send = cache.sends.planned(1, address, shelf, 6, 14)
     assert tokens_of(send, PAGE, 1) == {p: (pages[p // 4], p % 4) for p in range(6, 14)}
     whole = send.whole(cache.pages.map)
     assert whole.own.tolist() == cache.pages.map[pages[1:]].ravel().tolist()
@@ -133,7 +133,7 @@ def test_what_is_computed_already_goes_at_once() -> None:
     assert whole.offsets.tolist() == [2] * 4 + [0] * 8
     assert whole.counts.tolist() == [2] * 4 + [4] * 4 + [2] * 4
     assert whole.own.dtype == whole.peer.dtype == whole.offsets.dtype == whole.counts.dtype == np.int32
-    cache.mark_send(1, address, shelf, 14, 20)
+    cache.sends.mark(1, address, shelf, 14, 20)
     (send,) = cache.begin_forward([1], [1]).sends
     assert list(tokens_of(send, PAGE, 1)) == [14]
 
@@ -145,25 +145,25 @@ def test_a_send_that_makes_no_sense_changes_nothing() -> None:
     cache.end_forward(cache.begin_forward([1], [8]))
     for begin, end in ((3, 8), (8, 8), (9, 8)):
         with pytest.raises(ValueError, match="not within the address"):
-            cache.planned_send(1, address, shelf, begin, end)
+            cache.sends.planned(1, address, shelf, begin, end)
     with pytest.raises(ValueError, match="holds 8 tokens"):
-        cache.planned_send(1, address, shelf, 4, 9)
+        cache.sends.planned(1, address, shelf, 4, 9)
     with pytest.raises(ValueError, match="not within the address"):
-        cache.mark_send(1, address, shelf, 8, 13)
+        cache.sends.mark(1, address, shelf, 8, 13)
     with pytest.raises(ValueError, match="8 are computed already"):
-        cache.mark_send(1, address, shelf, 7, 12)
+        cache.sends.mark(1, address, shelf, 7, 12)
     other = structs.replace(address, form=structs.replace(address.form, tokens_per_block=5))
     for wrong in (other, structs.replace(address, model="n")):
         with pytest.raises(ValueError, match="is none for m"):
-            cache.mark_send(1, wrong, shelf, 8, 12)
+            cache.sends.mark(1, wrong, shelf, 8, 12)
     with pytest.raises(BadRequest, match="7 blocks for 2 pages"):
-        cache.mark_send(1, structs.replace(address, blocks=struct.pack("<ii", 0, 7)), shelf, 8, 12)
+        cache.sends.mark(1, structs.replace(address, blocks=struct.pack("<ii", 0, 7)), shelf, 8, 12)
     plan = cache.begin_forward([1], [2])
     assert not plan.sends
     for refused in (
-        lambda: cache.mark_send(1, address, shelf, 10, 12),
-        lambda: cache.planned_send(1, address, shelf, 4, 8),
-        lambda: cache.hold(1, 4, 8),
+        lambda: cache.sends.mark(1, address, shelf, 10, 12),
+        lambda: cache.sends.planned(1, address, shelf, 4, 8),
+        lambda: cache.sends.hold(1, 4, 8),
     ):
         with pytest.raises(ValueError, match="in a running forward"):
             refused()
@@ -175,19 +175,19 @@ def test_pages_that_copies_read_outlive_the_sequence() -> None:
     cache.add_sequence(1)
     cache.end_forward(cache.begin_forward([1], [14]))
     pages = cache.page_list(1)
-    first, second = cache.hold(1, 5, 13), cache.hold(1, 4, 4)
+    first, second = cache.sends.hold(1, 5, 13), cache.sends.hold(1, 4, 4)
     assert (first, second) == (pages[1:4], [])
-    again = cache.hold(1, 12, 50)  # as far as there are any
+    again = cache.sends.hold(1, 12, 50)  # as far as there are any
     assert again == pages[3:]
     cache.remove_sequence(1)
     pool.check()
     assert cache.used_blocks == 12
-    cache.let_go(first)
+    cache.sends.let_go(first)
     pool.check()
     assert cache.used_blocks == 4
     with pytest.raises(ValueError, match="no shipment holds"):
-        cache.let_go(again + again)
-    cache.let_go(again)
+        cache.sends.let_go(again + again)
+    cache.sends.let_go(again)
     assert pool.free == pool.total
 
 
@@ -200,7 +200,7 @@ def test_a_shipping_sequence_keeps_its_own_pages() -> None:
         cache.end_forward(cache.begin_forward([sequence], [8]))
     cache.keep(1, list(range(8)))
     pages = cache.page_list(2)
-    cache.planned_send(2, address_of(PAGE, 0, 8), shelf, 0, 8)
+    cache.sends.planned(2, address_of(PAGE, 0, 8), shelf, 0, 8)
     cache.keep(2, list(range(8)))
     assert cache.page_list(2) == pages != cache.page_list(1)
     pool.check()
@@ -217,7 +217,7 @@ def test_a_copied_page_is_kept_for_what_was_sent_from_it(fails: bool) -> None:
     cache.remove_sequence(1)
     assert cache.adopt(2, [*range(6), 9], 6) == 6
     shared = cache.page_list(2)[1]
-    cache.planned_send(2, address_of(PAGE, 0, 7), shelf, 0, 6)
+    cache.sends.planned(2, address_of(PAGE, 0, 7), shelf, 0, 6)
     plan = cache.begin_forward([2], [1])
     assert len(plan.copies) == 1
     if fails:
@@ -227,13 +227,13 @@ def test_a_copied_page_is_kept_for_what_was_sent_from_it(fails: bool) -> None:
     cache.end_forward(plan)
     pool.check()
     assert cache.prefixes.evict([]) == 0  # all of it is used
-    held = cache.hold(2, 0, 7)
+    held = cache.sends.hold(2, 0, 7)
     assert held == [*cache.page_list(2), shared]
     cache.remove_sequence(2)
     pool.check()
     cache.add_sequence(3)
     with pytest.raises(OutOfBlocks):
         cache.begin_forward([3], [5])
-    cache.let_go(held)
+    cache.sends.let_go(held)
     cache.end_forward(cache.begin_forward([3], [5]))
     pool.check()

@@ -82,7 +82,7 @@ def test_a_page_in_use_below_one_that_is_not() -> None:
     cache.add_sequence(1)
     cache.end_forward(cache.begin_forward([1], [12]))
     pages = cache.page_list(1)
-    held = cache.hold(1, 4, 8)
+    held = cache.sends.hold(1, 4, 8)
     assert held == pages[1:2]
     cache.keep(1, [1] * 12, tail=True)
     cache.remove_sequence(1)
@@ -92,10 +92,10 @@ def test_a_page_in_use_below_one_that_is_not() -> None:
     assert pages[1] not in cache.page_list(2)
     assert cached_tokens(cache.prefixes) == 0
     pool.check()
-    cache.let_go(held)
+    cache.sends.let_go(held)
     assert pool.free == 2
     with pytest.raises(ValueError, match="no shipment holds"):
-        cache.let_go(held)
+        cache.sends.let_go(held)
     pool.check()
 
 

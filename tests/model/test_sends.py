@@ -80,8 +80,8 @@ def test_sent_is_as_good_as_computed(own: int, cached: int, tmp_path: Path) -> N
         ticket=Ticket(0, 1),
     )
     if cached > own:
-        shipment.put(cache.planned_send(sender, address, shipment, own, cached).whole(cache.pages.map))
-    cache.mark_send(sender, address, shipment, max(own, cached), len(PROMPT))
+        shipment.put(cache.sends.planned(sender, address, shipment, own, cached).whole(cache.pages.map))
+    cache.sends.mark(sender, address, shipment, max(own, cached), len(PROMPT))
     with pytest.raises(ValueError, match="waits for"):
         cache.remove_sequence(receiver)
     last = max(cached, len(PROMPT) - 5)

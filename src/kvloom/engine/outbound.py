@@ -25,11 +25,11 @@ class Outbound:
         """The sequence has blocks and `computed` tokens: those go at once, later ones with their forwards."""
         ready = min(computed, self.end)
         if ready > self.sent:
-            owed = cache.planned_send(sequence, self.address, self.shipment, self.sent, ready)
+            owed = cache.sends.planned(sequence, self.address, self.shipment, self.sent, ready)
             self.shipment.put(owed.whole(cache.pages.map))
             self.sent = ready
         if self.sent < self.end:
-            cache.mark_send(sequence, self.address, self.shipment, self.sent, self.end)
+            cache.sends.mark(sequence, self.address, self.shipment, self.sent, self.end)
 
     def computed(self, tokens: int) -> None:
         """A forward has computed the sequence up to `tokens`, and put what it marked."""
@@ -38,9 +38,9 @@ class Outbound:
     def hold(self, cache: ModelCache, sequence: int) -> None:
         """The sequence is about to lose its pages."""
         if not self.over:
-            self.held += cache.hold(sequence, self.address.begin, self.sent)
+            self.held += cache.sends.hold(sequence, self.address.begin, self.sent)
 
     def settle(self, cache: ModelCache) -> None:
         """Nothing is copied any more."""
         self.over = True
-        cache.let_go(self.held)
+        cache.sends.let_go(self.held)

@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvloom.core.address import KVAddress
 from kvloom.core.arrays import I32
 from kvloom.core.geometry import Geometry
 from kvloom.core.plan import Plan
-from kvloom.core.shipment import PlannedSend, Shipment
 from kvloom.kv.allocator import BlockAllocator
+from kvloom.kv.outgoing import Outgoing
 from kvloom.kv.pages import PageTable
 from kvloom.kv.planning import make_plan
 from kvloom.kv.prefix import PrefixTree, TokenIds
 from kvloom.kv.recency import Recency
-from kvloom.kv.sends import MarkedSend
 from kvloom.kv.sequences import Held, SequenceTable
 
 
@@ -44,8 +42,8 @@ class ModelCache:
         self._table = SequenceTable(
             model, self.pages, self.prefixes, max_sequences=max_sequences, max_tokens=max_tokens
         )
+        self.sends = Outgoing(self._table)
         self.copying: list[int] = []  # pages that running forwards copy from, and so hold
-        self.shipped: Counter[int] = Counter()  # pages that shipments copy from, by `hold`
 
     # -- what is held ---------------------------------------------------------------------------------
 
@@ -77,7 +75,7 @@ class ModelCache:
 
     def holders(self) -> Counter[int]:
         """Who holds which page, counted anew: what `pages.refs` must say."""
-        found = Counter(self.copying) + self.shipped + Counter(self.prefixes.holders())
+        found = Counter(self.copying) + self.sends.held + Counter(self.prefixes.holders())
         for held in self._table.held.values():
             found.update([*self._table.page_list(held), *held.left])
         return found
@@ -152,52 +150,6 @@ class ModelCache:
             raise ValueError(f"cannot commit {count} of {held.reserved} reserved tokens")
         held.length, held.reserved = held.length + count, 0
         self._table.trim(held)
-
-    # -- sending --------------------------------------------------------------------------------------
-
-    def planned_send(
-        self, sequence: int, address: KVAddress, shipment: Shipment, begin: int, end: int
-    ) -> PlannedSend:
-        """What to put for tokens [begin, end), which are valid; `hold` keeps their pages when it is gone."""
-        held = self._table.idle(sequence)
-        if end > held.length:
-            raise ValueError(f"cannot send up to {end}: sequence {sequence} holds {held.length} tokens")
-        marked = self._marked(address, shipment, begin, end)
-        held.ships = True
-        return marked.planned(self._table.row(held), begin, end, self.geometry.tokens_per_block)
-
-    def mark_send(self, sequence: int, address: KVAddress, shipment: Shipment, begin: int, end: int) -> None:
-        """From the next forward on, each that computes some of the tokens [begin, end) plans to send those.
-        They are none of the sequence's valid tokens, which `planned_send` is for."""
-        held = self._table.idle(sequence)
-        if begin < held.length:
-            raise ValueError(f"tokens from {begin} on: {held.length} are computed already")
-        held.sends.append(self._marked(address, shipment, begin, end))
-        held.ships = True
-
-    def hold(self, sequence: int, begin: int, end: int) -> list[int]:
-        """Keep the pages of tokens [begin, end), as far as the sequence has them, until `let_go`, whatever
-        becomes of it: shipments copy from them. With them those that it shipped from before it had a copy
-        of its own."""
-        held = self._table.idle(sequence)
-        end = min(end, held.length)
-        first = begin // self.geometry.tokens_per_block
-        pages = self._table.page_list(held)[first : self.geometry.pages(end)] if begin < end else []
-        self.pages.retain(pages)
-        pages += held.left
-        held.left = []
-        self.shipped.update(pages)
-        return pages
-
-    def let_go(self, pages: Sequence[int]) -> None:
-        """Undo `hold` for these pages."""
-        if not Counter(pages) <= self.shipped:
-            raise ValueError("a page was let go that no shipment holds")
-        self.shipped -= Counter(pages)
-        self.pages.release(pages)
-
-    def _marked(self, address: KVAddress, shipment: Shipment, begin: int, end: int) -> MarkedSend:
-        return MarkedSend.to(address, shipment, begin, end, model=self.model, geometry=self.geometry)
 
     # -- one forward ----------------------------------------------------------------------------------
 
