@@ -12,8 +12,10 @@ import weakref
 from asyncio import events
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextvars import Context, copy_context
+from contextvars import Context
 from typing import Any, Final, TypeVar, TypeVarTuple
+
+from kvloom.sim.handle import VirtualHandle
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -24,39 +26,6 @@ _SHOWN: Final = 12  # waiting tasks in a report
 
 class Stalled(RuntimeError):
     """Nothing is left to happen, or time stands still, and what was to be run has not ended."""
-
-
-class VirtualHandle(asyncio.TimerHandle):
-    """A callback to come. Only its loop makes one."""
-
-    __slots__ = ("args", "callback", "gone", "virtual_context")
-
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        loop: VirtualLoop,
-        context: Context | None,
-    ) -> None:
-        self._when = when
-        self._loop = loop
-        self.callback: Callable[..., object] | None = callback
-        self.args = args
-        self.virtual_context = context or copy_context()
-        self.gone = False
-
-    def __repr__(self) -> str:
-        return f"<{getattr(self.callback, '__qualname__', self.callback)} at {self._when:.6f}>"
-
-    def when(self) -> float:
-        return self._when
-
-    def cancel(self) -> None:
-        self.gone, self.callback, self.args = True, None, ()
-
-    def cancelled(self) -> bool:
-        return self.gone
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
