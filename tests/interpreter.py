@@ -56,9 +56,7 @@ def load() -> None:
             importlib.import_module(f"kvloom.kernels.triton.{name}")
         interpreted = type(importlib.import_module("triton.language").sum).__name__ == "InterpretedFunction"
         if interpreted != ("TRITON_INTERPRET" in os.environ):
-            raise ImportError(
-                "triton: want to import it first here, but something did before tests/conftest.py"
-            )
+            raise ImportError("triton: want tests/conftest.py before its first import, but something was")
 
 
 @contextmanager

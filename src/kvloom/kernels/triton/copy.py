@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.triton.launch import Launch, check
+from kvloom.kernels.triton.launch import CHANGING, Launch, check
 
 _WORDS = 4096  # of 4 bytes, a program: four loads of 16 bytes a thread
 _WARPS = 8
@@ -42,7 +42,7 @@ def _move(  # type: ignore[no-untyped-def]
     tl.store(target + peer.to(tl.int64) * BLOCK_WORDS + word, values, mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def _copy_blocks(  # type: ignore[no-untyped-def]
     source,
     target,
@@ -70,7 +70,7 @@ def _copy_blocks(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def _copy_pages(  # type: ignore[no-untyped-def]
     arena,
     page_map,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.triton.launch import Launch, check, power_of_two
+from kvloom.kernels.triton.launch import CHANGING, Launch, check, power_of_two
 from kvloom.kernels.triton.merge import merge_launch
 from kvloom.kernels.triton.tile import LN2, LOWEST, Form, attend_tile
 
@@ -24,7 +24,7 @@ _PROGRAMS = 2  # on a multiprocessor, at least: 72 KiB of shared memory and up t
 _MOST_SPLITS = 64
 
 
-@triton.jit(do_not_specialize=["layer", "window"])
+@triton.jit(do_not_specialize=CHANGING)
 def _decode(  # type: ignore[no-untyped-def]
     out,  # [SPLITS, B, heads, D]
     lse,  # [SPLITS, B, heads] or None

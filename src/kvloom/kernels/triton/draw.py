@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvloom.kernels.draw import draw
-from kvloom.kernels.triton.launch import Launch, check
+from kvloom.kernels.triton.launch import CHANGING, Launch, check
 
 _ROWS = 128
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -23,7 +23,7 @@ def _mix(z):  # type: ignore[no-untyped-def]
     return z ^ (z >> 31)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=CHANGING)
 def _uniform(out, keys, indices, rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = tl.load(keys + row, mask=row < rows, other=0).to(tl.uint64, bitcast=True)

@@ -25,6 +25,14 @@ class Launch:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
+# Of these a launch differs from the next: a kernel that looked at their alignment would be compiled again.
+CHANGING = (
+    *("layer", "window", "batch", "rows", "table_row", "out_split", "part_split", "lse_split"),
+    *("tables", "lengths", "starts", "begins", "slot_page", "slot_offset", "keys", "indices"),
+    *("own", "peer", "offsets", "counts", "sources", "targets"),
+)
+
+
 def power_of_two(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.triton.launch import Launch, check, power_of_two
+from kvloom.kernels.triton.launch import CHANGING, Launch, check, power_of_two
 
 _VALUES = 4096  # held by a program at once
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=CHANGING)
 def _merge(  # type: ignore[no-untyped-def]
     out,
     out_lse,  # or None
@@ -37,7 +37,7 @@ def _merge(  # type: ignore[no-untyped-def]
     """A program is ROWS pairs of row and head."""
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row, head = (pair // heads).to(tl.int64), pair % heads
-    split, dims = tl.arange(0, SPLITS_PADDED), tl.arange(0, DIMS)
+    split, dims = tl.arange(0, SPLITS_PADDED).to(tl.int64), tl.arange(0, DIMS)
     there = (pair < rows * heads)[None, :] & (split < SPLITS)[:, None]
     at = split[:, None] * lse_split + (row * lse_row + head)[None, :]
     share = tl.load(lse + at, mask=there, other=float("-inf"))

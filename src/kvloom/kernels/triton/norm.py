@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.triton.launch import Launch, check, power_of_two
+from kvloom.kernels.triton.launch import CHANGING, Launch, check, power_of_two
 
 _VALUES = 2048  # a program, where rows are shorter
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=CHANGING)
 def _norm(  # type: ignore[no-untyped-def]
     out,
     total,  # or None: nothing is added

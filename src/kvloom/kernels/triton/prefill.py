@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.triton.launch import Launch, check, power_of_two
+from kvloom.kernels.triton.launch import CHANGING, Launch, check, power_of_two
 from kvloom.kernels.triton.tile import LN2, LOWEST, Form, attend_tile
 
 
-@triton.jit(do_not_specialize=["layer", "window", "batch"])
+@triton.jit(do_not_specialize=CHANGING)
 def _prefill(  # type: ignore[no-untyped-def]
     out,
     lse,  # or None

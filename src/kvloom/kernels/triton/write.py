@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.triton.launch import Launch, check, power_of_two
+from kvloom.kernels.triton.launch import CHANGING, Launch, check, power_of_two
 
 _VALUES = 2048  # of K, and of V, a program: two loads of 16 bytes a thread each
 
 
-@triton.jit(do_not_specialize=["rows", "layer"])
+@triton.jit(do_not_specialize=CHANGING)
 def _write(  # type: ignore[no-untyped-def]
     arena,
     page_map,
