@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -39,10 +41,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def profile(config: Path) -> Profile:
-    file = config.parent / "profile.json"
-    assert main(["profile", str(config), "--quick", "-o", str(file)]) == 0
-    return read_profile(file)
+def measured(config: Path) -> tuple[Profile, str]:
+    """And what was told meanwhile."""
+    file, told = config.parent / "profile.json", io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert main(["profile", str(config), "--quick", "--temperature", "0.8", "-o", str(file)]) == 0
+    return read_profile(file), told.getvalue()
+
+
+@pytest.fixture(scope="module")
+def profile(measured: tuple[Profile, str]) -> Profile:
+    return measured[0]
 
 
 def test_every_phase_is_measured_on_every_share(profile: Profile) -> None:
@@ -72,13 +81,22 @@ def test_a_profile_says_how_long_jobs_take(profile: Profile) -> None:
         assert 0.0 < model.seconds(work) <= model.seconds(work, beside) < 60.0
 
 
-def test_the_error_is_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = config.parent / "again.json"
-    assert main(["profile", str(config), "--quick", "--temperature", "0.8", "-o", str(file)]) == 0
-    told = capsys.readouterr().out
-    for part in ("jobs that a fit has not seen", "one, prefill", "two, decode", "median", str(file)):
-        assert part in told.replace("\n", "")
-    assert read_profile(file).temperature == 0.8
+def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
+    assert {hosted.role for hosted in profile.hosted} == {"client", "gateway", "engine"}
+    for hosted in profile.hosted:
+        assert 0.0 < hosted.request + hosted.token + hosted.turn < 60.0
+    kinds = {(model, phase) for model in ("one", "two") for phase in Phase}
+    assert {(row.doing.model, row.doing.phase) for row in profile.pressed} == kinds
+    assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds
+    assert {row.over for row in profile.pressed} == {1, 2}
+
+
+def test_the_error_is_told(measured: tuple[Profile, str]) -> None:
+    profile, told = measured
+    for part in ("jobs that a fit has not seen", "one, prefill", "two, decode", "median", "CPU besides jobs"):
+        assert part in told
+    assert "profile.json" in told.replace("\n", "")
+    assert profile.temperature == 0.8
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from kvloom.bench.serve import INTERRUPTED, WIDTH, check_outputs, show
 from kvloom.config_file import load_config
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import ProgramSpec
+from kvloom.cost.hosting import Hosting
 from kvloom.cost.profile import read_profile
 from kvloom.machine import Machine
 from kvloom.plan.files import read_plan
 from kvloom.router.program import load_program
 from kvloom.sim.fleet import SimulatedUnit
 from kvloom.sim.run import check_models, scaled, simulate
-from kvloom.sim.units import measured_units, planned_units
+from kvloom.sim.units import measured_hosting, measured_units, planned_units
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.files import Workload
 from kvloom.workload.page import page
@@ -42,11 +43,11 @@ def simulate_command(options: argparse.Namespace) -> int:
             raise ConfigError(f"--rate-scale and --slo-scale: {scale:g}; more than 0 is right")
     check_outputs(options.json, options.html)
     sys.path.append(str(options.fleet.absolute().parent))  # where a program of one's own is looked for
-    units, program = _fleet(options)
+    units, program, hosting = _fleet(options)
     workload = open_workload(options.workload)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     try:
-        results = _run(options, units, program, workload, console)
+        results = _run(options, units, program, hosting, workload, console)
     except KeyboardInterrupt:
         print("kvloom: interrupted; nothing was written", file=sys.stderr)
         return INTERRUPTED
@@ -58,27 +59,33 @@ def simulate_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fleet(options: argparse.Namespace) -> tuple[list[SimulatedUnit], ProgramSpec]:
-    """What there is to serve with, and the program."""
+def _fleet(options: argparse.Namespace) -> tuple[list[SimulatedUnit], ProgramSpec, Hosting | None]:
+    """What there is to serve with, the program, and what the machine does besides."""
     path: Path = options.fleet
     if path.suffix.lower() == ".json":
-        units = planned_units(read_plan(path), options.policy or "adbs")
+        if options.client_here:
+            raise ConfigError(
+                "--client-here: a plan's devices are not here; a config and its profile are right"
+            )
+        units, hosting = planned_units(read_plan(path), options.policy or "adbs"), None
         program = ProgramSpec("least_loaded")
     else:
         if options.profile is None:
             raise ConfigError(f"{path}: --profile FILE is needed too, which `kvloom profile` writes")
         config = load_config(path, {}, {}, Machine.here())
-        units = measured_units(config, read_profile(options.profile))
+        profile = read_profile(options.profile)
+        units, hosting = measured_units(config, profile), measured_hosting(profile)
         program = config.program
     if options.policy:
         units = [replace(u, spec=msgspec.structs.replace(u.spec, policy=options.policy)) for u in units]
-    return units, ProgramSpec(options.program) if options.program else program
+    return units, ProgramSpec(options.program) if options.program else program, hosting
 
 
 def _run(
     options: argparse.Namespace,
     units: list[SimulatedUnit],
     program: ProgramSpec,
+    hosting: Hosting | None,
     workload: Workload,
     console: Console,
 ) -> Results:
@@ -108,4 +115,6 @@ def _run(
             title=f"{workload.header.name} on {options.fleet.name}, simulated",
             seed=options.seed,
             tell=tell,
+            hosting=hosting,
+            client_here=options.client_here,
         )

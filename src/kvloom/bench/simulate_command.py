@@ -25,6 +25,11 @@ def add(commands: Any) -> None:
     )
     simulate.add_argument("--profile", type=Path, metavar="FILE", help="of this machine, for a config")
     simulate.add_argument(
+        "--client-here",
+        action="store_true",
+        help="who asks, as `kvloom bench serve` does, shares the measured machine",
+    )
+    simulate.add_argument(
         "--rate-scale", type=float, default=1.0, metavar="X", help="X times the workload's rate"
     )
     simulate.add_argument("--program", metavar="P", help="router program (the config's, or least_loaded)")

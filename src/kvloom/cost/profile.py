@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,11 +14,14 @@ from kvloom.core.job import Phase
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
 
-PROFILE_VERSION: Final = 1
+PROFILE_VERSION: Final = 2
 
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Some = Annotated[int, Meta(ge=1, lt=2**31)]
 _Seconds = Annotated[float, Meta(gt=0.0)]
+_CpuSeconds = Annotated[float, Meta(ge=0.0)]
+
+Role = Literal["client", "gateway", "engine"]
 
 
 class Doing(Struct, frozen=True, kw_only=True):
@@ -80,6 +83,35 @@ class Stepped(Struct, frozen=True, kw_only=True):
     step: _Seconds
 
 
+class Pressed(Struct, frozen=True, kw_only=True):
+    """A job alone, and with so many busy threads of other processes that `over` more want to run than there
+    are cores: medians."""
+
+    doing: Doing
+    over: _Some
+    alone: _Seconds
+    seconds: _Seconds
+
+
+class Stalled(Struct, frozen=True, kw_only=True):
+    """A job alone, and while the loop's thread of its own process worked for `busy` seconds: medians."""
+
+    doing: Doing
+    busy: _Seconds
+    alone: _Seconds
+    seconds: _Seconds
+
+
+class Hosted(Struct, frozen=True, kw_only=True):
+    """CPU seconds of one thread's work besides jobs: for each request, for each token, and for each time that
+    tokens come, however many. engine: its loop's thread, without what `Stepped` has as `between`."""
+
+    role: Role
+    request: _CpuSeconds
+    token: _CpuSeconds
+    turn: _CpuSeconds
+
+
 class Computer(Struct, frozen=True, kw_only=True):
     """memory: bytes that were free. load: average before, of other processes."""
 
@@ -92,7 +124,8 @@ class Computer(Struct, frozen=True, kw_only=True):
 
 
 class Profile(Struct, frozen=True, kw_only=True):
-    """cores: that the executor had. temperature: of what was drawn. shapes: by model."""
+    """cores: that the executor had. temperature: of what was drawn. shapes: by model. hosted: empty where
+    what is not a job was not measured."""
 
     version: int = PROFILE_VERSION
     computer: Computer
@@ -103,10 +136,16 @@ class Profile(Struct, frozen=True, kw_only=True):
     jobs: tuple[Timed, ...]
     crowded: tuple[Crowded, ...]
     steps: tuple[Stepped, ...]
+    pressed: tuple[Pressed, ...] = ()
+    stalled: tuple[Stalled, ...] = ()
+    hosted: tuple[Hosted, ...] = ()
 
 
 class _Versioned(Struct):
+    """What a profile of any version has."""
+
     version: int
+    computer: msgspec.Raw
 
 
 def read_profile(file: Path) -> Profile:

@@ -14,8 +14,9 @@ INTERRUPTED: Final = 130
 
 DESCRIPTION: Final = """\
 Measure how long this machine takes for the jobs of some models: prefills and decode steps of many sizes, on
-each share of the cores, alone and two at a time, and the engine's own work between steps. That takes some
-minutes for each model, in which the machine should do nothing else.
+each share of the cores, alone, two at a time and beside other work; the engine's own work between steps; and
+what the server does besides, for which it is started and asked. That takes some minutes for each model, in
+which the machine should do nothing else.
 
 With neither CONFIG nor --model it measures the demo fleet. A simulation takes the models' costs from the
 profile that it writes."""
@@ -59,11 +60,23 @@ def run(options: argparse.Namespace) -> int:
     try:
         from kvloom.profiling.conduct import conduct  # noqa: PLC0415  (with torch)
 
-        conduct(config, options.output, temperature=options.temperature, quick=options.quick)
+        conduct(
+            config,
+            options.output,
+            temperature=options.temperature,
+            quick=options.quick,
+            arguments=serve_arguments(options),
+        )
     except KeyboardInterrupt:
         print("kvloom: interrupted; no profile is written", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def serve_arguments(options: argparse.Namespace) -> list[str]:
+    """By which `kvloom serve` serves the same."""
+    models = [word for model in options.model for word in ("--model", model)]
+    return [*([str(options.config)] if options.config else []), *models]
 
 
 def require_writable(file: Path) -> None:

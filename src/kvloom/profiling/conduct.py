@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
@@ -15,10 +16,11 @@ from rich.table import Table
 
 from kvloom.config import Config
 from kvloom.core.spec import EngineSpec
-from kvloom.cost.measured import cross_validate
-from kvloom.cost.profile import Profile, write_profile
+from kvloom.cost.measured import Measured, cross_validate
+from kvloom.cost.profile import Computer, Hosted, Profile, write_profile
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.shapes import CONFIG, read_shape
+from kvloom.profiling.serving import measure_serving, serving_loads
 from kvloom.profiling.session import QUICK, Effort, measure, this_computer
 from kvloom.profiling.watched import WatchedExecutor
 from kvloom.serve.hub import require_hub
@@ -27,14 +29,30 @@ POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take lo
 QUIET = 0.5  # load average above which the machine is not
 
 
-def conduct(config: Config, output: Path, *, temperature: float, quick: bool) -> Profile:
-    """Raises ConfigError for models that cannot be served."""
-    spec = whole_machine(config)
+def conduct(
+    config: Config, output: Path, *, temperature: float, quick: bool, arguments: Sequence[str]
+) -> Profile:
+    """arguments: of `kvloom serve`, for the same. Raises ConfigError for models that cannot be served."""
+    spec, effort = whole_machine(config), QUICK if quick else Effort()
     require_hub(spec.models)
     transformers.logging.disable_progress_bar()
     console, computer = Console(highlight=False), this_computer()
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
+    profile = measured_jobs(spec, effort, temperature, computer, console)
+    hosted = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
+    profile = replace(profile, hosted=hosted)
+    write_profile(profile, output)
+    console.print(errors(profile))
+    console.print(upkeep(profile))
+    console.print(f"{output}: {len(profile.jobs)} jobs, {len(profile.crowded)} of them beside another")
+    return profile
+
+
+def measured_jobs(
+    spec: EngineSpec, effort: Effort, temperature: float, computer: Computer, console: Console
+) -> Profile:
+    """All but what the server does besides; the models are gone afterwards."""
     executor = WatchedExecutor.load(
         list(spec.models),
         kv_bytes=spec.kv_bytes,
@@ -46,23 +64,35 @@ def conduct(config: Config, output: Path, *, temperature: float, quick: bool) ->
         shapes = {model.name: shape_of(executor, model.name, model.path) for model in spec.models}
         with _bar(console) as bar, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             task = bar.add_task("", total=1.0)
-            profile = runner.run(
+            return runner.run(
                 measure(
                     executor,
                     spec,
                     shapes,
                     computer,
-                    QUICK if quick else Effort(),
+                    effort,
                     temperature,
                     lambda what, done: bar.update(task, description=what, completed=done),
                 )
             )
     finally:
         executor.close()
-    write_profile(profile, output)
-    console.print(errors(profile))
-    console.print(f"{output}: {len(profile.jobs)} jobs, {len(profile.crowded)} of them beside another")
-    return profile
+
+
+async def measured_hosting(
+    config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
+) -> tuple[Hosted, ...]:
+    """What `kvloom serve` does besides jobs. Raises ConfigError where it does not answer."""
+    cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
+    loads = serving_loads(cost, list(profile.shapes), effort, most=longest)
+    return await measure_serving(
+        arguments,
+        min(config.api_keys(), default=None),
+        list(profile.shapes),
+        cost.between,
+        loads,
+        lambda text: console.print(f"serving: {text}", style="dim"),
+    )
 
 
 def whole_machine(config: Config) -> EngineSpec:
@@ -100,6 +130,17 @@ def errors(profile: Profile) -> Table:
     for key, spread in cross_validate(profile).items():
         numbers = (f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
         table.add_row(key, str(spread.rows), *numbers)
+    return table
+
+
+def upkeep(profile: Profile) -> Table:
+    """What each thread does besides jobs."""
+    table = Table(title="Microseconds of CPU besides jobs", title_justify="left")
+    for column in ("", "a request", "a token", "each time tokens come"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for hosted in profile.hosted:
+        numbers = [f"{1e6 * seconds:,.0f}" for seconds in (hosted.request, hosted.token, hosted.turn)]
+        table.add_row(hosted.role, *numbers)
     return table
 
 

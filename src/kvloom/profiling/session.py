@@ -16,6 +16,7 @@ from kvloom.cost.profile import Computer, Doing, Profile, Stepped, Timed
 from kvloom.cost.shape import ModelShape
 from kvloom.machine import Machine
 from kvloom.profiling.crowding import measure_pair, pairs
+from kvloom.profiling.pressing import measure_pressed, measure_stalled, pressed_settings
 from kvloom.profiling.setting import Limits, Setting, grid, shares
 from kvloom.profiling.stage import Stage
 from kvloom.profiling.stepping import PROMPT, measure_steps
@@ -31,16 +32,19 @@ Tell = Callable[[str, float], None]  # what is being done, and which part of all
 class Effort:
     """rounds: through all jobs, in another order each time, so that the machine's own swings spread over
     them. repeats: of a job in a round, but for one that takes longer than `patience` seconds, which runs
-    once. steps: of the engine."""
+    once. steps: of the engine. load_seconds: of each load that the server is asked, about; at_once: requests
+    of each model in them."""
 
     rounds: int = 3
     repeats: int = 3
     patience: float = 0.1
     steps: int = 40
     quick: bool = False
+    load_seconds: float = 3.0
+    at_once: tuple[int, ...] = (1, 4, 16, 64)
 
 
-QUICK: Final = Effort(rounds=1, repeats=2, patience=0.01, steps=6, quick=True)
+QUICK: Final = Effort(1, 2, 0.01, 6, quick=True, load_seconds=0.1, at_once=(4,))
 
 
 async def measure(
@@ -63,7 +67,12 @@ async def measure(
     ]
     both = pairs(list(shapes), cores, limits)
     seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
-    done = _Done(effort.rounds * len(settings) + 4 * len(both) + 8 * len(shapes), tell)
+    beside = [
+        setting
+        for name in shapes
+        for setting in pressed_settings(name, cores, limits[name])[:: 4 if effort.quick else 1]
+    ]
+    done = _Done(effort.rounds * len(settings) + 4 * len(both) + 10 * len(beside) + 8 * len(shapes), tell)
     rng = random.Random(0)
     for _ in range(effort.rounds):
         rng.shuffle(settings)
@@ -74,6 +83,10 @@ async def measure(
     for pair in both:
         done.tell(f"{Stage.told(pair[0])} beside {pair[1].model} {pair[1].phase.value}", 4)
         crowded += await measure_pair(stage, pair, effort.repeats)
+    done.tell("jobs beside busy processes", 6 * len(beside))
+    pressed = await measure_pressed(stage, beside, computer.cores, effort.repeats)
+    done.tell("jobs beside the loop's work", 4 * len(beside))
+    stalled = await measure_stalled(stage, beside, effort.repeats)
     steps = []
     for name in shapes:
         done.tell(f"{name} under the engine", 8)
@@ -91,6 +104,8 @@ async def measure(
         ),
         crowded=tuple(crowded),
         steps=tuple(steps),
+        pressed=tuple(pressed),
+        stalled=tuple(stalled),
     )
 
 

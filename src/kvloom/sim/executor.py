@@ -31,6 +31,22 @@ class Content(Protocol):
         """The tokens that its samples ask for after this step of it."""
 
 
+class HostCpu(Protocol):
+    """Where jobs run beside other work."""
+
+    def join(self, changed: Callable[[], None]) -> None:
+        """changed: called when jobs may have become slower or faster."""
+
+    def running(self, cores: float) -> None:
+        """That jobs use from now on."""
+
+    def slower(self, work: Work, cores: float) -> float:
+        """How many times longer a job on so many cores takes, as things are."""
+
+    def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
+        """A job of so many sequences has ended and drawn so many tokens; `call` when the engine may know."""
+
+
 class NoContent:
     """Satisfies `Content`: nothing is written, and each draw gives a number of its own."""
 
@@ -77,7 +93,8 @@ class ModelledExecutor:
     each for as long as they do. A job whose plan has sends puts each layer when it is computed.
 
     compute: units to share out. blocks: in the arena. overhead: seconds of the engine's own work before a
-    job of so many sequences. stride: steps that a decode job may take.
+    job of so many sequences. stride: steps that a decode job may take. host: what slows jobs, and comes
+    between a job's end and its result.
     """
 
     def __init__(
@@ -91,6 +108,7 @@ class ModelledExecutor:
         content: Content | None = None,
         overhead: Callable[[int], float] | None = None,
         stride: int = 4096,
+        host: HostCpu | None = None,
     ) -> None:
         self.cards = cards
         self.geometries = geometries
@@ -101,6 +119,9 @@ class ModelledExecutor:
         self._overhead = overhead or (lambda sequences: 0.0)
         self._content = content or NoContent({name: card.vocab_size for name, card in cards.items()})
         self._running: list[_Running] = []
+        self._host = host
+        if host is not None:
+            host.join(self._pace)
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         loop, plan = asyncio.get_running_loop(), job.plan
@@ -109,11 +130,19 @@ class ModelledExecutor:
         running = _Running(job, work, loop.create_future(), loop.time(), loop.time(), steps=job.steps)
         self._running.append(running)
         self._content.begin(job)
-        self._pace(loop)
+        self._changed()
         return running.future
 
-    def _pace(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What runs has changed, and so has the time that each still takes."""
+    def _changed(self) -> None:
+        """Other jobs run than before."""
+        if self._host is None:
+            self._pace()
+        else:
+            self._host.running(sum(running.job.share for running in self._running))
+
+    def _pace(self) -> None:
+        """What runs beside has changed, and so has the time that each job still takes."""
+        loop = asyncio.get_running_loop()
         now = loop.time()
         for running in self._running:
             if running.seconds:
@@ -121,6 +150,8 @@ class ModelledExecutor:
             running.since = now
             beside = [other.work for other in self._running if other is not running]
             running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work.batch)
+            if self._host is not None:
+                running.seconds *= self._host.slower(running.work, running.job.share)
             self._wait(running, loop)
 
     def _wait(self, running: _Running, loop: asyncio.AbstractEventLoop) -> None:
@@ -142,7 +173,7 @@ class ModelledExecutor:
             running.tokens += self._content.draw(running.job, running.step)
         except JobFailed as error:
             self._running.remove(running)
-            self._pace(loop)
+            self._changed()
             running.future.set_exception(error)
             return
         running.step += 1
@@ -152,9 +183,16 @@ class ModelledExecutor:
             running.since, running.seconds = loop.time(), 0.0
         else:
             self._running.remove(running)
-        self._pace(loop)
+        self._changed()
         if running.step == running.steps:
-            running.future.set_result(self._result(running, loop.time()))
+            self._land(running, self._result(running, loop.time()))
+
+    def _land(self, running: _Running, result: JobResult) -> None:
+        if self._host is None:
+            running.future.set_result(result)
+        else:
+            drawn = len(running.job.samples)
+            self._host.landed(running.work.batch, drawn, lambda: running.future.set_result(result))
 
     def _write(self, running: _Running, layer: int) -> None:
         """The layers up to `layer`, which peers that wait for them are sent."""

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from kvloom.core.client import Generator
+from kvloom.core.clock import Clock
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import EngineSpec
 from kvloom.cost.shape import ModelShape
@@ -17,6 +19,7 @@ from kvloom.router.program import Program
 from kvloom.router.router import Router
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.executor import Content, ModelledExecutor
+from kvloom.sim.hosting import HostedMachine, HostedUnit, HostedWire
 from kvloom.sim.links import Link, ModelledPlane, TimedLink
 from kvloom.sim.wire import ModelledWire
 
@@ -44,8 +47,11 @@ class SimulatedUnit:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
+    """server: what clients ask; the router, or the gateway that it works in."""
+
     router: Router
     engines: Mapping[str, Engine]
+    server: Generator
 
 
 def timed_link(unit: SimulatedUnit) -> Link:
@@ -59,29 +65,39 @@ async def simulated(
     *,
     delay: float = 0.0003,
     link: Callable[[SimulatedUnit], Link] = timed_link,
+    machine: HostedMachine | None = None,
 ) -> AsyncIterator[SimulatedFleet]:
     """The fleet while it runs, on a virtual loop. delay: of the wire, in seconds, one way. link: a unit's
-    way out."""
+    way out. machine: what all units run on, where its own work counts."""
     clock, plane = LoopClock(asyncio.get_running_loop()), ModelledPlane()
     engines: dict[str, Engine] = {}
+    wires: dict[str, ModelledWire] = {}
     for unit in units:
-        executor, name = modelled_executor(unit), unit.spec.unit
+        host = machine.unit(unit.overhead) if machine else None
+        executor, name = modelled_executor(unit, host=host), unit.spec.unit
         transport = plane.join(name, executor.blocks, link(unit))
-        engines[name] = Engine(executor, transport, unit.spec, clock)
+        engine = engines[name] = Engine(executor, transport, unit.spec, clock)
+        wires[name] = _wire(engine, clock, delay, host)
     async with asyncio.TaskGroup() as group:
         for engine in engines.values():
             group.create_task(engine.run())
         try:
-            wires = {name: ModelledWire(engine, clock, delay) for name, engine in engines.items()}
             async with Router(wires, program, clock) as router:
-                yield SimulatedFleet(router, engines)
+                yield SimulatedFleet(router, engines, machine.server(router) if machine else router)
         finally:
             for engine in engines.values():
                 await engine.stop()
 
 
-def modelled_executor(unit: SimulatedUnit, content: Content | None = None) -> ModelledExecutor:
-    """The unit's devices. content: what their pages hold; nothing where it is left out."""
+def _wire(engine: Engine, clock: Clock, delay: float, host: HostedUnit | None) -> ModelledWire:
+    return ModelledWire(engine, clock, delay) if host is None else HostedWire(engine, clock, delay, host.loop)
+
+
+def modelled_executor(
+    unit: SimulatedUnit, content: Content | None = None, host: HostedUnit | None = None
+) -> ModelledExecutor:
+    """The unit's devices. content: what their pages hold; nothing where it is left out. host: what sees to
+    the engine's own work, step by step."""
     spec = unit.spec
     contexts = {model.name: model.max_context or CONTEXT for model in spec.models}
     return ModelledExecutor(
@@ -91,8 +107,9 @@ def modelled_executor(unit: SimulatedUnit, content: Content | None = None) -> Mo
         compute=unit.compute,
         cost=unit.cost,
         content=content,
-        overhead=unit.overhead,
-        stride=unit.stride,
+        overhead=None if host else unit.overhead,
+        stride=1 if host else unit.stride,
+        host=host,
     )
 
 

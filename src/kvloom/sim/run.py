@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from kvloom.core.errors import ConfigError
+from kvloom.cost.hosting import Hosting
 from kvloom.cost.work import Work
 from kvloom.router.program import Program
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.fleet import SimulatedUnit, simulated
+from kvloom.sim.hosting import HostedMachine
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import Prompts, play
 from kvloom.workload.ask import Ask, Outcome
@@ -28,8 +30,11 @@ def simulate(
     title: str,
     seed: int | None = None,
     tell: Callable[[Outcome], None] = lambda _: None,
+    hosting: Hosting | None = None,
+    client_here: bool = False,
 ) -> Results:
-    """Add all outcomes to `summary`, telling each. seed: of the order of what happens at one moment."""
+    """Add all outcomes to `summary`, telling each. seed: of the order of what happens at one moment. hosting:
+    the work besides jobs of the one machine that all units are on; client_here: the asking too."""
 
     def add(outcome: Outcome) -> None:
         summary.add(outcome)
@@ -37,8 +42,9 @@ def simulate(
 
     async def main() -> None:
         clock = LoopClock(asyncio.get_running_loop())
-        async with simulated(units, program) as fleet:
-            await play(fleet.router, asks, prompts, clock, add)
+        machine = HostedMachine(hosting, client_here=client_here) if hosting else None
+        async with simulated(units, program, machine=machine) as fleet:
+            await play(fleet.server, asks, prompts, clock, add)
 
     run_virtual(main(), seed=seed)
     return summary.results("simulation", title)

@@ -9,6 +9,7 @@ from kvloom.config import Config
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
 from kvloom.cost.devices import find_device
+from kvloom.cost.hosting import Hosting
 from kvloom.cost.measured import Measured
 from kvloom.cost.profile import Profile
 from kvloom.cost.roofline import Roofline
@@ -59,6 +60,11 @@ def _planned(unit: PlannedUnit, policy: Policy) -> SimulatedUnit:
 def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
     """Raises ConfigError where a model of the config was not measured."""
     return [_measured(spec, profile) for spec in config.engines]
+
+
+def measured_hosting(profile: Profile) -> Hosting | None:
+    """What the machine does besides jobs; None where that was not measured."""
+    return Hosting(profile) if profile.hosted else None
 
 
 def _measured(spec: EngineSpec, profile: Profile) -> SimulatedUnit:
