@@ -251,14 +251,15 @@ class LedgerEngine:
             self._fail(late)
             if body.sampling.prompt_logprobs is not None and not body.begin:
                 yield [PromptEvent([TokenLogprob(-1.0) for _ in body.prompt[1:]])]
-            for index in range(body.sampling.max_tokens):
+            made = {one.choice: len(one.tokens) for one in body.choices}
+            for index in range(min(made.values()), body.sampling.max_tokens):
                 await asyncio.sleep(0)
                 self._reach()
-                live = [choice for choice in range(body.n) if choice not in aborted]
+                live = [choice for choice, begin in made.items() if begin <= index and choice not in aborted]
                 if live:
                     yield [TokenEvent(choice, index, said(body.prompt, choice, index)) for choice in live]
                 await self.gate.wait()
-            yield [EndEvent(c, "abort" if c in aborted else "length") for c in range(body.n)]
+            yield [EndEvent(c, "abort" if c in aborted else "length") for c in made]
         finally:
             self.streams.pop(body.request, None)
 

@@ -195,13 +195,20 @@ def test_where_nobody_is_left_the_client_learns_why() -> None:
     run(test)
 
 
-def test_a_request_that_is_lost_after_its_first_token_ends() -> None:
+def test_where_some_choices_go_on_the_lost_one_has_ended() -> None:
     async def test() -> None:
         async with routed(2, load_program("data_parallel")) as fleets:
-            loses(fleets.engines[0], TokenEvent(0, 0, 7))
-            answer = await ask(fleets.router, body())
-            assert answer.tokens == {0: [7]}
-            assert answer.ends[0].reason == "error"
-            assert [call.unit for call in fleets.journal] == ["a"]
+            broken = EndEvent(0, "error", message="its guide broke")
+            rest: list[Event] = [TokenEvent(1, 0, 8), EndEvent(1, "length")]
+
+            async def one_breaks(request: StartGenerate) -> AsyncIterator[list[Event]]:
+                yield []
+                yield [TokenEvent(0, 0, 7), broken]
+                yield rest
+
+            fleets.engines[0].start_generate = one_breaks  # type: ignore[method-assign,assignment]
+            answer = await ask(fleets.router, body(20, n=2))
+            assert answer.tokens == {0: [7], 1: [8]}
+            assert answer.ends == {0: broken, 1: EndEvent(1, "length")}
 
     run(test)

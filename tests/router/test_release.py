@@ -170,22 +170,6 @@ def test_a_sender_that_dies_half_way() -> None:
     run(test)
 
 
-def test_an_answer_that_has_begun_is_not_begun_again() -> None:
-    async def test() -> None:
-        async with routed(2) as fleets:
-            stream = fleets.router.start_generate(body(tokens=10))
-            async with aclosing(stream):
-                seen = [await anext(stream) for _ in range(3)]
-                assert seen[-1]
-                fleets.engines[0].down = True
-                with pytest.raises(Unavailable, match="a: the engine cannot be reached"):
-                    await anext(stream)
-            assert fleets.router.services == {"a": "down", "b": "up"}
-            assert len(fleets.journal) == 1
-
-    run(test)
-
-
 def test_a_request_that_is_wrong_is_refused_once() -> None:
     async def test() -> None:
         async with routed(3) as fleets:

@@ -17,6 +17,7 @@ from kvloom.core.request import EndEvent, Event, StartGenerate
 from kvloom.core.verbs import Pin, PrepRecv, RemoteSend, Sent
 from kvloom.router.fleet import Fleet
 from kvloom.router.holdings import Holdings, What
+from kvloom.router.progress import Progress
 from kvloom.router.replica import Replica
 
 Frames = AsyncGenerator[list[Event], None]
@@ -26,7 +27,7 @@ _LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id m
 
 
 class Lost(KvloomError):
-    """The engine has ended a request with an error before its first event: another may still answer it."""
+    """The engine has ended all that was left of a request with an error: another may go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,10 @@ class Spot:
 class Call:
     """Positions count in the prompt, negative ones from its end; None is its end. Verbs raise KvloomError.
 
-    answered: an event has been passed on, so nobody else can answer any more. refused: the replicas that
-    would not, or could not, answer from the first token on. name: the request's id at the replicas; after
-    `release` it has another, so that a late abort, or a call that arrives twice, harms no further attempt.
+    progress: what the caller has seen, so that another replica can go on after it. let_in: a replica has
+    taken it. refused: the replicas that would not, or could not, generate. name: the request's id at the
+    replicas; after `release` it has another, so that a late abort, or a call that arrives twice, harms no
+    further attempt.
     """
 
     def __init__(self, body: StartGenerate, fleet: Fleet, clock: Clock, tasks: asyncio.TaskGroup) -> None:
@@ -54,7 +56,8 @@ class Call:
         self.model = body.model
         self.prompt = body.prompt
         self.name = body.request
-        self.answered = False
+        self.progress = Progress(body.n)
+        self.let_in = False
         self.aborted = False
         self.refused: set[Replica] = set()
         self._fleet = fleet
@@ -141,34 +144,38 @@ class Call:
         return frames
 
     async def _generate(self, replica: Replica, begin: int) -> Frames:
-        body = replace(self.body, request=self.name, begin=begin)
-        spent = self._computed if begin else 0
+        body, spent = self._rest(begin), self._computed if begin else 0
         self._is_to_compute(replica, resolve(begin, len(self.prompt), "begin"), len(self.prompt))
         self._fleet.note(self.prompt, replica)
         try:
             async with self._asking(replica, "work"), aclosing(replica.client.start_generate(body)) as frames:
                 async for frame in frames:
                     self._holdings.let_go(replica, "room")  # the engine has taken it over
-                    if not self.answered:
-                        _raise_lost(replica, frame)
-                    self.answered = self.answered or bool(frame)
+                    self.let_in = True
                     if frame:
                         self._holdings.is_to_compute(replica, 0)
-                    yield _less_cached(frame, spent)
-                    if frame:
-                        break
-                async for frame in frames:
-                    yield _less_cached(frame, spent)
+                    seen, failure = self.progress.survives(frame)
+                    self.progress.note(seen)
+                    yield _less_cached(seen, spent)
+                    if failure is not None:
+                        raise Lost(f"{replica.name}: {failure}")
         except GeneratorExit:  # closing the engine's stream has ended the request there
             self._holdings.let_go(replica, "work")
             raise
         except KvloomError:
-            if not begin:
+            if not begin or self.progress.begun:
                 self.refused.add(replica)
             raise
         finally:
             self._holdings.is_to_compute(replica, 0)
         self._holdings.let_go(replica, "work")
+
+    def _rest(self, begin: int) -> StartGenerate:
+        """What is still to be generated."""
+        if not self.progress.begun:
+            return replace(self.body, request=self.name, begin=begin)
+        sampling = replace(self.body.sampling, prompt_logprobs=None)  # these were told first of all
+        return replace(self.body, request=self.name, begin=begin, made=self.progress.made, sampling=sampling)
 
     async def pin(self, replica: Replica, end: int | None = None) -> int:
         """Keep what `replica` has cached of prompt[:end], until the request is over. Returns how many tokens
@@ -226,15 +233,11 @@ class Call:
 
     async def abort(self, choice: int | None) -> None:
         """End the request, or one choice of it, where it runs."""
-        self.aborted = self.aborted or choice is None
+        if choice is None:
+            self.aborted = True
+        else:
+            self.progress.cancel(choice)
         await self._holdings.abort(self.name, choice)
-
-
-def _raise_lost(replica: Replica, frame: list[Event]) -> None:
-    for event in frame:
-        if isinstance(event, EndEvent) and event.reason == "error":
-            said = event.message or "the engine could not go on with this request"
-            raise Lost(f"{replica.name}: {said}")
 
 
 def _less_cached(frame: list[Event], computed: int) -> list[Event]:

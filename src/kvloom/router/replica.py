@@ -56,6 +56,10 @@ class Replica:
         return self._unit.restarting
 
     @property
+    def lost(self) -> bool:
+        return self._unit.lost
+
+    @property
     def load(self) -> int:
         """Tokens."""
         return self.queue + CALL_TOKENS * self.calls

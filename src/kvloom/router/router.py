@@ -17,27 +17,24 @@ from kvloom.core.errors import (
     BadRequest,
     ConfigError,
     KvloomError,
-    OutOfBlocks,
-    QueueFull,
     Unavailable,
     UnknownModel,
 )
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard, StartGenerate
 from kvloom.core.service import Service
-from kvloom.router.call import Call, Frames, Lost
+from kvloom.router.call import Call, Frames
+from kvloom.router.failures import Failures
 from kvloom.router.fleet import Fleet
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
 from kvloom.router.programs.least_loaded import least_loaded
-from kvloom.router.replica import Replica
 from kvloom.router.unit import Unit
 from kvloom.router.waiting import WaitingRoom
 
 Attempt = Callable[[Call, Fleet], Frames]
 
 _log = logging.getLogger(__name__)
-_ELSEWHERE: Final = (Unavailable, QueueFull, OutOfBlocks, Lost)  # what one replica says, another may not
 _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")
 
 
@@ -107,9 +104,9 @@ class Router:
         return list(cards.values())
 
     async def start_generate(self, body: StartGenerate) -> Frames:
-        """What the current program makes of it. Where that fails before the first event, the replicas that
-        are up are asked to generate all of it, the least loaded first. Where none is up, but one is being
-        restarted, the request waits for that: what it was refused there does not count."""
+        """What the current program makes of it. Where that fails, wherever the request stands, the replicas
+        that are up are asked to generate the rest of it, the least loaded first. Where none is up, but one
+        will be, the request waits for that: what it was refused there does not count."""
         if body.request in self._calls:
             raise BadRequest(f"request id {body.request} is in use", param="request")
         fleet = self._fleet(body.model)
@@ -117,23 +114,29 @@ class Router:
         program = self._program
         # What is received has K and V but no logits: who wants the prompt's has it computed in one place.
         attempt: Attempt = program if body.sampling.prompt_logprobs is None else least_loaded
+        failures = Failures(call)
         try:
             while True:
-                await self._until_somebody_is_up(call, fleet)
+                await self._until_somebody_is_up(call, fleet, failures)
+                if unwanted := call.progress.end_cancelled():
+                    call.progress.note(unwanted)
+                    yield unwanted
+                if call.progress.over:
+                    break
                 try:
                     async with aclosing(attempt(call, fleet)) as frames:
                         async for frame in frames:
                             yield frame
                     break
                 except KvloomError as error:
-                    fleet = fleet.without({one for one in call.refused if not one.restarting})
-                    if not (_may_go_on(call, error) and (fleet.up or _restarting(fleet))):
+                    fleet = failures.keep(fleet)
+                    if not (failures.may_go_on(error) and (fleet.up or failures.awaited(fleet))):
                         raise
                     whither = "goes elsewhere" if fleet.up else "waits for a restart"
                     _log.warning("request %s: %s; it %s", body.request, error.message, whither)
                     attempt = least_loaded
                 await call.release()
-            if not call.answered:
+            if not call.progress.begun:
                 raise KvloomError(f"the program {program.name} ended without an answer")
         finally:
             try:
@@ -147,14 +150,14 @@ class Router:
             await call.abort(choice)
             self._waiting.tell()
 
-    async def _until_somebody_is_up(self, call: Call, fleet: Fleet) -> None:
+    async def _until_somebody_is_up(self, call: Call, fleet: Fleet, failures: Failures) -> None:
         """Or nobody will be soon. Raises Unavailable where that takes too long."""
         try:
             await self._waiting.wait_while(
-                lambda: bool(_restarting(fleet)) and not fleet.up and not call.aborted
+                lambda: bool(failures.awaited(fleet)) and not fleet.up and not call.aborted
             )
         except TimeoutError:
-            names = ", ".join(replica.name for replica in _restarting(fleet))
+            names = ", ".join(replica.name for replica in failures.awaited(fleet))
             raise Unavailable(
                 f"no unit that serves {fleet.model} is up; {names} is being restarted, which takes longer "
                 f"than the {self._waiting.seconds:g} s that requests wait",
@@ -224,13 +227,3 @@ class Router:
 
     def _lost(self, unit: Unit) -> None:
         self._index.forget(unit.name)
-
-
-def _restarting(fleet: Fleet) -> list[Replica]:
-    return [replica for replica in fleet.replicas if replica.restarting]
-
-
-def _may_go_on(call: Call, error: KvloomError) -> bool:
-    """True where a plain start_generate elsewhere may still answer: nothing has been passed on, and it is not
-    the request itself that a replica has refused."""
-    return not (call.answered or call.aborted) and (not call.refused or isinstance(error, _ELSEWHERE))

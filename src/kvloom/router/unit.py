@@ -9,7 +9,7 @@ from typing import Final
 
 from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
-from kvloom.core.errors import KvloomError
+from kvloom.core.errors import ConfigError, KvloomError
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard
 from kvloom.core.service import Service
@@ -59,6 +59,11 @@ class Unit:
         if self.withdrawn:
             return "draining" if self.calls else "drained"
         return "up" if self.up else "down"
+
+    @property
+    def lost(self) -> bool:
+        """Down, and asked until it answers."""
+        return self._to_be_asked.is_set() and not isinstance(self.problem, ConfigError)
 
     async def watch(self) -> None:
         """Asks the unit while it is lost, ever more slowly."""

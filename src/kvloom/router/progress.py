@@ -1,0 +1,66 @@
+"""How far a request has come, as its caller has seen it: enough for another engine to go on."""
+
+from __future__ import annotations
+
+from kvloom.core.errors import KvloomError
+from kvloom.core.request import EndEvent, Event, Made, PromptEvent
+
+
+class Progress:
+    """Of a request with `n` choices. begun: an event has been passed on. tokens: that its choices have, in
+    all."""
+
+    def __init__(self, n: int) -> None:
+        self.begun = False
+        self.tokens = 0
+        self._open: dict[int, list[int]] = {choice: [] for choice in range(n)}
+        self._unwanted: set[int] = set()
+
+    @property
+    def over(self) -> bool:
+        return not self._open
+
+    def cancel(self, choice: int) -> None:
+        """The caller wants no more of it."""
+        self._unwanted.add(choice)
+
+    def end_cancelled(self) -> list[Event]:
+        """The ends of choices that nobody wants, for a time in which no engine is there to tell them."""
+        return [EndEvent(choice, "abort") for choice in sorted(self._unwanted & self._open.keys())]
+
+    @property
+    def made(self) -> list[Made]:
+        """What the choices that have not ended have: none where all begin."""
+        return [Made(choice, tokens[:]) for choice, tokens in self._open.items()] if self.begun else []
+
+    def note(self, frame: list[Event]) -> None:
+        """The caller is about to see the frame. Raises KvloomError where it does not follow on what was."""
+        for event in frame:
+            self.begun = True
+            if isinstance(event, PromptEvent):
+                continue
+            tokens = self._open.get(event.choice)
+            if tokens is None:
+                raise KvloomError(f"choice {event.choice} had ended, and an engine went on with it")
+            if isinstance(event, EndEvent):
+                del self._open[event.choice]
+            elif event.index != len(tokens):
+                raise KvloomError(
+                    f"choice {event.choice}: token {event.index} came after {len(tokens)}"
+                )
+            else:
+                tokens.append(event.token)
+                self.tokens += 1
+
+    def survives(self, frame: list[Event]) -> tuple[list[Event], str | None]:
+        """What of a frame can be passed on, and why an engine ends with it all that is left of the request:
+        another may still go on. None where it does not."""
+        failed = {
+            event.choice: event for event in frame if isinstance(event, EndEvent) and event.reason == "error"
+        }
+        ended = {event.choice for event in frame if isinstance(event, EndEvent)} - failed.keys()
+        if not failed or failed.keys() != self._open.keys() - ended:
+            return frame, None
+        rest = [event for event in frame if not (isinstance(event, EndEvent) and event.choice in failed)]
+        said = next(iter(failed.values())).message
+        return rest, said or "the engine could not go on with this request"
