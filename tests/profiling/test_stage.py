@@ -86,7 +86,7 @@ def test_a_job_is_what_its_setting_says(executor: Recorder, setting: Setting) ->
 def test_a_job_that_fails_leaves_nothing(executor: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(executor, temperature=0.0)
 
-    def broken(job: Job) -> JobResult:
+    def broken(*_: object) -> JobResult:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(executor, "_run", broken)

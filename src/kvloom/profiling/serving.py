@@ -144,7 +144,11 @@ async def _ask(url: str, key: str | None, models: Sequence[str], load: Load, pla
         {KEY_VARIABLE: key} if key else {},
         *("bench", "serve", "--url", url, "--workload", str(workload), "--json", str(results)),
     )
-    told, _ = await client.communicate()
+    try:
+        told, _ = await client.communicate()
+    finally:
+        if client.returncode is None:
+            client.kill()
     total = read_results(results).total if results.exists() else None
     if total is None or total.errors:
         last = (told.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
