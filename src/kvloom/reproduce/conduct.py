@@ -31,7 +31,7 @@ def conduct(paper: str, figures: Sequence[str], scale: Scale, json: Path | None,
             raise ConfigError(f"{path}: no such folder; a path that can be written is right")
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     try:
-        with _quiet(logging.getLogger("kvloom.router")):
+        with _quiet(logging.getLogger("kvloom")):
             reports = [_run(experiment, scale, console) for experiment in experiments]
     except KeyboardInterrupt:
         print("kvloom: interrupted; nothing was written", file=sys.stderr)

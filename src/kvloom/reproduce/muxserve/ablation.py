@@ -11,7 +11,7 @@ from kvloom.reproduce.muxserve.systems import MUXSERVE, System, naive, together
 from kvloom.reproduce.report import Cell, Grid, Report, Scale, Tell
 
 NAIVE: Final = System("naive placement", naive)
-PARTS: Final = System("in parts", together, policy="partitioned", quotas="fixed", parts=True)
+PARTS: Final = System("in parts", together, policy="partitioned", quotas="fixed")
 SEPARATED: Final = System("separated phases", together, quotas="fixed")
 UNIFIED: Final = System("unified memory", together)
 
@@ -27,7 +27,7 @@ PLACED: Final[tuple[tuple[str, tuple[Served, ...], int], ...]] = (
 )
 ALPHAS: Final = (0.7, 1.3, 2.1)
 MANAGED: Final = ("7b", "7b", "13b", "30b")
-TOP: Final = 20.0  # requests a second
+TOP: Final = 10.0  # requests a second
 _SLO: Final = 8
 
 
@@ -56,7 +56,7 @@ def figure_9(scale: Scale, tell: Tell) -> Report:
     """4 LLMs on 4 GPUs: compute and memory in parts; phases apart; and one pool for all."""
     alphas = ALPHAS if scale == "full" else ALPHAS[:1]
     systems = (PARTS, SEPARATED, UNIFIED)
-    loads = [Load(falling(MANAGED, alpha, TOP), 4, SECONDS[scale], drain=True) for alpha in alphas]
+    loads = [Load(falling(MANAGED, alpha, TOP), 4, SECONDS[scale], after=SECONDS[scale]) for alpha in alphas]
     points = play_all([(system, load) for load in loads for system in systems], tell)
     by_load = [points[at : at + 3] for at in range(0, len(points), 3)]
     weighted = [

@@ -28,13 +28,17 @@ _LOOK: Final = 1.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests come for `seconds`. drain: it goes on until all are answered, so that all are judged by the
-    SLO; else only those are whose time is over."""
+    """Requests come for `seconds`; the run ends `after` seconds later. Judged by the SLO are those whose time
+    is over then."""
 
     models: tuple[Served, ...]
     gpus: int
     seconds: float
-    drain: bool = False
+    after: float = 0.0
+
+    @property
+    def end(self) -> float:
+        return self.seconds + self.after
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class _Play:
         clock = LoopClock(asyncio.get_running_loop())
         async with simulated(units, load_program("least_loaded", {})) as fleet:
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if self._load.drain else self._load.seconds):
+                async with asyncio.timeout(self._load.end):
                     async with asyncio.TaskGroup() as group:
                         looking = group.create_task(self._look(fleet, clock))
                         await play(fleet.router, self._asks(), Prompts(VOCAB), clock, self._end)
@@ -118,7 +122,7 @@ class _Play:
             yield ask
 
     def _is_judged(self, ask: Ask, alone: float, scale: int) -> bool:
-        return self._load.drain or ask.at + scale * alone <= self._load.seconds
+        return ask.at + scale * alone <= self._load.end
 
     def _end(self, outcome: Outcome) -> None:
         ask, end = outcome.ask, outcome.end
