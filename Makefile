@@ -2,6 +2,7 @@
 # make test    set up, then run the tests            ARGS="tests/kv -x"
 # make check   what CI checks besides the tests
 # make bench   the benchmarks, on a quiet machine
+# make gpu-check   what CI cannot: the tests and figures that need a GPU
 # make setup   the set-up alone                      PYTHON=python3.12
 
 SHELL = /bin/sh
@@ -19,7 +20,7 @@ TORCH_FITS := import sys, torch; torch.ones(2).sum(); \
   sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
 HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernels.warm") is None)
 
-.PHONY: setup serve test check bench clean
+.PHONY: setup serve test check bench gpu-check clean
 .DELETE_ON_ERROR:
 
 setup: $(WARM)
@@ -38,6 +39,9 @@ check: setup
 
 bench: setup
 	@exec $(BIN)/python -m benchmarks $(ARGS)
+
+gpu-check: setup
+	@exec $(BIN)/python -m tools.gpu_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

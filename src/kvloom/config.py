@@ -35,7 +35,16 @@ from kvloom.config_fields import (
     Threads,
     no_bool,
 )
-from kvloom.config_units import UnitConfig, check_ranks, list_engines, share_memory, share_threads
+from kvloom.config_units import (
+    CPU,
+    Device,
+    UnitConfig,
+    check_ranks,
+    list_engines,
+    share_devices,
+    share_pools,
+    share_threads,
+)
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import Dtype, EngineSpec, Plane, Policy
 from kvloom.machine import Machine
@@ -84,6 +93,7 @@ class Config(Section):
     max_waiting: Count = 1024
     chunk_tokens: Count = 512
     threads: Threads = "auto"
+    device: Device = "cpu"
     transport: Plane = "shm"
     lease: Seconds = Field(default="30s", validate_default=True)
     program: Program = Field(default="data_parallel", validate_default=True)
@@ -138,7 +148,10 @@ class Config(Section):
         here = Surroundings.of(info)
         self._folder = here.folder
         engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
-        pools = share_memory(engines, self.kv_memory, self.block_bytes, here.machine)
+        devices = share_devices(engines, self.device, here.machine)
+        pools = share_pools(engines, devices, self.kv_memory, self.block_bytes, here.machine)
+        if self.transport == "nixl" and any(device != CPU for device in devices):
+            raise ValueError("transport: nixl, which moves the host's memory alone; `shm` is right for GPUs")
         cores = share_threads(engines, self.threads, here.machine)
         check_ranks(engines, cores, self.program.name)
         self._engines = tuple(
@@ -157,8 +170,9 @@ class Config(Section):
                 lease=self.lease,
                 transport=self.transport,
                 tensor_parallel=engine.unit.tensor_parallel,
+                device=device,
             )
-            for engine, pool, threads in zip(engines, pools, cores, strict=True)
+            for engine, pool, threads, device in zip(engines, pools, cores, devices, strict=True)
         )
         return self
 

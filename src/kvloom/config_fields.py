@@ -71,7 +71,7 @@ def _memory(value: Any, info: ValidationInfo) -> int | Auto:
     if value == "auto":
         return "auto"
     size, free = parse_size(value), Surroundings.of(info).machine.memory
-    if size > free:
+    if size > free and not Surroundings.of(info).machine.gpus:  # whose memory is seen to by those who use it
         raise ValueError(
             f"{show_size(size)} is more than the {show_size(free)} available here; less, or `auto`, is right"
         )

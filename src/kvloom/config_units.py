@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -16,6 +16,8 @@ from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.sizes import show_size
 
 MOST_ENGINES: Final = 64
+CPU: Final = "cpu"
+Device = Literal["auto", "cpu", "cuda"]
 
 
 class SharesConfig(Section):
@@ -36,6 +38,7 @@ class UnitConfig(Section):
     kv_memory: Memory = "auto"
     threads: Threads = "auto"
     policy: Policy | None = None
+    device: Device | None = None
     tensor_parallel: Annotated[int, BeforeValidator(no_bool), Field(ge=1)] = 1
     shares: dict[str, SharesConfig] | None = None
 
@@ -95,6 +98,53 @@ def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[E
     if len(keys) > MOST_ENGINES:
         raise ValueError(f"units: {len(keys)} engines; {MOST_ENGINES} or less is right")
     return [Engine(key, f"unit-{number}", unit) for number, (key, unit) in enumerate(keys)]
+
+
+def share_devices(engines: Sequence[Engine], fleets: Device, machine: Machine) -> list[str]:
+    """`cpu` or `cuda:N` for each engine; GPUs go round. Raises ValueError where ranks would share one."""
+    found: list[str] = []
+    number = 0
+    for engine in engines:
+        wanted = engine.unit.device or fleets
+        if wanted == CPU or (wanted == "auto" and not machine.gpus):
+            found.append(CPU)
+            continue
+        if engine.unit.tensor_parallel > 1:
+            raise ValueError(
+                f"{engine.key}.tensor_parallel: {engine.unit.tensor_parallel} ranks on GPUs, which are not "
+                "served yet; 1, or `device: cpu`, is right"
+            )
+        found.append(f"cuda:{number % max(1, machine.gpus)}")
+        number += 1
+    return found
+
+
+def share_pools(
+    engines: Sequence[Engine], devices: Sequence[str], total: int | Auto, block: int, machine: Machine
+) -> list[int]:
+    """Bytes of each engine's pool, by `share_memory`; where `total` is open, a GPU's pool is its own
+    size, or 0 for what the weights leave. Raises ValueError."""
+    pairs = list(zip(engines, devices, strict=True))
+    hosted = [engine for engine, device in pairs if device == CPU or total != "auto"]
+    pools = iter(share_memory(hosted, total, block, machine) if hosted else [])
+    found: list[int] = []
+    for engine, device in pairs:
+        own = engine.unit.kv_memory
+        if device == CPU or total != "auto":
+            found.append(next(pools))
+        elif own != "auto" and own < block:
+            raise ValueError(
+                f"{engine.key}.kv_memory: {show_size(own)} is less than one block; "
+                f"at least {show_size(block)} is right"
+            )
+        elif own == "auto" and devices.count(device) > 1:
+            raise ValueError(
+                f"{engine.key}.kv_memory: several engines on {device} cannot each have what is left; "
+                "a size for each is right"
+            )
+        else:
+            found.append(0 if own == "auto" else own)
+    return found
 
 
 def share_memory(engines: Sequence[Engine], total: int | Auto, block: int, machine: Machine) -> list[int]:

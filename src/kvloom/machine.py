@@ -1,4 +1,4 @@
-"""What this machine has to give: cores and memory."""
+"""What this machine has to give: cores, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """cores: those this process may use. memory: bytes that an arena may take now."""
+    """cores: those this process may use. memory: bytes that an arena may take now. gpus: NVIDIA's, that CUDA
+    would show to this process."""
 
     cores: int
     memory: int
+    gpus: int = 0
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(cores=len(os.sched_getaffinity(0)), memory=_free_memory())
+        return cls(cores=len(os.sched_getaffinity(0)), memory=_free_memory(), gpus=_gpus())
+
+
+def _gpus() -> int:
+    """By their device files, without a driver's help: most machines have none."""
+    files = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(files) if shown is None else min(len(files), len([part for part in shown.split(",") if part]))
 
 
 def _free_memory() -> int:

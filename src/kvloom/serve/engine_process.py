@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,12 @@ from kvloom.serve.parent import Parent, run_child
 
 if TYPE_CHECKING:
     from kvloom.core.spec import EngineSpec
-    from kvloom.kv.arena import Arena
+    from kvloom.kv.arena import Store
     from kvloom.model.executor import TorchExecutor
+    from kvloom.model.gpu.executor import GpuExecutor
     from kvloom.serve.server import Server
     from kvloom.transport.apart import Apart
+    from kvloom.transport.cuda_ipc import CudaIpcTransport
     from kvloom.transport.nixl import NixlTransport
     from kvloom.transport.shm import ShmTransport
 
@@ -46,12 +49,11 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     from kvloom.api.verbs import create_verbs  # noqa: PLC0415
     from kvloom.core.clock import WallClock  # noqa: PLC0415
     from kvloom.engine.engine import Engine  # noqa: PLC0415
-    from kvloom.model.parallel.executor import load_executor  # noqa: PLC0415
     from kvloom.serve.server import Server  # noqa: PLC0415
 
     transformers.logging.disable_progress_bar()
     folder = Path(order.socket).parent
-    executor = load_executor(spec, folder, lambda text: parent.report(Progress(text)))
+    executor = load_unit(spec, folder, lambda text: parent.report(Progress(text)))
     transport = open_transport(spec, executor.arena)
     engine = Engine(executor, transport, spec, WallClock())
     chat = tuple(card.name for card in await engine.models() if card.chat_template is not None)
@@ -76,19 +78,37 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
         raise Unavailable(watch.result())
 
 
-async def _end_when_lost(executor: TorchExecutor, server: Server) -> str:
+def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> TorchExecutor | GpuExecutor:
+    """The executor on the unit's device. Raises ConfigError, and Unavailable where a rank ends meanwhile."""
+    if spec.device != "cpu":
+        from kvloom.model.gpu.loading import load_gpu_executor  # noqa: PLC0415
+
+        return load_gpu_executor(spec, progress)
+    from kvloom.model.parallel.executor import load_executor  # noqa: PLC0415
+
+    return load_executor(spec, folder, progress)
+
+
+async def _end_when_lost(executor: TorchExecutor | GpuExecutor, server: Server) -> str:
     """Why no job can run any more; the process is to end then, and to be started again."""
     how = await executor.lost()
     server.end()
     return how
 
 
-def open_transport(spec: EngineSpec, arena: Arena) -> ShmTransport | NixlTransport | Apart:
+def open_transport(spec: EngineSpec, arena: Store) -> ShmTransport | NixlTransport | CudaIpcTransport | Apart:
     """The unit's end of the KV plane, as the config chooses. Raises ConfigError."""
+    from kvloom.kv.arena import Arena  # noqa: PLC0415
+
     if spec.tensor_parallel > 1:
         from kvloom.transport.apart import Apart  # noqa: PLC0415
 
         return Apart(spec.unit)
+    if not isinstance(arena, Arena):
+        from kvloom.transport.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
+        from kvloom.transport.cuda_ipc_memory import CudaMemory  # noqa: PLC0415
+
+        return CudaIpcTransport(spec.unit, arena, CudaMemory(arena.bytes.device))
     if spec.transport == "nixl":
         from kvloom.transport.nixl import NixlTransport  # noqa: PLC0415
 

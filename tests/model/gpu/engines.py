@@ -1,4 +1,4 @@
-"""A real engine over the GPU's executor, which runs on the CPU as its device."""
+"""A real engine over the GPU's executor, which in CI runs on the CPU as its device."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ COMPUTE = 8
 async def running_on_device(
     spec: EngineSpec, device: Device | None = None, operations: Operations | None = None
 ) -> AsyncIterator[tuple[Engine, GpuExecutor]]:
-    """The engine while it runs; afterwards law 1 and law 4 hold."""
     executor = load_executor(spec, device or host_device(COMPUTE), operations or plain_operations())
+    async with running_executor(spec, executor) as engine:
+        yield engine, executor
+
+
+@asynccontextmanager
+async def running_executor(spec: EngineSpec, executor: GpuExecutor) -> AsyncIterator[Engine]:
+    """The engine while it runs; afterwards law 1 and law 4 hold."""
     transport = ShmTransport(spec.unit, Arena(1, spec.block_bytes))
     engine = Engine(executor, transport, spec, WallClock())
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())
         try:
-            yield engine, executor
+            yield engine
         finally:
             await engine.stop()
     transport.close_all()

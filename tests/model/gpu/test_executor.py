@@ -111,7 +111,7 @@ def test_out_of_memory_fails_the_job_and_nothing_else(paths: dict[str, Path]) ->
                     raise torch.OutOfMemoryError("CUDA out of memory")
                 return prefill(model, job, *rest)
 
-            executor._prefill = short  # type: ignore[method-assign]
+            executor._prefill = short  # type: ignore[method-assign, assignment]
             long, brief = body("a", list(range(50)), max_tokens=4), body("a", list(range(9)), max_tokens=4)
             return await ask(engine, long), await ask(engine, brief)
 
@@ -128,7 +128,7 @@ def test_a_device_that_has_failed_is_told_of(paths: dict[str, Path]) -> None:
             def broken(*_: Any) -> Any:
                 raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-            executor._prefill = broken  # type: ignore[method-assign]
+            executor._prefill = broken  # type: ignore[method-assign, assignment]
             await ask(engine, body("a", [1, 2, 3], max_tokens=4))
             return await executor.lost()
 

@@ -1,0 +1,16 @@
+"""The sides of a pair share no multiprocessor, live or in a recording."""
+
+from __future__ import annotations
+
+from kvloom.model.gpu.device import cuda_device
+from kvloom.model.gpu.green import cut_green
+
+
+def test_partitions_are_disjoint() -> None:
+    from tools.gpu_checks.smids import disjoint  # noqa: PLC0415 -- it compiles for a GPU
+
+    device = cuda_device(0, cut_green)
+    assert 4 <= len(device.partitions.pairs) <= 8
+    for first, second in device.partitions.pairs:
+        assert first.compute + second.compute == device.compute
+    disjoint(device)

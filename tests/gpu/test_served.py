@@ -1,0 +1,78 @@
+"""Law 2 on a GPU: recorded steps in partitions, the same tokens as transformers' own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvloom.core.errors import ConfigError
+from kvloom.core.spec import EngineSpec
+from kvloom.model.gpu.loading import load_gpu_executor
+from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
+from tests.engines import ask, body, spec_of
+from tests.model.gpu.engines import running_executor
+from tests.oracle import Oracle
+
+LENGTHS = (1, 3, 17, WINDOW + 1, 90, 130)
+COUNT = 12
+
+
+def spec(paths: dict[str, Path], kv_bytes: int = 4 << 20) -> EngineSpec:
+    """In float32, so that the tie rule holds."""
+    made = spec_of(paths, max_running=8, kv_bytes=kv_bytes)
+    return replace(made, device="cuda:0", models=tuple(replace(one, dtype="float32") for one in made.models))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma2", "gpt_neox", "mixtral"])
+def test_greedy_is_transformers_own(architecture: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, architecture)
+    rng = random.Random(architecture)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
+
+    async def serve() -> list[list[int]]:
+        wanted = spec({"m": path})
+        async with running_executor(wanted, load_gpu_executor(wanted)) as engine:
+            answers = await asyncio.gather(*(ask(engine, body("m", p, max_tokens=COUNT)) for p in prompts))
+            return [answer.tokens[0] for answer in answers]
+
+    oracle = Oracle(path)
+    for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
+        assert len(tokens) == COUNT
+        oracle.check(prompt, tokens)
+
+
+def test_two_models_side_by_side(tmp_path: Path) -> None:
+    """In complementary partitions, at the same time, again and again."""
+    paths = {
+        name: make_checkpoint(tmp_path / name, kind) for name, kind in (("a", "qwen3"), ("b", "mistral"))
+    }
+    prompts = [[(7 * i + j) % VOCAB for j in range(20 + i)] for i in range(24)]
+
+    async def serve() -> dict[str, list[list[int]]]:
+        wanted = spec(paths)
+        async with running_executor(wanted, load_gpu_executor(wanted)) as engine:
+            asked = [ask(engine, body(name, p, max_tokens=COUNT)) for p in prompts for name in paths]
+            answers = [answer.tokens[0] for answer in await asyncio.gather(*asked)]
+            return {name: answers[i :: len(paths)] for i, name in enumerate(paths)}
+
+    found = asyncio.run(serve())
+    for name, path in paths.items():
+        oracle = Oracle(path)
+        for prompt, tokens in zip(prompts, found[name], strict=True):
+            oracle.check(prompt, tokens)
+
+
+def test_a_pool_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(ConfigError, match="gives no 1,099,511,627,776 bytes"):
+        load_gpu_executor(spec({"m": path}, kv_bytes=1 << 40))
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(ConfigError, match="there is no cuda:63"):
+        load_gpu_executor(replace(spec({"m": path}), device="cuda:63"))

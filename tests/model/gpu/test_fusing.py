@@ -1,0 +1,65 @@
+"""What stands in for stock modules on a device, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from kvloom.model.gpu.fusing import DeviceGatedMLP, DeviceNorm, fuse_on_device
+from kvloom.model.gpu.operations import plain_operations
+from kvloom.model.gpu.sisters import Sister
+from tests.checkpoints import make_checkpoint
+
+
+def fused(path: Path, architecture: str) -> tuple[Any, dict[type, int]]:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        make_checkpoint(path, architecture), dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    fuse_on_device(model, plain_operations())
+    kinds = [type(module) for module in model.modules()]
+    return model, {kind: kinds.count(kind) for kind in (Sister, DeviceNorm, DeviceGatedMLP)}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sisters", "norms", "gated"),
+    [
+        ("llama", 9, 7, 3),
+        ("qwen3", 9, 13, 3),  # each head's q and k are normed too
+        ("gemma2", 12, 17, 4),  # four norms a layer
+        ("gpt_neox", 0, 0, 0),  # its q, k and v are one product, its norms no RMS
+        ("mixtral", 9, 7, 0),  # experts
+    ],
+)
+def test_found_by_structure_in_half_precision(
+    tmp_path: Path, architecture: str, sisters: int, norms: int, gated: int
+) -> None:
+    model, counts = fused(tmp_path, architecture)
+    assert counts == {Sister: sisters, DeviceNorm: norms, DeviceGatedMLP: gated}
+    ids = torch.arange(12)[None]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    with torch.inference_mode():
+        found, wanted = model(input_ids=ids).logits, stock(input_ids=ids).logits
+    assert float((found - wanted).abs().max()) <= 0.05 * float(wanted.abs().max())
+
+
+class OddRMSNorm(nn.Module):
+    """Differs by a factor that bfloat16 does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.0005 * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def test_a_norm_that_is_another_is_left_as_it_is() -> None:
+    model = nn.Sequential(OddRMSNorm())
+    fuse_on_device(model, plain_operations())
+    assert type(model[0]) is OddRMSNorm

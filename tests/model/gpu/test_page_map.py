@@ -1,0 +1,94 @@
+"""The device's page map is the host's, for every page of the plan that is about to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.core.arrays import AnyArray
+from kvloom.core.geometry import Geometry
+from kvloom.core.plan import Plan
+from kvloom.kv.pool import Pool
+from kvloom.model.gpu.device import host_device
+from kvloom.model.gpu.page_map import DevicePageMap
+from kvloom.model.gpu.staging import Sent, Staging
+
+GEOMETRY = Geometry(2, 2, 16, 4, 2048)  # 16 tokens a page of 4 blocks
+DEVICE = host_device(4)
+LANES = DEVICE.partitions.lanes
+
+
+class _Counted:
+    """Sends as jobs do, and counts rows."""
+
+    def __init__(self) -> None:
+        self.staging = Staging(DEVICE)
+        self.rows = 0
+
+    def __call__(self, arrays: Mapping[str, AnyArray]) -> Sent:
+        self.rows += len(arrays["map_pages"])
+        return self.staging.send(arrays)
+
+
+def agrees(device_map: DevicePageMap, plan: Plan) -> None:
+    for row, held in enumerate(plan.starts + plan.appends):
+        pages = plan.tables[row, : GEOMETRY.pages(int(held))]
+        np.testing.assert_array_equal(device_map.blocks[torch.from_numpy(pages).long()], plan.page_map[pages])
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=30))
+def test_whatever_sequences_do(steps: list[tuple[int, int]]) -> None:
+    """Step (s, n): sequence s grows by n tokens; by 0 it goes, and one that forks from another comes."""
+    pool = Pool(48, {"m": GEOMETRY}, max_sequences=8, max_tokens={"m": 256})
+    cache, send = pool.caches["m"], _Counted()
+    device_map = DevicePageMap(GEOMETRY, 12, DEVICE.torch)
+    for i, (sequence, count) in enumerate(steps):
+        if sequence not in cache.sequences:
+            others = [one for one in cache.sequences if one != sequence]
+            if others and count % 2:
+                cache.fork_sequence(others[0], sequence)
+            else:
+                cache.add_sequence(sequence)
+        if not count or cache.blocks_for(sequence, count) > pool.available:
+            cache.remove_sequence(sequence)
+            continue
+        plan = cache.begin_forward([sequence], [count])
+        device_map.refresh(plan, LANES[i % len(LANES)], send)
+        agrees(device_map, plan)
+        for copy in plan.copies:
+            np.testing.assert_array_equal(device_map.blocks[copy.source], plan.page_map[copy.source])
+        cache.end_forward(plan)
+
+
+def test_a_row_travels_once() -> None:
+    pool = Pool(48, {"m": GEOMETRY}, max_sequences=8, max_tokens={"m": 256})
+    cache, send = pool.caches["m"], _Counted()
+    device_map = DevicePageMap(GEOMETRY, 12, DEVICE.torch)
+    cache.add_sequence(0)
+    for count in (20, 5, 7, 1):  # the second page is full with 32, the third begins
+        plan = cache.begin_forward([0], [count])
+        device_map.refresh(plan, LANES[0], send)
+        cache.end_forward(plan)
+    assert send.rows == 3
+
+
+def test_rows_whose_sending_failed_travel_again() -> None:
+    pool = Pool(48, {"m": GEOMETRY}, max_sequences=8, max_tokens={"m": 256})
+    cache, send = pool.caches["m"], _Counted()
+    device_map = DevicePageMap(GEOMETRY, 12, DEVICE.torch)
+    cache.add_sequence(0)
+    plan = cache.begin_forward([0], [20])
+
+    def short(arrays: Mapping[str, AnyArray]) -> Sent:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        device_map.refresh(plan, LANES[0], short)
+    device_map.refresh(plan, LANES[0], send)
+    agrees(device_map, plan)

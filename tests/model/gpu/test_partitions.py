@@ -1,0 +1,50 @@
+"""Which lane a job takes: the nearest side, of one pair at a time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.model.gpu.partitions import Lane, Partitions
+from kvloom.model.gpu.streams import HostStream
+
+COMPUTE = 132
+SMALLER = (16, 32, 48, 64)
+
+
+def partitions() -> Partitions:
+    pairs = [(Lane(size, HostStream()), Lane(COMPUTE - size, HostStream())) for size in SMALLER]
+    return Partitions(Lane(COMPUTE, HostStream()), pairs)
+
+
+def test_a_job_with_everything_is_bound_to_no_partition() -> None:
+    cut = partitions()
+    assert cut.take(COMPUTE) is cut.whole
+
+
+def test_two_halves_take_the_sides_of_one_pair() -> None:
+    cut = partitions()
+    first, second = cut.take(66), cut.take(66)
+    assert (first, second) == (cut.pairs[3][0], cut.pairs[3][1]) or (second, first) == cut.pairs[3]
+    assert first.compute + second.compute == COMPUTE
+
+
+def test_the_second_job_takes_what_is_left() -> None:
+    cut = partitions()
+    assert cut.take(100).compute == 100
+    assert cut.take(20).compute == 32
+
+
+@given(st.lists(st.tuples(st.integers(1, COMPUTE), st.booleans()), max_size=40))
+def test_jobs_at_once_are_on_sides_of_one_pair(steps: list[tuple[int, bool]]) -> None:
+    """And spread over them; whatever was given back is free again."""
+    cut, running = partitions(), list[Lane]()
+    for share, ends in steps:
+        if ends and running:
+            cut.give_back(running.pop(share % len(running)))
+            continue
+        running.append(cut.take(share))
+        parts = {lane for lane in running if lane is not cut.whole}
+        assert any(parts <= set(pair) for pair in cut.pairs)
+    for lane in cut.lanes:
+        assert lane.jobs == running.count(lane)

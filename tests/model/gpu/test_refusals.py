@@ -1,0 +1,85 @@
+"""What a device lacks is told in one line at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from kvloom.core.errors import ConfigError
+from kvloom.core.spec import EngineSpec
+from kvloom.kernels.cuda_driver import Driver, DriverError
+from kvloom.model.gpu.device import Device, host_device
+from kvloom.model.gpu.loading import load_executor, load_gpu_executor, refuse_expandable
+from kvloom.model.gpu.operations import plain_operations
+from tests.checkpoints import make_checkpoint
+from tests.engines import spec_of
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> EngineSpec:
+    return spec_of({"m": make_checkpoint(tmp_path, "qwen3")}, max_running=2)
+
+
+def refusal(load: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load()
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@NO_GPU
+def test_no_gpu(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.model.gpu.loading.triton_operations", plain_operations)
+    told = refusal(lambda: load_gpu_executor(replace(spec, device="cuda:0")))
+    assert told.startswith("device: ")
+    assert "`device: cpu`" in told or "CUDA cannot be used here" in told
+
+
+@NO_GPU
+def test_no_driver() -> None:
+    with pytest.raises(DriverError, match="cuda-bindings cannot be used here"):
+        Driver()
+
+
+def test_a_pool_that_holds_no_page(spec: EngineSpec) -> None:
+    small = replace(spec, kv_bytes=2048)
+    told = refusal(lambda: load_executor(small, host_device(4), plain_operations()))
+    assert told == "kv_memory: 2,048 bytes hold no page of m; at least 6,144 are needed"
+
+
+class _Small(Device):
+    """A device with little memory."""
+
+    def free(self) -> tuple[int, int]:
+        return 100_000, 4_000_000
+
+
+def test_weights_that_do_not_fit(spec: EngineSpec) -> None:
+    host = host_device(4)
+    small = _Small(host.torch, host.compute, host.partitions)
+    told = refusal(lambda: load_executor(spec, small, plain_operations()))
+    assert told.startswith("models.m: its weights need ")
+    assert "bytes, and 100,000 of 4,000,000 are free on cpu" in told
+
+
+def test_too_little_beside_the_pool(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("kvloom.model.gpu.executor.GpuExecutor.prepare", prepare)
+    told = refusal(lambda: load_executor(spec, host_device(4), plain_operations()))
+    assert told.startswith(
+        "kv_memory: beside a pool of 4,194,304 bytes too little of cpu is left to run jobs"
+    )
+
+
+def test_memory_that_peers_cannot_map() -> None:
+    refuse_expandable({"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
+    told = refusal(lambda: refuse_expandable({"PYTORCH_CUDA_ALLOC_CONF": "a:1,expandable_segments: True"}))
+    assert told.startswith("PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True; ")

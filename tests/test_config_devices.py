@@ -1,0 +1,85 @@
+"""What an engine runs on: resolved once, refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvloom.config import Config
+from kvloom.config_file import load_config
+from kvloom.core.errors import ConfigError
+from kvloom.machine import Machine
+
+NONE = Machine(cores=4, memory=3 << 30)
+TWO = Machine(cores=4, memory=3 << 30, gpus=2)
+MODELS = "models: {a: ./model, b: ./model}\n"
+UNITS = MODELS + "units:\n  - {models: [a]}\n  - {models: [b], replicas: 2}\n"
+
+
+def load(folder: Path, text: str, machine: Machine = TWO) -> Config:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "fleet.yaml").write_text(text)
+    return load_config(folder / "fleet.yaml", {}, {}, machine)
+
+
+def found(config: Config) -> list[tuple[str, int]]:
+    return [(engine.device, engine.kv_bytes) for engine in config.engines]
+
+
+def test_a_cpu_unless_a_gpu_is_asked_for(tmp_path: Path) -> None:
+    assert found(load(tmp_path, MODELS)) == [("cpu", 1 << 30)]
+    assert found(load(tmp_path, MODELS + "device: cpu")) == [("cpu", 1 << 30)]
+
+
+def test_auto_takes_gpus_where_there_are_any(tmp_path: Path) -> None:
+    assert found(load(tmp_path, MODELS + "device: auto")) == [("cuda:0", 0)]
+    assert found(load(tmp_path, MODELS + "device: auto", NONE)) == [("cpu", 1 << 30)]
+
+
+def test_cuda_is_left_to_the_engine_to_find(tmp_path: Path) -> None:
+    """It knows why there is none."""
+    assert found(load(tmp_path, MODELS + "device: cuda", NONE)) == [("cuda:0", 0)]
+
+
+def test_gpus_go_round_and_units_may_differ(tmp_path: Path) -> None:
+    sized = UNITS.replace("[a]", "[a], device: cpu").replace("replicas: 2", "replicas: 3, kv_memory: 40GiB")
+    config = load(tmp_path, sized + "device: cuda")
+    assert found(config) == [("cpu", 1 << 30), *((f"cuda:{i}", 40 << 30) for i in (0, 1, 0))]
+    shared = load(tmp_path, UNITS.replace("replicas: 2", "replicas: 1") + "device: cuda\nkv_memory: 60GiB")
+    assert found(shared) == [("cuda:0", 30 << 30), ("cuda:1", 30 << 30)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (MODELS + "device: gpu", "device: .*'auto', 'cpu' or 'cuda'"),
+        (UNITS + "device: cuda", "units.0.kv_memory: several engines on cuda:0 cannot each"),
+        (MODELS + "device: cuda\ntransport: nixl", "transport: nixl, which moves the host's memory alone"),
+        (
+            UNITS.replace("[a]", "[a], tensor_parallel: 2, device: cuda"),
+            "units.0.tensor_parallel: 2 ranks",
+        ),
+        (
+            UNITS.replace("[a]", "[a], device: cuda, kv_memory: 64"),
+            "units.0.kv_memory: 64 bytes is less",
+        ),
+        (UNITS.replace("[a]", "[a], kv_memory: 4GiB"), "units: 4 GiB of kv_memory for all engines"),
+    ],
+)
+def test_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        load(tmp_path, text)
+    assert "\n" not in error.value.message
+
+
+def test_memory_of_the_host_does_not_bound_a_gpus(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="40 GiB is more than the 3 GiB available"):
+        load(tmp_path, MODELS + "device: cuda\nkv_memory: 40GiB", NONE)
+    assert found(load(tmp_path, MODELS + "device: cuda\nkv_memory: 40GiB")) == [("cuda:0", 40 << 30)]
+
+
+def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Machine.here().gpus == 0

@@ -1,0 +1,58 @@
+"""`make gpu-check` where there is no GPU, and as much of it as runs without one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from tools.gpu_check import main
+from tools.gpu_checks import beside
+from tools.gpu_checks.llama import Jobs
+from tools.gpu_checks.report import Figure, Report, Run
+
+from kvloom.core.job import Phase
+from kvloom.model.gpu.device import host_device
+from kvloom.model.gpu.loading import load_executor
+from kvloom.model.gpu.operations import plain_operations
+from tests.checkpoints import make_checkpoint
+from tests.engines import spec_of
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_without_a_device_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json", str(tmp_path / "figures.json")]) == 2
+    told = capsys.readouterr().out
+    assert told.startswith("no CUDA device: ")
+    assert told.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_its_jobs_run_again_and_again(tmp_path: Path) -> None:
+    spec = spec_of({"m": make_checkpoint(tmp_path, "qwen3")}, max_running=4)
+    jobs = Jobs(load_executor(spec, host_device(4), plain_operations()), 16)
+    with jobs.sequences(3, 20) as ids:
+        assert len(jobs.seconds(Phase.DECODE, ids, 1, 2)) == 2
+        with jobs.sequences(1, 0) as prompt:
+            steps, prefills, _ = asyncio.run(beside.play(jobs, ids, prompt, 2, 2, chunk=8, steps=4))
+    assert len(steps) == 2
+    assert prefills > 0
+    jobs.executor.close()
+
+
+def test_what_fails_is_told_and_the_rest_runs(tmp_path: Path) -> None:
+    def wrong() -> list[Figure]:
+        raise AssertionError("both sides run on [3]")
+
+    run, late = Run(60), Run(-1)
+    run.check("partitions", wrong)
+    run.check("ceilings", lambda: [Figure(name="copy", value=3000.0, unit="GB/s", bound=3350.0)])
+    late.check("ceilings", wrong)
+    run.report.write(tmp_path / "figures.json")
+    read = msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Report)
+    assert read.failures == {"partitions": "AssertionError: both sides run on [3]"}
+    assert [figure.value for figure in read.figures] == [3000.0]
+    assert "NOT RUN, OR WRONG: partitions: AssertionError" in run.report.table()
+    assert late.report.failures == {"ceilings": "not run: the time for all checks is over"}
