@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from kvloom.core.clock import Clock
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
+from kvloom.core.priority import Level
 from kvloom.core.request import ModelCard, StartGenerate, TokenLogprob
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
 from kvloom.core.transport import Transport
@@ -160,6 +161,7 @@ def engine_over(
     max_running: int = 16,
     max_waiting: int = 64,
     chunk_tokens: int = 16,
+    priorities: tuple[Level, ...] = (),
 ) -> Engine:
     models = tuple(
         ModelSpec(name=model, path="/nowhere", rate=(rates or {}).get(model, 1.0)) for model in executor.cards
@@ -173,6 +175,7 @@ def engine_over(
         max_waiting=max_waiting,
         chunk_tokens=chunk_tokens,
         threads=executor.compute,
+        priorities=priorities,
     )
     transport = transport or Plane().join("alone", executor)
     return Engine(executor, transport, spec, clock or JobClock(executor))

@@ -5,12 +5,23 @@ from __future__ import annotations
 from msgspec import Struct
 
 
+class LevelLoad(Struct, frozen=True, kw_only=True):
+    """One level of execution priority: sequences that run, and tokens of room that they have together beside
+    what they hold."""
+
+    priority: int
+    headroom: int
+    running: int
+
+
 class ModelLoad(Struct, frozen=True, kw_only=True):
     """One model's share of a unit. Blocks are the pool's; counts since start end in `_total`. used: held by
     sequences, reservations and pins; cached: held by none, and taken when they are needed; pinned: those of
-    the used ones that a pin keeps. cached_tokens_total: tokens that were not computed because they were
-    cached here, before anyone sent them for the request itself. received_tokens_total: tokens whose K and V
-    peers have written here."""
+    the used ones that a pin keeps. What is still to be taken, cached or not: begun_blocks by the prompts that
+    are being computed, head_blocks by the first sequence that waits, waiting_blocks by all that wait. A page
+    is page_blocks blocks and holds page_tokens tokens. levels: those at which something runs.
+    cached_tokens_total: tokens that were not computed because they were cached here, before anyone sent them
+    for the request itself. received_tokens_total: tokens whose K and V peers have written here."""
 
     waiting: int
     running: int
@@ -18,6 +29,11 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     cached_blocks: int
     pinned_blocks: int
     quota_blocks: int
+    begun_blocks: int
+    head_blocks: int
+    waiting_blocks: int
+    page_blocks: int
+    page_tokens: int
     prompt_tokens_total: int
     cached_tokens_total: int
     received_tokens_total: int
@@ -25,11 +41,28 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     preemptions_total: int
     prefill_jobs_total: int
     decode_jobs_total: int
+    levels: tuple[LevelLoad, ...] = ()
+
+    @property
+    def token_blocks(self) -> float:
+        """Blocks that a token takes on average."""
+        return self.page_blocks / self.page_tokens
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens of one sequence."""
+        return -(-tokens // self.page_tokens) * self.page_blocks
 
 
 class UnitLoad(Struct, frozen=True, kw_only=True):
+    """draining: what runs here is to end or to go elsewhere, and nothing is to come."""
+
     total_blocks: int
     free_blocks: int
     block_bytes: int
     policy: str
     models: dict[str, ModelLoad]
+    draining: bool = False
+
+    @property
+    def running(self) -> int:
+        return sum(model.running for model in self.models.values())

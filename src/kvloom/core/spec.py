@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from kvloom.core.priority import Level
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["adbs", "fcfs", "round-robin", "partitioned"]
 Quotas = Literal["adaptive", "fixed"]
@@ -30,10 +32,11 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
-    """One unit: its models, its pool of `kv_bytes`, and how they are scheduled. lease: seconds for which a
-    reservation is kept without being renewed. transport: what carries K and V to other units. quotas: whether
-    they move and bend, or are walls (no unified pool). overload: of the unit's compute, by which the shares
-    of jobs that run together may exceed it. tensor_parallel: ranks, each a process with its heads of all
+    """One unit: its models, its pool of `kv_bytes`, and how they are scheduled. priorities: the levels of
+    execution priority, which the unit's load tells. lease: seconds for which a reservation is kept without
+    being renewed. transport: what carries K and V to other units. quotas: whether they move and bend, or are
+    walls (no unified pool). overload: of the unit's compute, by which the shares of jobs that run together
+    may exceed it. tensor_parallel: ranks, each a process with its heads of all
     models, that share the unit's cores and pool. device: `cpu`, or `cuda:N`, where kv_bytes 0 is what the
     weights leave."""
 
@@ -46,6 +49,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     threads: int
     unit: str = "unit-0"
+    priorities: tuple[Level, ...] = ()
     lease: float = 30.0
     transport: Plane = "shm"
     quotas: Quotas = "adaptive"

@@ -21,6 +21,7 @@ from kvloom.engine.guide import Guides
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.pins import Pins
 from kvloom.engine.promises import Promises
+from kvloom.engine.report import model_load
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST, Reservations
 from kvloom.engine.shipping import Shipping
@@ -205,5 +206,6 @@ class Engine:
             free_blocks=self.pool.free,
             block_bytes=self._spec.block_bytes,
             policy=self._spec.policy,
-            models={name: queue.load() for name, queue in self._queues.items()},
+            models={name: model_load(queue, self._spec.priorities) for name, queue in self._queues.items()},
+            draining=self._stopping,
         )

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from kvloom.core.address import KVForm
 from kvloom.core.job import Job, Phase
-from kvloom.core.load import ModelLoad
 from kvloom.core.request import ModelCard
 from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status
@@ -144,23 +143,6 @@ class ModelQueue:
         """A job has ended as if it had never been."""
         self._changes += 1
         self.active[job.phase] -= 1
-
-    def load(self) -> ModelLoad:
-        return ModelLoad(
-            waiting=len(self.waiting),
-            running=len(self.running),
-            used_blocks=self.cache.used_blocks,
-            cached_blocks=self.cache.cached_blocks,
-            pinned_blocks=self.cache.prefixes.pinned_blocks,
-            quota_blocks=self.quota,
-            prompt_tokens_total=self.prompt_tokens,
-            cached_tokens_total=self.cached_tokens,
-            received_tokens_total=self.received_tokens,
-            output_tokens_total=self.output_tokens,
-            preemptions_total=self.preemptions,
-            prefill_jobs_total=self.jobs[Phase.PREFILL],
-            decode_jobs_total=self.jobs[Phase.DECODE],
-        )
 
     def decode_batch(self) -> list[tuple[Sequence, int]]:
         return [(s, 1) for s in self.running if not s.in_job and s.decodes]

@@ -1,0 +1,48 @@
+"""What a model's queue reports of itself to the fleet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvloom.core.job import Phase
+from kvloom.core.load import LevelLoad, ModelLoad
+from kvloom.core.priority import Level, level_of
+from kvloom.engine.model_queue import ModelQueue
+
+
+def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
+    """levels: of execution priority."""
+    cache, geometry = queue.cache, queue.cache.geometry
+    waiting = [geometry.blocks(sequence.tokens.length) for sequence in queue.waiting]
+    begun = (sequence for sequence in queue.running if not sequence.decodes)
+    return ModelLoad(
+        waiting=len(queue.waiting),
+        running=len(queue.running),
+        used_blocks=cache.used_blocks,
+        cached_blocks=cache.cached_blocks,
+        pinned_blocks=cache.prefixes.pinned_blocks,
+        quota_blocks=queue.quota,
+        begun_blocks=queue.blocks(begun, to_end=True),
+        head_blocks=waiting[0] if waiting else 0,
+        waiting_blocks=sum(waiting),
+        page_blocks=geometry.blocks_per_page,
+        page_tokens=geometry.tokens_per_block,
+        prompt_tokens_total=queue.prompt_tokens,
+        cached_tokens_total=queue.cached_tokens,
+        received_tokens_total=queue.received_tokens,
+        output_tokens_total=queue.output_tokens,
+        preemptions_total=queue.preemptions,
+        prefill_jobs_total=queue.jobs[Phase.PREFILL],
+        decode_jobs_total=queue.jobs[Phase.DECODE],
+        levels=_running(queue, levels) if levels else (),
+    )
+
+
+def _running(queue: ModelQueue, levels: Sequence[Level]) -> tuple[LevelLoad, ...]:
+    running = Counter(level_of(sequence.order[0], levels) for sequence in queue.running)
+    return tuple(
+        LevelLoad(priority=level.priority, headroom=level.headroom, running=count)
+        for level, count in running.items()
+        if level is not None
+    )

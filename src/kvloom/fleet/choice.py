@@ -1,0 +1,58 @@
+"""Which running request leaves a unit: low execution priority first, then short (Llumnix, section 4.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from kvloom.core.load import UnitLoad
+from kvloom.core.priority import Level
+from kvloom.fleet.dispatch import after
+from kvloom.fleet.freeness import freeness
+
+LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a move is work for both sides
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request that runs, with all its choices. lengths: of each choice in tokens, the prompt included.
+    left: tokens that the choice with most to do may still make, max_tokens and the longest context less what
+    it has made; nobody knows whether a stop token comes before. level: of its execution priority. moving: it
+    is on its way already."""
+
+    request: str
+    model: str
+    lengths: tuple[int, ...]
+    left: int
+    level: Level | None = None
+    moving: bool = False
+
+
+def choose(
+    candidates: Iterable[Candidate],
+    destination: UnitLoad,
+    *,
+    least_left: int = LEAST_LEFT,
+    floor: float = 0.0,
+) -> Candidate | None:
+    """The request to move to `destination`; None where there is none. One that is about to end stays. So
+    does one that would bring the destination's freeness below `floor`, in decode steps: 0 is where it just
+    holds it, and the threshold of sources where it need not give it away at once."""
+    if destination.draining:
+        return None
+    best, rank = None, (math.inf, math.inf)
+    for one in candidates:
+        own = one.level.headroom if one.level else 0, sum(one.lengths)
+        if own < rank and not one.moving and one.left >= least_left and _holds(destination, one, floor):
+            best, rank = one, own
+    return best
+
+
+def _holds(destination: UnitLoad, one: Candidate, floor: float) -> bool:
+    model = destination.models.get(one.model)
+    if model is None:
+        return False
+    blocks = sum(model.blocks(length) for length in one.lengths)
+    return freeness(after(destination, one.model, len(one.lengths), blocks, one.level)) >= floor

@@ -1,0 +1,35 @@
+"""Freeness: for how many decode steps a unit's batch finds room (Llumnix, section 4.4).
+
+F = (M − ΣV) / B. In the paper all are tokens: M the instance's memory, ΣV the virtual usage, B the batch's
+size, which is also the tokens that a step makes. On a unit M and ΣV are blocks of the pool that its models
+share, and B is the blocks that a step of each of them takes: running sequences times a token's blocks, summed
+over models. A count of sequences would not do: one of a large model fills the pool many times as fast as one
+of a small model. So F is decode steps, whatever the unit serves, and units can be compared. With one model F
+is the paper's; its artifact counts blocks of 16 tokens a request, which are F / 16.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvloom.core.load import UnitLoad
+from kvloom.fleet.usage import virtual_usage
+
+
+def batch(load: UnitLoad) -> float:
+    """Blocks that a decode step takes on average. Where nothing runs yet, those that wait first are the
+    batch."""
+    models = load.models.values()
+    step = sum(model.running * model.token_blocks for model in models)
+    return step or sum(model.token_blocks for model in models if model.waiting)
+
+
+def freeness(load: UnitLoad) -> float:
+    """Decode steps. Negative where more is wanted than there is; −∞ where the unit drains; ∞ where it is
+    idle."""
+    if load.draining:
+        return -math.inf
+    left, step = load.total_blocks - virtual_usage(load), batch(load)
+    if step:
+        return left / step
+    return math.inf if left > 0 else 0.0  # all of it may be promised, with nothing running

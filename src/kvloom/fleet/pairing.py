@@ -1,0 +1,85 @@
+"""From which unit to which requests move: the least free with the freest (Llumnix, section 4.4)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvloom.core.load import UnitLoad
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Pair:
+    source: str
+    destination: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Freeness, in decode steps: units below `out` give requests away, those above `into` take them. Raises
+    ValueError where one unit could do both. The defaults are the artifact's 1.5 and 3 blocks a request."""
+
+    out: float = 24.0
+    into: float = 48.0
+
+    def __post_init__(self) -> None:
+        if not self.out <= self.into:
+            raise ValueError(
+                f"out {self.out:g} is above into {self.into:g}: a unit would give away what it has just "
+                "taken; out ≤ into is right"
+            )
+
+
+def pair(
+    loads: Mapping[str, UnitLoad],
+    free: Mapping[str, float],
+    standing: Iterable[Pair],
+    thresholds: Thresholds,
+) -> tuple[Pair, ...]:
+    """The pairs of the next period, sorted. free: each unit's freeness. standing: the pairs of this one; they
+    stay until a side has recovered. A unit is in one pair at most, and has a model in common with its peer
+    that runs at the source. A draining unit is a source as long as something runs there. Takes
+    O(n log n) for n models on all units together."""
+    sources = {
+        name
+        for name, load in loads.items()
+        if load.running and (load.draining or free[name] < thresholds.out)
+    }
+    targets = {
+        name for name, load in loads.items() if not load.draining and free[name] > thresholds.into
+    } - sources
+    pairs = [one for one in standing if _stays(one, loads, sources, targets)]
+    for one in pairs:
+        sources.discard(one.source)
+        targets.discard(one.destination)
+    takers: dict[str, list[str]] = defaultdict(list)  # by model, the freest last
+    for name in sorted(targets, key=lambda name: (free[name], name)):
+        for model in loads[name].models:
+            takers[model].append(name)
+    for source in sorted(sources, key=lambda name: (free[name], name)):
+        lists = [takers[model] for model, load in loads[source].models.items() if load.running]
+        found = [names[-1] for names in lists if _drop_taken(names, targets)]
+        if found:
+            best = max(found, key=lambda name: (free[name], name))
+            targets.discard(best)
+            pairs.append(Pair(source, best))
+    return tuple(sorted(pairs))
+
+
+def _stays(one: Pair, loads: Mapping[str, UnitLoad], sources: set[str], targets: set[str]) -> bool:
+    return (
+        one.source in sources
+        and one.destination in targets
+        and any(
+            load.running and model in loads[one.destination].models
+            for model, load in loads[one.source].models.items()
+        )
+    )
+
+
+def _drop_taken(names: list[str], targets: set[str]) -> bool:
+    """Whether some are left."""
+    while names and names[-1] not in targets:
+        names.pop()
+    return bool(names)

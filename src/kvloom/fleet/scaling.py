@@ -1,0 +1,101 @@
+"""How many replicas a unit has, by the fleet's mean freeness (Llumnix, section 4.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kvloom.core.load import UnitLoad
+from kvloom.fleet.freeness import batch
+from kvloom.fleet.usage import virtual_usage
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """least, most: replicas. low, high: mean freeness in decode steps, outside of which it must be for
+    `seconds` before there is one more or one less. Raises ValueError where they are the wrong way round."""
+
+    least: int
+    most: int
+    low: float = 160.0
+    high: float = 960.0
+    seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"{self.least} to {self.most} replicas; 1 ≤ least ≤ most is right")
+        if not self.low < self.high or not self.seconds >= 0:
+            raise ValueError(
+                f"freeness {self.low:g} to {self.high:g} for {self.seconds:g} s; low < high is right"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Since when, in seconds, the mean has been too low or too high."""
+
+    side: Literal["low", "high"]
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One more replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """One less: this unit."""
+
+    unit: str
+
+
+Step = Start | Drain
+
+
+def mean_freeness(loads: Mapping[str, UnitLoad]) -> float:
+    """Of the units that do not drain, in decode steps: each one's weighted by its batch, which is all free
+    memory over all batches. So an idle unit counts with what it has, and not as infinity; ∞ where all are
+    idle, or there is none."""
+    left, step = 0.0, 0.0
+    for load in loads.values():
+        if not load.draining:
+            left += (load.total_blocks - virtual_usage(load)) * load.block_bytes
+            step += batch(load) * load.block_bytes
+    return left / step if step else math.inf
+
+
+def rescale(
+    loads: Mapping[str, UnitLoad], starting: int, outside: Outside | None, now: float, scale: Scale
+) -> tuple[Outside | None, Step | None]:
+    """What to do now, and what to hand in the next time. loads: of one unit's replicas; starting: replicas
+    that do not report yet. Too few or too many replicas are put right at once, one each time."""
+    serving = {name: load for name, load in loads.items() if not load.draining}
+    count = len(serving) + starting
+    if count < scale.least:
+        return None, Start()
+    if count > scale.most and len(serving) > scale.least:
+        return None, Drain(fewest_running(serving))
+    outside = _watched(mean_freeness(serving), outside, now, scale) if serving else None
+    if outside is None or now - outside.since < scale.seconds:
+        return outside, None
+    if outside.side == "low" and count < scale.most:
+        return None, Start()
+    if outside.side == "high" and len(serving) > scale.least:
+        return None, Drain(fewest_running(serving))
+    return outside, None
+
+
+def fewest_running(loads: Mapping[str, UnitLoad]) -> str:
+    """Which of them drains: where least has to be moved, and of these the last by name."""
+    fewest = min(load.running for load in loads.values())
+    return max(name for name, load in loads.items() if load.running == fewest)
+
+
+def _watched(mean: float, outside: Outside | None, now: float, scale: Scale) -> Outside | None:
+    if scale.low <= mean <= scale.high:
+        return None
+    side: Literal["low", "high"] = "low" if mean < scale.low else "high"
+    return outside if outside and outside.side == side else Outside(side, now)

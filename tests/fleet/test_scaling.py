@@ -1,0 +1,115 @@
+"""When there is one replica more or less, and which."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvloom.core.load import UnitLoad
+from kvloom.fleet.freeness import freeness
+from kvloom.fleet.scaling import Drain, Outside, Scale, Start, Step, fewest_running, mean_freeness, rescale
+from tests.fleet.loads import model, unit
+
+SCALE = Scale(least=2, most=4, low=100, high=400, seconds=10)
+
+
+def fleet(*pages: int, running: int = 4) -> dict[str, UnitLoad]:
+    """Units a, b, c … of 1,000 pages, of which so many are held."""
+    return {name: unit(model(running, 16 * held)) for name, held in zip("abcdef", pages, strict=False)}
+
+
+def played(*loads: dict[str, UnitLoad], every: float = 5.0, starting: int = 0) -> list[Step | None]:
+    """What is done at each report."""
+    outside: Outside | None = None
+    steps = []
+    for number, some in enumerate(loads):
+        outside, step = rescale(some, starting, outside, number * every, SCALE)
+        steps.append(step)
+    return steps
+
+
+FULL, FINE, FREE = fleet(990, 990, 990), fleet(950, 950, 950), fleet(100, 100, 100)
+
+
+def test_too_little_for_long_enough_starts_one() -> None:
+    assert played(FULL, FULL, FULL, FULL) == [None, None, Start(), None]
+    assert played(FULL, FINE, FULL, FULL) == [None] * 4
+    assert played(FULL, FREE, FULL, FULL) == [None] * 4
+
+
+def test_too_much_for_long_enough_drains_one() -> None:
+    assert played(FREE, FREE, FREE, FREE) == [None, None, Drain("c"), None]
+    assert played(FREE, FINE, FREE, FREE) == [None] * 4
+
+
+def test_never_beyond_its_bounds() -> None:
+    four = fleet(990, 990, 990, 990)
+    assert played(four, four, four, four) == [None] * 4
+    assert played(FULL, FULL, FULL, starting=1) == [None] * 3
+    two = fleet(100, 100)
+    assert played(two, two, two, two) == [None] * 4
+    draining = FREE | {"b": replace(FREE["b"], draining=True)}
+    assert played(draining, draining, draining) == [None] * 3
+    assert played(two, two, two, starting=1) == [None] * 3  # those that start up cannot drain
+
+
+def test_bounds_that_are_crossed_are_put_right_at_once() -> None:
+    assert played(fleet(950)) == [Start()]
+    assert played({}) == [Start()]
+    assert played(fleet(950), starting=1) == [None]
+    assert played(fleet(*[950] * 5)) == [Drain("e")]
+
+
+def test_who_runs_fewest_drains() -> None:
+    loads = {name: unit(model(running), model(1)) for name, running in zip("abcd", (5, 2, 9, 2), strict=True)}
+    assert fewest_running(loads) == "d"
+
+
+def test_the_mean_of_equal_batches_is_the_plain_one() -> None:
+    loads = fleet(900, 500, 100)
+    assert mean_freeness(loads) == pytest.approx(sum(map(freeness, loads.values())) / 3)
+
+
+def test_an_idle_unit_is_not_infinitely_free() -> None:
+    loads = fleet(990, 990, 990) | {"d": unit(model())}
+    assert mean_freeness(loads) == 1030 / 12 * 16
+    assert mean_freeness({"d": unit(model())}) == mean_freeness({}) == math.inf
+
+
+def test_large_blocks_weigh_more() -> None:
+    small, large = unit(model(4, 16 * 900)), replace(unit(model(4, 16 * 500)), block_bytes=3 * 4096)
+    assert mean_freeness({"a": small, "b": large}) == (100 + 3 * 500) / (4 + 3 * 4) * 16
+
+
+@st.composite
+def reported(draw: st.DrawFn) -> tuple[dict[str, UnitLoad], int]:
+    loads = fleet(*draw(st.lists(st.sampled_from([100, 950, 990]), max_size=6)))
+    drain = draw(st.sets(st.sampled_from("abcdef"), max_size=2))
+    return {name: replace(load, draining=name in drain) for name, load in loads.items()}, draw(
+        st.integers(0, 3)
+    )
+
+
+@given(st.lists(reported(), max_size=8))
+def test_whatever_is_reported_the_bounds_hold(reports: list[tuple[dict[str, UnitLoad], int]]) -> None:
+    outside: Outside | None = None
+    for number, (loads, starting) in enumerate(reports):
+        outside, step = rescale(loads, starting, outside, number * 6.0, SCALE)
+        serving = sum(not load.draining for load in loads.values())
+        if isinstance(step, Start):
+            assert serving + starting < SCALE.most
+        if isinstance(step, Drain):
+            assert not loads[step.unit].draining
+            assert serving > SCALE.least
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "low", "high"), [(0, 1, 1, 2), (3, 2, 1, 2), (1, 2, 2, 2), (1, 2, math.nan, 2)]
+)
+def test_bounds_the_wrong_way_round(least: int, most: int, low: float, high: float) -> None:
+    with pytest.raises(ValueError, match="is right"):
+        Scale(least, most, low, high)
