@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from kvloom.config import DEMO, Config
 from kvloom.config_file import load_config
 from kvloom.core.errors import ConfigError
+from kvloom.core.priority import Level
 from kvloom.core.spec import ProgramSpec
 from kvloom.machine import Machine
 from kvloom.sizes import parse_seconds, parse_size, show_size
@@ -43,6 +44,12 @@ def refused(folder: Path, text: str, flags: dict[str, Any] | None = None) -> str
         load(folder, text, flags)
     assert "\n" not in error.value.message
     return error.value.message
+
+
+def test_levels_of_priority_reach_every_engine(folder: Path) -> None:
+    assert load(folder, M).engines[0].priorities == ()
+    config = load(folder, M + "priorities: {-1: 4000, -10: 12000}\nunits: [{models: [a], replicas: 2}]")
+    assert [engine.priorities for engine in config.engines] == [(Level(-10, 12000), Level(-1, 4000))] * 2
 
 
 def test_defaults_and_short_form(folder: Path) -> None:
@@ -250,6 +257,12 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "lease: yes", ["lease", "no time"]),
         (M + "lease: 0", ["lease", "0 s", "1 s to 3600 s"]),
         (M + "lease: 2h", ["lease", "7200 s", "1 s to 3600 s"]),
+        (M + "priorities: 5", ["priorities", "5", "mapping of priorities"]),
+        (M + "priorities: {high: 5}", ["priorities", "'high'", "whole number"]),
+        (M + "priorities: {yes: 5}", ["priorities", "True is no priority"]),
+        (M + "priorities: {-1: 0}", ["priorities", "-1: 0", "at least 1"]),
+        (M + "priorities: {-1: 1.5}", ["priorities", "-1: 1.5", "at least 1"]),
+        (M + f"priorities: {dict.fromkeys(range(17), 5)}", ["priorities", "17 levels", "16 at most"]),
         (M + "program: 7", ["program", "7", "a program's name"]),
         (M + "program: {ratio: 1}", ["program", "`name`"]),
         (M + "program: {name: [a]}", ["program", "['a']", "module:function"]),

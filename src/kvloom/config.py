@@ -26,6 +26,7 @@ from kvloom.config_fields import (
     Count,
     Memory,
     NoNull,
+    Priorities,
     Program,
     Seconds,
     Section,
@@ -95,6 +96,7 @@ class Config(Section):
     threads: Threads = "auto"
     device: Device = "cpu"
     transport: Plane = "shm"
+    priorities: Priorities = Field(default={}, validate_default=True)
     lease: Seconds = Field(default="30s", validate_default=True)
     program: Program = Field(default="data_parallel", validate_default=True)
     drain: Seconds = Field(default="60s", validate_default=True)
@@ -167,6 +169,7 @@ class Config(Section):
                 max_waiting=self.max_waiting,
                 chunk_tokens=self.chunk_tokens,
                 threads=threads,
+                priorities=self.priorities,
                 lease=self.lease,
                 transport=self.transport,
                 tensor_parallel=engine.unit.tensor_parallel,

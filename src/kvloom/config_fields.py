@@ -18,6 +18,7 @@ from pydantic import (
     ValidationInfo,
 )
 
+from kvloom.core.priority import Level
 from kvloom.core.spec import ProgramSpec
 from kvloom.machine import Machine
 from kvloom.sizes import parse_seconds, parse_size, show_size
@@ -25,6 +26,7 @@ from kvloom.sizes import parse_seconds, parse_size, show_size
 Listed = TypeVar("Listed", bound=tuple[object, ...])
 Auto = Literal["auto"]
 LONGEST_LEASE: Final = 3600.0
+MOST_LEVELS: Final = 16  # of priority: each report of a load tells them
 _PROGRAM: Final = re.compile(r"[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -115,6 +117,23 @@ def parse_program(value: Any) -> ProgramSpec:
     return ProgramSpec(name, options)
 
 
+def _priorities(value: Any) -> tuple[Level, ...]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{_short(value)}; a mapping of priorities to tokens of headroom is right")
+    if len(value) > MOST_LEVELS:
+        raise ValueError(f"{len(value)} levels; {MOST_LEVELS} at most are right")
+    for priority, headroom in value.items():
+        if not _whole(priority, -(1 << 31)):
+            raise ValueError(f"{_short(priority)} is no priority; a whole number is right, as `-1`")
+        if not _whole(headroom, 1):
+            raise ValueError(f"{priority}: {_short(headroom)}; tokens of headroom, at least 1, are right")
+    return tuple(Level(priority, headroom) for priority, headroom in sorted(value.items()))
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
+
+
 def _short(value: object) -> str:
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -127,5 +146,6 @@ Memory = Annotated[int | Auto, PlainValidator(_memory)]
 Threads = Annotated[int | Auto, PlainValidator(_threads)]
 Seconds = Annotated[float, PlainValidator(_lease)]
 Program = Annotated[ProgramSpec, PlainValidator(parse_program)]
+Priorities = Annotated[tuple[Level, ...], PlainValidator(_priorities)]
 Some = AfterValidator(_some)
 NoNull = BeforeValidator(_no_null)

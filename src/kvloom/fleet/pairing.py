@@ -37,18 +37,12 @@ def pair(
     standing: Iterable[Pair],
     thresholds: Thresholds,
 ) -> tuple[Pair, ...]:
-    """The pairs of the next period, sorted. free: each unit's freeness. standing: the pairs of this one; they
-    stay until a side has recovered. A unit is in one pair at most, and has a model in common with its peer
-    that runs at the source. A draining unit is a source as long as something runs there. Takes
-    O(n log n) for n models on all units together."""
-    sources = {
-        name
-        for name, load in loads.items()
-        if load.running and (load.draining or free[name] < thresholds.out)
-    }
-    targets = {
-        name for name, load in loads.items() if not load.draining and free[name] > thresholds.into
-    } - sources
+    """The pairs of the next period, sorted. free: each unit's freeness; by it one that drains is a source, as
+    long as something runs there, and one that has just started takes. standing: the pairs of this period;
+    they stay until a side has recovered. A unit is in one pair at most, and has a model in common with its
+    peer that runs at the source. Takes O(n log n) for n models on all units together."""
+    sources = {name for name in loads if free[name] < thresholds.out}
+    targets = {name for name in loads if free[name] > thresholds.into}
     pairs = [one for one in standing if _stays(one, loads, sources, targets)]
     for one in pairs:
         sources.discard(one.source)
