@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.config import Config
-
-
-def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvloom.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+from tests.commands import kvloom
 
 
 @pytest.mark.parametrize(
@@ -77,7 +73,9 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 
 def test_version_and_help() -> None:
-    assert kvloom("--version").stdout.startswith("kvloom ")
+    command = [sys.executable, "-m", "kvloom.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("kvloom ")
     shown = kvloom("serve", "--help")
     assert shown.returncode == 0
     for key in Config.model_fields:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -20,6 +19,7 @@ from kvloom.planning.conduct import conduct
 from kvloom.planning.inputs import read_cluster, read_demands
 from kvloom.workload.ask import Ask
 from kvloom.workload.files import Header, write_workload
+from tests.commands import kvloom
 from tests.cost.profiles import make_profile
 from tests.plan.clusters import check_plan
 
@@ -33,11 +33,9 @@ models:
 """
 
 
-def plan(folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    file = folder / "cluster.yaml"
-    file.write_text(text)
-    command = [sys.executable, "-m", "kvloom.cli", "plan", str(file), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+def plan(folder: Path, text: str, *arguments: str) -> CompletedProcess[str]:
+    (folder / "cluster.yaml").write_text(text)
+    return kvloom("plan", "cluster.yaml", *arguments, folder=folder)
 
 
 def run(folder: Path, text: str, workload: Path | None = None, profile: Path | None = None) -> int:

@@ -1,6 +1,6 @@
-"""One unit's end of the KV plane, a process: `python -m tests.transport.peer_process FD KIND NAME`.
+"""One unit's end of the KV plane, a process that `start` runs in.
 
-It answers calls on socket FD, each while others may wait. `set_gate` stops the copying thread once, at a
+It answers calls on a socket, each while others may wait. `set_gate` stops the copying thread once, at a
 piece: "before" its fence or "inside" of it, until `ungate`.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, get_type_hints
@@ -194,9 +193,15 @@ _TRANSPORTS: dict[str, Callable[[str, Any, Gate], ShmTransport | CudaIpcTranspor
 }
 
 
-async def main(fd: int, kind: str, name: str) -> None:
+def start(end: socket.socket, kind: str, name: str) -> None:
+    os.environ["NIXL_LOG_LEVEL"] = "ERROR"
+    torch.set_num_threads(1)
+    asyncio.run(_serve(end, kind, name))
+
+
+async def _serve(end: socket.socket, kind: str, name: str) -> None:
     """Until the caller closes its end."""
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
+    reader, writer = await asyncio.open_connection(sock=end)
     unit = Unit(kind, name)
     calls: set[asyncio.Task[None]] = set()
     while body := await read(reader):
@@ -216,7 +221,3 @@ async def _answer(unit: Unit, call: Call, writer: asyncio.StreamWriter) -> None:
         answer = Answer(call.number, error=BadRequest(f"body: {error}").to_wire())
     body = msgspec.msgpack.encode(answer)
     writer.write(len(body).to_bytes(4, "little") + body)
-
-
-if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +16,12 @@ import numpy.typing as npt
 
 from kvloom.core.address import Endpoint, KVAddress, Ticket
 from kvloom.core.errors import KvloomError
+from tests.transport import peer_process
 from tests.transport.wire import BLOCK_BYTES, BLOCKS, Answer, Call, Made
 
 DEADLINE = 60.0
+_FORKS = multiprocessing.get_context("forkserver")  # of a process that has torch, and no thread
+_FORKS.set_forkserver_preload([peer_process.__name__])
 
 
 class Unit:
@@ -29,9 +30,8 @@ class Unit:
 
     def __init__(self, kind: str, name: str) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.transport.peer_process", str(theirs.fileno()), kind, name]
-        environment = {**os.environ, "NIXL_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        self.process = _FORKS.Process(target=peer_process.start, args=(theirs, kind, name))
+        self.process.start()
         theirs.close()
         ours.settimeout(DEADLINE)
         self.name = name
@@ -89,18 +89,18 @@ class Unit:
             pass
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(DEADLINE)
+        self.process.kill()
+        self.process.join(DEADLINE)
 
     def end(self) -> None:
         self._file.close()
         self._socket.close()
-        if self.process.poll() is None:
-            try:
-                self.process.wait(DEADLINE)
-            finally:
-                self.process.kill()
-                self.process.wait()
+        self.process.join(DEADLINE)
+        try:
+            assert not self.process.is_alive(), f"{self.name} does not end"
+        finally:
+            self.process.kill()
+            self.process.join()
 
 
 def _mapped(made: Made) -> npt.NDArray[np.uint8]:
