@@ -19,8 +19,8 @@ with; no engine starts again."""
 
 UNIT = """\
 Show units, or take one out of service and back. A unit that is drained gets no new request, and ends those it
-has; one that is restarted is drained first and admitted afterwards, so that no request is lost where another
-unit serves its models."""
+has; one that is restarted is drained first and admitted afterwards, so that no request is lost: what no other
+unit can answer waits for it, as long as the config's `patience` says."""
 
 
 def add(commands: Any) -> None:
