@@ -16,6 +16,7 @@ from kvloom.core.arrays import AnyArray
 from kvloom.core.errors import Unavailable
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult, Phase
+from kvloom.core.plan import PageCopy
 from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.kv.arena import Store
 from kvloom.model.gpu.device import Device
@@ -23,7 +24,7 @@ from kvloom.model.gpu.graphs import Buffers, DecodeSteps, buckets_up_to
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.partitions import Lane
 from kvloom.model.gpu.sampling import Draws
-from kvloom.model.gpu.staging import Sent, Staging
+from kvloom.model.gpu.staging import Sent, Staging, widened
 from kvloom.model.gpu.state import Places, PrefillState
 from kvloom.model.sampler import prompt_logprobs
 
@@ -66,7 +67,9 @@ class GpuExecutor:
         pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
         for model in self._models.values():
             progress(f"warming up {model.card.name}")
-            self._rehearse(model, min(chunk, model.card.context_length))
+            longest = min(chunk, model.card.context_length)
+            for tokens in (*(1 << i for i in range(longest.bit_length())), longest):
+                self._rehearse(model, tokens)
         for i, lane in enumerate(self._device.partitions.lanes):
             buffers = Buffers(most_running, pages, self._device.torch)
             for name, model in self._models.items():
@@ -175,7 +178,7 @@ class GpuExecutor:
             "positions": plan.positions,
             "slot_page": plan.slot_page,
             "slot_offset": plan.slot_offset,
-            "tables": plan.tables,
+            "tables": widened(plan.tables),
             "starts": plan.starts.astype(np.int32),
             "begins": np.concatenate(([0], np.cumsum(plan.appends))).astype(np.int32),
             **_kept(job),
@@ -192,24 +195,23 @@ class GpuExecutor:
         return _prefill(model, sent.arrays, written), sent
 
     def _rehearse(self, model: DeviceModel, tokens: int) -> None:
-        """A prefill of so many tokens that are written nowhere."""
-        device = self._device.torch
-        pages = model.geometry.pages(tokens)
-        positions = torch.arange(tokens, device=device)
-        nothing = torch.zeros(tokens, dtype=torch.int32, device=device)
-        arrays = {
-            "tokens": torch.zeros_like(positions),
-            "positions": positions,
-            "slot_page": nothing - 1,
-            "slot_offset": nothing,
-            "tables": torch.zeros(1, pages, dtype=torch.int32, device=device),
-            "starts": nothing[:1],
-            "begins": torch.tensor([0, tokens], dtype=torch.int32, device=device),
-            "kept": positions[-1:],
+        """A prefill of so many tokens that are written nowhere, and a copy of no tokens."""
+        lane, none = self._device.partitions.whole, np.zeros(tokens, dtype=np.int32)
+        arrays: dict[str, AnyArray] = {
+            "tokens": np.zeros(tokens, dtype=np.int64),
+            "positions": np.arange(tokens),
+            "slot_page": none - 1,
+            "slot_offset": none,
+            "tables": widened(np.zeros((1, model.geometry.pages(tokens)), dtype=np.int32)),
+            "starts": none[:1],
+            "begins": np.asarray([0, tokens], dtype=np.int32),
+            "kept": np.asarray([tokens - 1]),
+            **model.copies((PageCopy(0, 0, 0),)),
         }
-        lane = self._device.partitions.whole
         with torch.inference_mode(), lane.entered():
-            _prefill(model, arrays, lambda layer: None)
+            sent = Staging(self._device).send(arrays)
+            model.copy_pages(sent)
+            _prefill(model, sent.arrays, lambda layer: None)
         lane.mark().wait()
 
 

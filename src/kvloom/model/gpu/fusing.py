@@ -56,13 +56,14 @@ class DeviceGatedMLP(nn.Module):
 
 def fuse_on_device(model: nn.Module, operations: Operations) -> None:
     """In place. Stock weights are let go module by module, so that the peak is one layer's."""
+    served = next(model.parameters()).dtype
     for parent, name, child in list(_children(model)):
         if type(child).__name__.endswith("Attention"):
             _fuse_qkv(child)
             fuse_rotary(child, _rotary(operations), next(child.parameters()).device)
         elif gated := _gated_like(child, operations):
             setattr(parent, name, gated)
-        elif type(child).__name__.endswith("RMSNorm") and (norm := _norm_like(child, operations)):
+        elif type(child).__name__.endswith("RMSNorm") and (norm := _norm_like(child, served, operations)):
             setattr(parent, name, norm)
 
 
@@ -112,10 +113,11 @@ def _gated_like(stock: nn.Module, operations: Operations) -> DeviceGatedMLP | No
     return None
 
 
-def _norm_like(stock: nn.Module, operations: Operations) -> DeviceNorm | None:
+def _norm_like(stock: nn.Module, served: torch.dtype, operations: Operations) -> DeviceNorm | None:
+    """None too where the weight is kept in another number format than what it scales."""
     weight = getattr(stock, "weight", None)
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
-    if not isinstance(weight, Tensor) or not isinstance(eps, float):
+    if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.dtype != served:
         return None
     wide = copy.deepcopy(stock).float()
     probe = _probe(5, weight.shape[-1], like=wide.weight)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from kvloom.core.arrays import AnyArray
 from kvloom.core.job import Job
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.partitions import Lane
-from kvloom.model.gpu.staging import Layout, Sent, padded
+from kvloom.model.gpu.staging import Layout, Sent, padded, widened
 from kvloom.model.gpu.state import DecodeState, Places
 from kvloom.model.gpu.streams import Recording
 
@@ -101,19 +101,19 @@ class DecodeSteps:
             "slot_offset": padded(plan.slot_offset, rows),
             "lengths": padded((plan.starts + 1).astype(np.int32), rows),
         }
-        return fixed | {"tables": plan.tables}
+        return fixed | {"tables": widened(plan.tables)}
 
     def run(self, job: Job, sent: Sent) -> Tensor:
         """→ logits [B, V], there until the lane's next step."""
         step = self._step(job)
         if step is None:
             return self._forward(sent.arrays, sent.arrays["tables"])
-        batch, pages = job.plan.tables.shape
+        tables = sent.arrays["tables"][:, : self._pages]
         size = Layout(_arrays(step.rows)).size
         self._buffers.inputs[:size].copy_(sent.memory[:size])
-        self._buffers.tables[:batch, :pages].copy_(sent.arrays["tables"])
+        self._buffers.tables[: len(tables), : tables.shape[1]].copy_(tables)
         step.recording.replay()
-        return step.logits[:batch]
+        return step.logits[: len(tables)]
 
     def _step(self, job: Job) -> _Step | None:
         return next((step for step in self._steps if step.rows >= job.tokens.size), None)

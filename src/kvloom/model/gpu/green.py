@@ -53,8 +53,9 @@ def _side(driver: Driver, device: torch.device, number: Any, resource: Any) -> S
     """The contexts are never destroyed: they live as long as the process, as the streams do."""
     api = driver.api
     description = driver("cuDevResourceGenerateDesc", [resource], 1)
-    flags = api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    flags = int(api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
     context = driver("cuGreenCtxCreate", description, number, flags)
-    stream = driver("cuGreenCtxStreamCreate", context, api.CUstream_flags.CU_STREAM_NON_BLOCKING, 0)
+    flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    stream = driver("cuGreenCtxStreamCreate", context, flags, 0)
     wrapped = torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
     return int(resource.sm.smCount), CudaStream(wrapped)

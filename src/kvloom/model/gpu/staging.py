@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.core.arrays import AnyArray
+from kvloom.core.arrays import I32, AnyArray
 from kvloom.model.gpu.device import Device
 
 _ALIGNED: Final = 64  # bytes; kernels read 16 at once
 _LEAST: Final = 1 << 16
+_COLUMNS: Final = 16
 _KINDS: Final = {
     "uint8": torch.uint8,
     "int32": torch.int32,
@@ -85,3 +86,9 @@ def padded(values: AnyArray, size: int, fill: int = 0) -> AnyArray:
     return (
         np.pad(values, [(0, short), *[(0, 0)] * (values.ndim - 1)], constant_values=fill) if short else values
     )
+
+
+def widened(tables: I32) -> I32:
+    """tables [B, P] with columns of 0 up to a multiple of 16, or kernels would be compiled anew for odd
+    rows."""
+    return np.pad(tables, ((0, 0), (0, -tables.shape[1] % _COLUMNS)))

@@ -16,7 +16,7 @@ from kvloom.model.gpu.device import Device
 from kvloom.model.gpu.fusing import fuse_on_device
 from kvloom.model.gpu.operations import Operations
 
-_HALVES: Final = (torch.bfloat16, torch.float16)
+_HALVES: Final = ("bfloat16", "float16")
 
 
 class DeviceTarget:
@@ -28,10 +28,10 @@ class DeviceTarget:
 
     def dtype(self, config: Any) -> torch.dtype:
         """The checkpoint's own where that is a half precision, bfloat16 else."""
-        own = getattr(config, "dtype", None)
         if self._device.torch.type == "cpu":
             return torch.float32
-        return own if own in _HALVES else torch.bfloat16
+        own = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        return getattr(torch, own) if own in _HALVES else torch.bfloat16
 
     def place(self, module: nn.Module) -> None:
         tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
