@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from kvloom.api.app import create_app
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate, TokenEvent
+from kvloom.core.service import Service
 
 
 def model_card() -> ModelCard:
@@ -61,6 +62,10 @@ class EagerEngine:
     async def abort(self, request: str, choice: int | None = None) -> None: ...
 
     async def loads(self) -> dict[str, UnitLoad]:
+        return {}
+
+    @property
+    def services(self) -> dict[str, Service]:
         return {}
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
