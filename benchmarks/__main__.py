@@ -6,6 +6,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
 
   engine-step    the engine's own work a step
   verbs          a verb's round trip, and how many an engine answers
+  fleet          how long a period of the fleet scheduler takes, in CPU time
   planner        how long planning takes, in CPU time
   simulator      how long simulating takes, in CPU time
   memory-start   memory, and the time to ready
@@ -32,6 +33,7 @@ from rich.console import Console
 
 from benchmarks import (
     engine_step,
+    fleet,
     memory_start,
     migration,
     multimodel,
@@ -71,6 +73,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
     return {
         "engine-step": lambda: asyncio.to_thread(engine_step.measure, 64, 100 if quick else 1000),
         "verbs": lambda: verbs.measure(640 if quick else 6400, 1 if quick else 3),
+        "fleet": lambda: asyncio.to_thread(fleet.measure, [*fleet.MOST], 4 if quick else fleet.PERIODS),
         "planner": lambda: asyncio.to_thread(planner.measure, [32] if quick else [*planner.SIZES]),
         "simulator": lambda: asyncio.to_thread(simulator.measure, 200 if quick else simulator.REQUESTS),
         "memory-start": lambda: memory_start.measure(1 if quick else 3, console),

@@ -39,9 +39,8 @@ def choose(
 ) -> Candidate | None:
     """The request to move to `destination`; None where there is none. One that is about to end stays. So
     does one that would bring the destination's freeness below `floor`, in decode steps: 0 is where it just
-    holds it, and the threshold of sources where it need not give it away at once."""
-    if destination.draining:
-        return None
+    holds it, and the threshold of sources where it need not give it away at once. One that drains holds
+    nothing."""
     best, rank = None, (math.inf, math.inf)
     for one in candidates:
         own = one.level.headroom if one.level else 0, sum(one.lengths)
