@@ -25,13 +25,13 @@ MOST: Final = 40
 _BUSY: Final = "print(flush=True)\nwhile True: pass"
 
 
-def pressed_settings(model: str, cores: int, limits: Limits) -> list[Setting]:
-    """A prefill and two decode steps, on one core, half of them and all."""
+def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
+    """A prefill and two decode steps, on one core, half of them and all. quick: one step, all cores alone."""
     context = min(CONTEXT, limits.context // 2)
     found = []
-    for share in sorted({1, (cores + 1) // 2, cores}):
+    for share in sorted({cores} if quick else {1, (cores + 1) // 2, cores}):
         found.append(prefill(model, share, 1, min(PROMPT_TOKENS, limits.chunk)))
-        found += [decode(model, share, batch, context) for batch in (FEW, MANY)]
+        found += [decode(model, share, batch, context) for batch in ((FEW,) if quick else (FEW, MANY))]
     return [setting for setting in found if setting.fits(limits)]
 
 

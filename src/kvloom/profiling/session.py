@@ -70,7 +70,7 @@ async def measure(
     beside = [
         setting
         for name in shapes
-        for setting in pressed_settings(name, cores, limits[name])[:: 4 if effort.quick else 1]
+        for setting in pressed_settings(name, cores, limits[name], quick=effort.quick)
     ]
     done = _Done(effort.rounds * len(settings) + 4 * len(both) + 10 * len(beside) + 8 * len(shapes), tell)
     rng = random.Random(0)
