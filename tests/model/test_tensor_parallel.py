@@ -12,11 +12,15 @@ import torch
 import transformers
 
 from kvloom.core.errors import ConfigError, Unavailable
+from kvloom.core.geometry import Geometry
 from kvloom.core.spec import ModelSpec
+from kvloom.model.attention import NAME, Scoring
+from kvloom.model.fuse import fuse
 from kvloom.model.loader import load_model
 from kvloom.model.parallel import group as group_module
 from kvloom.model.parallel.group import Group
 from kvloom.model.parallel.slicing import slice_model
+from kvloom.model.straighten import straighten
 from tests.checkpoints import ARCHITECTURES, VOCAB, config_of, make_checkpoint
 from tests.model.loading import BLOCK
 from tests.model.ranks import Alone, both
@@ -25,10 +29,15 @@ PLANNED = sorted(ARCHITECTURES.keys() - {"gpt2"})
 
 
 def stock_of(architecture: str, **changes: Any) -> Any:
-    """A random model that two ranks can share."""
+    """A random model that two ranks can share, ready to be sliced."""
     config = config_of(architecture, **{"num_key_value_heads": 2} | changes)
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.requires_grad_(False)
+    for weight in model.parameters():
+        if weight.dim() == 1:  # biases, which begin as 0, and norms
+            weight.add_(0.2 * torch.randn(weight.shape))
+    return model
 
 
 def numbers(model: torch.nn.Module) -> int:
@@ -37,7 +46,7 @@ def numbers(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("architecture", PLANNED)
 def test_slices_give_the_logits_of_the_whole(architecture: str, tmp_path: Path) -> None:
-    stock = stock_of(architecture).requires_grad_(False)
+    stock = stock_of(architecture)
     copies = [copy.deepcopy(stock) for _ in range(2)]
     ids = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
 
@@ -59,8 +68,27 @@ def test_slices_give_the_logits_of_the_whole(architecture: str, tmp_path: Path) 
         )
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+def test_slices_are_fused_and_straightened_like_the_whole(architecture: str, tmp_path: Path) -> None:
+    stock = stock_of(architecture)
+    config, copies = stock.config, [copy.deepcopy(stock) for _ in range(2)]
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scoring = Scoring(size**-0.5, window=getattr(config, "sliding_window", None) or 0)
+    geometry = Geometry(config.num_hidden_layers, 1, size, 4, BLOCK)
+
+    def run(group: Group) -> bool:
+        model = copies[group.rank]
+        with torch.inference_mode():
+            slice_model(model, group)
+            model.set_attn_implementation(NAME)
+            fuse(model)
+        return straighten(model, dict.fromkeys(range(geometry.layers), scoring), geometry) is not None
+
+    assert both(tmp_path, run) == [True, True]
+
+
 def test_a_vocabulary_that_cannot_be_halved(tmp_path: Path) -> None:
-    stock = stock_of("qwen2", vocab_size=VOCAB + 1).requires_grad_(False)
+    stock = stock_of("qwen2", vocab_size=VOCAB + 1)
     copies = [copy.deepcopy(stock) for _ in range(2)]
     ids = torch.arange(5)[None]
 
@@ -112,7 +140,7 @@ def test_a_model_without_a_plan(tmp_path: Path) -> None:
     ],
 )
 def test_a_plan_that_is_not_known(plan: dict[str, str], line: str) -> None:
-    stock = stock_of("qwen2").requires_grad_(False)
+    stock = stock_of("qwen2")
     stock.tp_plan = {f"model.{name}": style for name, style in plan.items()}
     with pytest.raises(ConfigError) as caught:
         slice_model(stock, Group(0, 2))

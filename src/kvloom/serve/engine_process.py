@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kvloom.core.errors import Unavailable
 from kvloom.serve.orders import EngineOrder, Progress, Ready
-from kvloom.serve.parent import Parent, run_child
+from kvloom.serve.parent import Parent, end_at_once, run_child
 
 if TYPE_CHECKING:
     from kvloom.core.spec import EngineSpec
     from kvloom.kv.arena import Store
     from kvloom.model.executor import TorchExecutor
     from kvloom.model.gpu.executor import GpuExecutor
-    from kvloom.serve.server import Server
     from kvloom.transport.apart import Apart
     from kvloom.transport.cuda_ipc import CudaIpcTransport
     from kvloom.transport.nixl import NixlTransport
@@ -37,8 +35,7 @@ def main(parent: Parent) -> None:
 
 
 async def serve(parent: Parent, order: EngineOrder) -> None:
-    """Load the models, then answer verbs until SIGTERM, which the parent's end is too. Raises Unavailable
-    where no job can run any more."""
+    """Load the models, then answer verbs until SIGTERM, which the parent's end is too."""
     from kvloom.serve.hub import require_hub  # noqa: PLC0415
 
     spec = order.spec
@@ -67,15 +64,13 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.run())
-            watch = group.create_task(_end_when_lost(executor, server))
+            watch = group.create_task(_end_when_lost(executor))
             await server.serve()
             await engine.stop()
             watch.cancel()
     finally:
         transport.close_all()
         executor.close()
-    if not watch.cancelled():
-        raise Unavailable(watch.result())
 
 
 def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> TorchExecutor | GpuExecutor:
@@ -89,11 +84,9 @@ def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -
     return load_executor(spec, folder, progress)
 
 
-async def _end_when_lost(executor: TorchExecutor | GpuExecutor, server: Server) -> str:
-    """Why no job can run any more; the process is to end then, and to be started again."""
-    how = await executor.lost()
-    server.end()
-    return how
+async def _end_when_lost(executor: TorchExecutor | GpuExecutor) -> None:
+    """At once, when no job can run any more: its streams break, and so the router goes on with them."""
+    end_at_once(await executor.lost())
 
 
 def open_transport(spec: EngineSpec, arena: Store) -> ShmTransport | NixlTransport | CudaIpcTransport | Apart:

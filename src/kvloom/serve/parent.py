@@ -84,9 +84,18 @@ def run_child(main: Callable[[Parent], None]) -> NoReturn:
     except ConfigError as error:
         parent.report(Refused(error.message))
         code = 2
-    except Unavailable as error:  # something that it cannot go on without
-        _log.error("%s", error.message)
-        code = 1
+    except Unavailable as error:
+        end_at_once(error.message)
+    _exit(code)  # all is closed; taking torch's modules apart would cost another second
+
+
+def end_at_once(why: str) -> NoReturn:
+    """What the process cannot do without is gone, and another one is to take its place."""
+    _log.error("%s", why)
+    _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # all is closed; taking torch's modules apart would cost another second
+    os._exit(code)

@@ -67,11 +67,11 @@ class ParallelExecutor(TorchExecutor):
         return cls(loaded, arena, threads, ranks)
 
     async def lost(self) -> str:
-        return await asyncio.wrap_future(self._ranks.lost)
+        return await asyncio.shield(asyncio.wrap_future(self._ranks.lost))
 
     def close(self) -> None:
-        super().close()
         self._ranks.close()
+        super().close()
 
     def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
         try:

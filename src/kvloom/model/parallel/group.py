@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -118,5 +119,5 @@ def _channel(
 
 
 def _lost(error: RuntimeError) -> Unavailable:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
+    reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).splitlines() or [type(error).__name__]
     return Unavailable(f"the exchange with the other ranks failed: {reason[0][:200]}")

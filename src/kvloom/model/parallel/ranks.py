@@ -31,6 +31,7 @@ from kvloom.model.parallel.wire import Begin, Go, Here, Order, Refused, Report, 
 MODULE: Final = "kvloom.model.parallel.rank"
 LOAD_SECONDS: Final = 1800.0  # that a rank may take from one meeting to the next
 NEWS_SECONDS: Final = 2.0  # after an exchange that failed, until it is known which rank has ended
+ENDING_SECONDS: Final = 5.0  # for the process to end, before a job fails for want of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Ranks:
         self.lost: Future[str] = Future()
         self.group = Group(0, begin.size)
         self._name = name
-        self._ending = False
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._news: queue.SimpleQueue[Report | _Ended] = queue.SimpleQueue()
         self._maps: SentMaps | None = None
@@ -86,8 +87,9 @@ class Ranks:
         self._tell(Go())
 
     def serve(self, geometries: Mapping[str, Geometry], blocks: int) -> None:
-        """Everything is loaded: jobs may come. geometries, blocks: of each rank."""
+        """Everything is loaded, and jobs may come. geometries, blocks: of each rank."""
         self._maps = SentMaps(geometries, blocks)
+        self._folder.cleanup()  # they have found each other
 
     def step(self, slot: int, job: Job, kept: I64) -> None:
         """Let the others run this job too, over the channel of `slot`. Raises Unavailable."""
@@ -100,10 +102,11 @@ class Ranks:
 
     def failed(self, error: BaseException) -> KvloomError:
         """A job of all ranks has failed here, so that the ranks are no longer in step: they end. Returns what
-        to raise."""
+        to raise, a while after `lost` was told: whoever heeds that ends before requests are told of a job."""
         with suppress(Late):
-            return Unavailable(self.lost.result(NEWS_SECONDS))
+            self.lost.result(NEWS_SECONDS)
         self._lose(f"{self._name}: a job failed at the first rank, or was late at another: {error}")
+        self._closed.wait(ENDING_SECONDS)
         return Unavailable(self.lost.result())
 
     def refused(self, error: Unavailable) -> KvloomError:
@@ -120,7 +123,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the others, and wait until they have ended."""
-        self._ending = True
+        self._closed.set()
         for member in self._members:
             member.process.kill()
         for member in self._members:
@@ -149,12 +152,11 @@ class Ranks:
             self._news.put(decoder.decode(message))
         how = f"{self._name}: rank {member.rank} {ending(member.process.wait())}"
         self._news.put(_Ended(how))
-        if not self._ending:
+        if not self._closed.is_set():
             self._lose(how)
 
     def _lose(self, how: str) -> None:
         """The ranks that are left would wait for the one that is gone, and so would this one for them."""
-        self._ending = True
         with suppress(InvalidStateError):  # the first reason stands
             self.lost.set_result(how)
         for member in self._members:

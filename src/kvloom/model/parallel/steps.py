@@ -43,11 +43,9 @@ class SentMaps:
 
     def _changed(self, model: str, plan: Plan) -> I32:
         """The plan's pages whose rows the others do not know; they do from now on. Other rows may be changing
-        this moment, and are not read."""
+        this moment, and are not read. What is copied from was an earlier plan's, and is known."""
         counts = -(-(plan.starts + plan.appends) // self._widths[model])
-        own = plan.tables[np.arange(plan.tables.shape[1]) < counts[:, None]]
-        ends = [page for copy in plan.copies for page in (copy.source, copy.target)]
-        used = np.unique(np.concatenate([own, np.asarray(ends, dtype=np.int32)]))
+        used = np.unique(plan.tables[np.arange(plan.tables.shape[1]) < counts[:, None]])
         known, rows = self._known[model], plan.page_map[used]
         pages: I32 = used[(known[used] != rows).any((1, 2))]
         known[pages] = plan.page_map[pages]
