@@ -50,27 +50,31 @@ def sparse(count: int) -> Iterator[Ask]:
         yield Ask(at=number * 0.1, model=("small", "deep")[number % 2], prompt=8 + number % 5, output=2)
 
 
-def peak(count: int) -> int:
-    """Bytes that Python held at most while so many were simulated."""
-    units = [unit(f"unit-{i}", blocks=400) for i in range(2)]
+def marked(asks: Iterator[Ask], at: int, peaks: list[int]) -> Iterator[Ask]:
+    """Notes what Python has held at most when `at` of them have been asked for, and begins anew."""
+    for number, ask in enumerate(asks):
+        if number == at:
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.reset_peak()
+        yield ask
+
+
+def test_memory_does_not_grow_with_the_number_of_requests() -> None:
+    """Of two halves, the first of which fills pools and histograms."""
+    units = [unit(f"unit-{i}", blocks=100) for i in range(2)]
+    program, peaks = load_program("least_loaded"), list[int]()
     summary = Summary({"≤ 5×": scaled(units, 5.0)})
     gc.collect()
     gc.freeze()  # or what other tests have left alive puts off the collections of this one's garbage
     tracemalloc.start()
     try:
-        results = simulate(
-            units, load_program("least_loaded"), sparse(count), Prompts(500), summary, title="sparse"
-        )
-        most = tracemalloc.get_traced_memory()[1]
+        asks = marked(sparse(1000), 500, peaks)
+        results = simulate(units, program, asks, Prompts(500), summary, title="sparse")
+        peaks.append(tracemalloc.get_traced_memory()[1])
     finally:
         tracemalloc.stop()
         gc.unfreeze()
-    assert (results.total.requests, results.total.errors) == (count, 0)
-    assert results.total.output_tokens == 2 * count
-    return most
-
-
-def test_memory_does_not_grow_with_the_number_of_requests() -> None:
-    peak(50)  # what is made once
-    few, many = peak(500), peak(1500)
-    assert many < 1.1 * few, (few, many)
+    assert (results.total.requests, results.total.errors) == (1000, 0)
+    assert results.total.output_tokens == 2000
+    first, second = peaks
+    assert second < 1.1 * first, peaks

@@ -13,7 +13,7 @@ from kvloom.sim.fleet import SimulatedUnit
 from tests.sim.fleets import asks, outcomes, unit
 
 
-def check_like(units: list[SimulatedUnit], *, seed: int, rate: float, count: int = 25) -> None:
+def check_like(units: list[SimulatedUnit], *, seed: int, rate: float, count: int = 16) -> None:
     played = asks(count, seed=seed, rate=rate, models=list(units[0].shapes))
     stepped, each_load = outcomes([replace(unit, stride=1) for unit in units], played)
     strode, load = outcomes(units, played)
