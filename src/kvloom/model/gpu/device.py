@@ -49,10 +49,9 @@ class Device:
 
 def host_device(compute: int) -> Device:
     """The CPU as if it were such a device: for tests, and for machines without one."""
-    small = max(1, compute // 4)
-    sizes = sorted({small, max(1, compute // 2)})
-    pairs = [(Lane(size, HostStream()), Lane(max(1, compute - size), HostStream())) for size in sizes]
-    return Device(torch.device("cpu"), compute, Partitions(Lane(compute, HostStream()), pairs))
+    half = compute // 2
+    pair = Lane(half, HostStream()), Lane(compute - half, HostStream())
+    return Device(torch.device("cpu"), compute, Partitions(Lane(compute, HostStream()), [pair]))
 
 
 def cuda_device(
