@@ -114,6 +114,7 @@ def test_rows_that_are_not_the_plans_are_not_read() -> None:
         slot_page=np.array([1, 3], dtype=np.int32),
         slot_offset=np.array([0, 1], dtype=np.int32),
         copies=(),
+        versions=np.arange(1, 5),
     )
     step = SentMaps(GEOMETRIES, BLOCKS).step(
         0, Job("a", Phase.DECODE, 1, plan, np.arange(2), ()), np.arange(2)

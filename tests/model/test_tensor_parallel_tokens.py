@@ -48,7 +48,8 @@ def test_tokens_over_two_ranks(tmp_path: Path) -> None:
         model: [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS] for model in paths
     }
     one = spec_of(paths)
-    two = replace(one, tensor_parallel=2, kv_bytes=2 * 24 * one.block_bytes)  # too little for all at once
+    # a core of each rank for each model, so that jobs run at the same time; too little room for all at once
+    two = replace(one, tensor_parallel=2, threads=6, policy="partitioned", kv_bytes=2 * 24 * one.block_bytes)
 
     async def serve(spec: EngineSpec) -> list[object]:
         async with running(spec) as engine:

@@ -14,11 +14,14 @@ from kvloom.model.parallel.wire import Step
 
 
 class SentMaps:
-    """What the other ranks know of each model's page map. Steps must be sent in the order in which they were
-    made here."""
+    """Which version the other ranks have of each row of a model's page map. Steps must be sent in the order
+    in which they were made here."""
 
     def __init__(self, geometries: Mapping[str, Geometry], blocks: int) -> None:
-        self._known = {name: empty_map(geometry, blocks) for name, geometry in geometries.items()}
+        self._known: dict[str, I64] = {
+            name: np.zeros(blocks // geometry.blocks_per_page, dtype=np.int64)
+            for name, geometry in geometries.items()
+        }
         self._widths = {name: geometry.tokens_per_block for name, geometry in geometries.items()}
 
     def step(self, slot: int, job: Job, kept: I64) -> Step:
@@ -46,9 +49,11 @@ class SentMaps:
         this moment, and are not read. What is copied from was an earlier plan's, and is known."""
         counts = -(-(plan.starts + plan.appends) // self._widths[model])
         used = np.unique(plan.tables[np.arange(plan.tables.shape[1]) < counts[:, None]])
-        known, rows = self._known[model], plan.page_map[used]
-        pages: I32 = used[(known[used] != rows).any((1, 2))]
-        known[pages] = plan.page_map[pages]
+        assert plan.versions is not None
+        known, now = self._known[model], plan.versions[used]
+        changed = known[used] != now
+        known[used] = now
+        pages: I32 = used[changed]
         return pages
 
 
