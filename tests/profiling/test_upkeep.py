@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -64,19 +65,37 @@ def test_threads_and_children_are_known_by_their_pids() -> None:
         assert code in children(os.getpid())[child.pid]
         assert 0.0 < all_threads_seconds(child.pid) < 60.0
         child.communicate(b"\n")
-    thread = threading.Thread(target=sum, args=(range(3_000_000),))
-    before = main_thread_seconds(os.getpid()), all_threads_seconds(os.getpid())
+
+
+def test_a_main_threads_time_is_its_own() -> None:
+    worked, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while time.thread_time() < 0.05:
+            pass
+        worked.set()
+        over.wait()
+
+    pid = os.getpid()
+    before = all_threads_seconds(pid), main_thread_seconds(pid)
+    thread = threading.Thread(target=work)
     thread.start()
-    while thread.is_alive() and all_threads_seconds(os.getpid()) - before[1] < 0.02:
-        thread.join(0.001)
-    spent = main_thread_seconds(os.getpid()) - before[0]
-    assert all_threads_seconds(os.getpid()) - before[1] > spent
+    worked.wait()
+    all_spent, main_spent = all_threads_seconds(pid) - before[0], main_thread_seconds(pid) - before[1]
+    over.set()
     thread.join()
+    assert all_spent - main_spent > 0.04  # of the thread, which has lived 0.05 s
 
 
-def test_busy_processes_end_with_their_block() -> None:
+def test_busy_processes_rest_and_end_with_their_block() -> None:
     before = set(children(os.getpid()))
-    with busy_processes(2):
+    with busy_processes(2) as crowd:
         busy = set(children(os.getpid())) - before
-        assert len(busy) == 2
+        assert busy == {process.pid for process in crowd.processes}
+        crowd.rest()
+        for process in crowd.processes:
+            assert os.waitid(os.P_PID, process.pid, os.WSTOPPED) is not None
+        crowd.work()
+        for process in crowd.processes:
+            assert os.waitid(os.P_PID, process.pid, os.WCONTINUED) is not None
     assert not busy & set(children(os.getpid()))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
@@ -38,15 +40,18 @@ def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = Fa
 async def measure_pressed(
     stage: Stage, settings: Sequence[Setting], cores: int, repeats: int
 ) -> list[Pressed]:
-    """Each of them beside as many busy processes as want `OVER` threads more than the machine's cores."""
-    alone = {setting: median(await _runs(stage, setting, repeats)) for setting in settings}
+    """Each of them beside as many busy processes as want `OVER` threads more than the machine's cores, and
+    alone just before, because the machine's own pace changes."""
     found = []
     wanted = sorted(itertools.product(settings, OVER), key=lambda pair: cores - pair[0].cores + pair[1])
     for busy, group in itertools.groupby(wanted, key=lambda pair: cores - pair[0].cores + pair[1]):
-        with busy_processes(busy):
+        with busy_processes(busy) as crowd:
             for setting, over in group:
+                crowd.rest()
+                alone = median(await _runs(stage, setting, repeats))
+                crowd.work()
                 seconds = fmean(await _runs(stage, setting, repeats))
-                found.append(Pressed(doing=_doing(setting), over=over, alone=alone[setting], seconds=seconds))
+                found.append(Pressed(doing=_doing(setting), over=over, alone=alone, seconds=seconds))
     return found
 
 
@@ -99,9 +104,26 @@ def _work(seconds: float) -> float:
     return now - began
 
 
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Processes that each keep a core busy while they have one, and may rest."""
+
+    processes: list[subprocess.Popen[bytes]]
+
+    def rest(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def work(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(number)
+
+
 @contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """So many, each of which keeps a core busy while it has one."""
+def busy_processes(count: int) -> Iterator[Crowd]:
+    """So many, at work, until the block ends."""
     with ExitStack() as stack:
         running = []
         for _ in range(count):
@@ -112,7 +134,7 @@ def busy_processes(count: int) -> Iterator[None]:
         for process in running:
             assert process.stdout is not None
             process.stdout.readline()
-        yield
+        yield Crowd(running)
 
 
 def _doing(setting: Setting) -> Doing:

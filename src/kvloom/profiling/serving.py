@@ -107,14 +107,14 @@ async def _served(arguments: Sequence[str]) -> AsyncIterator[Server]:
     try:
         async with asyncio.timeout(PATIENCE):
             url = await _ready(process.stdout)
-        reading = asyncio.create_task(process.stdout.read())  # a full pipe would hold it up
         started = children(process.pid)
-        yield Server(
-            url,
-            next(pid for pid, command in started.items() if GATEWAY in command),
-            tuple(pid for pid, command in started.items() if ENGINE in command),
-        )
-        reading.cancel()
+        gateway = next(pid for pid, command in started.items() if GATEWAY in command)
+        engines = tuple(pid for pid, command in started.items() if ENGINE in command)
+        reading = asyncio.create_task(process.stdout.read())  # a full pipe would hold it up
+        try:
+            yield Server(url, gateway, engines)
+        finally:
+            reading.cancel()
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
