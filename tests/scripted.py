@@ -11,10 +11,21 @@ from starlette.types import ASGIApp
 
 from kvloom.core.errors import KvloomError, PromptTooLong, QueueFull
 from kvloom.core.load import UnitLoad
-from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate, TokenEvent
+from kvloom.core.request import EndEvent, Event, Made, ModelCard, StartGenerate, TokenEvent
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.service import Service
-from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import (
+    Held,
+    Lease,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Sent,
+    Standing,
+)
 from kvloom.serve.server import Server
 
 CARD = ModelCard(
@@ -72,6 +83,12 @@ class ScriptedEngine:
 
     async def unpin(self, request: str) -> Held:
         return Held(tokens=len(request) + 1)
+
+    async def hold(self, request: str) -> Standing:
+        return Standing(made=[Made(0, [len(request)])])
+
+    async def resume(self, request: str) -> None:
+        pass
 
     async def evict(self, body: Prefix) -> Held:
         return Held(tokens=len(body.prompt) + 2)

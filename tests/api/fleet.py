@@ -16,7 +16,18 @@ from kvloom.core.clock import WallClock
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate
 from kvloom.core.spec import ProgramSpec
-from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import (
+    Held,
+    Lease,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Sent,
+    Standing,
+)
 from kvloom.router.drains import Drains
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
@@ -74,6 +85,13 @@ class Curt:
     async def unpin(self, request: str) -> Held:
         self._may("unpin")
         return Held(tokens=1)
+
+    async def hold(self, request: str) -> Standing:
+        self._may("hold")
+        return Standing(made=[])
+
+    async def resume(self, request: str) -> None:
+        self._may("resume")
 
     async def evict(self, body: Prefix) -> Held:
         self._may("evict")

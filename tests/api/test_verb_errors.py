@@ -32,6 +32,8 @@ BODIES: dict[str, dict[str, Any] | None] = {
     "renew": {"request": "r"},
     "pin": ASK,
     "unpin": {"request": "r"},
+    "hold": {"request": "r"},
+    "resume": {"request": "r"},
     "evict": {"model": "tiny", "prompt": [1]},
     "models": None,
     "load": None,

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket, resolve
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable, UnknownModel
-from kvloom.core.load import UnitLoad
+from kvloom.core.load import ModelLoad, UnitLoad
 from kvloom.core.request import (
     EndEvent,
     Event,
@@ -23,7 +23,18 @@ from kvloom.core.request import (
     TokenEvent,
     TokenLogprob,
 )
-from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import (
+    Held,
+    Lease,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Sent,
+    Standing,
+)
 
 PAGE = 4  # tokens
 LEASE = 3.0
@@ -139,6 +150,9 @@ class LedgerEngine:
         self.computed = 0
         self.renewals = 0
         self.priorities: list[int] = []  # of its sends
+        self.load_models: dict[str, ModelLoad] = {}
+        self.total_blocks = 8
+        self.draining = False
         self.aborts: list[tuple[str, int | None]] = []
         self._world = world
         self._tickets = 0
@@ -160,7 +174,14 @@ class LedgerEngine:
     async def load(self) -> UnitLoad:
         await asyncio.sleep(0)
         self._reach()
-        return UnitLoad(total_blocks=8, free_blocks=8, block_bytes=256, policy="adbs", models={})
+        return UnitLoad(
+            total_blocks=self.total_blocks,
+            free_blocks=8,
+            block_bytes=256,
+            policy="adbs",
+            models=self.load_models,
+            draining=self.draining,
+        )
 
     async def prep_recv(self, body: PrepRecv) -> Prepared:
         late = await self._enter("prep_recv", end=body.end)
@@ -301,6 +322,12 @@ class LedgerEngine:
 
     async def unpin(self, request: str) -> Held:
         return Held(tokens=self.pins.pop(request, 0))
+
+    async def hold(self, request: str) -> Standing:
+        raise NotImplementedError
+
+    async def resume(self, request: str) -> None:
+        raise NotImplementedError
 
     async def evict(self, body: Prefix) -> Held:
         return Held(tokens=0)

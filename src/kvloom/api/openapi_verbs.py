@@ -13,6 +13,7 @@ from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard, StartGenerate
 from kvloom.core.verbs import (
     Held,
+    Hold,
     Lease,
     Pin,
     Pinned,
@@ -22,6 +23,7 @@ from kvloom.core.verbs import (
     RemoteSend,
     Renew,
     Sent,
+    Standing,
     Unpin,
 )
 
@@ -35,6 +37,8 @@ _VERBS: Final[dict[str, tuple[str, type, type]]] = {
     "renew": ("Keep a request's reservation and pin for another lease.", Renew, Lease),
     "pin": ("Keep what is cached of a prefix, for a request and a time.", Pin, Pinned),
     "unpin": ("Undo a request's pin.", Unpin, Held),
+    "hold": ("Let a running request stand still, to go on elsewhere.", Hold, Standing),
+    "resume": ("Let a held request go on here.", Hold, Done),
     "evict": ("Drop what is cached of a prefix, and past it.", Prefix, Held),
 }
 _BODIES: Final = tuple(kind for _, *pair in _VERBS.values() for kind in pair)

@@ -27,7 +27,7 @@ from kvloom.core.client import EngineClient
 from kvloom.core.errors import BadRequest, KvloomError, Unauthorized
 from kvloom.core.frames import FrameEncoder
 from kvloom.core.request import PROTOCOL, Event, StartGenerate
-from kvloom.core.verbs import Held, Lease, Pin, Prefix, PrepRecv, RemoteSend, Renew, Unpin
+from kvloom.core.verbs import Held, Hold, Lease, Pin, Prefix, PrepRecv, RemoteSend, Renew, Standing, Unpin
 
 MAX_BODY = 16 << 20
 
@@ -89,6 +89,13 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
     async def unpin(body: Unpin) -> Held:
         return await client.unpin(body.request)
 
+    async def hold(body: Hold) -> Standing:
+        return await client.hold(body.request)
+
+    async def resume(body: Hold) -> Done:
+        await client.resume(body.request)
+        return Done()
+
     async def health() -> Done:
         return Done()
 
@@ -100,6 +107,8 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
         Route("/renew", verb(Renew, renew), methods=["POST"]),
         Route("/pin", verb(Pin, client.pin), methods=["POST"]),
         Route("/unpin", verb(Unpin, unpin), methods=["POST"]),
+        Route("/hold", verb(Hold, hold), methods=["POST"]),
+        Route("/resume", verb(Hold, resume), methods=["POST"]),
         Route("/evict", verb(Prefix, client.evict), methods=["POST"]),
         Route("/models", report(client.models), methods=["GET"]),
         Route("/load", report(client.load), methods=["GET"]),

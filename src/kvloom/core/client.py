@@ -8,7 +8,7 @@ from typing import Protocol
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
 from kvloom.core.service import Service
-from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent, Standing
 
 
 class Generator(Protocol):
@@ -54,6 +54,12 @@ class EngineClient(Generator, Protocol):
 
     async def unpin(self, request: str) -> Held:
         """Unknown requests are fine."""
+
+    async def hold(self, request: str) -> Standing:
+        """See `Hold`. Raises BadRequest where the request is not here, has ended, or has yet to begin."""
+
+    async def resume(self, request: str) -> None:
+        """Requests that were not held are fine."""
 
     async def evict(self, body: Prefix) -> Held:
         """Drop what is cached of the prefix and past it, as far as nobody uses it."""

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 from kvloom.core.address import Endpoint, KVAddress, KVForm
-from kvloom.core.request import Prompt, RequestId, TokenId
+from kvloom.core.request import Made, Prompt, RequestId, TokenId
 
 LONGEST_PIN: Final = 3600  # seconds
 
@@ -40,7 +40,8 @@ class Prepared(Struct, frozen=True, kw_only=True):
 
 class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Write K and V of prompt[begin:end] to `address` at `peer`; what is not cached here is computed.
-    Answered when every byte has arrived."""
+    Answered when every byte has arrived. What a running request of this id has computed so far, its output
+    too, counts as cached."""
 
     model: str
     request: RequestId
@@ -82,6 +83,20 @@ class Unpin(Struct, frozen=True, kw_only=True):
     """Undo the request's pin, if there is one."""
 
     request: RequestId
+
+
+class Hold(Struct, frozen=True, kw_only=True):
+    """Body of hold and resume. hold: let the request stand still after the step that is under way, so that it
+    can go on elsewhere; each of its choices must have a token. It keeps its stream, which tells all its
+    tokens, and what it has computed is cached. resume: it goes on here."""
+
+    request: RequestId
+
+
+class Standing(Struct, frozen=True, kw_only=True):
+    """Answer to hold: all tokens of the choices that have not ended."""
+
+    made: list[Made]
 
 
 class Prefix(Struct, frozen=True, kw_only=True):

@@ -14,10 +14,22 @@ from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
 from kvloom.core.spec import EngineSpec
 from kvloom.core.transport import Transport
-from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import (
+    Held,
+    Lease,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Sent,
+    Standing,
+)
 from kvloom.engine.fitting import fitted, planned_shares, tell_waste
 from kvloom.engine.flights import Flights
 from kvloom.engine.guide import Guides
+from kvloom.engine.holds import Holds
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.pins import Pins
 from kvloom.engine.promises import Promises
@@ -70,6 +82,7 @@ class Engine:
         self._shipping = Shipping(
             self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._flights.jobs
         )
+        self._holds = Holds(self._queues, self._requests, jobs=lambda: self._flights.jobs)
         self._stopping = False
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -172,6 +185,7 @@ class Engine:
     async def remote_send(self, body: RemoteSend) -> Sent:
         self._requests.check_prompt(body.model, body.prompt)
         self._called()
+        await self._holds.publish(body.request)
         return await self._shipping.send(body)
 
     async def renew(self, request: str) -> Lease:
@@ -194,6 +208,14 @@ class Engine:
     async def unpin(self, request: str) -> Held:
         self._called()
         return Held(tokens=self._pins.unpin(request))
+
+    async def hold(self, request: str) -> Standing:
+        self._called()
+        return await self._holds.hold(request)
+
+    async def resume(self, request: str) -> None:
+        self._holds.resume(request)
+        self._called()
 
     async def evict(self, body: Prefix) -> Held:
         self._requests.check_prompt(body.model, body.prompt)

@@ -19,6 +19,7 @@ from kvloom.core.request import (
     TokenLogprob,
 )
 from kvloom.engine.checks import check_prompt, check_request
+from kvloom.engine.errands import Errands
 from kvloom.engine.flight import Flight
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
@@ -35,12 +36,17 @@ class Requests:
     def __init__(self, queues: Mapping[str, ModelQueue]) -> None:
         self._queues = queues
         self._streams: dict[StreamId, Stream] = {}
+        self.errands = Errands()
         self.new_id = itertools.count().__next__
         self._arrivals = itertools.count()
 
     @property
     def ids(self) -> list[StreamId]:
         return list(self._streams)
+
+    def stream(self, request: StreamId) -> Stream | None:
+        """None where it is not here, or has ended."""
+        return self._streams.get(request)
 
     def open(self, body: StartGenerate, outbound: Outbound | None = None) -> Stream:
         """Let a checked request in, or raise why not now. It can be ended from here on, and computes nothing
@@ -166,6 +172,7 @@ class Requests:
         for drawer, token, logprob in last:
             if not drawer.cancelled:
                 self._append(drawer, token, logprob)
+        self.errands.run()
 
     def _land_earlier(self, flight: Flight, tokens: list[int]) -> None:
         """Those of all steps but the job's last, which end nothing."""
@@ -190,6 +197,7 @@ class Requests:
         for sequence, _ in flight.batch:
             if not sequence.cancelled:
                 self.cancel(sequence.request, "error", message)
+        self.errands.run()
 
     def _release(self, queue: ModelQueue, sequence: Sequence) -> None:
         """It has ended and is in no job. The first of those who wait for its prompt takes its place."""

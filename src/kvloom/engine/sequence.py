@@ -18,10 +18,12 @@ _CHOICE_STRIDE = 0xD1B54A32D192ED03  # odd, so that a seed's choices have keys o
 
 
 class Status(Enum):
-    """waiting: holds no blocks. running: holds blocks, or is in a job that will. ended: neither."""
+    """waiting: holds no blocks. running: holds blocks, or is in a job that will. held: as waiting, but not to
+    be run. ended: none of these."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    HELD = "held"
     ENDED = "ended"
 
 
@@ -30,6 +32,10 @@ _LEGAL = {
     (Status.RUNNING, Status.WAITING),
     (Status.RUNNING, Status.ENDED),
     (Status.WAITING, Status.ENDED),
+    (Status.RUNNING, Status.HELD),
+    (Status.WAITING, Status.HELD),
+    (Status.HELD, Status.WAITING),
+    (Status.HELD, Status.ENDED),
 }
 
 

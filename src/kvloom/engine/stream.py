@@ -28,6 +28,10 @@ class Stream:
     def ended(self) -> bool:
         return self._open == 0
 
+    @property
+    def in_job(self) -> bool:
+        return any(sequence.in_job for sequence in self.sequences)
+
     def add(self, event: Event) -> None:
         self._events.append(event)
         if isinstance(event, EndEvent):

@@ -16,6 +16,7 @@ from kvloom.core.load import UnitLoad
 from kvloom.core.request import PROTOCOL, Event, ModelCard, StartGenerate
 from kvloom.core.verbs import (
     Held,
+    Hold,
     Lease,
     Pin,
     Pinned,
@@ -25,6 +26,7 @@ from kvloom.core.verbs import (
     RemoteSend,
     Renew,
     Sent,
+    Standing,
     Unpin,
 )
 
@@ -103,6 +105,12 @@ class HttpEngineClient:
 
     async def unpin(self, request: str) -> Held:
         return await self._call("POST", "/verbs/unpin", Held, self._encode(Unpin(request=request)))
+
+    async def hold(self, request: str) -> Standing:
+        return await self._call("POST", "/verbs/hold", Standing, self._encode(Hold(request=request)))
+
+    async def resume(self, request: str) -> None:
+        await self._call("POST", "/verbs/resume", dict[str, bool], self._encode(Hold(request=request)))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._call("POST", "/verbs/evict", Held, self._encode(body))

@@ -13,7 +13,18 @@ from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError, Unavailable
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
-from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import (
+    Held,
+    Lease,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Sent,
+    Standing,
+)
 from kvloom.sim.crew import Crashed, Crew
 from kvloom.sim.faults import Mishap, Mishaps
 from kvloom.sim.host import Host, Process
@@ -77,6 +88,12 @@ class FaultyWire:
 
     async def unpin(self, request: str) -> Held:
         return await self._call("unpin", request, lambda engine: engine.unpin(request))
+
+    async def hold(self, request: str) -> Standing:
+        return await self._call("hold", request, lambda engine: engine.hold(request))
+
+    async def resume(self, request: str) -> None:
+        await self._call("resume", request, lambda engine: engine.resume(request))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._call("evict", "", lambda engine: engine.evict(body))

@@ -10,7 +10,18 @@ from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
-from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent
+from kvloom.core.verbs import (
+    Held,
+    Lease,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Sent,
+    Standing,
+)
 
 T = TypeVar("T")
 
@@ -56,6 +67,12 @@ class ModelledWire:
 
     async def unpin(self, request: str) -> Held:
         return await self._there_and_back(self._engine.unpin(request))
+
+    async def hold(self, request: str) -> Standing:
+        return await self._there_and_back(self._engine.hold(request))
+
+    async def resume(self, request: str) -> None:
+        await self._there_and_back(self._engine.resume(request))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._there_and_back(self._engine.evict(body))

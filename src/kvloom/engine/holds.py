@@ -1,0 +1,68 @@
+"""Requests that stand still between two steps: to be sent from, or to go on elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvloom.core.errors import BadRequest
+from kvloom.core.request import Made
+from kvloom.core.verbs import Standing
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.requests import Requests
+from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.stream import Stream
+
+
+class Holds:
+    """The verbs hold and resume. jobs: says how many the unit has started."""
+
+    def __init__(
+        self, queues: Mapping[str, ModelQueue], requests: Requests, *, jobs: Callable[[], int]
+    ) -> None:
+        self._queues = queues
+        self._requests = requests
+        self._jobs = jobs
+
+    async def hold(self, request: str) -> Standing:
+        """Raises BadRequest where the request is not here, or has ended, or a choice has yet to begin."""
+        stream = self._requests.stream(request)
+        if stream is None:
+            raise BadRequest(f"no request {request} is here: it never was, or it has ended", param="request")
+        return await self._requests.errands.do(stream, lambda: self._stand_still(stream))
+
+    def _stand_still(self, stream: Stream) -> Standing:
+        live = _live(stream)
+        if not live or not all(sequence.output_length for sequence in live):
+            problem = "has a choice without a token; ask once each has one" if live else "has ended"
+            raise BadRequest(f"request {stream.id} {problem}", param="request")
+        for sequence in live:
+            if sequence.status is not Status.HELD:
+                self._queues[sequence.model].release(sequence, Status.HELD)
+        return Standing(made=[Made(sequence.choice, sequence.tokens.output.tolist()) for sequence in live])
+
+    def resume(self, request: str) -> None:
+        """Requests that do not stand still, and unknown ones, are fine."""
+        stream = self._requests.stream(request)
+        for sequence in _live(stream) if stream else ():
+            if sequence.status is Status.HELD:
+                sequence.become(Status.WAITING)
+                self._queues[sequence.model].enqueue(sequence, self._jobs())
+
+    async def publish(self, request: str) -> None:
+        """What a running request has computed counts as cached, as far as it fills pages."""
+        stream = self._requests.stream(request)
+        if stream is not None:
+            await self._requests.errands.do(stream, lambda: self._publish(stream))
+
+    def _publish(self, stream: Stream) -> None:
+        for sequence in _live(stream):
+            if sequence.status is Status.RUNNING:
+                self._queues[sequence.model].cache.keep(sequence.id, sequence.tokens.list())
+
+
+def _live(stream: Stream) -> list[Sequence]:
+    return [
+        sequence
+        for sequence in stream.sequences
+        if not sequence.cancelled and sequence.status is not Status.ENDED
+    ]

@@ -1,0 +1,178 @@
+"""The verbs hold and resume: a running request stands still, is sent, and goes on here or elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvloom.core.errors import BadRequest
+from kvloom.core.request import EndEvent, StartGenerate, TokenEvent
+from kvloom.core.verbs import PrepRecv
+from tests.engines import Answer
+from tests.modelled import ask, expected, turns
+from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units
+
+
+class Reader:
+    """Takes what a request's stream brings."""
+
+    def __init__(self, unit: Unit, body: StartGenerate) -> None:
+        self.answer = Answer(tokens={one.choice: list(one.tokens) for one in body.made})
+        self.body = body
+        self._unit = unit
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async with aclosing(self._unit.engine.start_generate(self.body)) as frames:
+            async for frame in frames:
+                self.answer.take(frame)
+
+    async def until(self, tokens: int) -> None:
+        """Each choice has so many, or the request is over."""
+        while not self.task.done() and (
+            len(self.answer.tokens) < self.body.n
+            or min(len(some) for some in self.answer.tokens.values()) < tokens
+        ):
+            await turns(1)
+
+
+async def send(source: Unit, target: Unit, tokens: list[int], end: int, request: str, stage: str) -> int:
+    """tokens[:end] to the target, where they are cached then. Returns how many were computed for it."""
+    spot = await target.engine.prep_recv(PrepRecv(model=MODEL, request=stage, prompt=tokens, end=end))
+    computed = 0
+    if spot.matched < spot.end:
+        order = sending(tokens, spot, spot.matched, spot.end, request)
+        computed = (await source.engine.remote_send(order)).computed
+    await target.engine.abort(stage)
+    return computed
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_request_moves_while_it_runs(data: st.DataObject) -> None:
+    """In stages, of which the first go while it decodes. Nothing of it is computed twice."""
+    n, length = data.draw(st.sampled_from([1, 1, 3])), data.draw(st.integers(1, 40))
+    first, then = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 6))
+
+    async def test() -> None:
+        async with units(2, seed=length, blocks=260) as (source, target):
+            body = replace(generate(prompt(length), temperature=1.0, max_tokens=24), n=n)
+            whole = expected(source.executor, body)
+            reader = Reader(source, body)
+            await reader.until(first)
+            seen = {choice: tokens[:] for choice, tokens in reader.answer.tokens.items()}
+            for choice, tokens in seen.items():
+                context = body.prompt + tokens
+                ready = (len(context) - 1) // 4 * 4
+                if ready:
+                    assert not await send(source, target, context, ready, "r", f"stage-{choice}")
+            await reader.until(first + then)
+            standing = await source.engine.hold("r")
+            for made in standing.made:
+                context = body.prompt + made.tokens
+                spare = await send(source, target, context, len(context) - 1, "r", f"last-{made.choice}")
+                assert not spare
+            before = target.computed
+            await source.engine.abort("r")
+            await reader.task
+            assert {end.reason for end in reader.answer.ends.values()} == {"abort"}
+            for made in standing.made:  # the stream has told all that the answer says
+                assert reader.answer.tokens[made.choice] == made.tokens
+            rest = await ask_on(target, replace(body, request="r2", made=standing.made))
+            assert rest.tokens == whole
+            assert target.computed - before == sum(24 - len(made.tokens) for made in standing.made)
+
+    run(test)
+
+
+async def ask_on(unit: Unit, body: StartGenerate) -> Answer:
+    reader = Reader(unit, body)
+    await reader.task
+    return reader.answer
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_that_resumes_has_lost_nothing(n: int) -> None:
+    async def test() -> None:
+        async with units(1) as (unit,):
+            body = replace(generate(prompt(13), temperature=1.0, max_tokens=20), n=n)
+            reader = Reader(unit, body)
+            await reader.until(5)
+            standing = await unit.engine.hold("r")
+            assert await unit.engine.hold("r") == standing
+            other = generate(prompt(9, first=3), request="other")
+            assert (await ask(unit.engine, other)).tokens == expected(unit.executor, other)
+            await turns()
+            assert reader.answer.tokens == {made.choice: made.tokens for made in standing.made}
+            before = unit.computed
+            await unit.engine.resume("r")
+            await unit.engine.resume("r")
+            await reader.task
+            assert reader.answer.tokens == expected(unit.executor, body)
+            assert unit.computed - before == sum(20 - len(made.tokens) for made in standing.made)
+
+    run(test)
+
+
+def test_what_cannot_be_held() -> None:
+    async def test() -> None:
+        async with units(1) as (unit,):
+            with pytest.raises(BadRequest, match="no request nobody is here"):
+                await unit.engine.hold("nobody")
+            await unit.engine.resume("nobody")
+            reader = Reader(unit, generate(prompt(90), max_tokens=3))
+            await turns(2)
+            with pytest.raises(BadRequest, match="without a token"):
+                await unit.engine.hold("r")
+            await reader.task
+            assert reader.answer.tokens == expected(unit.executor, reader.body)
+            with pytest.raises(BadRequest, match="no request r is here"):
+                await unit.engine.hold("r")
+
+    run(test)
+
+
+@pytest.mark.parametrize("ends", ["abort", "hang up", "stop"])
+def test_a_held_request_can_end_like_any_other(ends: str) -> None:
+    """`units` looks that no block is left."""
+
+    async def test() -> None:
+        async with units(1) as (unit,):
+            reader = Reader(unit, generate(prompt(13), max_tokens=20))
+            await reader.until(3)
+            await unit.engine.hold("r")
+            if ends == "abort":
+                await unit.engine.abort("r")
+                await reader.task
+            elif ends == "hang up":
+                reader.task.cancel()
+                await asyncio.gather(reader.task, return_exceptions=True)
+            else:
+                await unit.engine.stop()
+                await reader.task
+                assert reader.answer.ends[0].reason == "error"
+
+    run(test)
+
+
+def test_it_ends_in_the_step_after_which_it_was_to_stand_still() -> None:
+    async def test() -> None:
+        async with units(1) as (unit,):
+            body = generate(prompt(5), max_tokens=2)
+            frames = unit.engine.start_generate(body)
+            events = []
+            async with aclosing(frames):
+                while not any(isinstance(event, TokenEvent) for event in events):
+                    events += await anext(frames)
+                holding = asyncio.create_task(unit.engine.hold("r"))
+                while not any(isinstance(event, EndEvent) for event in events):
+                    events += await anext(frames)
+                with pytest.raises(BadRequest, match=r"has ended|no request"):
+                    await holding
+
+    run(test)
