@@ -29,4 +29,8 @@ def test_a_period() -> None:
     drained = loads | {"d": replace(loads["d"], draining=True)}
     third = decide(drained, second, 11.0, BAND, groups)
     assert third.pairs == (Pair("a", "b"), Pair("d", "c"))
+    needier = drained | {"e": unit(model(9, 16 * 1000), names=["other"])}
+    fourth = decide(needier | {"d": loads["d"]}, first, 12.0, BAND)
+    assert Pair("e", "c") in fourth.pairs
+    assert Pair("d", "c") in decide(needier, third, 12.0, BAND).pairs  # it stays
     assert decide({}, third, 12.0, BAND).pairs == ()

@@ -78,6 +78,8 @@ def test_an_idle_unit_is_not_infinitely_free() -> None:
     loads = fleet(990, 990, 990) | {"d": unit(model())}
     assert mean_freeness(loads) == 1030 / 12 * 16
     assert mean_freeness({"d": unit(model())}) == mean_freeness({}) == math.inf
+    leaving = replace(unit(model(4, 160)), draining=True)
+    assert mean_freeness(loads | {"e": leaving}) == mean_freeness(loads)
 
 
 def test_large_blocks_weigh_more() -> None:

@@ -64,7 +64,7 @@ def test_all_kinds_of_faults_are_drawn() -> None:
     assert kinds.keys() == {Death, GatewayLoss, Switch, Order}
     for kind in ("late", "slow", "lost", "unanswered", "again", "cut", "jobs"):
         assert sum(getattr(ordeal.rates, kind) > 0 for ordeal in ordeals) > 30, kind
-    assert sum(ordeal.harmless for ordeal in ordeals) > 30
+    assert sum(ordeal.harmless for ordeal in ordeals) > 20
     assert {len(ordeal.units) for ordeal in ordeals} == {1, 2, 3, 4}
     assert {client.body.n for ordeal in ordeals for client in ordeal.clients} == {1, 2, 3}
 

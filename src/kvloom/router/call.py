@@ -147,6 +147,7 @@ class Call:
         body, spent = self._rest(begin), self._computed if begin else 0
         self._is_to_compute(replica, resolve(begin, len(self.prompt), "begin"), len(self.prompt))
         self._fleet.note(self.prompt, replica)
+        replica.report.sent(self.model, len(self.prompt), len(body.choices))
         try:
             async with self._asking(replica, "work"), aclosing(replica.client.start_generate(body)) as frames:
                 async for frame in frames:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from kvloom.core.errors import Unavailable
+from kvloom.fleet.dispatch import freest
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.replica import Replica
 
@@ -30,6 +31,14 @@ class Fleet:
         """Where they are equal, it is their turn."""
         candidates = self._candidates(among)
         return self._chosen(min(candidates, key=lambda replica: (replica.load, replica.turn)))
+
+    def freest(self, among: Sequence[Replica] | None = None) -> Replica:
+        """The one whose unit has most freeness, by its last report and what this router has sent there since.
+        Where no unit has reported lately, the least loaded."""
+        candidates = self._candidates(among)
+        loads = {replica: load for replica in candidates if (load := replica.report.expected())}
+        chosen = freest(loads, {replica: replica.turn for replica in loads})
+        return self.least_loaded(candidates) if chosen is None else self._chosen(chosen)
 
     def nearest(
         self, prompt: Sequence[int], among: Sequence[Replica] | None = None, *, slack: int

@@ -12,6 +12,7 @@ from kvloom.core.errors import Unavailable
 from kvloom.core.request import ModelCard
 
 if TYPE_CHECKING:
+    from kvloom.router.report import Report
     from kvloom.router.unit import Unit
 
 CALL_TOKENS: Final = 128  # what a call in flight weighs, in prompt tokens
@@ -58,6 +59,10 @@ class Replica:
     @property
     def lost(self) -> bool:
         return self._unit.lost
+
+    @property
+    def report(self) -> Report:
+        return self._unit.report
 
     @property
     def load(self) -> int:

@@ -76,7 +76,11 @@ class Router:
             for unit in self._units.values():
                 asking.create_task(unit.ask())
         self._tasks = await asyncio.TaskGroup().__aenter__()
-        self._watches = [self._tasks.create_task(unit.watch()) for unit in self._units.values()]
+        self._watches = [
+            self._tasks.create_task(watch())
+            for unit in self._units.values()
+            for watch in (unit.watch, unit.report.watch)
+        ]
         return self
 
     async def __aexit__(
@@ -227,3 +231,4 @@ class Router:
 
     def _lost(self, unit: Unit) -> None:
         self._index.forget(unit.name)
+        unit.report.forget()

@@ -14,6 +14,7 @@ from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard
 from kvloom.core.service import Service
 from kvloom.router.replica import Replica
+from kvloom.router.report import Report
 
 ANSWER_SECONDS: Final = 5.0  # after which an engine that does not answer counts as away
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # between two times that a lost unit is asked
@@ -43,6 +44,7 @@ class Unit:
         self.withdrawn = withdrawn
         self.restarting = False
         self.calls = 0  # in flight there, of all its models
+        self.report = Report(self._load_if_up, clock)
         self._waits: set[asyncio.Future[bool]] = set()  # for it to be empty
         self._clock = clock
         self._admit = admit
@@ -110,6 +112,9 @@ class Unit:
         except (KvloomError, TimeoutError) as error:
             self._lose(error)
             return None
+
+    async def _load_if_up(self) -> UnitLoad | None:
+        return await self.load() if self.up else None
 
     def begin_call(self) -> None:
         self.calls += 1

@@ -21,13 +21,14 @@ LONGEST: Final = 4.0  # seconds in which clients come
 PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "data_parallel": {},
     "least_loaded": {},
+    "freest": {},
     "disaggregate": {"prefill": (1, 2)},
     "cache_aware_disaggregate": {"prefill": (1, 2), "slack": (0, 64, 2048)},
     "balanced": {"prefill": (1, 2), "ratio": (0.0, 0.3, 0.9), "most": (0.5, 1.0)},
     "cache_aware": {"slack": (0, 64, 2048)},
     "migrate_context": {"slack": (0, 16, 256)},
 }
-STAYING: Final = ("data_parallel", "least_loaded", "cache_aware")  # they move no K and V
+STAYING: Final = ("data_parallel", "least_loaded", "freest", "cache_aware")  # they move no K and V
 
 
 class Evenly:

@@ -11,6 +11,7 @@ from kvloom.router.programs.cache_aware import cache_aware
 from kvloom.router.programs.cache_aware_disaggregate import cache_aware_disaggregate
 from kvloom.router.programs.data_parallel import data_parallel
 from kvloom.router.programs.disaggregate import disaggregate
+from kvloom.router.programs.freest import freest
 from kvloom.router.programs.least_loaded import least_loaded
 from kvloom.router.programs.migrate_context import migrate_context
 
@@ -22,6 +23,7 @@ PROGRAMS: dict[str, Callable[..., Frames]] = {
     for program in (
         data_parallel,
         least_loaded,
+        freest,
         disaggregate,
         cache_aware_disaggregate,
         balanced,

@@ -1,0 +1,151 @@
+"""What the router knows of its units' loads, and where `freest` sends requests by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from kvloom.core.load import UnitLoad
+from kvloom.router.report import LINGER, PERIOD, Report
+from tests.fleet.loads import model, unit
+from tests.router.fleets import Fleets, ManualClock, ask_well, body, routed, run, turns
+
+
+class Asked:
+    """A unit's load, and how often it was asked for. An answer waits for its leave."""
+
+    def __init__(self, load: UnitLoad | None) -> None:
+        self.load = load
+        self.times = 0
+        self.leave = asyncio.Event()
+        self.leave.set()
+
+    async def __call__(self) -> UnitLoad | None:
+        self.times += 1
+        load = self.load
+        await self.leave.wait()
+        return load
+
+
+def running(load: UnitLoad | None) -> tuple[int, int]:
+    assert load is not None
+    return load.models["m"].running, load.models["m"].used_blocks
+
+
+def test_a_unit_is_asked_as_long_as_somebody_wants_to_know() -> None:
+    async def test() -> None:
+        clock, asked = ManualClock(), Asked(unit(model(2, 320)))
+        report = Report(asked, clock)
+        watching = asyncio.create_task(report.watch())
+        await clock.advance(60)
+        assert asked.times == 0
+        assert report.expected() is None
+        await turns()
+        assert asked.times == 1
+        assert running(report.expected()) == (2, 20)
+        asked.load = unit(model(5, 320))
+        await clock.advance(PERIOD)
+        assert running(report.expected()) == (5, 20)
+        await clock.advance(100 * LINGER)
+        assert asked.times <= 2 + LINGER / PERIOD
+        assert report.expected() is None  # it would be old
+        watching.cancel()
+
+    run(test)
+
+
+def test_what_was_sent_since_it_was_asked_counts_once() -> None:
+    async def test() -> None:
+        clock, asked = ManualClock(), Asked(unit(model(2, 320)))
+        report = Report(asked, clock)
+        watching = asyncio.create_task(report.watch())
+        report.expected()
+        await turns()
+        report.sent("m", 33, 2)  # 3 pages, shared by both choices
+        report.sent("unknown", 33, 2)
+        assert running(report.expected()) == (4, 23)
+        asked.leave.clear()
+        await clock.advance(PERIOD)
+        report.sent("m", 16, 1)  # the unit may have told before that
+        assert running(report.expected()) == (5, 24)
+        asked.leave.set()
+        await turns()
+        assert running(report.expected()) == (3, 21)
+        report.forget()
+        assert report.expected() is None
+        await clock.advance(PERIOD)
+        assert running(report.expected()) == (2, 20)
+        asked.load = None
+        await clock.advance(PERIOD)
+        assert report.expected() is None
+        watching.cancel()
+
+    run(test)
+
+
+async def reported(fleets: Fleets, *loads: UnitLoad) -> None:
+    for engine, load in zip(fleets.engines, loads, strict=True):
+        engine.load_models = load.models
+        engine.total_blocks = load.total_blocks
+    await ask_well(fleets.router, body())
+    await turns()
+    fleets.journal.clear()
+
+
+def test_freest_goes_by_the_reports_and_what_was_sent() -> None:
+    """Though unit a has as few calls in flight as any."""
+
+    async def test() -> None:
+        async with routed(3, "freest") as fleets:
+            await reported(fleets, unit(model(9, 16 * 900)), unit(model(4, 640)), unit(model(2, 320)))
+            for engine in fleets.engines:
+                engine.gate.clear()
+            tasks = [asyncio.create_task(ask_well(fleets.router, body(160))) for _ in range(10)]
+            await turns()
+            assert Counter(call.unit for call in fleets.journal) == {"b": 4, "c": 6}
+            for engine in fleets.engines:
+                engine.gate.set()
+            await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_freest_sends_nothing_to_a_unit_that_drains_or_is_down() -> None:
+    async def test() -> None:
+        async with routed(3, "freest") as fleets:
+            await reported(fleets, *[unit(model())] * 3)
+            fleets.engines[0].draining = True
+            await fleets.clock.advance(PERIOD)
+            fleets.router.withdraw("b")
+            for _ in range(4):
+                await ask_well(fleets.router, body())
+            assert {call.unit for call in fleets.journal} == {"c"}
+            await fleets.router.admit("b")
+            await fleets.clock.advance(PERIOD)
+            fleets.journal.clear()
+            for _ in range(4):
+                await ask_well(fleets.router, body())
+            assert Counter(call.unit for call in fleets.journal) == {"b": 2, "c": 2}
+
+    run(test)
+
+
+def test_freest_without_reports_goes_by_what_is_in_flight() -> None:
+    async def test() -> None:
+        async with routed(3, "freest") as fleets:
+            tasks = [asyncio.create_task(ask_well(fleets.router, body(30))) for _ in range(6)]
+            await asyncio.gather(*tasks)
+            assert Counter(call.unit for call in fleets.journal) == {"a": 2, "b": 2, "c": 2}
+
+    run(test)
+
+
+def test_no_other_program_has_units_asked() -> None:
+    async def test() -> None:
+        async with routed(2, "least_loaded") as fleets:
+            for _ in range(3):
+                await ask_well(fleets.router, body())
+                await fleets.clock.advance(PERIOD)
+            assert [unit.report.expected() for unit in fleets.router.units.values()] == [None, None]
+
+    run(test)
