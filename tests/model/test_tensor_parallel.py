@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from kvloom.core.spec import ModelSpec
 from kvloom.model.attention import NAME, Scoring
 from kvloom.model.fuse import fuse
 from kvloom.model.loader import load_model
-from kvloom.model.parallel import group as group_module
 from kvloom.model.parallel.group import Group
 from kvloom.model.parallel.slicing import slice_model
 from kvloom.model.straighten import straighten
@@ -163,14 +164,28 @@ def test_jobs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
     assert both(tmp_path, run, slots=2) == [[2.0, 20.0]] * 2
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "SECONDS", 0.3)
+def lost(group: Group) -> str:
+    with pytest.raises(Unavailable) as caught:
+        group.sum(torch.ones(1))
+    return caught.value.message
+
+
+def test_a_rank_that_is_late(tmp_path: Path) -> None:
+    given_up = threading.Event()
 
     def run(group: Group) -> str:
         if group.rank:
+            given_up.wait(60)
             return ""
-        with pytest.raises(Unavailable) as caught:
-            group.sum(torch.ones(1))
-        return caught.value.message
+        group._channel.set_timeout(timedelta(seconds=0.1))
+        try:
+            return lost(group)
+        finally:
+            given_up.set()
 
-    assert both(tmp_path, run)[0].startswith("the exchange with the other ranks failed: ")
+    assert both(tmp_path, run)[0].startswith("the exchange with the other ranks failed: Timed out")
+
+
+def test_a_rank_that_has_left(tmp_path: Path) -> None:
+    found = both(tmp_path, lambda group: "" if group.rank else lost(group))
+    assert found[0].startswith("the exchange with the other ranks failed: ")
