@@ -20,7 +20,7 @@ from kvloom.transport.cuda_ipc_memory import Mark
 from tests.transport.context import Context
 from tests.transport.device_memory import HostMemory
 from tests.transport.kinds import DEVICE
-from tests.transport.units import units
+from tests.transport.units import DEADLINE, units
 
 BLOCK, TOKENS = 4096, 32
 FORM = KVForm.of(Geometry(1, 1, 16, 4, BLOCK), "float32")
@@ -85,7 +85,7 @@ def test_what_is_still_computed_is_copied_afterwards_and_holds_no_lock() -> None
     async def run() -> None:
         later = _Later()
         shipment, receiver, address, own, peer = await _ship(later)
-        await asyncio.to_thread(later.reached.wait)
+        assert await asyncio.to_thread(later.reached.wait, DEADLINE)
         assert receiver.received(address.ticket) == 0
         own.view(16, torch.float32)[3] = 1.5  # what the device was to write
         later.done.set()
@@ -101,7 +101,7 @@ def test_a_reservation_closes_at_once_while_the_device_computes() -> None:
     async def run() -> None:
         later = _Later()
         shipment, receiver, address, own, peer = await _ship(later)
-        await asyncio.to_thread(later.reached.wait)
+        assert await asyncio.to_thread(later.reached.wait, DEADLINE)
         assert receiver.close(address.ticket)
         own.view(16, torch.float32)[3] = 1.5
         later.done.set()

@@ -32,7 +32,7 @@ def test_triton_kernels_give_transformers_own_tokens(tmp_path: Path) -> None:
     device = Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, HostStream()), []))
 
     async def serve() -> list[list[int]]:
-        spec = spec_of({"m": path}, max_running=3, chunk_tokens=16)
+        spec = spec_of({"m": path}, max_running=2, chunk_tokens=13)
         async with running_on_device(spec, device, triton_operations()) as (engine, executor):
             kinds = [type(module) for module in executor._models["m"].module.modules()]
             assert (kinds.count(DeviceNorm), kinds.count(DeviceGatedMLP)) == (5, 2)
