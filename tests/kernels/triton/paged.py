@@ -1,4 +1,5 @@
-"""A pool with what a job attends to, scattered over blocks that hold values where nobody should look too."""
+"""A pool with what a job attends to, scattered over blocks, and NaN wherever nobody should look: other models
+use those bytes."""
 
 from __future__ import annotations
 
@@ -67,10 +68,15 @@ def paged(
     layers, row = 2, max(1, -(-max(lengths) // tokens))
     pages = len(lengths) * row + 1
     blocks = pages * layers * kv_heads + 3
-    values = torch.randn(blocks * block_bytes // dtype.itemsize).to(dtype)
+    values = torch.full((blocks * block_bytes // dtype.itemsize,), torch.nan, dtype=dtype)
     arena = block_view(values.view(torch.uint8), block_bytes, head_dim, dtype)
     tables = torch.randperm(pages)[: len(lengths) * row].view(len(lengths), row).int()
     used = (torch.tensor(lengths)[:, None] + tokens - 1) // tokens
     tables[torch.arange(row)[None] >= used] = 1 << 30
     page_map = torch.randperm(blocks)[: pages * layers * kv_heads].view(pages, layers, kv_heads).int()
+    for b, length in enumerate(lengths):
+        for page in range(-(-length // tokens)):
+            held = page_map[int(tables[b, page]), 1].long()
+            shape = kv_heads, 2, min(tokens, length - page * tokens), head_dim
+            arena[held, :, : shape[2]] = torch.randn(shape).to(dtype)
     return Paged(arena, page_map, tables, torch.tensor(lengths, dtype=torch.int32), group)

@@ -75,7 +75,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     query = lowest + row // GROUP
     heads = kv_head * GROUP + row % GROUP
     packed = (begin + token + row // GROUP).to(tl.int64)
-    here = (row < TOKENS * GROUP) & (query < end)
+    here = query < end
     valid = here[:, None] & (dims < HEAD_DIM)[None, :]
     q_tile = tl.load(q + (packed * q_row + heads * q_head)[:, None] + dims[None, :], mask=valid, other=0.0)
     block_map = page_map + layer * map_layer + kv_head
