@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvloom.cost.profile import write_profile
+from msgspec.structs import replace
+
+from kvloom.cost.profile import Hosted, write_profile
 from kvloom.cost.shape import ModelShape
 from kvloom.plan.files import write_plan
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
@@ -49,6 +51,11 @@ def make_plan(units: int = 2, models: Sequence[str] = ("a", "b"), device: str = 
     )
 
 
+HOSTED = (
+    Hosted(role="client", request=0.004, token=0.0, turn=0.0),
+    Hosted(role="gateway", request=0.002, token=0.001, turn=0.0),
+)
+
 SPEC = """\
 name: small
 seed: 3
@@ -77,6 +84,7 @@ def write_files(folder: Path) -> None:
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "three.yaml").write_text(CONFIG.replace("two:", "three:"))
     write_profile(make_profile(), folder / "profile.json")
+    write_profile(replace(make_profile(), hosted=HOSTED), folder / "hosted.json")
     (folder / "small.yaml").write_text(SPEC)
     (folder / "others.yaml").write_text(SPEC.replace("[a, b]", "[a, c]"))
     (folder / "measured.yaml").write_text(SPEC.replace("[a, b]", "[one, two]").replace("400", "20"))

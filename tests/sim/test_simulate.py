@@ -35,6 +35,7 @@ BAD = [
     (("plan.json", "--seed", "x"), ["--seed"]),
     (("plan.json", "--json", "no/x.json"), ["no/x.json: no such folder"]),
     (("plan.json", "--html", "no/x.html"), ["no/x.html: no such folder"]),
+    (("plan.json", "--client-here"), ["--client-here: a plan's devices are not here"]),
     (("config.yaml",), ["config.yaml: --profile FILE is needed"]),
     (("config.yaml", "--profile", "plan.json"), ["plan.json: no profile"]),
     (("config.yaml", "--profile", "nowhere"), ["nowhere: No such file"]),
@@ -93,6 +94,19 @@ def test_a_machine_that_was_measured() -> None:
     check_all(results, "measured.yaml")
     assert results.total.first is not None
     assert results.total.first.mean > 3e-3  # a prefill of the faster model on one core
+
+
+def test_a_machine_that_was_measured_whole() -> None:
+    """Each request costs 2 ms of a gateway, and 4 ms of a client where that is on the same machine."""
+    ways = [("profile.json",), ("hosted.json",), ("hosted.json", "--client-here")]
+    all_results = [simulated("config.yaml", "--profile", *way, workload="measured.yaml") for way in ways]
+    means = []
+    for results in all_results:
+        check_all(results, "measured.yaml")
+        assert results.total.first is not None
+        means.append(results.total.first.mean)
+    assert means[1] > means[0] + 0.002
+    assert means[2] > means[1] + 0.004
 
 
 def test_a_higher_rate_is_over_sooner_and_waits_longer() -> None:
