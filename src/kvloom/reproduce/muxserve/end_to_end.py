@@ -18,6 +18,8 @@ SYSTEMS: Final = (SPATIAL, TEMPORAL, MUXSERVE)
 SYNTHETIC: Final = ("7b",) * 12 + ("13b",) * 4 + ("30b",) * 2 + ("65b",)
 CHAT: Final = ("7b",) * 4 + ("13b",) * 6 + ("30b",) * 3 + ("65b",) * 3
 TOP: Final = 20.0  # requests a second of the most popular model at rate scale 1
+TIMES: Final[Mapping[Scale, Sequence[float]]] = {"full": (1.0, 2.0), "small": (1.0,)}  # of the rate
+AVERAGES: Final[Mapping[Scale, Sequence[float]]] = {"full": (3.0, 7.1, 11.9), "small": (3.0,)}
 _AVERAGE: Final = 7.1  # requests a second and model, where the rates are as published
 _SLACK: Final = 0.05  # by which what grows may fall from one point to the next
 _SLO: Final = 8
@@ -63,7 +65,7 @@ def figure_5(scale: Scale, tell: Tell) -> Report:
     """Synthetic loads: 19 LLMs, whose rates fall by a power law."""
     published = PUBLISHED.figure_5
     alphas = [*published.throughput] if scale == "full" else ["2.1"]
-    times = published.scales if scale == "full" else (1.0,)
+    times = TIMES[scale]
     seconds = SECONDS[scale]
     rows: dict[tuple[str, float], Row] = {}
     for n, alpha in enumerate(alphas):
@@ -138,7 +140,7 @@ def _grows(said: str, values: Mapping[str, float]) -> Claim:
 def figure_7(scale: Scale, tell: Tell) -> Report:
     """ChatLMSYS: 16 LLMs, whose rates are those of real traffic."""
     published = PUBLISHED.figure_7
-    averages = published.averages if scale == "full" else published.averages[:1]
+    averages = AVERAGES[scale]
     rows = []
     for n, average in enumerate(averages):
         models = served(CHAT, (rate * average / _AVERAGE for rate in published.rates), CHATLMSYS)
