@@ -54,7 +54,7 @@ def test_alone_is_what_transformers_says(fleet: Fleet, alone: list[Answer]) -> N
     for one, answer in zip(orders(), alone, strict=True):
         if one.model != HALF and not one.sampling.temperature:
             for choice in range(one.n):
-                fleet.oracles[one.model].check(one.prompt, answer.tokens[choice])
+                fleet.oracles[one.model].check_at_once(one.prompt, answer.tokens[choice])
         if one.sampling.temperature and one.n > 1:
             assert len({tuple(tokens) for tokens in answer.tokens.values()}) > 1
     print("ties:", {name: oracle.ties for name, oracle in fleet.oracles.items()})
