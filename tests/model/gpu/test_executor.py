@@ -20,6 +20,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engines import Answer, ask, body, running, spec_of
 from tests.model.gpu.engines import COMPUTE, running_on_device
 
+DEADLINE = 30.0
 PROMPTS = [[(11 * i + 3 * j) % 250 for j in range(7 + 7 * i)] for i in range(6)]
 
 
@@ -135,6 +136,6 @@ def test_a_device_that_has_failed_is_told_of(paths: dict[str, Path]) -> None:
 
             executor._prefill = broken  # type: ignore[method-assign, assignment]
             await ask(engine, body("a", [1, 2, 3], max_tokens=4))
-            return await executor.lost()
+            return await asyncio.wait_for(executor.lost(), DEADLINE)
 
     assert asyncio.run(run()) == "cpu has failed: CUDA error: an illegal memory access was encountered"
