@@ -34,10 +34,11 @@ def _move(  # type: ignore[no-untyped-def]
 ):
     """A part of tokens [offset, offset + count) of K and V; all tokens take the words past them along."""
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    low, high = offset * TOKEN_WORDS, (offset + count) * TOKEN_WORDS
     half = PAGE_TOKENS * TOKEN_WORDS
-    asked = ((word >= low) & (word < high)) | ((word >= low + half) & (word < high + half))
-    wanted = (asked | (count >= PAGE_TOKENS)) & (word < BLOCK_WORDS)
+    low = offset * TOKEN_WORDS
+    high = tl.where(count >= PAGE_TOKENS, BLOCK_WORDS, low + count * TOKEN_WORDS)
+    wanted = ((word >= low) & (word < high)) | ((word >= low + half) & (word < high + half))
+    wanted = wanted & (word < BLOCK_WORDS)
     values = tl.load(source + own.to(tl.int64) * BLOCK_WORDS + word, mask=wanted)
     tl.store(target + peer.to(tl.int64) * BLOCK_WORDS + word, values, mask=wanted)
 
