@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from kvloom.model.parallel.group import Group
 from kvloom.model.parallel.modules import Summed
+from kvloom.model.sisters import Sister, Sisters
 
 # oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
 # so the executor never brings fewer.
@@ -99,50 +99,25 @@ class GatedMLP(nn.Module):
         return self.up.times(x, self.gate.activated(x, self.activation, self.form))
 
 
-class _Memo(threading.local):
-    """The last product of this thread's forward, until each sister has taken her part."""
-
-    x: Tensor | None = None
-    parts: Sequence[Tensor] = ()
-    left: int = 0
-
-
-class FusedLinear:
-    """Several linear layers over the same input as one product. Each keeps its place in the model as a
-    `Part`; the first to be called computes for all. Jobs on other threads do not see this one's product."""
+class FusedLinear(Sisters):
+    """Sisters whose product is packed; each keeps its place in the model as a `Part`."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         weight = torch.cat([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears]
         bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
         self.linear = PackedLinear(weight, bias)
-        self.sizes = [linear.out_features for linear in linears]
-        self._memo = _Memo()
-
-    def part(self, x: Tensor, index: int) -> Tensor:
-        memo = self._memo
-        if memo.x is not x:
-            memo.x, memo.left = x, len(self.sizes)
-            memo.parts = self.linear(x).split(self.sizes, -1)
-        part = memo.parts[index]
-        memo.left -= 1
-        if memo.left == 0:
-            memo.x, memo.parts = None, ()
-        return part
+        super().__init__(self.linear, [linear.out_features for linear in linears])
 
 
-class Part(nn.Module):
+class Part(Sister):
     """One sister of a FusedLinear."""
 
     def __init__(self, fused: FusedLinear, index: int) -> None:
-        super().__init__()
+        super().__init__(fused, index)
         self._fused = fused
-        self._index = index
 
     @property
     def linear(self) -> PackedLinear:
         """The product of all sisters side by side."""
         return self._fused.linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._fused.part(x, self._index)

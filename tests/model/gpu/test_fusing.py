@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvloom.model.gpu.fusing import DeviceGatedMLP, DeviceNorm, fuse_on_device
 from kvloom.model.gpu.operations import plain_operations
-from kvloom.model.gpu.sisters import Sister
+from kvloom.model.sisters import Sister
 from tests.checkpoints import make_checkpoint
 
 

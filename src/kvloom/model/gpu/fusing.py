@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.model.gpu.operations import Activation, Operations
-from kvloom.model.gpu.sisters import Sister, Sisters, join
 from kvloom.model.rope import Turn, fuse_rotary
+from kvloom.model.sisters import Sister, Sisters, join
 
 _QKV: Final = ("q_proj", "k_proj", "v_proj")
 _GATED: Final = ("gate_proj", "up_proj", "down_proj")
@@ -88,7 +88,7 @@ def _fuse_qkv(module: nn.Module) -> None:
     linears = _linears(module, _QKV, 3)
     if linears is None:
         return
-    sisters = Sisters(linears)
+    sisters = Sisters(join(linears), [linear.out_features for linear in linears])
     for index, name in enumerate(_QKV):
         setattr(module, name, Sister(sisters, index))
 

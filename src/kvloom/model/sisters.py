@@ -18,12 +18,13 @@ class _Last(threading.local):
 
 
 class Sisters:
-    """Each keeps its place in the model as a `Sister`; the first to be called computes for all. Jobs on other
+    """Several linear layers over the same input as one product, whose columns are split by `sizes`. Each
+    keeps its place in the model as a `Sister`; the first to be called computes for all. Jobs on other
     threads do not see this one's product."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self._product = join(linears)
-        self._sizes = [linear.out_features for linear in linears]
+    def __init__(self, product: nn.Module, sizes: Sequence[int]) -> None:
+        self._product = product
+        self._sizes = list(sizes)
         self._last = _Last()
 
     def part(self, x: Tensor, index: int) -> Tensor:
