@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
 
-from kvloom.core.address import Endpoint, KVAddress, resolve
+from kvloom.core.address import resolve
 from kvloom.core.clock import Clock
-from kvloom.core.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable
-from kvloom.core.request import EndEvent, Event, StartGenerate
+from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
+from kvloom.core.request import EndEvent, Event, Made, StartGenerate
 from kvloom.core.verbs import Pin, PrepRecv, RemoteSend, Sent
 from kvloom.router.fleet import Fleet
 from kvloom.router.holdings import Holdings, What
-from kvloom.router.progress import Progress
+from kvloom.router.progress import Progress, less_cached
 from kvloom.router.replica import Replica
+from kvloom.router.spot import Spot
 
 Frames = AsyncGenerator[list[Event], None]
 
@@ -30,25 +30,13 @@ class Lost(KvloomError):
     """The engine has ended all that was left of a request with an error: another may go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """Room at `replica` for prompt[matched:end]; what lies before is there already. lease: seconds."""
-
-    replica: Replica
-    matched: int
-    end: int
-    address: KVAddress
-    peer: Endpoint
-    lease: float
-
-
 class Call:
     """Positions count in the prompt, negative ones from its end; None is its end. Verbs raise KvloomError.
 
     progress: what the caller has seen, so that another replica can go on after it. let_in: a replica has
-    taken it. refused: the replicas that would not, or could not, generate. name: the request's id at the
-    replicas; after `release` it has another, so that a late abort, or a call that arrives twice, harms no
-    further attempt.
+    taken it. refused: the replicas that would not, or could not, generate. running: who generates. name: the
+    request's id at the replicas; after `release` it has another, so that a late abort, or a call that arrives
+    twice, harms no further attempt.
     """
 
     def __init__(self, body: StartGenerate, fleet: Fleet, clock: Clock, tasks: asyncio.TaskGroup) -> None:
@@ -60,6 +48,9 @@ class Call:
         self.let_in = False
         self.aborted = False
         self.refused: set[Replica] = set()
+        self.running: Replica | None = None
+        self.moving = False
+        self._moved: Frames | None = None
         self._fleet = fleet
         self._clock = clock
         self._tasks = tasks
@@ -139,12 +130,12 @@ class Call:
 
     def start_generate(self, replica: Replica, *, begin: int = 0) -> Frames:
         """Generate at `replica`, where prompt[:begin] has been received. It is closed with the request."""
-        frames = self._generate(replica, begin)
+        frames = self._generate(replica, self._rest(begin))
         self._streams.append(frames)
         return frames
 
-    async def _generate(self, replica: Replica, begin: int) -> Frames:
-        body, spent = self._rest(begin), self._computed if begin else 0
+    async def _generate(self, replica: Replica, body: StartGenerate) -> Frames:
+        begin, spent = body.begin, self._computed if body.begin else 0
         self._is_to_compute(replica, resolve(begin, len(self.prompt), "begin"), len(self.prompt))
         self._fleet.note(self.prompt, replica)
         replica.report.sent(self.model, len(self.prompt), len(body.choices))
@@ -154,10 +145,11 @@ class Call:
                     self._holdings.let_go(replica, "room")  # the engine has taken it over
                     self.let_in = True
                     if frame:
+                        self.running = replica
                         self._holdings.is_to_compute(replica, 0)
-                    seen, failure = self.progress.survives(frame)
+                    seen, failure = self.progress.survives(self._without_move(frame))
                     self.progress.note(seen)
-                    yield _less_cached(seen, spent)
+                    yield less_cached(seen, spent)
                     if failure is not None:
                         raise Lost(f"{replica.name}: {failure}")
         except GeneratorExit:  # closing the engine's stream has ended the request there
@@ -168,8 +160,36 @@ class Call:
                 self.refused.add(replica)
             raise
         finally:
+            self.running = None
             self._holdings.is_to_compute(replica, 0)
         self._holdings.let_go(replica, "work")
+        moved, self._moved = self._moved, None
+        if moved is not None:
+            async for frame in moved:
+                yield frame
+
+    def _without_move(self, frame: list[Event]) -> list[Event]:
+        """A request that has moved ends where it was, and that is nobody's business."""
+        if self._moved is None:
+            return frame
+        return [event for event in frame if not isinstance(event, EndEvent) or event.reason != "abort"]
+
+    async def hand_over(self, source: Replica, target: Replica, made: list[Made]) -> None:
+        """Go on at `target` after `made`, once `source` has told the last of it. Raises KvloomError, and all
+        is as it was, where the target does not let it in or the request has gone on otherwise."""
+        name = self.name
+        self._rename()
+        moved = self._generate(target, replace(self._rest(0), made=made))
+        try:
+            await anext(moved)
+            if self.running is not source or self.aborted or self.progress.end_cancelled():
+                raise BadRequest(f"request {name} has gone on otherwise", param="request")
+        except BaseException:
+            await moved.aclose()
+            self.name = name
+            raise
+        self._moved = moved
+        self._streams.append(moved)
 
     def _rest(self, begin: int) -> StartGenerate:
         """What is still to be generated."""
@@ -229,8 +249,11 @@ class Call:
                     await self._streams.pop().aclose()
         finally:
             await self._holdings.give_back(self.name)
-            self._attempts += 1
-            self.name = f"{self.body.request[:_LONGEST_ID]}~{self._attempts}"
+            self._rename()
+
+    def _rename(self) -> None:
+        self._attempts += 1
+        self.name = f"{self.body.request[:_LONGEST_ID]}~{self._attempts}"
 
     async def abort(self, choice: int | None) -> None:
         """End the request, or one choice of it, where it runs."""
@@ -239,15 +262,3 @@ class Call:
         else:
             self.progress.cancel(choice)
         await self._holdings.abort(self.name, choice)
-
-
-def _less_cached(frame: list[Event], computed: int) -> list[Event]:
-    """What was received had been computed for this very request: the cache has not spared it."""
-    if not computed:
-        return frame
-    return [
-        replace(event, cached_tokens=max(0, event.cached_tokens - computed))
-        if isinstance(event, EndEvent)
-        else event
-        for event in frame
-    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvloom.core.errors import KvloomError
 from kvloom.core.request import EndEvent, Event, Made, PromptEvent
 
@@ -45,9 +47,7 @@ class Progress:
             if isinstance(event, EndEvent):
                 del self._open[event.choice]
             elif event.index != len(tokens):
-                raise KvloomError(
-                    f"choice {event.choice}: token {event.index} came after {len(tokens)}"
-                )
+                raise KvloomError(f"choice {event.choice}: token {event.index} came after {len(tokens)}")
             else:
                 tokens.append(event.token)
                 self.tokens += 1
@@ -64,3 +64,15 @@ class Progress:
         rest = [event for event in frame if not (isinstance(event, EndEvent) and event.choice in failed)]
         said = next(iter(failed.values())).message
         return rest, said or "the engine could not go on with this request"
+
+
+def less_cached(frame: list[Event], computed: int) -> list[Event]:
+    """What was received had been computed for this very request: the cache has not spared it."""
+    if not computed:
+        return frame
+    return [
+        replace(event, cached_tokens=max(0, event.cached_tokens - computed))
+        if isinstance(event, EndEvent)
+        else event
+        for event in frame
+    ]

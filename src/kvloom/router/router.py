@@ -26,6 +26,7 @@ from kvloom.core.service import Service
 from kvloom.router.call import Call, Frames
 from kvloom.router.failures import Failures
 from kvloom.router.fleet import Fleet
+from kvloom.router.moving import Move
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
 from kvloom.router.programs.least_loaded import least_loaded
@@ -153,6 +154,25 @@ class Router:
         if call is not None:
             await call.abort(choice)
             self._waiting.tell()
+
+    async def move(self, request: str, to: str) -> None:
+        """Let a request that decodes go on at another unit; its caller sees nothing of it. Raises KvloomError
+        where it stays."""
+        call, unit = self._calls.get(request), self._units.get(to)
+        source = call.running if call else None
+        target = unit.replicas.get(call.model) if call and unit else None
+        if call is None or source is None:
+            raise BadRequest(f"request {request} does not run here", param="request")
+        if target is None or target is source:
+            where = "it runs there already" if target else "that does not serve its model"
+            raise BadRequest(f"request {request} cannot go to {to}: {where}", param="to")
+        if call.moving:
+            raise BadRequest(f"request {request} moves already", param="request")
+        call.moving = True
+        try:
+            await Move(call, source, target, self._clock).run()
+        finally:
+            call.moving = False
 
     async def _until_somebody_is_up(self, call: Call, fleet: Fleet, failures: Failures) -> None:
         """Or nobody will be soon. Raises Unavailable where that takes too long."""

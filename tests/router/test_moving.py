@@ -1,0 +1,205 @@
+"""Running requests move between modelled engines, and their callers see nothing of it: law 2."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from msgspec.structs import replace
+
+from kvloom.core.clock import WallClock
+from kvloom.core.errors import BadRequest, KvloomError, Unavailable
+from kvloom.core.request import StartGenerate
+from kvloom.router.moving import Move, Stage
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
+from tests.engines import Answer
+from tests.modelled import expected, turns
+from tests.modelled_units import Unit, generate, prompt, run, units
+
+LONG = 55
+
+
+class World:
+    def __init__(self, router: Router, made: list[Unit]) -> None:
+        self.router = router
+        self.units = made
+        self.answers: dict[str, Answer] = {}
+
+    def ask(self, body: StartGenerate) -> asyncio.Task[None]:
+        answer = self.answers[body.request] = Answer()
+
+        async def read() -> None:
+            async for frame in self.router.start_generate(body):
+                answer.take(frame)
+
+        return asyncio.create_task(read())
+
+    async def until(self, request: str, tokens: int) -> None:
+        """Each choice that has not ended has so many."""
+        answer = self.answers[request]
+        while not answer.tokens or min(map(len, answer.tokens.values())) < tokens:
+            await turns(1)
+
+    def check(self, body: StartGenerate) -> None:
+        assert self.answers[body.request].tokens == expected(self.units[0].executor, body)
+
+    @property
+    def computed(self) -> int:
+        return sum(unit.computed for unit in self.units)
+
+
+@asynccontextmanager
+async def world(count: int, *, blocks: int = 260) -> AsyncIterator[World]:
+    async with units(count, blocks=blocks) as made:
+        clients = {f"unit-{i}": unit.engine for i, unit in enumerate(made)}
+        async with Router(clients, load_program("data_parallel"), WallClock()) as router:
+            yield World(router, made)
+            for unit in made:
+                await unit.settled()
+            assert not router._calls
+            assert all(unit.calls == 0 for unit in router.units.values())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("length", [1, 4, 37])
+def test_to_and_fro(n: int, length: int) -> None:
+    """Nothing is computed twice but the prompt of choices that begin together."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            body = replace(generate(prompt(length), temperature=1.0, max_tokens=LONG), n=n)
+            task = w.ask(body)
+            await w.until("r", 1)
+            await w.router.move("r", "unit-1")
+            with suppress(BadRequest):  # it may have ended before it could come back
+                await w.router.move("r", "unit-0")
+                await w.router.move("r", "unit-1")
+            await task
+            w.check(body)
+            assert w.computed == length + n * (LONG - 1)
+            assert w.units[1].computed > 0
+
+    run(test)
+
+
+def test_what_cannot_be() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            with pytest.raises(BadRequest, match="does not run here"):
+                await w.router.move("r", "unit-1")
+            body = generate(prompt(8), max_tokens=LONG)
+            task = w.ask(body)
+            await w.until("r", 3)
+            for to, why in (("unit-0", "runs there already"), ("unit-9", "does not serve")):
+                with pytest.raises(BadRequest, match=why):
+                    await w.router.move("r", to)
+            await task
+            w.check(body)
+
+    run(test)
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("kind", ["prep_recv", "remote_send", "hold", "start_generate", "abort"])
+def test_whatever_verb_fails_the_stream_goes_on(kind: str, at: int) -> None:
+    """The verb's call number `at`, at either engine, fails after or before it was done."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            body = replace(generate(prompt(21), temperature=1.0, max_tokens=LONG), n=2)
+            task = w.ask(body)
+            await w.until("r", 4)
+            count = 0
+            for unit in w.units:
+                real = getattr(unit.engine, kind)
+
+                def failing(*args: object, real: object = real) -> object:
+                    nonlocal count
+                    count += 1
+                    if count == at + 1:
+                        raise Unavailable("the connection broke")
+                    return real(*args)  # type: ignore[operator]
+
+                setattr(unit.engine, kind, failing)
+            for to in ("unit-1", "unit-0"):
+                with suppress(KvloomError):
+                    await w.router.move("r", to)
+            await task
+            w.check(body)
+
+    run(test)
+
+
+def test_a_target_without_room_changes_nothing() -> None:
+    async def test() -> None:
+        async with world(2, blocks=100) as w:
+            there = [generate(prompt(45, first=i), request=f"q{i}", max_tokens=40) for i in range(2)]
+            filling = [asyncio.create_task(_drain(w.units[1], one)) for one in there]
+            await turns(20)
+            body = generate(prompt(40), max_tokens=30)
+            task = w.ask(body)
+            await w.until("r", 2)
+            with suppress(KvloomError):
+                await w.router.move("r", "unit-1")
+            await task
+            w.check(body)
+            await asyncio.gather(*filling)
+
+    run(test)
+
+
+async def _drain(unit: Unit, body: StartGenerate) -> None:
+    async for _ in unit.engine.start_generate(body):
+        pass
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_many_move_at_random_and_leave_at_random(seed: int) -> None:
+    async def test() -> None:
+        rng = random.Random(seed)
+        async with world(3, blocks=rng.choice([80, 140, 260])) as w:
+            bodies = [
+                replace(
+                    generate(
+                        prompt(rng.randint(1, 40), first=rng.randint(0, 2)),
+                        request=f"r{i}", temperature=1.0, max_tokens=rng.randint(1, 30),
+                        stop_token_ids=tuple(range(0, 1000, 40)) if rng.random() < 0.3 else (),
+                    ),
+                    n=rng.choice([1, 1, 2]),
+                )
+                for i in range(8)
+            ]  # fmt: skip
+            tasks = {body.request: w.ask(body) for body in bodies}
+            gone = set()
+            moves = []
+            while not all(task.done() for task in tasks.values()):
+                await turns(rng.randint(1, 9))
+                name = rng.choice(bodies).request
+                moves.append(asyncio.create_task(w.router.move(name, f"unit-{rng.randrange(3)}")))
+                if rng.random() < 0.05:
+                    gone.add(name)
+                    tasks[name].cancel()
+            outcomes = await asyncio.gather(*moves, return_exceptions=True)
+            assert all(one is None or isinstance(one, KvloomError) for one in outcomes), outcomes
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            for body in bodies:
+                if body.request not in gone:
+                    w.check(body)
+
+    run(test)
+
+
+def test_illegal_steps() -> None:
+    move = object.__new__(Move)
+    move.stage = Stage.COPYING
+    with pytest.raises(ValueError, match="copying cannot become handed"):
+        move.become(Stage.HANDED)
+    move.become(Stage.HELD)
+    move.become(Stage.HANDED)
+    for stage in Stage:
+        with pytest.raises(ValueError, match="handed cannot become"):
+            move.become(stage)
