@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.core.errors import BadRequest
-from kvloom.core.request import EndEvent, StartGenerate, TokenEvent
+from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.core.verbs import PrepRecv
 from tests.engines import Answer
 from tests.modelled import ask, expected, turns
@@ -165,7 +165,7 @@ def test_it_ends_in_the_step_after_which_it_was_to_stand_still() -> None:
         async with units(1) as (unit,):
             body = generate(prompt(5), max_tokens=2)
             frames = unit.engine.start_generate(body)
-            events = []
+            events: list[Event] = []
             async with aclosing(frames):
                 while not any(isinstance(event, TokenEvent) for event in events):
                     events += await anext(frames)
