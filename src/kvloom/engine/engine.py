@@ -142,6 +142,8 @@ class Engine:
     # -- what others call -----------------------------------------------------------------------------
 
     async def models(self) -> list[ModelCard]:
+        if self._stopping:
+            raise Unavailable("the engine is stopping")
         return [queue.card for queue in self._queues.values()]
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:

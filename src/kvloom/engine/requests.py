@@ -54,7 +54,7 @@ class Requests:
         name: StreamId = body.request if outbound is None else self.new_id()
         if name in self._streams:
             raise BadRequest(f"request id {name} is in use", param="request")
-        self._has_room(self._queues[body.model])
+        self._has_room(body)
         arrival = next(self._arrivals)
         prompt, prompt_logprobs = np.asarray(body.prompt, dtype=np.int64), list[TokenLogprob]()
         sequences = [
@@ -80,7 +80,7 @@ class Requests:
         """What nobody has ended of an open request waits for its turn. guides: one a choice. now: jobs that
         the unit has started. foreign: see `Sequence`. Raises QueueFull where others came before it."""
         body, queue = stream.body, self._queues[stream.body.model]
-        self._has_room(queue)
+        self._has_room(body)
         for sequence, guide in zip(stream.sequences, guides, strict=True):
             sequence.guide, sequence.foreign = guide, foreign
             self._retrace(sequence)
@@ -105,8 +105,10 @@ class Requests:
         if output and not sequence.cancelled:
             self._end_after(sequence, output[-1])
 
-    def _has_room(self, queue: ModelQueue) -> None:
-        if queue.full:
+    def _has_room(self, body: StartGenerate) -> None:
+        """One that goes on has had its place in a queue."""
+        queue = self._queues[body.model]
+        if queue.full and not body.made:
             waiting = len(queue.waiting)
             raise QueueFull(f"{waiting} requests wait for {queue.card.name} already", retry_after=1)
 

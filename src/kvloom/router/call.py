@@ -46,6 +46,7 @@ class Call:
         self.name = body.request
         self.progress = Progress(body.n)
         self.let_in = False
+        self.needs = 0
         self.aborted = False
         self.refused: set[Replica] = set()
         self.running: Replica | None = None
@@ -130,11 +131,21 @@ class Call:
 
     def start_generate(self, replica: Replica, *, begin: int = 0) -> Frames:
         """Generate at `replica`, where prompt[:begin] has been received. It is closed with the request."""
-        frames = self._generate(replica, self._rest(begin))
+        frames = self._generate(replica, begin)
         self._streams.append(frames)
         return frames
 
-    async def _generate(self, replica: Replica, body: StartGenerate) -> Frames:
+    async def _generate(self, replica: Replica, begin: int) -> Frames:
+        """Choices that were aborted while nobody generated end first."""
+        if unwanted := self.progress.end_cancelled():
+            self.progress.note(unwanted)
+            yield unwanted
+        if not self.progress.over:
+            async with aclosing(self._generate_at(replica, self._rest(begin))) as frames:
+                async for frame in frames:
+                    yield frame
+
+    async def _generate_at(self, replica: Replica, body: StartGenerate) -> Frames:
         begin, spent = body.begin, self._computed if body.begin else 0
         self._is_to_compute(replica, resolve(begin, len(self.prompt), "begin"), len(self.prompt))
         self._fleet.note(self.prompt, replica)
@@ -143,7 +154,10 @@ class Call:
             async with self._asking(replica, "work"), aclosing(replica.client.start_generate(body)) as frames:
                 async for frame in frames:
                     self._holdings.let_go(replica, "room")  # the engine has taken it over
-                    self.let_in = True
+                    if not self.let_in:
+                        self.let_in = True
+                        most = len(self.prompt) + self.body.sampling.max_tokens
+                        self.needs = min(most, replica.card.context_length)
                     if frame:
                         self.running = replica
                         self._holdings.is_to_compute(replica, 0)
@@ -151,6 +165,7 @@ class Call:
                     self.progress.note(seen)
                     yield less_cached(seen, spent)
                     if failure is not None:
+                        await replica.check()  # it may be about to end
                         raise Lost(f"{replica.name}: {failure}")
         except GeneratorExit:  # closing the engine's stream has ended the request there
             self._holdings.let_go(replica, "work")
@@ -179,7 +194,7 @@ class Call:
         is as it was, where the target does not let it in or the request has gone on otherwise."""
         name = self.name
         self._rename()
-        moved = self._generate(target, replace(self._rest(0), made=made))
+        moved = self._generate_at(target, replace(self._rest(0), made=made))
         try:
             await anext(moved)
             if self.running is not source or self.aborted or self.progress.end_cancelled():
@@ -193,10 +208,11 @@ class Call:
 
     def _rest(self, begin: int) -> StartGenerate:
         """What is still to be generated."""
-        if not self.progress.begun:
-            return replace(self.body, request=self.name, begin=begin)
-        sampling = replace(self.body.sampling, prompt_logprobs=None)  # these were told first of all
-        return replace(self.body, request=self.name, begin=begin, made=self.progress.made, sampling=sampling)
+        sampling = self.body.sampling
+        if self.progress.prompt_told:
+            sampling = replace(sampling, prompt_logprobs=None)
+        made = self.progress.made
+        return replace(self.body, request=self.name, begin=begin, made=made, sampling=sampling)
 
     async def pin(self, replica: Replica, end: int | None = None) -> int:
         """Keep what `replica` has cached of prompt[:end], until the request is over. Returns how many tokens
@@ -257,8 +273,6 @@ class Call:
 
     async def abort(self, choice: int | None) -> None:
         """End the request, or one choice of it, where it runs."""
-        if choice is None:
-            self.aborted = True
-        else:
-            self.progress.cancel(choice)
+        self.aborted = self.aborted or choice is None
+        self.progress.cancel(choice)
         await self._holdings.abort(self.name, choice)

@@ -27,16 +27,21 @@ class Failures:
         call = self._call
         if call.progress.tokens > self._tokens:
             self._tokens, self._deaths = call.progress.tokens, 0
-        if isinstance(error, Unavailable):
+        if isinstance(error, Unavailable | Lost):
             self._deaths += call.let_in
         if call.aborted or self._deaths > DEATHS:
             return False
         return isinstance(error, _ELSEWHERE) or not (call.refused or call.progress.begun)
 
-    def keep(self, fleet: Fleet) -> Fleet:
+    def keep(self, fleet: Fleet, error: KvloomError) -> Fleet:
         """Without the replicas that have refused the request, but for those that will be others when they
-        are up again."""
-        return fleet.without({one for one in self._call.refused if not self.awaits(one)})
+        are up again, and those that hold shorter contexts than the one that let it in promised. Where the
+        connection to that one broke it may be another process already."""
+        call = self._call
+        broke = call.let_in and isinstance(error, Unavailable)
+        refused = {one for one in call.refused if not (broke or self.awaits(one))}
+        short = {one for one in fleet.replicas if one.card.context_length < call.needs}
+        return fleet.without(refused | short)
 
     def awaits(self, replica: Replica) -> bool:
         """It will be up again, and that is worth waiting for: where it died, only for who had been let in."""

@@ -9,11 +9,13 @@ from kvloom.core.request import EndEvent, Event, Made, PromptEvent
 
 
 class Progress:
-    """Of a request with `n` choices. begun: an event has been passed on. tokens: that its choices have, in
+    """Of a request with `n` choices. begun: an event has been passed on; prompt_told: the prompt's
+    log-probabilities were. tokens: that its choices have, in
     all."""
 
     def __init__(self, n: int) -> None:
         self.begun = False
+        self.prompt_told = False
         self.tokens = 0
         self._open: dict[int, list[int]] = {choice: [] for choice in range(n)}
         self._unwanted: set[int] = set()
@@ -22,9 +24,9 @@ class Progress:
     def over(self) -> bool:
         return not self._open
 
-    def cancel(self, choice: int) -> None:
-        """The caller wants no more of it."""
-        self._unwanted.add(choice)
+    def cancel(self, choice: int | None) -> None:
+        """The caller wants no more of it; None is all of them."""
+        self._unwanted |= self._open.keys() if choice is None else {choice}
 
     def end_cancelled(self) -> list[Event]:
         """The ends of choices that nobody wants, for a time in which no engine is there to tell them."""
@@ -40,6 +42,7 @@ class Progress:
         for event in frame:
             self.begun = True
             if isinstance(event, PromptEvent):
+                self.prompt_told = True
                 continue
             tokens = self._open.get(event.choice)
             if tokens is None:

@@ -60,6 +60,10 @@ class Replica:
     def lost(self) -> bool:
         return self._unit.lost
 
+    async def check(self) -> None:
+        """Whether it is still there, and takes requests."""
+        await self._unit.check()
+
     @property
     def report(self) -> Report:
         return self._unit.report

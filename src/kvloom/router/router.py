@@ -123,25 +123,28 @@ class Router:
         try:
             while True:
                 await self._until_somebody_is_up(call, fleet, failures)
-                if unwanted := call.progress.end_cancelled():
+                if call.let_in and (unwanted := call.progress.end_cancelled()):
                     call.progress.note(unwanted)
                     yield unwanted
-                if call.progress.over:
-                    break
+                    if call.progress.over:
+                        break
+                    continue
                 try:
                     async with aclosing(attempt(call, fleet)) as frames:
                         async for frame in frames:
                             yield frame
                     break
                 except KvloomError as error:
-                    fleet = failures.keep(fleet)
-                    if not (failures.may_go_on(error) and (fleet.up or failures.awaited(fleet))):
+                    fleet = failures.keep(fleet, error)
+                    over = call.aborted and call.let_in  # its ends are told next
+                    if not (over or (failures.may_go_on(error) and (fleet.up or failures.awaited(fleet)))):
                         raise
-                    whither = "goes elsewhere" if fleet.up else "waits for a restart"
-                    _log.warning("request %s: %s; it %s", body.request, error.message, whither)
+                    if not over:
+                        whither = "goes elsewhere" if fleet.up else "waits for a restart"
+                        _log.warning("request %s: %s; it %s", body.request, error.message, whither)
                     attempt = least_loaded
                 await call.release()
-            if not call.progress.begun:
+            if not call.progress.over:
                 raise KvloomError(f"the program {program.name} ended without an answer")
         finally:
             try:
@@ -166,6 +169,8 @@ class Router:
         if target is None or target is source:
             where = "it runs there already" if target else "that does not serve its model"
             raise BadRequest(f"request {request} cannot go to {to}: {where}", param="to")
+        if target.card.context_length < call.needs:
+            raise BadRequest(f"request {request} may not fit {to}: its contexts are shorter", param="to")
         if call.moving:
             raise BadRequest(f"request {request} moves already", param="request")
         call.moving = True
@@ -178,7 +183,12 @@ class Router:
         """Or nobody will be soon. Raises Unavailable where that takes too long."""
         try:
             await self._waiting.wait_while(
-                lambda: bool(failures.awaited(fleet)) and not fleet.up and not call.aborted
+                lambda: bool(
+                    failures.awaited(fleet)
+                    and not fleet.up
+                    and not call.aborted
+                    and not call.progress.end_cancelled()
+                )
             )
         except TimeoutError:
             names = ", ".join(replica.name for replica in failures.awaited(fleet))

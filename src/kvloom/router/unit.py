@@ -9,7 +9,7 @@ from typing import Final
 
 from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
-from kvloom.core.errors import ConfigError, KvloomError
+from kvloom.core.errors import ConfigError, KvloomError, Unavailable
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard
 from kvloom.core.service import Service
@@ -105,13 +105,16 @@ class Unit:
                 self._answered_at = self._clock.now()
 
     async def load(self) -> UnitLoad | None:
-        """None where it does not answer."""
+        """None where it does not answer, or is about to end."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await self.client.load()
+                load = await self.client.load()
+            if load.draining:
+                raise Unavailable(f"{self.name}: the engine is stopping", retry_after=1)
         except (KvloomError, TimeoutError) as error:
             self._lose(error)
             return None
+        return load
 
     async def _load_if_up(self) -> UnitLoad | None:
         return await self.load() if self.up else None

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from kvloom.core.request import StartGenerate
 from kvloom.core.spec import Option
+from kvloom.router.failures import DEATHS
 from kvloom.sim.fleet import SimulatedUnit
 
 LATEST: Final = 6.0  # seconds that anything on a wire may be late
@@ -168,7 +169,18 @@ class Ordeal:
     @property
     def harmless(self) -> bool:
         """Nothing breaks, and no unit is taken out of service: whoever stays is answered."""
-        return self.rates.none and not any(
-            isinstance(one, Death | GatewayLoss) or (isinstance(one, Order) and one.what == "drain")
-            for one in self.faults
+        return self.survivable and not any(isinstance(one, Death) for one in self.faults)
+
+    @property
+    def survivable(self) -> bool:
+        """At most, engines die, and so few that none can be thought to die of a request: who has begun to be
+        answered is answered whole."""
+        deaths = sum(isinstance(one, Death) for one in self.faults)
+        return (
+            self.rates.none
+            and deaths <= DEATHS
+            and not any(
+                isinstance(one, GatewayLoss) or (isinstance(one, Order) and one.what == "drain")
+                for one in self.faults
+            )
         )

@@ -31,6 +31,7 @@ SAME_TOKENS = "law 2, same tokens"
 EXACTLY_ONCE = "law 3, exactly once"
 NOTHING_LEAKS = "law 4, nothing leaks"
 NO_STARVATION = "law 5, no starvation"
+OUTLIVES = "streams outlive engines"
 NO_CRASH = "no crash"
 
 
@@ -43,6 +44,14 @@ def check_answer(answer: Answer, ordeal: Ordeal) -> Iterator[Broken]:
         yield Broken(SAME_TOKENS, f"{name}: {what}")
     for what in _fate(answer, ordeal):
         yield Broken(NO_STARVATION, f"{name}: {what}")
+    if ordeal.survivable and answer.tokens and (problem := _problem(answer)):
+        yield Broken(OUTLIVES, f"{name}: it had begun, and engines have died at most: {problem}")
+
+
+def _problem(answer: Answer) -> str:
+    """What it was told instead of its rest."""
+    errors = [end.message for end in answer.ends.values() if end.reason == "error"]
+    return answer.error.message if answer.error else next(iter(errors), "")
 
 
 def _tokens(answer: Answer, ordeal: Ordeal) -> Iterator[str]:
