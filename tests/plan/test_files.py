@@ -17,6 +17,7 @@ from kvloom.machine import Machine
 from kvloom.plan.files import is_plan, read_plan, write_plan
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
 from kvloom.plan.planner import make_plan
+from kvloom.sim.units import planned_units
 from tests.plan.clusters import check_plan, muxserve, nodes, roofline
 
 MACHINE = Machine(cores=4, memory=3 << 30)
@@ -129,3 +130,49 @@ def test_plans_that_cannot_be_served_here(tmp_path: Path, units: tuple[PlannedUn
         load_config(file, {}, {}, MACHINE)
     assert error.value.message.startswith(f"{file}: ")
     assert part in error.value.message
+
+
+def _unit(**changes: Any) -> bytes:
+    first, *others = msgspec.to_builtins(PLAN)["units"]
+    return changed(units=[first | changes, *others])
+
+
+def _model(**changes: Any) -> bytes:
+    first, *others = msgspec.to_builtins(PLAN)["units"][0]["models"]
+    return _unit(models=[first | changes, *others])
+
+
+def _shape(**changes: Any) -> bytes:
+    return _model(shape=msgspec.to_builtins(PLAN.units[0].models[0].shape) | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (_unit(kv_bytes=-5), "kv_bytes"),
+        (_unit(kv_bytes=10**18), "kv_bytes"),
+        (_unit(gpus=10**9), "gpus"),
+        (_unit(name=""), "name"),
+        (_unit(colour="red"), "colour"),
+        (_unit(models=[msgspec.to_builtins(PLAN.units[0].models[0])] * 2), "two models of one name"),
+        (_model(name="a\nb"), "name"),
+        (_model(prompt=-3.0), "prompt"),
+        (_shape(itemsize=3), "itemsize"),
+        (_shape(layers=10**7), "layers"),
+        (_shape(kv_heads=4096), "KV heads"),
+        (_shape(active=9), "experts"),
+    ],
+)
+def test_numbers_that_no_plan_has(tmp_path: Path, text: bytes, said: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=said) as error:
+        read_plan(file)
+    assert "\n" not in error.value.message
+
+
+def test_a_pool_that_holds_no_page(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_bytes(_unit(kv_bytes=1))
+    with pytest.raises(ConfigError, match="hold no page of"):
+        planned_units(read_plan(file))

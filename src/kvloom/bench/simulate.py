@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvloom.bench.serve import INTERRUPTED, WIDTH, check_outputs, show
+from kvloom.bench.serve import INTERRUPTED, SERVER_ERROR, WIDTH, check_outputs, show
 from kvloom.config_file import load_config
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import ProgramSpec
@@ -56,7 +56,8 @@ def simulate_command(options: argparse.Namespace) -> int:
         results.save(options.json)
     if options.html is not None:
         write_text(options.html, page(results))
-    return 0
+    answered = results.total.requests > results.total.errors
+    return 0 if answered else SERVER_ERROR
 
 
 def _fleet(options: argparse.Namespace) -> tuple[list[SimulatedUnit], ProgramSpec, Hosting | None]:

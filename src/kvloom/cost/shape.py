@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -11,23 +11,30 @@ from kvloom.core.geometry import Geometry
 _Count = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
-class ModelShape(Struct, frozen=True, kw_only=True):
+class ModelShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder of `layers` like layers. gated: the MLP has three matrices, not two. tied: the head is the
     embedding. itemsize: bytes of a weight, and of a number in the KV cache. experts: MLPs of a layer, each
     `ffn` wide, of which a token goes through `active`."""
 
-    layers: _Count
+    layers: Annotated[int, Meta(ge=1, lt=4096)]
     hidden: _Count
     heads: _Count
     kv_heads: _Count
     head_dim: _Count
     ffn: _Count
     vocab: _Count
-    itemsize: Annotated[int, Meta(ge=1, le=8)] = 2
+    itemsize: Literal[1, 2, 4] = 2
     gated: bool = True
     tied: bool = False
     experts: _Count = 1
     active: _Count = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a shape that no decoder has."""
+        if self.kv_heads > self.heads or self.active > self.experts:
+            raise ValueError(
+                f"{self.kv_heads} KV heads of {self.heads} heads, {self.active} of {self.experts} experts"
+            )
 
     @property
     def attention_parameters(self) -> int:

@@ -46,6 +46,10 @@ def read_plan(file: Path) -> Plan:
     names = [unit.name for unit in plan.units]
     if not names or len(set(names)) < len(names) or any(not unit.models for unit in plan.units):
         raise ConfigError(f"{file}: units with names of their own, and with models, are right")
+    for unit in plan.units:
+        models = [model.name for model in unit.models]
+        if len(set(models)) < len(models):
+            raise ConfigError(f"{file}: {unit.name} has two models of one name ({', '.join(models)})")
     return plan
 
 

@@ -12,37 +12,38 @@ PLAN_VERSION = 1
 
 _Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 _Rate = Annotated[float, Meta(ge=0.0)]
+_Name = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
 
 
-class PlannedModel(Struct, frozen=True, kw_only=True):
+class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model on a unit. path: its checkpoint, where there is one. rate: requests a second that come to it
     here; throughput: requests a second that it could answer, if so many came. prompt, output: mean tokens.
     Shares are of the unit's compute; quota: of its KV blocks."""
 
-    name: str
+    name: _Name
     path: str | None
     shape: ModelShape
     rate: _Rate
-    prompt: float
-    output: float
+    prompt: _Rate
+    output: _Rate
     prefill_share: _Share
     decode_share: _Share
     quota: _Share
     throughput: _Rate
 
 
-class PlannedUnit(Struct, frozen=True, kw_only=True):
+class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`gpus` devices of kind `device` on one node work as one. kv_bytes: its pool, over all of them."""
 
-    name: str
+    name: _Name
     node: str
     device: str
-    gpus: Annotated[int, Meta(ge=1)]
-    kv_bytes: int
+    gpus: Annotated[int, Meta(ge=1, le=4096)]
+    kv_bytes: Annotated[int, Meta(ge=1, le=2**42)]
     models: tuple[PlannedModel, ...]
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """throughput: the sum of what each model is expected to answer, at most its rate. made_by: how, in one
     line."""
 

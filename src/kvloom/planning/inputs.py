@@ -101,7 +101,8 @@ def _nodes(key: str, config: NodesConfig) -> Nodes:
         device = find_device(config.device)
     except ConfigError as error:
         raise ConfigError(f"{key}.device: {error.message}, and {CPU}") from error
-    return Nodes(device.name, config.memory or device.memory, config.gpus, config.count)
+    memory = device.memory if config.memory is None else config.memory
+    return Nodes(device.name, memory, config.gpus, config.count)
 
 
 def read_demands(cluster: Cluster, traffic: Traffic | None, profile: Profile | None) -> list[Demand]:
