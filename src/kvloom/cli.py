@@ -43,10 +43,12 @@ CONFIG.yaml, with the defaults:
   max_waiting: 1024      # requests that may queue for a model
   chunk_tokens: 512      # prompt tokens a prefill job takes
   threads: auto          # cores to use
+  device: cpu            # or cuda, auto: no GPU has run it yet
   transport: shm         # or nixl: how engines exchange K and V
   lease: 30s             # how long an engine keeps room for K and V that do not come
   drain: 60s             # how long requests at a unit that is to restart are waited for
   patience: 120s         # how long a request waits for the only unit of its model to restart
+  priorities: {-1: 4000} # tokens of headroom for requests so urgent, or more; none by default
   program: data_parallel # who computes what; or {name: balanced, ratio: 0.2}, or my_module:my_program
   max_body: 8MiB         # of a request
   api_key_file: keys.txt # one key a line; left out, everyone is served

@@ -84,7 +84,8 @@ def test_a_profile_says_how_long_jobs_take(profile: Profile) -> None:
 def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {hosted.role for hosted in profile.hosted} == {"client", "gateway", "engine"}
     for hosted in profile.hosted:
-        assert 0.0 < hosted.request + hosted.token + hosted.turn < 60.0
+        assert min(hosted.request, hosted.token, hosted.turn) >= 0.0
+    assert 0.0 < sum(hosted.request + hosted.token + hosted.turn for hosted in profile.hosted) < 60.0
     kinds = {(model, phase) for model in ("one", "two") for phase in Phase}
     assert {(row.doing.model, row.doing.phase) for row in profile.pressed} == kinds
     assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds

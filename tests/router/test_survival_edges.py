@@ -14,7 +14,8 @@ from kvloom.core.request import EndEvent, Event, StartGenerate
 from kvloom.router.call import Call, Frames
 from kvloom.router.fleet import Fleet
 from kvloom.router.program import Program
-from tests.router.fleets import Answer, Fleets, ask, ask_well, body, routed, run, said, turns
+from tests.router.fleets import Answer, Fleets, ask, ask_well, body, routed, run, turns
+from tests.router.ledger import said
 
 TOKENS = 6
 
@@ -51,7 +52,7 @@ def test_an_engine_that_is_back_before_it_is_asked_goes_on() -> None:
                             broken = True
                             raise Unavailable("the connection broke")
 
-            engine.start_generate = breaking  # type: ignore[method-assign]
+            engine.start_generate = breaking  # type: ignore[method-assign,assignment]
             await ask_well(fleets.router, body(20, tokens=TOKENS))
 
     run(test)
@@ -166,7 +167,7 @@ def test_the_prompts_report_comes_though_a_choice_has_ended_before_it() -> None:
                     first.down = True
                     raise Unavailable("the connection broke")
 
-            first.start_generate = ends_one  # type: ignore[method-assign]
+            first.start_generate = ends_one  # type: ignore[method-assign,assignment]
             await reading()
             assert answer.prompt is not None
             assert answer.tokens == {0: [said(request.prompt, 0, at) for at in range(TOKENS)]}
