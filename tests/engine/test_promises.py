@@ -124,7 +124,8 @@ def test_stop_tokens_and_min_tokens(fleet: Fleet) -> None:
 
 
 def test_logprobs_are_the_oracles(fleet: Fleet) -> None:
-    """Prompt reports come in chunks of 7 and, with preemption, more than one at a time; they are whole."""
+    """Prompt reports come in chunks of 7, and more than one at a time where somebody is preempted, which is a
+    matter of how fast jobs are; they are whole."""
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (2, 7, 8, 33, 61)]
 
@@ -135,7 +136,7 @@ def test_logprobs_are_the_oracles(fleet: Fleet) -> None:
                 for p in prompts
             ]
             answers = await asyncio.gather(*(ask(engine, one) for one in asked))
-            assert (await engine.load()).models["wide"].preemptions_total
+            assert (await engine.load()).models["wide"].prefill_jobs_total >= sum(map(len, prompts)) // 7
             return list(zip(prompts, answers, strict=True))
 
     model = fleet.oracles["wide"].model
