@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from kvloom.core.load import LevelLoad, UnitLoad
 from kvloom.core.priority import Level
+from kvloom.core.rescheduling import Pair
 from kvloom.fleet.choice import LEAST_LEFT, Candidate, choose
 from kvloom.fleet.freeness import freeness
-from kvloom.fleet.pairing import Pair, Thresholds, pair
+from kvloom.fleet.pairing import Thresholds, pair
 from tests.fleet.loads import model, unit, unit_loads
 
 EMPTY = unit(model())

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.core.load import UnitLoad
+from kvloom.core.rescheduling import Pair
 from kvloom.fleet.freeness import freeness
-from kvloom.fleet.pairing import Pair, Thresholds, pair
+from kvloom.fleet.pairing import Thresholds, pair
 from tests.fleet.loads import PAGE, fleets, model, unit
 
 BAND = Thresholds(out=24, into=48)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvloom.fleet.pairing import Pair, Thresholds
+from kvloom.core.rescheduling import Pair
+from kvloom.fleet.pairing import Thresholds
 from kvloom.fleet.period import Group, Period, decide
 from kvloom.fleet.scaling import Drain, Scale, Start
 from tests.fleet.loads import model, unit

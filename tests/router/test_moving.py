@@ -4,64 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.clock import WallClock
 from kvloom.core.errors import BadRequest, KvloomError, Unavailable
 from kvloom.core.request import StartGenerate
 from kvloom.router.moving import Move, Stage
-from kvloom.router.program import load_program
-from kvloom.router.router import Router
-from tests.engines import Answer
-from tests.modelled import expected, turns
-from tests.modelled_units import Unit, generate, prompt, run, units
+from tests.modelled import turns
+from tests.modelled_units import Unit, generate, prompt, run
+from tests.router.worlds import world
 
 LONG = 55
-
-
-class World:
-    def __init__(self, router: Router, made: list[Unit]) -> None:
-        self.router = router
-        self.units = made
-        self.answers: dict[str, Answer] = {}
-
-    def ask(self, body: StartGenerate) -> asyncio.Task[None]:
-        answer = self.answers[body.request] = Answer()
-
-        async def read() -> None:
-            async for frame in self.router.start_generate(body):
-                answer.take(frame)
-
-        return asyncio.create_task(read())
-
-    async def until(self, request: str, tokens: int) -> None:
-        """Each choice that has not ended has so many."""
-        answer = self.answers[request]
-        while not answer.tokens or min(map(len, answer.tokens.values())) < tokens:
-            await turns(1)
-
-    def check(self, body: StartGenerate) -> None:
-        assert self.answers[body.request].tokens == expected(self.units[0].executor, body)
-
-    @property
-    def computed(self) -> int:
-        return sum(unit.computed for unit in self.units)
-
-
-@asynccontextmanager
-async def world(count: int, *, blocks: int = 260) -> AsyncIterator[World]:
-    async with units(count, blocks=blocks) as made:
-        clients = {f"unit-{i}": unit.engine for i, unit in enumerate(made)}
-        async with Router(clients, load_program("data_parallel"), WallClock()) as router:
-            yield World(router, made)
-            for unit in made:
-                await unit.settled()
-            assert not router._calls
-            assert all(unit.calls == 0 for unit in router.units.values())
 
 
 @pytest.mark.parametrize("n", [1, 3])

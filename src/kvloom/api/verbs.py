@@ -27,7 +27,19 @@ from kvloom.core.client import EngineClient
 from kvloom.core.errors import BadRequest, KvloomError, Unauthorized
 from kvloom.core.frames import FrameEncoder
 from kvloom.core.request import PROTOCOL, Event, StartGenerate
-from kvloom.core.verbs import Held, Hold, Lease, Pin, Prefix, PrepRecv, RemoteSend, Renew, Standing, Unpin
+from kvloom.core.verbs import (
+    Held,
+    Hold,
+    Lease,
+    Offer,
+    Pin,
+    Prefix,
+    PrepRecv,
+    RemoteSend,
+    Renew,
+    Standing,
+    Unpin,
+)
 
 MAX_BODY = 16 << 20
 
@@ -109,6 +121,7 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
         Route("/unpin", verb(Unpin, unpin), methods=["POST"]),
         Route("/hold", verb(Hold, hold), methods=["POST"]),
         Route("/resume", verb(Hold, resume), methods=["POST"]),
+        Route("/offer", verb(Offer, client.offer), methods=["POST"]),
         Route("/evict", verb(Prefix, client.evict), methods=["POST"]),
         Route("/models", report(client.models), methods=["GET"]),
         Route("/load", report(client.load), methods=["GET"]),

@@ -8,7 +8,20 @@ from typing import Protocol
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import Event, ModelCard, StartGenerate
 from kvloom.core.service import Service
-from kvloom.core.verbs import Held, Lease, Pin, Pinned, Prefix, Prepared, PrepRecv, RemoteSend, Sent, Standing
+from kvloom.core.verbs import (
+    Held,
+    Lease,
+    Offer,
+    Offered,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Sent,
+    Standing,
+)
 
 
 class Generator(Protocol):
@@ -60,6 +73,8 @@ class EngineClient(Generator, Protocol):
 
     async def resume(self, request: str) -> None:
         """Requests that were not held are fine."""
+
+    async def offer(self, body: Offer) -> Offered: ...
 
     async def evict(self, body: Prefix) -> Held:
         """Drop what is cached of the prefix and past it, as far as nobody uses it."""

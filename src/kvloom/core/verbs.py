@@ -11,6 +11,7 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 from kvloom.core.address import Endpoint, KVAddress, KVForm
+from kvloom.core.load import UnitLoad
 from kvloom.core.request import Made, Prompt, RequestId, TokenId
 
 LONGEST_PIN: Final = 3600  # seconds
@@ -97,6 +98,21 @@ class Standing(Struct, frozen=True, kw_only=True):
     """Answer to hold: all tokens of the choices that have not ended."""
 
     made: list[Made]
+
+
+class Offer(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Name a running request that had better go to a unit of the load `destination`, which it leaves with at
+    least `floor` decode steps of freeness. besides: those that are not to be named."""
+
+    destination: UnitLoad
+    floor: float = 0.0
+    besides: list[RequestId] = []
+
+
+class Offered(Struct, frozen=True, kw_only=True):
+    """None where no request had better go."""
+
+    request: str | None
 
 
 class Prefix(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,8 @@ from kvloom.core.transport import Transport
 from kvloom.core.verbs import (
     Held,
     Lease,
+    Offer,
+    Offered,
     Pin,
     Pinned,
     Prefix,
@@ -30,6 +32,7 @@ from kvloom.engine.fitting import fitted, planned_shares, tell_waste
 from kvloom.engine.flights import Flights
 from kvloom.engine.guide import Guides
 from kvloom.engine.holds import Holds
+from kvloom.engine.llumlet import Llumlet
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.pins import Pins
 from kvloom.engine.promises import Promises
@@ -83,6 +86,7 @@ class Engine:
             self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._flights.jobs
         )
         self._holds = Holds(self._queues, self._requests, jobs=lambda: self._flights.jobs)
+        self._llumlet = Llumlet(self._queues, self._requests, spec.priorities)
         self._stopping = False
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -218,6 +222,10 @@ class Engine:
     async def resume(self, request: str) -> None:
         self._holds.resume(request)
         self._called()
+
+    async def offer(self, body: Offer) -> Offered:
+        self._flights.cut()
+        return self._llumlet.offer(body)
 
     async def evict(self, body: Prefix) -> Held:
         self._requests.check_prompt(body.model, body.prompt)

@@ -9,7 +9,7 @@ from kvloom.core.request import Made
 from kvloom.core.verbs import Standing
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
-from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.sequence import Status
 from kvloom.engine.stream import Stream
 
 
@@ -31,7 +31,7 @@ class Holds:
         return await self._requests.errands.do(stream, lambda: self._stand_still(stream))
 
     def _stand_still(self, stream: Stream) -> Standing:
-        live = _live(stream)
+        live = stream.live
         if not live or not all(sequence.output_length for sequence in live):
             problem = "has a choice without a token; ask once each has one" if live else "has ended"
             raise BadRequest(f"request {stream.id} {problem}", param="request")
@@ -43,7 +43,7 @@ class Holds:
     def resume(self, request: str) -> None:
         """Requests that do not stand still, and unknown ones, are fine."""
         stream = self._requests.stream(request)
-        for sequence in _live(stream) if stream else ():
+        for sequence in stream.live if stream else ():
             if sequence.status is Status.HELD:
                 sequence.become(Status.WAITING)
                 self._queues[sequence.model].enqueue(sequence, self._jobs())
@@ -55,14 +55,6 @@ class Holds:
             await self._requests.errands.do(stream, lambda: self._publish(stream))
 
     def _publish(self, stream: Stream) -> None:
-        for sequence in _live(stream):
+        for sequence in stream.live:
             if sequence.status is Status.RUNNING:
                 self._queues[sequence.model].cache.keep(sequence.id, sequence.tokens.list())
-
-
-def _live(stream: Stream) -> list[Sequence]:
-    return [
-        sequence
-        for sequence in stream.sequences
-        if not sequence.cancelled and sequence.status is not Status.ENDED
-    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -43,6 +43,11 @@ class Requests:
     @property
     def ids(self) -> list[StreamId]:
         return list(self._streams)
+
+    @property
+    def streams(self) -> Iterable[Stream]:
+        """Those that have not ended, sends among them."""
+        return self._streams.values()
 
     def stream(self, request: StreamId) -> Stream | None:
         """None where it is not here, or has ended."""

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
-from kvloom.engine.sequence import Sequence, StreamId
+from kvloom.engine.sequence import Sequence, Status, StreamId
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +27,11 @@ class Stream:
     @property
     def ended(self) -> bool:
         return self._open == 0
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The choices that have not ended, and are not about to."""
+        return [one for one in self.sequences if not one.cancelled and one.status is not Status.ENDED]
 
     @property
     def in_job(self) -> bool:

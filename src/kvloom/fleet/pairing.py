@@ -7,12 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvloom.core.load import UnitLoad
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Pair:
-    source: str
-    destination: str
+from kvloom.core.rescheduling import Pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvloom.core.load import UnitLoad
+from kvloom.core.rescheduling import Pair
 from kvloom.fleet.freeness import freeness
-from kvloom.fleet.pairing import Pair, Thresholds, pair
+from kvloom.fleet.pairing import Thresholds, pair
 from kvloom.fleet.scaling import Outside, Scale, Step, rescale
 
 

@@ -34,9 +34,9 @@ class Call:
     """Positions count in the prompt, negative ones from its end; None is its end. Verbs raise KvloomError.
 
     progress: what the caller has seen, so that another replica can go on after it. let_in: a replica has
-    taken it. refused: the replicas that would not, or could not, generate. running: who generates. name: the
-    request's id at the replicas; after `release` it has another, so that a late abort, or a call that arrives
-    twice, harms no further attempt.
+    taken it, and promised a context of `needs` tokens. refused: the replicas that would not, or could not,
+    generate. running: who generates. name: the request's id at the replicas; after `release` it has another,
+    so that a late abort, or a call that arrives twice, harms no further attempt.
     """
 
     def __init__(self, body: StartGenerate, fleet: Fleet, clock: Clock, tasks: asyncio.TaskGroup) -> None:
@@ -45,7 +45,6 @@ class Call:
         self.prompt = body.prompt
         self.name = body.request
         self.progress = Progress(body.n)
-        self.let_in = False
         self.needs = 0
         self.aborted = False
         self.refused: set[Replica] = set()
@@ -60,6 +59,10 @@ class Call:
         self._pinned: dict[Replica, asyncio.Task[None]] = {}  # and who keeps the lease alive
         self._attempts = 1
         self._computed = 0  # tokens whose K and V were made elsewhere for this request
+
+    @property
+    def let_in(self) -> bool:
+        return self.needs > 0
 
     # -- the verbs --------------------------------------------------------------------------------------
 
@@ -135,17 +138,14 @@ class Call:
         self._streams.append(frames)
         return frames
 
-    async def _generate(self, replica: Replica, begin: int) -> Frames:
-        """Choices that were aborted while nobody generated end first."""
-        if unwanted := self.progress.end_cancelled():
-            self.progress.note(unwanted)
-            yield unwanted
-        if not self.progress.over:
-            async with aclosing(self._generate_at(replica, self._rest(begin))) as frames:
-                async for frame in frames:
-                    yield frame
-
-    async def _generate_at(self, replica: Replica, body: StartGenerate) -> Frames:
+    async def _generate(self, replica: Replica, begin: int, made: list[Made] | None = None) -> Frames:
+        """Choices that were aborted while nobody generated end first. made: what the choices have, where the
+        caller has not seen all of it yet."""
+        if made is None and self.progress.unwanted:
+            yield self.progress.end_unwanted()
+            if self.progress.over:
+                return
+        body = self._rest(begin, self.progress.made if made is None else made)
         begin, spent = body.begin, self._computed if body.begin else 0
         self._is_to_compute(replica, resolve(begin, len(self.prompt), "begin"), len(self.prompt))
         self._fleet.note(self.prompt, replica)
@@ -155,7 +155,6 @@ class Call:
                 async for frame in frames:
                     self._holdings.let_go(replica, "room")  # the engine has taken it over
                     if not self.let_in:
-                        self.let_in = True
                         most = len(self.prompt) + self.body.sampling.max_tokens
                         self.needs = min(most, replica.card.context_length)
                     if frame:
@@ -194,10 +193,10 @@ class Call:
         is as it was, where the target does not let it in or the request has gone on otherwise."""
         name = self.name
         self._rename()
-        moved = self._generate_at(target, replace(self._rest(0), made=made))
+        moved = self._generate(target, 0, made)
         try:
             await anext(moved)
-            if self.running is not source or self.aborted or self.progress.end_cancelled():
+            if self.running is not source or self.aborted or self.progress.unwanted:
                 raise BadRequest(f"request {name} has gone on otherwise", param="request")
         except BaseException:
             await moved.aclose()
@@ -206,12 +205,11 @@ class Call:
         self._moved = moved
         self._streams.append(moved)
 
-    def _rest(self, begin: int) -> StartGenerate:
-        """What is still to be generated."""
+    def _rest(self, begin: int, made: list[Made]) -> StartGenerate:
+        """What is still to be generated, after `made`."""
         sampling = self.body.sampling
         if self.progress.prompt_told:
             sampling = replace(sampling, prompt_logprobs=None)
-        made = self.progress.made
         return replace(self.body, request=self.name, begin=begin, made=made, sampling=sampling)
 
     async def pin(self, replica: Replica, end: int | None = None) -> int:

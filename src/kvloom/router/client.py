@@ -18,6 +18,8 @@ from kvloom.core.verbs import (
     Held,
     Hold,
     Lease,
+    Offer,
+    Offered,
     Pin,
     Pinned,
     Prefix,
@@ -111,6 +113,9 @@ class HttpEngineClient:
 
     async def resume(self, request: str) -> None:
         await self._call("POST", "/verbs/resume", dict[str, bool], self._encode(Hold(request=request)))
+
+    async def offer(self, body: Offer) -> Offered:
+        return await self._call("POST", "/verbs/offer", Offered, self._encode(body))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._call("POST", "/verbs/evict", Held, self._encode(body))

@@ -10,8 +10,7 @@ from kvloom.core.request import EndEvent, Event, Made, PromptEvent
 
 class Progress:
     """Of a request with `n` choices. begun: an event has been passed on; prompt_told: the prompt's
-    log-probabilities were. tokens: that its choices have, in
-    all."""
+    log-probabilities were. tokens: that its choices have, in all."""
 
     def __init__(self, n: int) -> None:
         self.begun = False
@@ -28,9 +27,19 @@ class Progress:
         """The caller wants no more of it; None is all of them."""
         self._unwanted |= self._open.keys() if choice is None else {choice}
 
-    def end_cancelled(self) -> list[Event]:
-        """The ends of choices that nobody wants, for a time in which no engine is there to tell them."""
-        return [EndEvent(choice, "abort") for choice in sorted(self._unwanted & self._open.keys())]
+    @property
+    def unwanted(self) -> bool:
+        """A choice has not ended, and nobody wants more of it."""
+        return not self._unwanted.isdisjoint(self._open)
+
+    def end_unwanted(self) -> list[Event]:
+        """End these choices, in a time in which no engine is there to do it. Their ends are the caller's
+        next frame."""
+        ends: list[Event] = [
+            EndEvent(choice, "abort") for choice in sorted(self._unwanted & self._open.keys())
+        ]
+        self.note(ends)
+        return ends
 
     @property
     def made(self) -> list[Made]:
@@ -58,15 +67,15 @@ class Progress:
     def survives(self, frame: list[Event]) -> tuple[list[Event], str | None]:
         """What of a frame can be passed on, and why an engine ends with it all that is left of the request:
         another may still go on. None where it does not."""
-        failed = {
-            event.choice: event for event in frame if isinstance(event, EndEvent) and event.reason == "error"
-        }
-        ended = {event.choice for event in frame if isinstance(event, EndEvent)} - failed.keys()
-        if not failed or failed.keys() != self._open.keys() - ended:
+        ends = [event for event in frame if isinstance(event, EndEvent)]
+        failed = [end for end in ends if end.reason == "error"]
+        if not failed:
             return frame, None
-        rest = [event for event in frame if not (isinstance(event, EndEvent) and event.choice in failed)]
-        said = next(iter(failed.values())).message
-        return rest, said or "the engine could not go on with this request"
+        well = {end.choice for end in ends} - {end.choice for end in failed}
+        if {end.choice for end in failed} != self._open.keys() - well:
+            return frame, None
+        rest = [event for event in frame if event not in failed]
+        return rest, failed[0].message or "the engine could not go on with this request"
 
 
 def less_cached(frame: list[Event], computed: int) -> list[Event]:

@@ -123,9 +123,8 @@ class Router:
         try:
             while True:
                 await self._until_somebody_is_up(call, fleet, failures)
-                if call.let_in and (unwanted := call.progress.end_cancelled()):
-                    call.progress.note(unwanted)
-                    yield unwanted
+                if call.let_in and call.progress.unwanted:
+                    yield call.progress.end_unwanted()
                     if call.progress.over:
                         break
                     continue
@@ -169,6 +168,8 @@ class Router:
         if target is None or target is source:
             where = "it runs there already" if target else "that does not serve its model"
             raise BadRequest(f"request {request} cannot go to {to}: {where}", param="to")
+        if not target.up:
+            raise BadRequest(f"request {request} cannot go to {to}: it takes no requests", param="to")
         if target.card.context_length < call.needs:
             raise BadRequest(f"request {request} may not fit {to}: its contexts are shorter", param="to")
         if call.moving:
@@ -179,6 +180,10 @@ class Router:
         finally:
             call.moving = False
 
+    def asked_as(self, name: str) -> str | None:
+        """The request, by the id that it has at the replicas now; None where none here has it."""
+        return next((request for request, call in self._calls.items() if call.name == name), None)
+
     async def _until_somebody_is_up(self, call: Call, fleet: Fleet, failures: Failures) -> None:
         """Or nobody will be soon. Raises Unavailable where that takes too long."""
         try:
@@ -187,7 +192,7 @@ class Router:
                     failures.awaited(fleet)
                     and not fleet.up
                     and not call.aborted
-                    and not call.progress.end_cancelled()
+                    and not call.progress.unwanted
                 )
             )
         except TimeoutError:

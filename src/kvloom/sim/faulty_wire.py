@@ -16,6 +16,8 @@ from kvloom.core.request import Event, ModelCard, StartGenerate
 from kvloom.core.verbs import (
     Held,
     Lease,
+    Offer,
+    Offered,
     Pin,
     Pinned,
     Prefix,
@@ -94,6 +96,9 @@ class FaultyWire:
 
     async def resume(self, request: str) -> None:
         await self._call("resume", request, lambda engine: engine.resume(request))
+
+    async def offer(self, body: Offer) -> Offered:
+        return await self._call("offer", "", lambda engine: engine.offer(body))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._call("evict", "", lambda engine: engine.evict(body))

@@ -13,6 +13,8 @@ from kvloom.core.request import Event, ModelCard, StartGenerate
 from kvloom.core.verbs import (
     Held,
     Lease,
+    Offer,
+    Offered,
     Pin,
     Pinned,
     Prefix,
@@ -73,6 +75,9 @@ class ModelledWire:
 
     async def resume(self, request: str) -> None:
         await self._there_and_back(self._engine.resume(request))
+
+    async def offer(self, body: Offer) -> Offered:
+        return await self._there_and_back(self._engine.offer(body))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._there_and_back(self._engine.evict(body))

@@ -1,0 +1,29 @@
+"""What the fleet scheduler and a gateway say to each other about requests that are to move."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvloom.core.load import UnitLoad
+
+
+class Pair(Struct, frozen=True, order=True):
+    """Two units: requests are to move from the one to the other."""
+
+    source: str
+    destination: str
+
+
+class Pairs(Struct, frozen=True, kw_only=True):
+    """These pairs stand for `seconds` from now, unless others are told, and none beside them."""
+
+    pairs: tuple[Pair, ...]
+    seconds: Annotated[float, Meta(gt=0)]
+
+
+class FleetState(Struct, frozen=True, kw_only=True):
+    """Of the units that answer, by name. One that takes no requests drains."""
+
+    loads: dict[str, UnitLoad]

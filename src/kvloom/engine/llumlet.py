@@ -1,0 +1,51 @@
+"""Which request leaves the unit, of those that run (Llumnix, sections 4.3 and 4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Sequences
+
+from kvloom.core.priority import Level, level_of
+from kvloom.core.verbs import Offer, Offered
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.requests import Requests
+from kvloom.engine.sequence import Sequence, Status
+from kvloom.fleet.choice import Candidate, choose
+
+
+class Llumlet:
+    """The unit's word in what the fleet scheduler wants: that knows loads, this knows requests."""
+
+    def __init__(
+        self, queues: Mapping[str, ModelQueue], requests: Requests, levels: Sequences[Level]
+    ) -> None:
+        self._queues = queues
+        self._requests = requests
+        self._levels = levels
+
+    def offer(self, body: Offer) -> Offered:
+        besides = frozenset(body.besides)
+        candidates = (one for one in self._candidates() if one.request not in besides)
+        chosen = choose(candidates, body.destination, floor=body.floor)
+        return Offered(request=chosen and chosen.request)
+
+    def _candidates(self) -> Iterator[Candidate]:
+        """Requests of which every choice that has not ended decodes."""
+        for stream in self._requests.streams:
+            live = stream.live
+            if isinstance(stream.id, str) and live and all(_decodes(sequence) for sequence in live):
+                yield Candidate(
+                    request=stream.id,
+                    model=stream.body.model,
+                    lengths=tuple(sequence.tokens.length for sequence in live),
+                    left=max(self._left(sequence) for sequence in live),
+                    level=level_of(stream.body.priority, self._levels),
+                )
+
+    def _left(self, sequence: Sequence) -> int:
+        limit = self._queues[sequence.model].card.context_length
+        return min(sequence.sampling.max_tokens - sequence.output_length, limit - sequence.tokens.length)
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return sequence.status is Status.RUNNING and sequence.decodes

@@ -1,0 +1,121 @@
+"""Lets running requests follow the pairs that the fleet scheduler makes (Llumnix, section 4.3)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Final, Self
+
+from msgspec.structs import replace
+
+from kvloom.core.clock import Clock
+from kvloom.core.errors import KvloomError
+from kvloom.core.load import UnitLoad
+from kvloom.core.rescheduling import FleetState, Pair, Pairs
+from kvloom.core.verbs import Offer
+from kvloom.router.router import Router
+
+MOST_REFUSALS: Final = 3  # in a row, after which a pair is left in peace until pairs are told again
+
+_log = logging.getLogger(__name__)
+
+
+class Rescheduler:
+    """Satisfies `Fleet`. An async context manager: moves that are under way are given up with it. A pair
+    moves one request at a time, for as long as it stands and its source has one to offer. moved, stayed:
+    requests so far that went over, and that could not."""
+
+    def __init__(self, router: Router, clock: Clock) -> None:
+        self.moved = 0
+        self.stayed = 0
+        self._router = router
+        self._clock = clock
+        self._pairs: frozenset[Pair] = frozenset()
+        self._until = 0.0
+        self._moving: dict[Pair, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pairs = frozenset()
+        for moving in self._moving.values():
+            moving.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def state(self) -> FleetState:
+        services = self._router.services
+        loads = await self._router.loads()
+        return FleetState(
+            loads={
+                name: replace(load, draining=True) if services[name] in ("draining", "drained") else load
+                for name, load in loads.items()
+            }
+        )
+
+    async def pair(self, pairs: Pairs) -> None:
+        """Pairs of units that nobody knows are passed over."""
+        units = self._router.units
+        self._pairs = frozenset(
+            one for one in pairs.pairs if one.source in units and one.destination in units
+        )
+        self._until = self._clock.now() + pairs.seconds
+        for one in sorted(self._pairs - self._moving.keys()):
+            self._moving[one] = self._tasks.create_task(self._work_off(one))
+
+    async def _work_off(self, pair: Pair) -> None:
+        refused: list[str] = []
+        try:
+            while self._stands(pair) and len(refused) < MOST_REFUSALS:
+                name = await self._offered(pair, refused)
+                if name is None:
+                    return
+                if await self._moves(name, pair):
+                    refused.clear()
+                else:
+                    refused.append(name)
+        except KvloomError as error:
+            _log.info("%s and %s: %s", pair.source, pair.destination, error.message)
+        finally:
+            del self._moving[pair]
+
+    def _stands(self, pair: Pair) -> bool:
+        return pair in self._pairs and self._clock.now() < self._until
+
+    async def _offered(self, pair: Pair, refused: list[str]) -> str | None:
+        """A request's id at the source."""
+        units = self._router.units
+        source, destination = units[pair.source], units[pair.destination]
+        load = await destination.load()
+        if load is None or destination.withdrawn:
+            return None
+        body = Offer(destination=_alike(load, pair, self._router), besides=refused)
+        return (await source.client.offer(body)).request
+
+    async def _moves(self, name: str, pair: Pair) -> bool:
+        request = self._router.asked_as(name)
+        if request is None:
+            return False
+        try:
+            await self._router.move(request, pair.destination)
+        except KvloomError as error:
+            self.stayed += 1
+            _log.info("request %s stays at %s: %s", request, pair.source, error.message)
+            return False
+        self.moved += 1
+        return True
+
+
+def _alike(load: UnitLoad, pair: Pair, router: Router) -> UnitLoad:
+    """The destination's load without the models of which the units keep K and V in unlike forms."""
+    source, destination = router.units[pair.source].replicas, router.units[pair.destination].replicas
+    alike = {
+        name: model
+        for name, model in load.models.items()
+        if name in source and name in destination and source[name].form == destination[name].form
+    }
+    return replace(load, models=alike)

@@ -1,0 +1,168 @@
+"""The fleet scheduler's pairs, and the requests that follow them: law 2 all the while."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvloom.core.clock import WallClock
+from kvloom.core.errors import Unavailable
+from kvloom.core.rescheduling import FleetState, Pair, Pairs
+from kvloom.core.verbs import Offer
+from kvloom.fleet.pairing import Thresholds
+from kvloom.fleet.scheduler import FleetScheduler
+from kvloom.router.rescheduling import Rescheduler
+from tests.modelled import turns
+from tests.modelled_units import generate, prompt, run
+from tests.router.worlds import World, world
+
+THERE = Pair("unit-0", "unit-1")
+
+
+def pairs(*some: Pair, seconds: float = 60.0) -> Pairs:
+    return Pairs(pairs=some, seconds=seconds)
+
+
+async def three_at_the_first(w: World, **sampling: Any) -> list[asyncio.Task[None]]:
+    """Requests of 8, 16 and 24 tokens that decode at unit-0, the longest priority 0 and asked first."""
+    w.router.units["unit-1"].withdraw()
+    tasks = []
+    for length in (24, 16, 8):
+        params = {"max_tokens": 60, "temperature": 1.0} | sampling
+        tasks.append(w.ask(generate(prompt(length, first=length), request=f"r{length}", **params)))
+    for length in (24, 16, 8):
+        await w.until(f"r{length}", 2)
+    await w.router.admit("unit-1")
+    return tasks
+
+
+def test_the_shortest_goes_first_and_all_go_while_there_is_room() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w)
+            offered = await w.units[0].engine.offer(Offer(destination=await w.units[1].engine.load()))
+            assert offered.request == "r8"
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                await rescheduler.pair(pairs(THERE))
+                await asyncio.gather(*tasks)
+                assert (rescheduler.moved, rescheduler.stayed) == (3, 0)
+            assert w.units[1].computed > 60
+            for length in (8, 16, 24):
+                w.check(
+                    generate(
+                        prompt(length, first=length), request=f"r{length}", max_tokens=60, temperature=1.0
+                    )
+                )
+
+    run(test)
+
+
+def test_what_is_about_to_end_stays() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w, max_tokens=12)
+            offer = Offer(destination=await w.units[1].engine.load())
+            assert (await w.units[0].engine.offer(offer)).request is None
+            await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_who_is_named_besides_is_not_offered_nor_what_finds_no_room() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w)
+            load = await w.units[1].engine.load()
+            offer = w.units[0].engine.offer
+            assert (await offer(Offer(destination=load, besides=["r8"]))).request == "r16"
+            assert (await offer(Offer(destination=replace(load, models={})))).request is None
+            assert (await offer(Offer(destination=replace(load, draining=True)))).request is None
+            assert (await offer(Offer(destination=load, floor=1e9))).request is None
+            await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_a_pair_stands_no_longer_than_it_was_told_to() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w)
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                await rescheduler.pair(pairs(THERE, seconds=1e-9))
+                await turns()
+                await rescheduler.pair(pairs(Pair("unit-0", "unit-9"), Pair("unit-8", "unit-1")))
+                await asyncio.gather(*tasks)
+                assert rescheduler.moved == 0
+
+    run(test)
+
+
+def test_a_destination_that_refuses_is_left_in_peace() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w)
+            asked = 0
+
+            async def refuse(_: object) -> None:
+                nonlocal asked
+                asked += 1
+                raise Unavailable("not now")
+
+            w.units[1].engine.prep_recv = refuse  # type: ignore[assignment, method-assign]
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                await rescheduler.pair(pairs(THERE))
+                await asyncio.gather(*tasks)
+                assert (rescheduler.moved, rescheduler.stayed) == (0, asked)
+                assert 1 <= asked <= 3
+
+    run(test)
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_scheduler_empties_a_unit_that_drains_and_no_other(drained: bool) -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w)
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                if drained:
+                    w.router.withdraw("unit-0")
+                scheduler = FleetScheduler(rescheduler, WallClock(), thresholds=Thresholds(0, 0))
+                period = await scheduler.step()
+                assert period.pairs == ((THERE,) if drained else ())
+                await asyncio.gather(*tasks)
+                assert rescheduler.moved == 3 * drained
+
+    run(test)
+
+
+class LostFleet:
+    """Cannot be reached at first."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.told: asyncio.Future[Pairs] = asyncio.get_running_loop().create_future()
+
+    async def state(self) -> FleetState:
+        self.asked += 1
+        if self.asked < 3:
+            raise Unavailable("the gateway cannot be reached")
+        return FleetState(loads={})
+
+    async def pair(self, pairs: Pairs) -> None:
+        if not self.told.done():
+            self.told.set_result(pairs)
+
+
+def test_a_fleet_that_cannot_be_reached_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        fleet = LostFleet()
+        running = asyncio.create_task(FleetScheduler(fleet, WallClock(), period=0.001).run())
+        told = await fleet.told
+        running.cancel()
+        assert told == Pairs(pairs=(), seconds=0.003)
+        assert len(caplog.records) == 1  # and not one a period
+
+    run(test)
