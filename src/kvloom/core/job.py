@@ -15,6 +15,7 @@ from kvloom.core.geometry import Geometry
 from kvloom.core.plan import Plan
 from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.core.sampling import SamplingParams
+from kvloom.core.weaving import Away
 
 
 class Phase(StrEnum):
@@ -59,7 +60,7 @@ class Job:
 
     A decode job may take several `steps`, each of which gives every sequence a token and reads the one that
     the step before it has drawn; `tokens`, samples and plan are the first step's. No draw of such a job reads
-    `output` or `allowed`.
+    `output` or `allowed`. away: rows after those of `plan` whose K and V another unit has.
     """
 
     model: str
@@ -70,17 +71,19 @@ class Job:
     samples: tuple[SampleRow, ...]
     prompts: tuple[PromptRow, ...] = ()
     steps: int = 1
+    away: Away | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
     """tokens: one id a sample row, step by step; logprobs likewise, None where not asked for. seconds: on the
-    device."""
+    device. lost: why there is no output for the rows that were away, whose tokens mean nothing."""
 
     tokens: list[int]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: list[TokenLogprob]
     seconds: float
+    lost: str | None = None
 
 
 class Executor(Protocol):

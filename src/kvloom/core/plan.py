@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvloom.core.arrays import I32, I64
 from kvloom.core.shipment import PlannedSend
 
@@ -46,3 +48,9 @@ class Plan:
     copies: tuple[PageCopy, ...] = ()
     sends: tuple[PlannedSend, ...] = ()
     versions: I64 | None = None
+
+    @staticmethod
+    def none(model: str, page_map: I32) -> Plan:
+        """Of no sequence."""
+        words, ids = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        return Plan(model, (), words, words, page_map, ids.reshape(0, 1), words, ids, ids)

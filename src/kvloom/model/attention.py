@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from kvloom.core.arrays import I64
 from kvloom.core.errors import ConfigError
 from kvloom.core.plan import PageCopy, Plan
 from kvloom.kernels import cpu, reference
@@ -54,6 +55,19 @@ class ForwardState:
         self.lengths = torch.from_numpy((plan.starts + plan.appends).astype("int32"))
         self.slot_page = torch.from_numpy(plan.slot_page)
         self.slot_offset = torch.from_numpy(plan.slot_offset)
+
+    @property
+    def positions(self) -> I64:
+        """[N] of the new tokens in their sequences."""
+        return self.plan.positions
+
+    @property
+    def layered(self) -> bool:
+        """True where each layer is to call `attend`, whatever a model could do at once."""
+        return False
+
+    def poll(self) -> None:
+        """Between two operators, where others may have something to do."""
 
     @property
     def native(self) -> bool:

@@ -13,23 +13,27 @@ import torch
 from torch import Tensor
 
 from kvloom.core.arrays import I64
-from kvloom.core.errors import ConfigError
+from kvloom.core.errors import ConfigError, KvloomError
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import ModelSpec
+from kvloom.core.weaving import Away
 from kvloom.kv.arena import Arena
 from kvloom.model.attention import ForwardState
 from kvloom.model.loader import LoadedModel, load_models
 from kvloom.model.sampler import prompt_logprobs, sample
+from kvloom.model.weaving.attender import Attender
+from kvloom.model.weaving.states import PolledState, WovenState, relocate
+from kvloom.transport.loan import BorrowedBlocks
 
 
 class TorchExecutor:
     """One thread a job that may run at the same time; a job's share is the number of cores it uses.
 
     The lowest free slot is taken first, so that whole-machine jobs keep to one thread, whose team of
-    workers stays warm.
-    """
+    workers stays warm. loans: what models have borrowed, and what their jobs' rows that are away lie in.
+    attender: the one that forwards are to poll, where this unit lends."""
 
     def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
         self._models = models
@@ -39,6 +43,8 @@ class TorchExecutor:
         }
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
+        self.loans: dict[str, BorrowedBlocks] = {}
+        self.attender: Attender | None = None
         self.compute = threads
         self.stride = 1
         self.blocks = arena.blocks
@@ -95,18 +101,40 @@ class TorchExecutor:
         torch.set_num_threads(job.share)
         rows = [row.row for row in job.samples] + [row.row for row in job.prompts]
         kept = np.asarray(rows, dtype=np.int64)
+        lost = None
         with torch.inference_mode():
-            logits = self._forward(slot, job, kept)
+            if job.away is None:
+                logits = self._forward(slot, job, kept)
+            else:
+                logits, lost = self._woven(job, job.away, kept)
             count = len(job.samples)
             tokens, reports = sample(logits[:count], job.samples)
             prompts = prompt_logprobs(logits[count : len(rows)], job.prompts)
-        return JobResult(tokens, reports, prompts, time.perf_counter() - started)
+        return JobResult(tokens, reports, prompts, time.perf_counter() - started, lost)
 
     def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
         """Logits of the rows `kept` [R]: [R or more, V]. slot: of the thread that this is."""
-        state = ForwardState(job.plan, self._views[job.model])
+        view, forward, attender = self._views[job.model], self._models[job.model].forward, self.attender
+        if attender is None:
+            state = ForwardState(job.plan, view)
+            state.copy_pages(job.plan.copies)
+            return forward(job.tokens, kept, state)
+        with attender.polled():
+            state = PolledState(job.plan, view, attender)
+            state.copy_pages(job.plan.copies)
+            return forward(job.tokens, kept, state)
+
+    def _woven(self, job: Job, away: Away, kept: I64) -> tuple[Tensor, str | None]:
+        """Logits, and why those of the rows away, and of what was moved, mean nothing."""
+        loan, lost = self.loans[job.model], None
+        try:
+            for move in away.moves:
+                relocate(self.arena.bytes.numpy(), job.plan.page_map, away.plan.page_map, loan, move)
+        except KvloomError as error:
+            lost = error.message
+        state = WovenState(job.plan, self._views[job.model], away, loan, lost)
         state.copy_pages(job.plan.copies)
-        return self._models[job.model].forward(job.tokens, kept, state)
+        return self._models[job.model].forward(job.tokens, kept, state), state.lost
 
 
 def commit_arena(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: int, ranks: int = 1) -> Arena:

@@ -29,7 +29,7 @@ class Modular:
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
         logits: Tensor = self._module(
             input_ids=padded(tokens)[None],
-            position_ids=padded(state.plan.positions)[None],
+            position_ids=padded(state.positions)[None],
             use_cache=False,
             logits_to_keep=padded(kept),
             kv=state,

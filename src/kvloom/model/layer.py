@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvloom.kernels.cpu import rotate
 from kvloom.model.attention import ForwardState, Scoring
-from kvloom.model.linear import GatedMLP, PackedLinear
+from kvloom.model.linear import Between, GatedMLP, PackedLinear, at_once
 from kvloom.model.norm import FusedRMSNorm
 from kvloom.model.parallel.modules import Summed
 
@@ -53,13 +53,16 @@ class DecoderLayer:
         self, x: Tensor, cos: Tensor, sin: Tensor, state: ForwardState, kept: Tensor | None = None
     ) -> Tensor:
         """x [N, H] → [N, H], or its rows `kept` alone: after the last layer's K and V nobody needs others."""
-        mixed = state.attend(self.index, *self.heads.split(self.qkv(self.before(x)), cos, sin), self.scoring)
-        mixed = mixed.flatten(1)
+        qkv = self.qkv(self.before(x))
+        mixed = state.attend(self.index, *self.heads.split(qkv, cos, sin), self.scoring).flatten(1)
         if kept is not None:
             x, mixed = x[kept], mixed[kept]
-        return self.finish(x, mixed)
+        return self.finish(x, mixed, state.poll)
 
-    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """What comes after attention's output mixed [N, q · size]."""
+    def finish(self, x: Tensor, mixed: Tensor, between: Between = at_once) -> Tensor:
+        """What comes after attention's output mixed [N, q · size]. between: called after each product."""
         x = self.o.onto(mixed, x)
-        return self.mlp.onto(self.between(x), x)
+        between()
+        x = self.mlp.onto(self.between(x), x, between)
+        between()
+        return x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,12 @@ from kvloom.model.sisters import Sister, Sisters
 # oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
 # so the executor never brings fewer.
 FEWEST_ROWS = 4
+Between = Callable[[], None]
 _PACK_ROWS = 64  # the layout oneDNN picks for this many rows is the one it wants for any number but 1
+
+
+def at_once() -> None:
+    """Nothing is to be done between products."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -91,12 +96,16 @@ class GatedMLP(nn.Module):
         out: Tensor = self.down(self._inner(x))
         return out
 
-    def onto(self, x: Tensor, base: Tensor) -> Tensor:
-        """base + what forward gives, added as it is stored."""
-        return self.down.onto(self._inner(x), base)
+    def onto(self, x: Tensor, base: Tensor, between: Between = at_once) -> Tensor:
+        """base + what forward gives, added as it is stored. between: called after all but the last."""
+        return self.down.onto(self._inner(x, between), base)
 
-    def _inner(self, x: Tensor) -> Tensor:
-        return self.up.times(x, self.gate.activated(x, self.activation, self.form))
+    def _inner(self, x: Tensor, between: Between = at_once) -> Tensor:
+        gates = self.gate.activated(x, self.activation, self.form)
+        between()
+        inner = self.up.times(x, gates)
+        between()
+        return inner
 
 
 class FusedLinear(Sisters):

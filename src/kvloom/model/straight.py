@@ -42,8 +42,8 @@ class Straight:
 
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
         cos, sin = self._angles(state)
-        if not state.decode:
-            return self._prefill(torch.from_numpy(tokens), padded(kept), cos, sin, state)
+        if not state.decode or state.layered:
+            return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state)
         threads = torch.get_num_threads()
         now = turns.of_forward(self._turns, state, cos, sin, threads)
         if self._few is not None and self._few.takes(tokens, kept):
@@ -54,17 +54,20 @@ class Straight:
         return self._decode(torch.from_numpy(tokens), padded(kept), now, threads, state)
 
     def _angles(self, state: ForwardState) -> tuple[Tensor, Tensor]:
-        positions = torch.from_numpy(state.plan.positions)[None]
+        positions = torch.from_numpy(state.positions)[None]
         cos, sin = self._parts.rotary(self._parts.embedding.weight, positions)
         return cos[0].contiguous(), sin[0].contiguous()
 
-    def _prefill(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
+    def _layers(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
         parts = self._parts
         x = parts.embedding(tokens)
         for layer in parts.layers[:-1]:
             x = layer.prefill(x, cos, sin, state)
         x = parts.layers[-1].prefill(x, cos, sin, state, kept)
-        logits: Tensor = parts.head(parts.norm(x))
+        x = parts.norm(x)
+        state.poll()
+        logits: Tensor = parts.head(x)
+        state.poll()
         return logits
 
     def _decode(

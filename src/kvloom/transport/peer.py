@@ -62,7 +62,7 @@ class PeerProcess:
         try:
             self.process = os.pidfd_open(pid)
             weakref.finalize(self, os.close, self.process)
-            self.ledger = PeerLedger(endpoint.unit, self._open(pid, "ledger", ledger), slots)
+            self.ledger = PeerLedger(endpoint.unit, self.open(pid, "ledger", ledger), slots)
         except OSError as error:
             raise self._unreached(error) from error
 
@@ -77,9 +77,10 @@ class PeerProcess:
         if poll.poll(0):
             raise self._gone()
 
-    def _open(self, pid: int, what: str, memory: Memory) -> int:
-        """An open file description of our own of the peer's memfd, and of nothing else: `pid` may have become
-        another process', and a process may hold what another one made."""
+    def open(self, pid: int, what: str, memory: Memory) -> int:
+        """An open file description of our own, which lives as long as this, of the peer's memfd, and of
+        nothing else: `pid` may have become another process', and a process may hold what another one made.
+        Raises Unavailable where it is another, OSError where there is none."""
         path = f"/proc/{pid}/fd/{memory.fd}"
         if os.readlink(path) != memfd.link(what, pid):
             raise self._not_its(what, pid, memory)
@@ -111,7 +112,7 @@ class Peer(PeerProcess):
         super().__init__(endpoint, where.pid, where.ledger, where.slots)
         self.blocks, self.block_bytes = where.blocks, where.block_bytes
         try:
-            self._map = mmap.mmap(self._open(where.pid, "arena", where.arena), where.arena.size)
+            self._map = mmap.mmap(self.open(where.pid, "arena", where.arena), where.arena.size)
         except OSError as error:
             raise self._unreached(error) from error
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)

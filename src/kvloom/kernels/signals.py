@@ -1,0 +1,94 @@
+"""32-bit words in memory that processes share: who writes what, and who then sees what else was written.
+
+A store has release order, a load acquire order: who has seen a word sees all that its writer stored before
+it. On x86-64 every aligned load and store is so (Intel SDM, volume 3, 9.2.2), and LLVM need only not move
+them; on Arm it takes ldar and stlr. One thing x86 does not give: a store may still be under way when a
+later load is done. Who must not read before its own store is seen takes `swap`, which is a full barrier.
+"""
+
+import ctypes
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, types
+from numba.extending import intrinsic
+
+from kvloom.kernels.parallel import kernel
+
+_SPINS = 2000  # loads before the core is offered to others at each further one
+_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+class SignalArguments(ctypes.Structure):
+    """word: the address, a multiple of 4. value: to store, or not to see; then what was found. spins: loads
+    at most."""
+
+    _fields_ = [("word", ctypes.c_int64), ("value", ctypes.c_int64), ("spins", ctypes.c_int64)]
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, ir.IntType(32).as_pointer())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _acquire(context: Any, word: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = builder.load_atomic(_pointer(builder, values[0]), "acquire", 4)
+        return builder.zext(found, ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _release(context: Any, word: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        narrow = builder.trunc(values[1], ir.IntType(32))
+        builder.store_atomic(narrow, _pointer(builder, values[0]), "release", 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _exchange(context: Any, word: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        narrow = builder.trunc(values[1], ir.IntType(32))
+        found = builder.atomic_rmw("xchg", _pointer(builder, values[0]), narrow, "seq_cst")
+        return builder.zext(found, ir.IntType(64))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@kernel(SignalArguments)
+def look(pointer):  # type: ignore[no-untyped-def]
+    """The word, with acquire order, into `value`."""
+    a = carray(pointer, 1)[0]
+    a.value = _acquire(a.word)
+
+
+@kernel(SignalArguments)
+def tell(pointer):  # type: ignore[no-untyped-def]
+    """Store `value` with release order."""
+    a = carray(pointer, 1)[0]
+    _release(a.word, a.value)
+
+
+@kernel(SignalArguments)
+def swap(pointer):  # type: ignore[no-untyped-def]
+    """Store `value`; then it is what was there. No load after it is done before it."""
+    a = carray(pointer, 1)[0]
+    a.value = _exchange(a.word, a.value)
+
+
+@kernel(SignalArguments)
+def spin(pointer):  # type: ignore[no-untyped-def]
+    """Load the word until it is not `value`, or `spins` times; the last that was seen into `value`."""
+    a = carray(pointer, 1)[0]
+    found = _acquire(a.word)
+    turns = 0
+    while found == a.value and turns < a.spins:
+        turns += 1
+        if turns > _SPINS:
+            _yield()
+        found = _acquire(a.word)
+    a.value = found

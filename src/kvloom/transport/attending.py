@@ -1,0 +1,141 @@
+"""The lender's end of a mailbox: finds tasks, and lets none of them name anything but lent blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvloom.core.arrays import I32, AnyArray
+from kvloom.core.errors import BadRequest
+from kvloom.transport.mailbox import End, Mailbox
+from kvloom.transport.word import MASK
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """What tasks of one iteration are over, checked and out of the borrower's reach: lengths [B], tables [B,
+    width] of pages, map [pages, layers, kv_heads] of own blocks, all of them lent. slot_page, slot_offset
+    [B]: where the new token goes."""
+
+    lengths: I32
+    tables: I32
+    map: I32
+    slot_page: I32
+    slot_offset: I32
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Attention of the last token of each row of `sheet` in one layer. slot: where its q, k and v are, and
+    its output goes."""
+
+    number: int
+    slot: int
+    layer: int
+    scale: float
+    window: int
+    softcap: float
+    sheet: Sheet
+
+
+class TaskReceiver:
+    """For one thread at a time."""
+
+    def __init__(self, mailbox: Mailbox, lent: I32, page_tokens: int) -> None:
+        """lent: [pages · layers · kv_heads] own blocks, in the order in which the borrower counts them."""
+        self._memory = mailbox
+        self._lent = lent
+        self._page_tokens = page_tokens
+        form = mailbox.form
+        self._map: I32 = np.zeros((form.pages, form.layers, form.kv_heads), np.int32)
+        self._known = np.zeros(form.pages, np.bool_)
+        self._done = mailbox.done.get()
+        self._iteration = -1
+        nothing = np.zeros(0, np.int32)
+        self._sheet = Sheet(nothing, nothing.reshape(0, 0), self._map, nothing, nothing)
+
+    @property
+    def left(self) -> bool:
+        """The borrower wants no more."""
+        return self._memory.left.get() != End.NONE
+
+    def next(self) -> Task | None:
+        """The task to be done next, if there is one. Raises BadRequest where it cannot be one of a borrower
+        that keeps to the rules."""
+        posted = self._memory.posted.get()
+        waiting = (posted - self._done) & MASK
+        if not waiting:
+            return None
+        form = self._memory.form
+        if waiting > form.slots:
+            raise BadRequest(f"weave: {waiting} tasks wait in a mailbox of {form.slots}")
+        slot = self._done % form.slots
+        iteration, layer, rows, window, scale, softcap = self._memory.notes[slot].item()
+        if iteration != self._iteration:
+            self._sheet = self._read(iteration)
+            self._iteration = iteration
+        if not 0 <= layer < form.layers or rows != len(self._sheet.lengths):
+            raise BadRequest(
+                f"weave: a task of layer {layer} over {rows} rows; the model has {form.layers} layers, and "
+                f"the iteration {len(self._sheet.lengths)} rows"
+            )
+        number = (self._done + 1) & MASK
+        return Task(number, slot, layer, scale, max(0, window), softcap, self._sheet)
+
+    def answer(self, task: Task, verdict: End = End.NONE) -> None:
+        """Its output is there, or never will be."""
+        memory = self._memory
+        memory.verdicts[task.slot] = verdict
+        self._done = task.number
+        memory.done.swap(task.number)
+        if memory.waiting.get():
+            memory.done.wake()
+
+    def end(self, why: End) -> None:
+        """Take no more tasks: whoever waits for one is told."""
+        self._memory.over.swap(why)
+        self._memory.done.wake()
+
+    def rest(self, seconds: float) -> None:
+        """Until there is a task, the borrower leaves, or the time is over; may return early."""
+        memory = self._memory
+        memory.asleep.swap(1)
+        if memory.left.get() == End.NONE:
+            memory.posted.sleep(self._done, seconds)
+        memory.asleep.set(0)
+
+    def _read(self, iteration: int) -> Sheet:
+        """Copied first, and then checked: the borrower may write meanwhile."""
+        memory, form = self._memory, self._memory.form
+        told, rows, changed = memory.head[0].item()
+        if told != iteration or not 0 < rows <= form.rows or not 0 <= changed <= form.pages:
+            raise BadRequest(
+                f"weave: iteration {iteration} has a sheet of {told}, {rows} rows, {changed} pages"
+            )
+        self._take(memory.changed[:changed].copy())
+        lengths, tables = memory.lengths[:rows].copy(), memory.tables[:rows].copy()
+        most = form.width * self._page_tokens
+        if lengths.min() < 1 or lengths.max() > most:
+            raise BadRequest(f"weave: rows of {lengths.min()} to {lengths.max()} tokens; want 1 to {most}")
+        used = np.arange(form.width) < -(-lengths // self._page_tokens)[:, None]
+        tables[~used] = 0
+        pages = tables[used]
+        if not _inside(pages, form.pages) or not self._known[pages].all():
+            raise BadRequest("weave: a row names a page that the loan has not")
+        edges, offsets = np.divmod(lengths - 1, np.int32(self._page_tokens))
+        return Sheet(lengths, tables, self._map, tables[np.arange(rows), edges], offsets)
+
+    def _take(self, pages: I32) -> None:
+        """Rows of the borrower's map that it has changed."""
+        if not _inside(pages, len(self._map)):
+            raise BadRequest("weave: a page of the map that the loan has not")
+        blocks = self._memory.map[pages]  # a copy
+        if not _inside(blocks, len(self._lent)):
+            raise BadRequest(f"weave: a block beyond the {len(self._lent)} that are lent")
+        self._map[pages] = self._lent[blocks]
+        self._known[pages] = True
+
+
+def _inside(ids: AnyArray, count: int) -> bool:
+    return not ids.size or bool(ids.min() >= 0 and ids.max() < count)

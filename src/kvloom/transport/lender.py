@@ -1,0 +1,63 @@
+"""The lender's end of a loan, but for what is computed in it."""
+
+from __future__ import annotations
+
+from kvloom.core.address import KVAddress, digest_of
+from kvloom.core.arrays import I32
+from kvloom.core.errors import BadRequest
+from kvloom.core.transport import Transport
+from kvloom.core.weaving import Borrow, Loan
+from kvloom.transport.attending import TaskReceiver
+from kvloom.transport.mailbox import MailboxForm, OwnMailbox
+
+_SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing
+
+
+class Lending:
+    """Blocks lent to one model of one other unit, for as long as its ticket is open."""
+
+    def __init__(self, borrow: Borrow, blocks: I32, transport: Transport) -> None:
+        """blocks: [pages · layers · kv_heads] of the own arena. Raises BadRequest where `borrow` makes no
+        sense, QueueFull where the ledger is full, ConfigError where there is no memory for the mailbox."""
+        form = borrow.form
+        if borrow.heads % form.kv_heads or form.dtype != "float32":
+            raise BadRequest(
+                f"borrow: {borrow.heads} heads over {form.kv_heads}, {form.dtype}; want a multiple, float32"
+            )
+        pages = len(blocks) // (form.layers * form.kv_heads)
+        self.blocks = blocks
+        self.mailbox = OwnMailbox(
+            MailboxForm(
+                _SLOTS,
+                borrow.rows,
+                borrow.width,
+                pages,
+                form.layers,
+                borrow.heads,
+                form.kv_heads,
+                form.head_dim,
+            )
+        )
+        self.receiver = TaskReceiver(self.mailbox.memory, blocks, form.tokens_per_block)
+        runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))
+        digest = digest_of(
+            model=borrow.model,
+            form=form,
+            begin=0,
+            end=0,
+            blocks=runs,
+            where=transport.endpoint.where,
+            prompt=(),
+        )
+        self._transport = transport
+        self._ticket = transport.open(0, digest)
+        self.loan = Loan(
+            peer=transport.endpoint, ticket=self._ticket, pages=pages, blocks=runs, mailbox=self.mailbox.place
+        )
+
+    def close(self) -> bool:
+        """The borrower begins no copy any more. False: it is at one, for milliseconds; ask again."""
+        if not self._transport.close(self._ticket):
+            return False
+        self.mailbox.close()
+        return True
