@@ -10,15 +10,18 @@ from kvloom.core.weaving import Borrow, Loan
 from kvloom.transport.attending import TaskReceiver
 from kvloom.transport.mailbox import MailboxForm, OwnMailbox
 
-_SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing
+SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing
 
 
 class Lending:
     """Blocks lent to one model of one other unit, for as long as its ticket is open."""
 
-    def __init__(self, borrow: Borrow, blocks: I32, transport: Transport) -> None:
-        """blocks: [pages · layers · kv_heads] of the own arena. Raises BadRequest where `borrow` makes no
-        sense, QueueFull where the ledger is full, ConfigError where there is no memory for the mailbox."""
+    def __init__(
+        self, borrow: Borrow, blocks: I32, transport: Transport, *, slots: int = SLOTS, start: int = 0
+    ) -> None:
+        """blocks: [pages · layers · kv_heads] of the own arena. start: of the mailbox' counters. Raises
+        BadRequest where `borrow` makes no sense, QueueFull where the ledger is full, ConfigError where
+        there is no memory for the mailbox."""
         form = borrow.form
         if borrow.heads % form.kv_heads or form.dtype != "float32":
             raise BadRequest(
@@ -28,7 +31,7 @@ class Lending:
         self.blocks = blocks
         self.mailbox = OwnMailbox(
             MailboxForm(
-                _SLOTS,
+                slots,
                 borrow.rows,
                 borrow.width,
                 pages,
@@ -36,7 +39,8 @@ class Lending:
                 borrow.heads,
                 form.kv_heads,
                 form.head_dim,
-            )
+            ),
+            start,
         )
         self.receiver = TaskReceiver(self.mailbox.memory, blocks, form.tokens_per_block)
         runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))

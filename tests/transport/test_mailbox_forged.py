@@ -1,0 +1,135 @@
+"""What a borrower writes that keeps to no rules: refused, or confined to what is lent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.core.errors import BadRequest
+from kvloom.transport.attending import Task
+from kvloom.transport.mailbox import HEAD, NOTE, Mailbox
+from tests.transport.loans import (
+    GEOMETRY,
+    HEADS,
+    LENT,
+    PAGES,
+    ROWS,
+    WIDTH,
+    Lender,
+    begin,
+    borrowed,
+    lender_here,
+    memory_of,
+)
+
+
+def _post(made: Lender) -> None:
+    """A task that keeps to the rules: two rows of three and ten tokens."""
+    loan = borrowed(made.lending.loan)
+    begin(loan, [3, 10])
+    qkv = np.zeros((2, HEADS + 2 * GEOMETRY.kv_heads, GEOMETRY.head_dim), np.float32)
+    loan.tasks.post(1, qkv, 1.0, 0, 0.0)
+
+
+def _set(name: str, value: int, *at: int) -> Callable[[Mailbox], None]:
+    def change(memory: Mailbox) -> None:
+        getattr(memory, name)[at] = value
+
+    return change
+
+
+def _field(name: str, field: str, value: int) -> Callable[[Mailbox], None]:
+    def change(memory: Mailbox) -> None:
+        getattr(memory, name)[field][0] = value
+
+    return change
+
+
+FORGERIES: dict[str, Callable[[Mailbox], None]] = {
+    "a length of nothing": _set("lengths", 0, 0),
+    "a negative length": _set("lengths", -(2**31), 1),
+    "a length past its pages": _set("lengths", WIDTH * 8 + 1, 0),
+    "a page unheard of": _set("tables", PAGES - 1, 1, 0),
+    "a page that is none": _set("tables", PAGES, 0, 0),
+    "a negative page": _set("tables", -1, 1, 1),
+    "a block beyond the loan": _set("map", PAGES * 4, 2, 1, 0),
+    "a negative block": _set("map", -1, 0, 0, 0),
+    "a change of a page that is none": _set("changed", PAGES, 0),
+    "a negative change": _set("changed", -7, 1),
+    "more changes than pages": _field("head", "changed", PAGES + 1),
+    "fewer changes than none": _field("head", "changed", -1),
+    "more rows than there is room for": _field("head", "rows", ROWS + 1),
+    "no rows": _field("head", "rows", 0),
+    "a sheet of another iteration": _field("head", "iteration", 9),
+    "a task of another iteration": _field("notes", "iteration", 9),
+    "a task over other rows": _field("notes", "rows", 1),
+    "a layer that is none": _field("notes", "layer", GEOMETRY.layers),
+    "a negative layer": _field("notes", "layer", -1),
+    "more tasks than slots": lambda memory: memory.posted.set(1000),
+    "tasks taken back": lambda memory: memory.posted.set(-1),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_is_refused(name: str) -> None:
+    with lender_here() as made:
+        _post(made)
+        FORGERIES[name](memory_of(made))
+        with pytest.raises(BadRequest, match="weave"):
+            made.lending.receiver.next()
+
+
+def _confined(task: Task) -> None:
+    """All that a task makes the kernel touch is lent."""
+    sheet = task.sheet
+    assert 0 <= task.layer < GEOMETRY.layers
+    assert task.window >= 0
+    assert len(sheet.lengths) == len(sheet.tables) <= ROWS
+    for length, row, page, offset in zip(
+        sheet.lengths, sheet.tables, sheet.slot_page, sheet.slot_offset, strict=True
+    ):
+        used = GEOMETRY.pages(int(length))
+        assert 1 <= used <= WIDTH
+        assert set(sheet.map[row[:used]].ravel().tolist()) <= set(LENT.tolist())
+        assert page == row[used - 1]
+        assert offset == (length - 1) % GEOMETRY.tokens_per_block
+
+
+_BYTES = st.integers(0, 255)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_bytes_at_random_are_refused_or_confined(data: st.DataObject) -> None:
+    with lender_here() as made:
+        _post(made)
+        memory = memory_of(made)
+        for name in data.draw(
+            st.lists(st.sampled_from(["head", "lengths", "tables", "changed", "map", "notes"]))
+        ):
+            flat = getattr(memory, name).reshape(-1).view(np.uint8)
+            at = data.draw(st.integers(0, flat.size - 1))
+            flat[at] = data.draw(st.one_of(st.integers(0, 8), _BYTES))
+        try:
+            task = made.lending.receiver.next()
+        except BadRequest:
+            return
+        assert task is not None
+        _confined(task)
+
+
+def test_what_was_checked_cannot_be_changed_any_more() -> None:
+    with lender_here() as made:
+        _post(made)
+        memory = memory_of(made)
+        task = made.lending.receiver.next()
+        for name in ("lengths", "tables", "map"):
+            getattr(memory, name)[:] = 1 << 30
+        memory.head[0] = np.zeros(1, HEAD)[0]
+        memory.notes[0] = np.zeros(1, NOTE)[0]
+        assert task is not None
+        _confined(task)
