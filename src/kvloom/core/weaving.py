@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from msgspec import Meta, Struct
 
@@ -39,6 +40,28 @@ class Loan(Struct, frozen=True, kw_only=True):
     pages: _Size
     blocks: bytes
     mailbox: bytes
+
+
+class Weaver(Protocol):
+    """What a unit's device does for weaving; its methods are called on one event loop."""
+
+    def heads(self, model: str) -> int:
+        """Of q. Raises BadRequest where the model cannot be woven."""
+
+    def borrow(self, borrow: Borrow, loan: Loan) -> int:
+        """The model's decode steps may be away from here on. Returns the blocks that there are. Raises
+        BadRequest where the loan is not what was asked for, Unavailable where the lender is gone."""
+
+    def give_back(self, model: str) -> None:
+        """No step of it is away any more."""
+
+    def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
+        """Attend for another unit over these own blocks; ended: called once on this loop, with the reason,
+        where that unit ends it. Raises BadRequest where `borrow` makes no sense, Conflict where there is a
+        loan, Unavailable where its process is gone."""
+
+    def recall(self) -> bool:
+        """The loan is over. True: nobody uses its blocks any more. False: ask again, in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)

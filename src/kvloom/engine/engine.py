@@ -28,6 +28,7 @@ from kvloom.core.verbs import (
     Sent,
     Standing,
 )
+from kvloom.core.weaving import Weaver
 from kvloom.engine.fitting import fitted, planned_shares, tell_waste
 from kvloom.engine.flights import Flights
 from kvloom.engine.guide import Guides
@@ -41,6 +42,7 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST, Reservations
 from kvloom.engine.shipping import Shipping
 from kvloom.engine.tuner import QuotaTuner
+from kvloom.engine.weaving import Weaving
 from kvloom.kv.pool import Pool
 
 MAX_RESERVED: Final = MOST + 1  # a cache's rows beyond those that run: reservations, and one for a send
@@ -49,7 +51,14 @@ MAX_RESERVED: Final = MOST + 1  # a cache's rows beyond those that run: reservat
 class Engine:
     """Satisfies `EngineClient`; `run` is its loop. All of it lives on one event loop and one thread."""
 
-    def __init__(self, executor: Executor, transport: Transport, spec: EngineSpec, clock: Clock) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        transport: Transport,
+        spec: EngineSpec,
+        clock: Clock,
+        weaver: Weaver | None = None,
+    ) -> None:
         self._spec = spec
         tell_waste(executor.geometries)
         cards = {
@@ -86,6 +95,7 @@ class Engine:
             self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._flights.jobs
         )
         self._holds = Holds(self._queues, self._requests, jobs=lambda: self._flights.jobs)
+        self.weaving = Weaving(self._queues, self.pool, promises, weaver, clock, wake=self._called)
         self._llumlet = Llumlet(self._queues, self._requests, spec.priorities)
         self._stopping = False
 
@@ -96,7 +106,8 @@ class Engine:
         while True:
             self._flights.take_in()
             self._expire()
-            if self._stopping and self._flights.none:
+            if self._stopping and self._flights.none and self.weaving.due is None:
+                self.weaving.give_back_all()
                 return
             self._tuner.adapt()
             while not self._stopping and self._flights.begin():
@@ -117,8 +128,8 @@ class Engine:
     @property
     def _due(self) -> float | None:
         """When the next lease runs out."""
-        dues = [due for due in (self._reservations.due, self._pins.due) if due is not None]
-        return min(dues, default=None)
+        dues = self._reservations.due, self._pins.due, self.weaving.due
+        return min((due for due in dues if due is not None), default=None)
 
     def _expire(self) -> None:
         """Give up what nobody has renewed."""
@@ -127,6 +138,7 @@ class Engine:
             self._flights.cut()
             self._reservations.expire()
             self._pins.expire()
+            self.weaving.expire()
 
     async def stop(self) -> None:
         """Refuse new requests, end every stream, and let the loop end when running jobs have."""
@@ -135,6 +147,7 @@ class Engine:
             self._requests.cancel(request, "error", "the engine is stopping")
         self._reservations.release_all()
         self._pins.unpin_all()
+        self.weaving.recall()
         self._shipping.stop()
         self._called()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,17 @@ class Flight:
     drawers: list[Sequence]
     asked: list[Sequence]
 
+    def without(self, ids: set[int], result: JobResult) -> tuple[Flight, JobResult]:
+        """As if these sequences had not been in a job of one step."""
+        drawn = [i for i, sequence in enumerate(self.drawers) if sequence.id not in ids]
+        less = replace(
+            self,
+            batch=[(sequence, n) for sequence, n in self.batch if sequence.id not in ids],
+            drawers=[self.drawers[i] for i in drawn],
+        )
+        tokens, logprobs = [result.tokens[i] for i in drawn], [result.logprobs[i] for i in drawn]
+        return less, replace(result, tokens=tokens, logprobs=logprobs)
+
     def steps(self, result: JobResult) -> int:
         """That it took."""
         return len(result.tokens) // len(self.drawers) if self.job.steps > 1 else 1
@@ -32,7 +43,11 @@ def compose(
 ) -> Flight:
     """Plan and describe one job. steps: of a decode job. Raises OutOfBlocks, with nothing changed, where the
     pool is short."""
-    plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
+    away = None
+    if queue.woven is not None and phase is Phase.DECODE:
+        batch, plan, away = queue.woven.plan(batch, queue.spare)
+    else:
+        plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
     tokens: list[I64] = []
     total = 0
     samples: list[SampleRow] = []
@@ -50,7 +65,6 @@ def compose(
             for drawer in (sequence, *sequence.siblings):
                 drawers.append(drawer)
                 samples.append(drawer.sample_row(total - 1))
-    job = Job(
-        queue.card.name, phase, share, plan, np.concatenate(tokens), tuple(samples), tuple(prompts), steps
-    )
+    inputs = np.concatenate(tokens)
+    job = Job(queue.card.name, phase, share, plan, inputs, tuple(samples), tuple(prompts), steps, away)
     return Flight(job, batch, drawers, asked)

@@ -17,6 +17,7 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence
 from kvloom.engine.strides import Strides
 from kvloom.engine.tuner import QuotaTuner
+from kvloom.engine.woven import Woven
 from kvloom.kv.pool import Pool
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class Flights:
         if isinstance(action, Prefill):
             batch = queue.prefill_batch(action.blocks, self._spec.chunk_tokens)
             return self._start(queue, Phase.PREFILL, action.share, batch)
+        if queue.relieve(self.jobs):
+            return True
         batch = queue.decode_batch()
         steps = self._strides.steps(view, action, batch)
         return self._start(queue, Phase.DECODE, action.share, batch, steps)
@@ -117,6 +120,8 @@ class Flights:
                 steps = flight.steps(result)
                 self.jobs += self._strides.landed(flight, steps)
                 queue.cache.end_forward(flight.job.plan)
+                if queue.woven is not None and flight.job.away is not None:
+                    flight, result = self._woven(queue.woven, flight, result)
                 queue.finished(flight.job, len(result.tokens), steps, self.jobs)
                 self._requests.land(flight, result, self.jobs)
                 if len(queue.running) < running:
@@ -125,10 +130,21 @@ class Flights:
                 self._strides.failed(flight)
                 queue.cache.abort_forward(flight.job.plan)
                 queue.failed(flight.job)
+                if queue.woven is not None and flight.job.away is not None:
+                    queue.woven.fail()
                 _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
                 self._requests.fail(flight, error)
                 self.cut()
             self._tuner.observe(steps)
+
+    def _woven(self, woven: Woven, flight: Flight, result: JobResult) -> tuple[Flight, JobResult]:
+        """What counts of a step that was done away in part."""
+        void, gone = woven.land(result.lost)
+        if not void:
+            return flight, result
+        kept, less = flight.without(void, result)
+        self._requests.lose(flight, kept, gone, self.jobs)
+        return kept, less
 
     def _view(self) -> UnitView:
         return UnitView(

@@ -14,6 +14,7 @@ from kvloom.core.job import Job, Phase
 from kvloom.core.request import ModelCard
 from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.woven import Woven
 from kvloom.kv.cache import ModelCache
 
 _NOBODY = (0, 0, 0)
@@ -41,6 +42,7 @@ class ModelQueue:
         self.shares = shares
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.woven: Woven | None = None  # while it has a loan
         self.jobs: dict[Phase, int] = dict.fromkeys(Phase, 0)  # started, ever
         self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)  # running now
         self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when one last began or ended
@@ -87,6 +89,8 @@ class ModelQueue:
         self._changes += 1
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
+            if self.woven is not None:
+                self.woven.remove(sequence)
             if sequence.outbound:
                 sequence.outbound.hold(self.cache, sequence.id)
             self.cache.keep(sequence.id, sequence.tokens.list(), tail=True)
@@ -116,10 +120,23 @@ class ModelQueue:
         victim = self.victim()
         if victim is None:
             return False
-        self.preemptions += 1
-        self.release(victim, Status.WAITING)
-        self.enqueue(victim, now)
+        self.put_back(victim, now)
         return True
+
+    def put_back(self, sequence: Sequence, now: int) -> None:
+        """A running sequence waits again, and has no K and V."""
+        self.preemptions += 1
+        self.release(sequence, Status.WAITING)
+        self.enqueue(sequence, now)
+
+    def relieve(self, now: int) -> bool:
+        """Send back those away that have no room for their next token. False where there are none."""
+        if self.woven is None:
+            return False
+        crowded = self.woven.crowded((s for s, _ in self.decode_batch()), self.spare)
+        for sequence in crowded:
+            self.put_back(sequence, now)
+        return bool(crowded)
 
     def started(self, phase: Phase, now: int) -> None:
         """A job has started, the unit's `now`-th."""
@@ -148,9 +165,19 @@ class ModelQueue:
         return [(s, 1) for s in self.running if not s.in_job and s.decodes]
 
     def victim(self) -> Sequence | None:
-        """Who is preempted next: lowest priority, then latest; never one in a job."""
-        idle = [s for s in self.running if not s.in_job]
-        return max(idle, key=lambda s: s.order) if idle else None
+        """Who is preempted next: lowest priority, then latest; never one in a job, nor one that is away."""
+        return max((s for s in self.running if not s.in_job and self.is_here(s)), key=_ORDER, default=None)
+
+    def is_here(self, sequence: Sequence) -> bool:
+        """Its K and V, as far as it has any, are this unit's."""
+        return self.woven is None or not self.woven.has(sequence)
+
+    @property
+    def spare(self) -> int:
+        """Blocks that are left once each who is here, and ready, has those for the next token."""
+        here = [s.id for s, _ in self.decode_batch() if self.is_here(s)]
+        available = self.cache.pages.available * self.cache.geometry.blocks_per_page
+        return available - self.cache.blocks_for_each(here, 1)
 
     def view(self, now: int) -> ModelView:
         """now: jobs that the unit has started. Looked at anew only where something has changed: policies are
@@ -165,6 +192,7 @@ class ModelQueue:
     def _look(self) -> tuple[ModelView, int | None]:
         """The view, and since when its head has waited."""
         idle = [s for s in self.running if not s.in_job]
+        here = [s for s in idle if self.is_here(s)]
         ready = [s for s in idle if s.decodes]
         partial = len(idle) - len(ready)
         room = len(self.running) < self.max_running
@@ -180,9 +208,9 @@ class ModelQueue:
             head_blocks=self.blocks([head], to_end=True) if head else 0,
             head=head.order if head else _NOBODY,
             decodable=len(ready),
-            decode_blocks=self.cache.blocks_for_each([s.id for s in ready], 1),
-            held=len(idle),
-            victim=max(map(_ORDER, idle), default=_NOBODY),
+            decode_blocks=self.cache.blocks_for_each([s.id for s in here if s.decodes], 1),
+            held=len(here),
+            victim=max(map(_ORDER, here), default=_NOBODY),
             running=len(self.running),
             prefilling=self.active[Phase.PREFILL] > 0,
             decoding=self.active[Phase.DECODE] > 0,

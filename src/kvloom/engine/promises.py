@@ -23,13 +23,14 @@ class Promises:
     def __init__(self, queues: Mapping[str, ModelQueue], total: int) -> None:
         self._queues = queues
         self._total = total
+        self.lent = 0  # blocks that another unit has
         self._longest = max(q.cache.geometry.blocks(q.card.context_length) for q in queues.values())
         self._small = total < 2 * self._longest
 
     @property
     def blocks(self) -> int:
         """Promised now, each block once."""
-        return sum(queue.cache.pages.promised_blocks for queue in self._queues.values())
+        return self.lent + sum(queue.cache.pages.promised_blocks for queue in self._queues.values())
 
     def within(self, more: int = 0) -> bool:
         """Whether what is promised, and `more` blocks, leave the longest request its room."""

@@ -193,6 +193,19 @@ class Requests:
                 stream = self._streams[drawer.request]
                 stream.extend([TokenEvent(drawer.choice, at, token) for at, token in enumerate(own, index)])
 
+    def lose(self, flight: Flight, kept: Flight, lost: list[Sequence], now: int) -> None:
+        """A step has ended, but only what is `kept` of it counts. The `lost` ones have no K and V any more,
+        and are computed again; the others are as before it."""
+        queue, counted = self._queues[flight.job.model], {s.id for s, _ in kept.batch}
+        for sequence, _ in flight.batch:
+            if sequence.id not in counted:
+                sequence.in_job = False
+                if sequence.cancelled:
+                    self._release(queue, sequence)
+        for sequence in lost:
+            if not sequence.cancelled:
+                queue.put_back(sequence, now)
+
     def fail(self, flight: Flight, error: BaseException) -> None:
         """A job has failed: so have its sequences, and nothing else."""
         queue = self._queues[flight.job.model]

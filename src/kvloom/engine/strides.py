@@ -42,7 +42,7 @@ class Strides:
     def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
         """For the decode job that the policy wants, having seen `view`."""
         most, queue = self._executor.stride, self._queues[action.model]
-        if most == 1 or not batch or len(batch) < len(queue.running):
+        if most == 1 or not batch or len(batch) < len(queue.running) or queue.woven is not None:
             return 1
         if not all(self._settled(other) for other in self._queues.values() if other is not queue):
             return 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvloom.core.arrays import I32
 from kvloom.core.geometry import Geometry
 from kvloom.kv.allocator import BlockAllocator
 from kvloom.kv.cache import ModelCache
@@ -13,7 +14,8 @@ from kvloom.kv.recency import Recency
 
 
 class Pool:
-    """All models of a unit share `total_blocks` blocks; none has a part of its own."""
+    """All models of a unit share `total_blocks` blocks; none has a part of its own. lent: blocks that another
+    unit has."""
 
     def __init__(
         self,
@@ -23,6 +25,7 @@ class Pool:
         max_sequences: int,
         max_tokens: Mapping[str, int],
     ) -> None:
+        self.lent = 0
         self._recency = Recency()
         self._allocator = BlockAllocator(total_blocks, self._recency)
         self.caches = {
@@ -56,9 +59,21 @@ class Pool:
         """Blocks that can be had: free and cached."""
         return self._allocator.available
 
+    def lend(self, count: int) -> I32:
+        """Blocks that are another unit's for a while, and count as used. Raises OutOfBlocks, with none
+        lent."""
+        blocks = self._allocator.take(count)
+        self.lent += count
+        return blocks
+
+    def take_back(self, blocks: I32) -> None:
+        """Undo `lend` for these."""
+        self._allocator.give(blocks)
+        self.lent -= blocks.size
+
     def check(self) -> None:
         """Law 1, conservation. Raises AssertionError with the numbers where it does not hold."""
-        used = sum(cache.used_blocks for cache in self.caches.values())
+        used = self.lent + sum(cache.used_blocks for cache in self.caches.values())
         assert self.free + used + self.cached == self.total, (
             f"free {self.free} + used {used} + cached {self.cached} != total {self.total}"
         )
@@ -77,6 +92,8 @@ class Pool:
             assert idle == pages.idle, f"{cache.model}: {pages.idle} idle pages, not {idle}"
             blocks += pages.map[list(refs)].ravel().tolist()
             nodes += len(tree)
-        assert len(set(blocks)) == len(blocks) == used + self.cached, "a block has two pages, or none"
+        assert len(set(blocks)) == len(blocks) == used + self.cached - self.lent, (
+            "a block has two pages, or none"
+        )
         ordered = len(self._recency.nodes)
         assert nodes == ordered, f"{nodes} pages in trees, {ordered} in the order of use"

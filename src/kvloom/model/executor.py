@@ -73,6 +73,10 @@ class TorchExecutor:
     def geometries(self) -> dict[str, Geometry]:
         return {name: model.geometry for name, model in self._models.items()}
 
+    def heads(self, model: str) -> int:
+        """Of q, in all its layers; 0 where they differ."""
+        return self._models[model].heads
+
     async def lost(self) -> str:
         """Wait until no job can run any more; why."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()

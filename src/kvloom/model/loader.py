@@ -31,6 +31,7 @@ class LoadedModel:
     dtype: torch.dtype
     geometry: Geometry
     card: ModelCard
+    heads: int = 0  # of q, in all layers; 0 where they differ
 
 
 class _Observer:
@@ -39,6 +40,7 @@ class _Observer:
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int]] = {}
         self.scorings: dict[int, Scoring] = {}
+        self.heads: set[int] = set()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         if k.shape[-1] != v.shape[-1]:
@@ -48,6 +50,7 @@ class _Observer:
             )
         self.layers[layer] = (k.shape[1], k.shape[2])
         self.scorings[layer] = scoring
+        self.heads.add(q.shape[1])
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
 
@@ -110,7 +113,9 @@ def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: Target) 
     straight = target.straighten(module, observer.scorings, geometry)
     if team is not None and not team.group.agree(straight is not None):
         straight = None  # all ranks must exchange the same
-    return LoadedModel(module, straight or Modular(module), dtype, geometry, _card(spec, module, parameters))
+    card = _card(spec, module, parameters)
+    q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
+    return LoadedModel(module, straight or Modular(module), dtype, geometry, card, q_heads)
 
 
 def _no_code(path: str) -> None:

@@ -1,0 +1,152 @@
+"""Loans of a unit: what its models have borrowed, and what it lends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+
+from kvloom.core.arrays import I32
+from kvloom.core.clock import Clock
+from kvloom.core.errors import BadRequest, Conflict
+from kvloom.core.geometry import Geometry
+from kvloom.core.weaving import Borrow, Loan, Weaver
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.promises import Promises
+from kvloom.engine.woven import Woven
+from kvloom.kv.pool import Pool
+
+_log = logging.getLogger(__name__)
+_AGAIN = 0.02  # seconds until a loan that its borrower copies into is recalled again
+
+
+class Weaving:
+    """wake: tells the loop that there is something to decide."""
+
+    def __init__(
+        self,
+        queues: Mapping[str, ModelQueue],
+        pool: Pool,
+        promises: Promises,
+        weaver: Weaver | None,
+        clock: Clock,
+        *,
+        wake: Callable[[], None],
+    ) -> None:
+        self._queues = queues
+        self._pool = pool
+        self._promises = promises
+        self._weaver = weaver
+        self._clock = clock
+        self._wake = wake
+        self._lent: I32 | None = None
+        self.due: float | None = None  # when a recall is tried again
+
+    # -- borrowing ------------------------------------------------------------------------------------
+
+    def terms(self, model: str, pages: int) -> Borrow:
+        """What `model` asks a lender for. Raises BadRequest where it cannot be woven."""
+        queue = self._queues[model]
+        return Borrow(
+            model=model,
+            pid=os.getpid(),
+            form=queue.form,
+            heads=self._able.heads(model),
+            rows=queue.max_running,
+            width=queue.cache.geometry.pages(queue.card.context_length),
+            pages=pages,
+        )
+
+    def borrow(self, borrow: Borrow, loan: Loan, share: float) -> None:
+        """Decode steps of the model are away by `share` from here on. Raises BadRequest where the loan is not
+        what was asked for, Conflict where the model has one, Unavailable where the lender is gone."""
+        queue = self._queues[borrow.model]
+        if queue.woven is not None:
+            raise Conflict(f"weave: {borrow.model} has a loan already")
+        blocks = self._able.borrow(borrow, loan)
+        queue.woven = Woven(
+            queue.cache,
+            blocks,
+            share,
+            rows=borrow.rows,
+            max_tokens=queue.card.context_length,
+            ended=lambda why: self._over(borrow.model, why),
+        )
+
+    def set_share(self, model: str, share: float) -> None:
+        """Of the sequences, from 0 to 1; the next step moves those that it concerns."""
+        woven = self._queues[model].woven
+        if woven is None:
+            raise BadRequest(f"weave: {model} has no loan")
+        woven.share = share
+        self._wake()
+
+    def give_back(self, model: str) -> None:
+        """No sequence of it is in a job. What is away is computed again."""
+        queue = self._queues[model]
+        woven = queue.woven
+        if woven is not None:
+            for sequence in [s for s in queue.running if woven.has(s)]:
+                queue.put_back(sequence, 0)
+            queue.woven = None
+            self._able.give_back(model)
+
+    def give_back_all(self) -> None:
+        """The engine has stopped: nothing runs."""
+        for model in self._queues:
+            self.give_back(model)
+
+    def _over(self, model: str, why: str) -> None:
+        _log.warning("the loan of %s is over: %s; what was away is computed again", model, why)
+        self._queues[model].woven = None
+        self._able.give_back(model)
+
+    # -- lending --------------------------------------------------------------------------------------
+
+    def lend(self, borrow: Borrow) -> Loan:
+        """Blocks for another unit's model, which count as promised. Raises OutOfBlocks where too many would
+        be, Conflict where something is lent, BadRequest where `borrow` makes no sense."""
+        form = borrow.form
+        geometry = Geometry(form.layers, form.kv_heads, form.head_dim, 4, form.block_bytes)
+        if geometry.tokens_per_block != form.tokens_per_block:
+            raise BadRequest(f"weave: pages of {form.tokens_per_block} tokens of {form.dtype}; want float32")
+        if self._lent is not None:
+            raise Conflict("weave: this unit lends already; one loan at a time")
+        count = borrow.pages * geometry.blocks_per_page
+        if not self._promises.within(count):
+            raise self._promises.refusal("lend", count)
+        blocks = self._pool.lend(count)
+        try:
+            loan = self._able.lend(borrow, blocks, self._ended)
+        except BaseException:
+            self._pool.take_back(blocks)
+            raise
+        self._lent = blocks
+        self._promises.lent = count
+        return loan
+
+    def recall(self) -> None:
+        """Have back what is lent, now or in a moment."""
+        if self._lent is None:
+            return
+        if self._able.recall():
+            self._pool.take_back(self._lent)
+            self._lent, self._promises.lent, self.due = None, 0, None
+            self._wake()
+        else:
+            self.due = self._clock.now() + _AGAIN
+
+    def expire(self) -> None:
+        """Try again what is due."""
+        if self.due is not None and self.due <= self._clock.now():
+            self.recall()
+
+    def _ended(self, why: str) -> None:
+        _log.info("what this unit lent comes back: %s", why)
+        self.recall()
+
+    @property
+    def _able(self) -> Weaver:
+        if self._weaver is None:
+            raise BadRequest("weave: this unit's device cannot; CPU units over shared memory can")
+        return self._weaver

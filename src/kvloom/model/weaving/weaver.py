@@ -1,0 +1,73 @@
+"""The CPU's part in weaving: puts mailboxes, attenders and executor together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvloom.core.arrays import I32
+from kvloom.core.errors import BadRequest, Conflict, Unavailable
+from kvloom.core.transport import Transport
+from kvloom.core.weaving import Borrow, Loan
+from kvloom.model.executor import TorchExecutor
+from kvloom.model.weaving.attender import Attender
+from kvloom.transport.lender import Lending
+from kvloom.transport.loan import BorrowedBlocks
+
+_log = logging.getLogger(__name__)
+_PATIENCE = 10.0  # seconds for a layer's attention: then the sequences away are computed again at home
+
+
+class TorchWeaver:
+    """Implements Weaver: one loan to another unit, and one to each own model."""
+
+    def __init__(self, executor: TorchExecutor, transport: Transport, patience: float = _PATIENCE) -> None:
+        self._executor = executor
+        self._transport = transport
+        self._patience = patience
+        self._lending: Lending | None = None
+
+    def heads(self, model: str) -> int:
+        found = self._executor.heads(model)
+        if not found:
+            raise BadRequest(
+                f"weave: the layers of {model} differ in their heads, so no one mailbox fits them"
+            )
+        return found
+
+    def borrow(self, borrow: Borrow, loan: Loan) -> int:
+        borrowed = BorrowedBlocks(borrow, loan, self._patience)
+        self._executor.loans[borrow.model] = borrowed
+        return borrowed.blocks
+
+    def give_back(self, model: str) -> None:
+        self._executor.loans.pop(model).tasks.close()
+
+    def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
+        if self._lending is not None:
+            raise Conflict("weave: this unit lends already; one loan at a time")
+        loop = asyncio.get_running_loop()
+        lending = Lending(borrow, blocks, self._transport)
+        try:
+            self._executor.attender = Attender(
+                lending, self._executor.arena, borrow.pid, lambda why: _tell(loop, ended, why)
+            )
+        except ProcessLookupError as error:
+            lending.close()
+            raise Unavailable(f"weave: process {borrow.pid}, which wants to borrow, is gone") from error
+        self._lending = lending
+        return lending.loan
+
+    def recall(self) -> bool:
+        attender, self._executor.attender = self._executor.attender, None
+        if attender is not None:
+            attender.close()
+        if self._lending is not None and not self._lending.close():
+            return False
+        self._lending = None
+        return True
+
+
+def _tell(loop: asyncio.AbstractEventLoop, ended: Callable[[str], None], why: str) -> None:
+    loop.call_soon_threadsafe(ended, why)

@@ -1,0 +1,123 @@
+"""Engines that weave: a hot one in this process, and a cold one beside it or in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvloom.core.clock import WallClock
+from kvloom.core.spec import EngineSpec
+from kvloom.core.weaving import Borrow, Loan
+from kvloom.engine.engine import Engine
+from kvloom.model.executor import TorchExecutor
+from kvloom.model.parallel.executor import load_executor
+from kvloom.model.weaving.weaver import TorchWeaver
+from kvloom.serve.engine_process import open_transport
+from tests.engines import ask, body, spec_of
+
+MODEL = "m"  # of the hot unit
+PAGES = 40  # that are lent
+DEADLINE = 60
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+
+
+@asynccontextmanager
+async def weaving(spec: EngineSpec, patience: float = 20.0) -> AsyncIterator[Engine]:
+    """An engine that can lend and borrow; afterwards laws 1 and 4 hold."""
+    executor = load_executor(spec)
+    assert isinstance(executor, TorchExecutor)
+    transport = open_transport(spec, executor.arena)
+    engine = Engine(executor, transport, spec, WallClock(), TorchWeaver(executor, transport, patience))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.run())
+        try:
+            yield engine
+        finally:
+            await engine.stop()
+    transport.close_all()
+    executor.close()
+    engine.pool.check()
+    assert engine.pool.lent == 0
+    assert engine.pool.available == engine.pool.total
+
+
+class ColdUnit:
+    """A unit in a process of its own, as the test calls it."""
+
+    def __init__(self, end: Connection, process: Any) -> None:
+        self._end = end
+        self.process = process
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """One at a time."""
+        self._end.send_bytes(msgspec.msgpack.encode((method, arguments)))
+        return msgspec.msgpack.decode(await asyncio.to_thread(self._answer))
+
+    def _answer(self) -> bytes:
+        assert self._end.poll(DEADLINE), "the cold unit does not answer"
+        return self._end.recv_bytes()
+
+    async def lend(self, borrow: Borrow) -> Loan:
+        return msgspec.convert(await self.call("lend", borrow=borrow), Loan)
+
+
+@contextmanager
+def cold_unit(path: Path) -> Iterator[ColdUnit]:
+    ours, theirs = multiprocessing.Pipe()
+    process = _FORKS.Process(target=_start, args=(theirs, str(path)))
+    process.start()
+    theirs.close()
+    try:
+        yield ColdUnit(ours, process)
+    finally:
+        ours.close()
+        process.join(DEADLINE)
+        alive = process.is_alive()
+        process.kill()
+        process.join()
+        assert not alive, "the cold unit does not end"
+
+
+def _start(end: Connection, path: str) -> None:
+    asyncio.run(_serve(end, Path(path)))
+
+
+async def _serve(end: Connection, path: Path) -> None:
+    """Until the caller closes its end."""
+    async with weaving(spec_of({"cold": path}, threads=1)) as engine:
+        calls = _calls(engine)
+        while True:
+            try:
+                order = msgspec.msgpack.decode(await asyncio.to_thread(end.recv_bytes))
+            except EOFError:
+                return
+            method, arguments = order
+            end.send_bytes(msgspec.msgpack.encode(await calls[method](**arguments)))
+
+
+def _calls(engine: Engine) -> dict[str, Callable[..., Awaitable[Any]]]:
+    async def lend(borrow: Any) -> Loan:
+        return engine.weaving.lend(msgspec.convert(borrow, Borrow))
+
+    async def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        """Of the cold unit's own model."""
+        answers = await asyncio.gather(
+            *(ask(engine, body("cold", prompt, max_tokens=count)) for prompt in prompts)
+        )
+        return [answer.tokens[0] for answer in answers]
+
+    async def lent() -> int:
+        return engine.pool.lent
+
+    async def recall() -> None:
+        engine.weaving.recall()
+
+    return {"lend": lend, "generate": generate, "lent": lent, "recall": recall}
