@@ -16,6 +16,7 @@ from kvloom.core.clock import WallClock
 from kvloom.core.spec import EngineSpec
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.engine.engine import Engine
+from kvloom.engine.woven import Woven
 from kvloom.model.executor import TorchExecutor
 from kvloom.model.parallel.executor import load_executor
 from kvloom.model.weaving.weaver import TorchWeaver
@@ -47,6 +48,22 @@ async def weaving(spec: EngineSpec, patience: float = 20.0) -> AsyncIterator[Eng
     engine.pool.check()
     assert engine.pool.lent == 0
     assert engine.pool.available == engine.pool.total
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Fails after a while where it never does."""
+    for _ in range(20_000):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came to be")
+
+
+def woven_of(engine: Engine) -> Woven:
+    """The hot model's loan."""
+    woven = engine.weaving.loan(MODEL)
+    assert woven is not None
+    return woven
 
 
 class ColdUnit:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from kvloom.core.address import KVForm
+from kvloom.core.weaving import Borrow
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.oracle import Oracle
-from tests.weaving import MODEL, PAGES, cold_unit, weaving
+from tests.weaving import MODEL, PAGES, cold_unit, until, weaving, woven_of
 
 COUNT = 24
 
@@ -21,11 +26,16 @@ def prompts_of(seed: str, count: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.choice((1, 3, 17, 40, 90)))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt2"])
-def test_the_tokens_are_those_of_each_unit_alone(architecture: str, tmp_path: Path) -> None:
-    hot_path = make_checkpoint(tmp_path / "hot", architecture)
-    cold_path = make_checkpoint(tmp_path / "cold", "llama", seed=3)
-    prompts, others = prompts_of(architecture, 12), prompts_of("cold", 4)
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A hot model, and a cold one of another geometry."""
+    folder = tmp_path_factory.mktemp("woven")
+    return make_checkpoint(folder / "hot", "gemma2"), make_checkpoint(folder / "cold", "llama", seed=3)
+
+
+def test_the_tokens_are_those_of_each_unit_alone(paths: tuple[Path, Path]) -> None:
+    hot_path, cold_path = paths
+    prompts, others = prompts_of("hot", 12), prompts_of("cold", 4)
 
     async def serve() -> tuple[list[list[int]], list[list[int]]]:
         with cold_unit(cold_path) as cold:
@@ -35,8 +45,8 @@ def test_the_tokens_are_those_of_each_unit_alone(architecture: str, tmp_path: Pa
                 asked = [ask(hot, body(MODEL, p, max_tokens=COUNT)) for p in prompts]
                 both = await asyncio.gather(cold.call("generate", prompts=others, count=COUNT), *asked)
                 found, answers = both[0], both[1:]
-            while await cold.call("lent"):
-                await asyncio.sleep(0.01)
+                woven = woven_of(hot)
+                assert woven.tokens > len(prompts)
         return [answer.tokens[0] for answer in answers], found
 
     found, colds = asyncio.run(serve())
@@ -46,4 +56,56 @@ def test_the_tokens_are_those_of_each_unit_alone(architecture: str, tmp_path: Pa
         oracle.check_at_once(prompt, tokens)
     for prompt, tokens in zip(others, colds, strict=True):
         other.check_at_once(prompt, tokens)
-    print(f"{architecture}: {oracle.ties + other.ties} ties")
+    print(f"{oracle.ties + other.ties} ties")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_cold_unit_that_dies_or_stands_still_costs_no_token(
+    paths: tuple[Path, Path], number: signal.Signals
+) -> None:
+    prompts = prompts_of("fault", 6)
+
+    async def serve() -> list[list[int]]:
+        with cold_unit(paths[1]) as cold:
+            async with weaving(spec_of({MODEL: paths[0]}, threads=1), patience=0.5) as hot:
+                terms = hot.weaving.terms(MODEL, PAGES)
+                hot.weaving.borrow(terms, await cold.lend(terms), 1.0)
+
+                async def strike() -> None:
+                    """When a first request has five tokens."""
+                    frames = 0
+                    async for _ in hot.start_generate(body(MODEL, [7], max_tokens=COUNT)):
+                        frames += 1
+                        if frames == 5:
+                            os.kill(cold.process.pid, number)
+
+                asked = [ask(hot, body(MODEL, p, max_tokens=COUNT)) for p in prompts]
+                answers = await asyncio.gather(*asked, strike())
+                assert hot.weaving.loan(MODEL) is None
+            cold.process.kill()
+        return [answer.tokens[0] for answer in answers if answer is not None]
+
+    oracle = Oracle(paths[0])
+    for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
+        assert len(tokens) == COUNT
+        oracle.check_at_once(prompt, tokens)
+
+
+def _process() -> subprocess.Popen[bytes]:
+    """One that does nothing."""
+    return subprocess.Popen(["sleep", "60"])
+
+
+def test_a_hot_unit_that_dies_leaves_the_cold_one_its_blocks(paths: tuple[Path, Path]) -> None:
+    async def serve() -> None:
+        async with weaving(spec_of({"cold": paths[1]}, threads=1)) as cold:
+            hot = _process()
+            geometry = cold.pool.caches["cold"].geometry
+            form = KVForm.of(geometry, "float32")
+            cold.weaving.lend(Borrow(model="m", pid=hot.pid, form=form, heads=8, rows=4, width=4, pages=5))
+            assert cold.pool.lent == 5 * geometry.blocks_per_page
+            hot.kill()
+            hot.wait()
+            await until(lambda: not cold.pool.lent)
+
+    asyncio.run(serve())

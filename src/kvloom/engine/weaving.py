@@ -73,9 +73,13 @@ class Weaving:
             ended=lambda why: self._over(borrow.model, why),
         )
 
+    def loan(self, model: str) -> Woven | None:
+        """What it has borrowed."""
+        return self._queues[model].woven
+
     def set_share(self, model: str, share: float) -> None:
         """Of the sequences, from 0 to 1; the next step moves those that it concerns."""
-        woven = self._queues[model].woven
+        woven = self.loan(model)
         if woven is None:
             raise BadRequest(f"weave: {model} has no loan")
         woven.share = share

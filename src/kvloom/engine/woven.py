@@ -46,9 +46,17 @@ class Woven:
         self.pool = pool
         self.cache = pool.caches[home.model]
         self._away: dict[int, Sequence] = {}
+        self.went = 0  # sequences, ever
+        self.came = 0
+        self.tokens = 0  # computed away, ever
         self._ended = ended
         self._step_away: Plan | None = None  # of the step that runs
         self._moving: list[tuple[Sequence, bool]] = []  # in it; True: out
+
+    @property
+    def away(self) -> int:
+        """Sequences, now."""
+        return len(self._away)
 
     def has(self, sequence: Sequence) -> bool:
         """It is away, or on its way there."""
@@ -94,8 +102,10 @@ class Woven:
             return void, gone
         if self._step_away is not None:
             self.cache.end_forward(self._step_away)
+            self.tokens += len(self._step_away.sequences)
         for sequence, out in self._moving:
             self._leave(sequence, home=out)
+            self.went, self.came = self.went + out, self.came + (not out)
         self._step_away, self._moving = None, []
         return set(), []
 

@@ -1,0 +1,198 @@
+"""Who is away, for how long, and what becomes of them: a hot and a cold engine beside each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvloom.core.errors import Conflict, OutOfBlocks
+from kvloom.engine.engine import Engine
+from tests.checkpoints import VOCAB, make_checkpoint
+from tests.engines import Answer, ask, body, spec_of
+from tests.oracle import Oracle
+from tests.weaving import MODEL, PAGES, until, weaving, woven_of
+
+COUNT = 20
+
+
+FAMILIES = ("qwen2", "gemma2", "gpt2")  # straight layers; windows and bent scores; transformers' own modules
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """By family, a hot model, and a cold one of another geometry."""
+    folder = tmp_path_factory.mktemp("woven")
+    cold = make_checkpoint(folder / "cold", "llama", seed=1)
+    return {family: (make_checkpoint(folder / family, family), cold) for family in FAMILIES}
+
+
+@pytest.fixture
+def paths(checkpoints: dict[str, tuple[Path, Path]]) -> tuple[Path, Path]:
+    return checkpoints["qwen2"]
+
+
+@asynccontextmanager
+async def pair(paths: tuple[Path, Path], hot_bytes: int = 4 << 20) -> AsyncIterator[tuple[Engine, Engine]]:
+    """Hot and cold."""
+    async with (
+        weaving(spec_of({"cold": paths[1]}, threads=1)) as cold,
+        weaving(spec_of({MODEL: paths[0]}, threads=1, kv_bytes=hot_bytes)) as hot,
+    ):
+        yield hot, cold
+
+
+def lend(hot: Engine, cold: Engine, share: float, pages: int = PAGES) -> None:
+    terms = hot.weaving.terms(MODEL, pages)
+    hot.weaving.borrow(terms, cold.weaving.lend(terms), share)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.choice((1, 3, 17, 33, 60)))] for _ in range(count)]
+
+
+def check(path: Path, asked: list[list[int]], answers: list[Answer]) -> None:
+    oracle = Oracle(path)
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert len(answer.tokens[0]) == COUNT
+        oracle.check_at_once(prompt, answer.tokens[0])
+
+
+async def generate(hot: Engine, asked: list[list[int]]) -> list[Answer]:
+    return await asyncio.gather(*(ask(hot, body(MODEL, p, max_tokens=COUNT)) for p in asked))
+
+
+async def stir(hot: Engine, rng: random.Random) -> None:
+    """Another share after every frame of a request beside the others."""
+    async for _ in hot.start_generate(body(MODEL, [1, 2], max_tokens=4 * COUNT)):
+        hot.weaving.set_share(MODEL, rng.choice((0.0, 0.2, 0.5, 0.8, 1.0)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calling_back_and_sending_away_at_any_step_changes_no_token(
+    checkpoints: dict[str, tuple[Path, Path]], family: str
+) -> None:
+    paths = checkpoints[family]
+    asked = prompts(16, len(family))
+
+    async def serve() -> list[Answer]:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 0.5)
+            answers, _ = await asyncio.gather(generate(hot, asked), stir(hot, random.Random(family)))
+            woven = woven_of(hot)
+            assert min(woven.went, woven.came) > 3
+            assert woven.away == 0
+            woven.pool.check()
+            return answers
+
+    check(paths[0], asked, asyncio.run(serve()))
+
+
+def test_all_are_away_and_none_is_at_home(paths: tuple[Path, Path]) -> None:
+    asked = prompts(6)
+
+    async def serve() -> list[Answer]:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 1.0, pages=100)
+            answers = await generate(hot, asked)
+            assert woven_of(hot).tokens == len(asked) * (COUNT - 1)
+            return answers
+
+    check(paths[0], asked, asyncio.run(serve()))
+
+
+def test_a_short_loan_sends_back_who_does_not_fit(paths: tuple[Path, Path]) -> None:
+    asked = prompts(8, seed=4)
+
+    async def serve() -> list[Answer]:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 1.0, pages=9)
+            answers = await generate(hot, asked)
+            woven = woven_of(hot)
+            assert woven.went > 0
+            assert woven.came > 0
+            return answers
+
+    check(paths[0], asked, asyncio.run(serve()))
+
+
+def test_a_hot_pool_of_one_request_serves_more_at_once(paths: tuple[Path, Path]) -> None:
+    asked = [[i, 2, 3] * 12 for i in range(6)]
+
+    async def most(share: float) -> tuple[int, list[Answer]]:
+        """Sequences that ran at once."""
+        seen = 0
+        async with pair(paths, hot_bytes=12 * 2048 * 6) as (hot, cold):
+            lend(hot, cold, share, pages=60)
+            tasks = [asyncio.create_task(ask(hot, body(MODEL, p, max_tokens=COUNT))) for p in asked]
+            while not all(task.done() for task in tasks):
+                await asyncio.wait(tasks, timeout=0.001)
+                seen = max(seen, (await hot.load()).running)
+            return seen, [task.result() for task in tasks]
+
+    alone, answers = asyncio.run(most(0.0))
+    check(paths[0], asked, answers)
+    woven, answers = asyncio.run(most(1.0))
+    check(paths[0], asked, answers)
+    assert woven > alone
+
+
+@pytest.mark.parametrize("when", [1, 3, 12])
+def test_the_cold_unit_wants_its_blocks_back(paths: tuple[Path, Path], when: int) -> None:
+    asked = prompts(6, seed=when)
+
+    async def serve() -> list[Answer]:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 1.0)
+
+            async def recall() -> None:
+                frames = 0
+                async for _ in hot.start_generate(body(MODEL, [5], max_tokens=COUNT)):
+                    frames += 1
+                    if frames == when:
+                        cold.weaving.recall()
+
+            answers, _ = await asyncio.gather(generate(hot, asked), recall())
+            assert hot.weaving.loan(MODEL) is None
+            assert cold.pool.lent == 0
+            lend(hot, cold, 1.0)  # and lends again
+            await generate(hot, asked[:1])
+            return answers
+
+    check(paths[0], asked, asyncio.run(serve()))
+
+
+def test_a_request_that_is_aborted_while_it_is_away_leaves_nothing(paths: tuple[Path, Path]) -> None:
+    async def serve() -> None:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 1.0)
+            request = body(MODEL, [1, 2, 3] * 9, max_tokens=200)
+            async for frame in hot.start_generate(request):
+                if frame and woven_of(hot).away:
+                    await hot.abort(request.request)
+            woven = woven_of(hot)
+            await until(lambda: not woven.away)  # the step under way has to land
+            assert woven.went == 1
+            woven.pool.check()
+            assert woven.pool.available == woven.pool.total
+
+    asyncio.run(serve())
+
+
+def test_what_is_lent_is_promised(paths: tuple[Path, Path]) -> None:
+    async def serve() -> None:
+        async with pair(paths) as (hot, cold):
+            whole = cold.pool.total // hot.pool.caches[MODEL].geometry.blocks_per_page
+            with pytest.raises(OutOfBlocks, match=r"lend: .* would be promised"):
+                cold.weaving.lend(hot.weaving.terms(MODEL, whole))
+            lend(hot, cold, 0.5)
+            with pytest.raises(Conflict, match="lends already"):
+                cold.weaving.lend(hot.weaving.terms(MODEL, 1))
+            cold.pool.check()
+
+    asyncio.run(serve())

@@ -1,0 +1,119 @@
+"""The lender's attention: what a mailbox asks for, over lent blocks, and over nothing else."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.core.errors import Unavailable
+from kvloom.kernels import reference
+from kvloom.model.weaving.attender import Attender
+from tests.transport.loans import (
+    BLOCKS,
+    GEOMETRY,
+    HEADS,
+    LENT,
+    PAGES,
+    Lender,
+    begin,
+    borrowed,
+    lender_here,
+    memory_of,
+)
+
+_TOTAL = HEADS + 2 * GEOMETRY.kv_heads
+
+
+@contextmanager
+def attending() -> Iterator[tuple[Lender, Attender, list[str]]]:
+    ends: list[str] = []
+    with lender_here() as made:
+        random = np.random.default_rng(3).standard_normal(made.arena.bytes.numel() // 4, np.float32)
+        made.arena.bytes.view(torch.float32).copy_(torch.from_numpy(random))
+        attender = Attender(made.lending, made.arena, os.getpid(), ends.append)
+        try:
+            yield made, attender, ends
+        finally:
+            attender.close()
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 2.0)])
+@pytest.mark.parametrize("polled", [False, True])
+def test_is_what_the_twin_computes(window: int, softcap: float, polled: bool) -> None:
+    lengths = [13, 1, 8]
+    with attending() as (made, attender, _):
+        loan = borrowed(made.lending.loan)
+        begin(loan, lengths)
+        qkv = np.random.default_rng(1).standard_normal((3, _TOTAL, GEOMETRY.head_dim), np.float32)
+        out = np.empty((3, HEADS, GEOMETRY.head_dim), np.float32)
+        page_map = torch.from_numpy(LENT.reshape(PAGES, GEOMETRY.layers, GEOMETRY.kv_heads))
+        arena = made.arena.view(GEOMETRY.head_dim, torch.float32).clone()
+        for layer in range(GEOMETRY.layers):
+            if polled:
+                with attender.polled():
+                    task = loan.tasks.post(layer, qkv, 0.3, window, softcap)
+                    attender.poll()
+                    loan.tasks.collect(task, out)
+            else:
+                loan.tasks.collect(loan.tasks.post(layer, qkv, 0.3, window, softcap), out)
+            tables = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
+            q, k, v = torch.from_numpy(qkv).tensor_split((HEADS, HEADS + GEOMETRY.kv_heads), 1)
+            slots = torch.tensor([1, 2, 4], dtype=torch.int32), torch.tensor([4, 0, 7], dtype=torch.int32)
+            reference.write_kv(arena, page_map, layer, k, v, *slots)
+            expected, counts = torch.empty_like(q), torch.tensor(lengths, dtype=torch.int32)
+            reference.decode_attention(
+                expected, q, arena, page_map, layer, tables, counts, 0.3, window, softcap
+            )
+            torch.testing.assert_close(torch.from_numpy(out), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(made.arena.view(GEOMETRY.head_dim, torch.float32), arena)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_bytes_at_random_touch_nothing_that_is_not_lent(data: st.DataObject) -> None:
+    with attending() as (made, attender, _):
+        own = np.ones(BLOCKS, np.bool_)
+        own[LENT] = False
+        before = made.arena.bytes.numpy().reshape(BLOCKS, -1)[own].copy()
+        loan = borrowed(made.lending.loan, patience=20.0)
+        with attender.polled():  # it is found when the forging is done
+            begin(loan, [3, 10])
+            task = loan.tasks.post(1, np.ones((2, _TOTAL, GEOMETRY.head_dim), np.float32), 1.0, 0, 0.0)
+            memory = memory_of(made)
+            for name in data.draw(
+                st.lists(st.sampled_from(["head", "lengths", "tables", "changed", "map", "notes", "qkv"]))
+            ):
+                flat = getattr(memory, name).reshape(-1).view(np.uint8)
+                flat[data.draw(st.integers(0, flat.size - 1))] = data.draw(st.integers(0, 255))
+            attender.poll()
+        with suppress(Unavailable):  # it was refused
+            loan.tasks.collect(task, np.empty((2, HEADS, GEOMETRY.head_dim), np.float32))
+        np.testing.assert_array_equal(made.arena.bytes.numpy().reshape(BLOCKS, -1)[own], before)
+
+
+def test_a_borrower_that_forges_loses_the_loan() -> None:
+    with attending() as (made, _, ends):
+        loan = borrowed(made.lending.loan)
+        begin(loan, [3])
+        memory_of(made).lengths[0] = 1 << 20
+        task = loan.tasks.post(0, np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32), 1.0, 0, 0.0)
+        with pytest.raises(Unavailable, match="refuses what this unit wrote"):
+            loan.tasks.collect(task, np.empty((1, HEADS, GEOMETRY.head_dim), np.float32))
+    assert ends == ["weave: rows of 1048576 to 1048576 tokens; want 1 to 32"]
+
+
+def test_a_borrower_that_leaves_is_noticed() -> None:
+    left = threading.Event()
+    with lender_here() as made:
+        attender = Attender(made.lending, made.arena, os.getpid(), lambda _: left.set())
+        borrowed(made.lending.loan).tasks.close()
+        assert left.wait(20)
+        attender.close()
