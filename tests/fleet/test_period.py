@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvloom.core.rescheduling import Pair
-from kvloom.fleet.pairing import Thresholds
 from kvloom.fleet.period import Group, Period, decide
 from kvloom.fleet.scaling import Drain, Scale, Start
+from kvloom.fleet.thresholds import Thresholds
 from tests.fleet.loads import model, unit
 
 BAND = Thresholds()

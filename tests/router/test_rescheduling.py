@@ -12,8 +12,8 @@ from kvloom.core.clock import WallClock
 from kvloom.core.errors import Unavailable
 from kvloom.core.rescheduling import FleetState, Pair, Pairs
 from kvloom.core.verbs import Offer
-from kvloom.fleet.pairing import Thresholds
 from kvloom.fleet.scheduler import FleetScheduler
+from kvloom.fleet.thresholds import Thresholds
 from kvloom.router.rescheduling import Rescheduler
 from tests.modelled import turns
 from tests.modelled_units import generate, prompt, run

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from kvloom.core.load import UnitLoad
 from kvloom.core.rescheduling import Pair
 from kvloom.fleet.freeness import freeness
-from kvloom.fleet.pairing import Thresholds, pair
+from kvloom.fleet.pairing import pair
 from kvloom.fleet.scaling import Outside, Scale, Step, rescale
+from kvloom.fleet.thresholds import Thresholds
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Final, Protocol
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.rescheduling import FleetState, Pairs
-from kvloom.fleet.pairing import Thresholds
 from kvloom.fleet.period import Period, decide
+from kvloom.fleet.thresholds import Thresholds
 
 STANDS: Final = 3  # periods for which pairs stand where no others are told
 
