@@ -12,8 +12,10 @@ from msgspec.structs import replace
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.load import UnitLoad
+from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pair, Pairs
 from kvloom.core.verbs import Offer
+from kvloom.router.roster import Roster
 from kvloom.router.router import Router
 
 MOST_REFUSALS: Final = 3  # in a row, after which a pair is left in peace until pairs are told again
@@ -24,13 +26,14 @@ _log = logging.getLogger(__name__)
 class Rescheduler:
     """Satisfies `Fleet`. An async context manager: moves that are under way are given up with it. A pair
     moves one request at a time, for as long as it stands and its source has one to offer. moved, stayed:
-    requests so far that went over, and that could not."""
+    requests so far that went over, and that could not. roster: where units come and go."""
 
-    def __init__(self, router: Router, clock: Clock) -> None:
+    def __init__(self, router: Router, clock: Clock, roster: Roster | None = None) -> None:
         self.moved = 0
         self.stayed = 0
         self._router = router
         self._clock = clock
+        self._roster = roster
         self._pairs: frozenset[Pair] = frozenset()
         self._until = 0.0
         self._moving: dict[Pair, asyncio.Task[None]] = {}
@@ -47,15 +50,26 @@ class Rescheduler:
             moving.cancel()
         await self._tasks.__aexit__(None, None, None)
 
+    @property
+    def moves(self) -> dict[str, int]:
+        """So far, by what became of them."""
+        return {"moved": self.moved, "stayed": self.stayed}
+
     async def state(self) -> FleetState:
         services = self._router.services
         loads = await self._router.loads()
         return FleetState(
             loads={
-                name: replace(load, draining=True) if services[name] in ("draining", "drained") else load
+                name: replace(load, draining=True) if services[name] not in ("up", "down") else load
                 for name, load in loads.items()
-            }
+            },
+            waiting=self._router.waiting,
+            groups=self._roster.groups if self._roster else {},
         )
+
+    async def scale(self, steps: Steps) -> None:
+        if self._roster is not None:
+            self._roster.begin(steps)
 
     async def pair(self, pairs: Pairs) -> None:
         """Pairs of units that nobody knows are passed over."""

@@ -1,0 +1,177 @@
+"""Units that get a process and lose it while the router serves, so that no request is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from kvloom.core.errors import Conflict, KvloomError
+from kvloom.core.replicas import Group, Scale, Steps
+from kvloom.router.router import Router
+from kvloom.router.unit import Unit
+
+_log = logging.getLogger(__name__)
+
+
+class Roster:
+    """An async context manager: orders that are under way are given up with it.
+
+    groups: units that are replicas of one another, by the group's name; scales: how many of them there may
+    be. start: gives a unit a process, and returns once that answers; stop: ends it, and returns once it has
+    ended; both raise KvloomError. changed: called with the units that are to go, whenever others are.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        scales: Mapping[str, Scale],
+        groups: Mapping[str, tuple[str, ...]],
+        start: Callable[[str], Awaitable[None]],
+        stop: Callable[[str], Awaitable[None]],
+        changed: Callable[[frozenset[str]], None],
+    ) -> None:
+        self._router = router
+        self._scales = scales
+        self._groups = {name: list(units) for name, units in groups.items()}
+        self._new_process = start
+        self._end_process = stop
+        self._changed = changed
+        self._starts: dict[str, asyncio.Task[None]] = {}
+        self._stops: dict[str, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        orders = [*self._starts.values(), *self._stops.values()]
+        for order in orders:
+            order.cancel()
+        await asyncio.gather(*orders, return_exceptions=True)
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """As they stand now."""
+        return {name: self._group(name) for name, units in self._groups.items() if units}
+
+    def _group(self, name: str) -> Group:
+        units = [self._router.units[unit] for unit in self._groups[name]]
+        scale, count = self._scales[name], len(units)
+        leaving = [unit for unit in units if unit.presence == "leaving"]
+        away = [unit for unit in units if unit.presence == "away" and unit.may_start]
+        return Group(
+            units=frozenset(unit.name for unit in units),
+            scale=Scale(
+                min(scale.least, count),
+                min(scale.most, count),
+                scale.low,
+                scale.high,
+                scale.seconds,
+                scale.idle,
+            ),
+            starting=sum(unit.service in ("starting", "restarting") for unit in units),
+            away=tuple(unit.name for unit in (*leaving, *away)),
+            models=frozenset(model for unit in units for model in unit.replicas),
+            idle=min(unit.idle for unit in units),
+        )
+
+    def begin(self, steps: Steps) -> None:
+        """Does not wait. Units that nobody knows, and those for which something else is under way, are passed
+        over."""
+        units = self._router.units
+        for unit in (units[name] for name in steps.start if name in units):
+            if unit.presence != "here":
+                self._starting(unit)
+        for unit in (units[name] for name in steps.stop if name in units):
+            if unit.presence == "here" and not unit.restarting:
+                self._stopping(unit, None)
+
+    async def start(self, name: str) -> None:
+        """Until the unit takes requests; goes on where its caller does not wait. One that is to go stays.
+        Raises what its process died of: then it is away as before."""
+        unit = self._router.units[name]
+        if unit.presence != "here":
+            await _done(self._starting(unit))
+
+    async def stop(self, name: str, seconds: float | None = None) -> None:
+        """Give it no new request, and end its process once nothing runs there, or `seconds` are over: what
+        still runs then goes on elsewhere, if it can. Requests wait for the unit where nobody else serves
+        their model. Goes on where its caller does not wait. Raises Conflict where it is being started or
+        restarted, or is started again meanwhile."""
+        unit = self._router.units[name]
+        if unit.presence == "away":
+            return
+        if name in self._starts or unit.restarting:
+            raise Conflict(f"{name} is being started; stop it once it serves")
+        await _done(self._stopping(unit, seconds))
+
+    def _starting(self, unit: Unit) -> asyncio.Task[None]:
+        if unit.name not in self._starts:
+            self._starts[unit.name] = _logged(unit, self._start(unit))
+        return self._starts[unit.name]
+
+    def _stopping(self, unit: Unit, seconds: float | None) -> asyncio.Task[None]:
+        if unit.name not in self._stops:
+            self._stops[unit.name] = _logged(unit, self._stop(unit, seconds))
+        return self._stops[unit.name]
+
+    async def _start(self, unit: Unit) -> None:
+        try:
+            stopping = self._stops.get(unit.name)
+            if stopping is not None:
+                if unit.presence == "leaving":
+                    stopping.cancel()
+                await asyncio.wait([stopping])
+            if unit.presence == "away":
+                unit.come()
+                try:
+                    await self._new_process(unit.name)
+                except KvloomError:
+                    unit.gone()
+                    raise
+            await unit.arrive()
+        finally:
+            del self._starts[unit.name]
+
+    async def _stop(self, unit: Unit, seconds: float | None) -> None:
+        try:
+            unit.leave()
+            self._tell()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await unit.emptied()
+            unit.presence = "ending"
+            await self._end_process(unit.name)
+            unit.gone()
+        finally:
+            del self._stops[unit.name]
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed(frozenset(self._stops))
+
+
+def _logged(unit: Unit, order: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Nobody may wait for it, and what it fails of is to be seen."""
+    task = asyncio.create_task(order)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            _log.warning("%s: %s", unit.name, error)
+
+    task.add_done_callback(ended)
+    return task
+
+
+async def _done(order: asyncio.Task[None]) -> None:
+    """Raises Conflict where it was called back."""
+    await asyncio.wait([order])
+    if order.cancelled():
+        raise Conflict("called back: the unit was started again meanwhile, or the gateway ends")
+    order.result()
