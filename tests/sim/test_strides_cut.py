@@ -14,7 +14,7 @@ from kvloom.core.job import Job
 from kvloom.core.request import EndEvent, StartGenerate
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import Policy
-from kvloom.core.verbs import PrepRecv, RemoteSend
+from kvloom.core.verbs import Offer, PrepRecv, RemoteSend
 from kvloom.engine.engine import Engine
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.executor import JobFailed, NoContent
@@ -115,3 +115,30 @@ def test_strides_that_fail_one_after_the_other_end_their_requests_alone() -> Non
             await asyncio.gather(*(ask(engine, model, [1, 2, 3], 60, model) for model in SHAPES))
 
     run_virtual(main())
+
+
+def test_who_asks_for_the_load_cuts_nothing_and_sees_every_block() -> None:
+    """And who asks for a request to move hears of the tokens that it has by then."""
+
+    async def main(stride: int) -> tuple[list[tuple[int, str | None]], int]:
+        seen: list[tuple[int, str | None]] = []
+        async with running([replace(unit("a", ["small"]), stride=stride)]) as [engine]:
+            asking = asyncio.create_task(ask(engine, "it", list(range(8)), 64))
+            for _ in range(20):
+                await asyncio.sleep(0.002)
+                load = await engine.load()
+                seen.append((load.models["small"].used_blocks, None))
+            jobs = load.models["small"].decode_jobs_total
+            for _ in range(8):
+                await asyncio.sleep(0.002)
+                load = await engine.load()
+                offered = await engine.offer(Offer(destination=load))
+                seen.append((load.models["small"].used_blocks, offered.request))
+            await asking
+        return seen, jobs
+
+    (stepped, jobs), (strode, longer) = (run_virtual(main(stride)) for stride in STRIDES)
+    assert strode == stepped
+    assert {name for _, name in stepped} == {None, "it"}  # at the end too little of it is left
+    assert jobs > 10
+    assert longer == 1

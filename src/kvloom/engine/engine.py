@@ -85,7 +85,7 @@ class Engine:
         self._shipping = Shipping(
             self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._flights.jobs
         )
-        self._holds = Holds(self._queues, self._requests, jobs=lambda: self._flights.jobs)
+        self._holds = Holds(self._queues, self._requests, clock, spec.lease, jobs=lambda: self._flights.jobs)
         self._llumlet = Llumlet(self._queues, self._requests, spec.priorities)
         self._stopping = False
 
@@ -117,7 +117,7 @@ class Engine:
     @property
     def _due(self) -> float | None:
         """When the next lease runs out."""
-        dues = [due for due in (self._reservations.due, self._pins.due) if due is not None]
+        dues = [due for one in (self._reservations, self._pins, self._holds) if (due := one.due) is not None]
         return min(dues, default=None)
 
     def _expire(self) -> None:
@@ -127,6 +127,7 @@ class Engine:
             self._flights.cut()
             self._reservations.expire()
             self._pins.expire()
+            self._holds.expire()
 
     async def stop(self) -> None:
         """Refuse new requests, end every stream, and let the loop end when running jobs have."""
@@ -220,11 +221,12 @@ class Engine:
         return await self._holds.hold(request)
 
     async def resume(self, request: str) -> None:
-        self._holds.resume(request)
+        self._called()
+        await self._holds.resume(request)
         self._called()
 
     async def offer(self, body: Offer) -> Offered:
-        self._flights.cut()
+        await self._flights.settled()
         return self._llumlet.offer(body)
 
     async def evict(self, body: Prefix) -> Held:
@@ -232,7 +234,7 @@ class Engine:
         return Held(tokens=self.pool.caches[body.model].prefixes.evict(body.prompt))
 
     async def load(self) -> UnitLoad:
-        self._flights.cut()
+        self._flights.sync()
         return UnitLoad(
             total_blocks=self.pool.total,
             free_blocks=self.pool.free,
