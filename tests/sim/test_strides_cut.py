@@ -120,25 +120,22 @@ def test_strides_that_fail_one_after_the_other_end_their_requests_alone() -> Non
 def test_who_asks_for_the_load_cuts_nothing_and_sees_every_block() -> None:
     """And who asks for a request to move hears of the tokens that it has by then."""
 
-    async def main(stride: int) -> tuple[list[tuple[int, str | None]], int]:
-        seen: list[tuple[int, str | None]] = []
+    async def main(stride: int) -> tuple[list[int], int, list[str | None]]:
+        seen: list[int] = []
         async with running([replace(unit("a", ["small"]), stride=stride)]) as [engine]:
             asking = asyncio.create_task(ask(engine, "it", list(range(8)), 64))
             for _ in range(20):
                 await asyncio.sleep(0.002)
                 load = await engine.load()
-                seen.append((load.models["small"].used_blocks, None))
-            jobs = load.models["small"].decode_jobs_total
-            for _ in range(8):
-                await asyncio.sleep(0.002)
-                load = await engine.load()
-                offered = await engine.offer(Offer(destination=load))
-                seen.append((load.models["small"].used_blocks, offered.request))
+                seen.append(load.models["small"].used_blocks)
+            offered = [(await engine.offer(Offer(destination=load))).request]
+            await asyncio.sleep(0.015)  # steps
+            offered.append((await engine.offer(Offer(destination=load))).request)
             await asking
-        return seen, jobs
+        return seen, load.models["small"].decode_jobs_total, offered
 
-    (stepped, jobs), (strode, longer) = (run_virtual(main(stride)) for stride in STRIDES)
+    (stepped, jobs, offers), (strode, longer, later) = (run_virtual(main(stride)) for stride in STRIDES)
     assert strode == stepped
-    assert {name for _, name in stepped} == {None, "it"}  # at the end too little of it is left
+    assert later == offers == ["it", None]  # at the end too little of it is left
     assert jobs > 10
     assert longer == 1
