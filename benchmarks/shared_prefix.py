@@ -2,8 +2,8 @@
 
 python -m benchmarks.shared_prefix [--trace conversation.jsonl] [--pools 0.5 0.75 1]. Synthetic: documents,
 each asked about many times, in any order; and conversations of several turns, each of which begins with all
-before it. A trace has one request a line with `hash_ids`, one for each 512 tokens of the prompt, equal ids meaning equal tokens (the
-form of Mooncake's); its blocks become 16 tokens. Real engines over shape B, in
+before it. A trace has one request a line with `hash_ids`, one for each 512 tokens of the prompt, equal ids
+meaning equal tokens (the form of Mooncake's); its blocks become 16 tokens. Real engines over shape B, in
 processes of their own; each holds a part (`--pools`) of what all contexts take. `at best` is what one engine
 with room for everything would compute.
 """
