@@ -25,7 +25,8 @@ def walked(
 ) -> tuple[list[Placed], bool]:
     """What is there in the end, and whether each model that was served always had a unit. Fails where a step
     takes more memory than there is, or tells wrongly who waits."""
-    there: dict[object, Placed] = {**now}
+    there: dict[object, Placed] = {}
+    there.update(now)
     served = {model for one in now.values() for model in one.models}
     waiting: set[str] = set()
     whole = True
@@ -102,7 +103,8 @@ def test_every_way_ends_at_the_plan(before: list[Placed], plan: list[Placed], me
 
 
 def _whole(now: Mapping[str, Placed], plan: Sequence[Placed], order: Sequence[Step], memory: int) -> bool:
-    there: dict[object, Placed] = {**now}
+    there: dict[object, Placed] = {}
+    there.update(now)
     served = {model for one in now.values() for model in one.models}
     for step in order:
         if isinstance(step, Start):
