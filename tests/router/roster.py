@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvloom.core.errors import Unavailable
-from kvloom.core.replicas import Scale
+from kvloom.core.replicas import GroupSpec, Scale
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.roster import Roster
 from tests.router.fleets import Fleets, routed
@@ -52,8 +52,7 @@ async def staged(units: int, scale: Scale, *, patience: float = 60.0) -> AsyncIt
 
         roster = Roster(
             fleets.router,
-            scales={"g": scale},
-            groups={"g": tuple("abcdefgh"[:units])},
+            groups={"g": GroupSpec(tuple("abcdefgh"[:units]), scale)},
             start=start,
             stop=stop,
             changed=lambda units: played.told.append({*units}),

@@ -27,8 +27,15 @@ class Scale(Struct, frozen=True):
             )
 
 
+class GroupSpec(Struct, frozen=True):
+    """Units that are replicas of one another, in the order in which they are started."""
+
+    units: tuple[str, ...]
+    scale: Scale
+
+
 class Group(Struct, frozen=True):
-    """Units that are replicas of one another, and how many of them there may be. starting: those that are
+    """The same as it stands. starting: those that are
     about to have a process. away: those that can be given one now, in this order; those that were to lose
     theirs, and still have it, come first. models: what each serves. idle: seconds since the last request
     ended there."""

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvloom.core.errors import Conflict, KvloomError
-from kvloom.core.replicas import Group, Scale, Steps
+from kvloom.core.replicas import Group, GroupSpec, Steps
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
 
@@ -20,24 +20,22 @@ _log = logging.getLogger(__name__)
 class Roster:
     """An async context manager: orders that are under way are given up with it.
 
-    groups: units that are replicas of one another, by the group's name; scales: how many of them there may
-    be. start: gives a unit a process, and returns once that answers; stop: ends it, and returns once it has
-    ended; both raise KvloomError. changed: called with the units that are to go, whenever others are.
+    groups: those whose units come and go by themselves, by name. start: gives a unit a process, and returns
+    once that answers; stop: ends it, and returns once it has ended; both raise KvloomError. changed: called
+    with the units that are to go, whenever others are.
     """
 
     def __init__(
         self,
         router: Router,
         *,
-        scales: Mapping[str, Scale],
-        groups: Mapping[str, tuple[str, ...]],
+        groups: Mapping[str, GroupSpec],
         start: Callable[[str], Awaitable[None]],
         stop: Callable[[str], Awaitable[None]],
         changed: Callable[[frozenset[str]], None],
     ) -> None:
         self._router = router
-        self._scales = scales
-        self._groups = {name: list(units) for name, units in groups.items()}
+        self._groups = groups
         self._new_process = start
         self._end_process = stop
         self._changed = changed
@@ -58,23 +56,15 @@ class Roster:
     @property
     def groups(self) -> dict[str, Group]:
         """As they stand now."""
-        return {name: self._group(name) for name, units in self._groups.items() if units}
+        return {name: self._group(spec) for name, spec in self._groups.items()}
 
-    def _group(self, name: str) -> Group:
-        units = [self._router.units[unit] for unit in self._groups[name]]
-        scale, count = self._scales[name], len(units)
+    def _group(self, spec: GroupSpec) -> Group:
+        units = [self._router.units[unit] for unit in spec.units]
         leaving = [unit for unit in units if unit.presence == "leaving"]
         away = [unit for unit in units if unit.presence == "away" and unit.may_start]
         return Group(
             units=frozenset(unit.name for unit in units),
-            scale=Scale(
-                min(scale.least, count),
-                min(scale.most, count),
-                scale.low,
-                scale.high,
-                scale.seconds,
-                scale.idle,
-            ),
+            scale=spec.scale,
             starting=sum(unit.service in ("starting", "restarting") for unit in units),
             away=tuple(unit.name for unit in (*leaving, *away)),
             models=frozenset(model for unit in units for model in unit.replicas),
