@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from kvloom.core.errors import Conflict, Unavailable, UnknownModel
+from kvloom.core.errors import BadRequest, Conflict, Unavailable, UnknownModel
 from kvloom.core.replicas import Scale, Steps
 from kvloom.fleet.scheduler import FleetScheduler
 from tests.router.fleets import ask, ask_well, body, run, turns
 from tests.router.ledger import card
-from tests.router.roster import Staged, staged
+from tests.router.roster import Staged, spec, staged
 
 TO_ZERO = Scale(least=0, most=2, idle=30)
 
@@ -31,7 +31,7 @@ def test_a_unit_goes_when_what_runs_there_has_ended() -> None:
             await turns()
             going = asyncio.create_task(played.roster.stop("a"))
             await turns()
-            assert (played.states(), played.orders, played.told) == (
+            assert (played.states(), played.orders.done, played.told) == (
                 {"a": "draining", "b": "up"},
                 [],
                 [{"a"}],
@@ -41,11 +41,11 @@ def test_a_unit_goes_when_what_runs_there_has_ended() -> None:
             await running
             await going
             assert played.states() == {"a": "away", "b": "up"}
-            assert (played.orders, played.told) == (["stop a"], [{"a"}, set()])
+            assert (played.orders.done, played.told) == (["stop a"], [{"a"}, set()])
             await ask_well(played.fleets.router, body())
             assert {call.unit for call in played.fleets.journal[1:]} == {"b"}
             await played.roster.stop("a")
-            assert played.orders == ["stop a"]
+            assert played.orders.done == ["stop a"]
 
     run(test)
 
@@ -66,9 +66,9 @@ def test_a_model_without_a_unit_is_still_served() -> None:
             for _ in range(3):
                 await scheduler.step()
                 await turns()
-            assert played.orders[2:] == ["start a"]
+            assert played.orders.done[2:] == ["start a"]
             assert played.states() == {"a": "starting", "b": "away"}
-            played.starts.set()
+            played.orders.starts.set()
             await asyncio.gather(*asking)
             assert played.states() == {"a": "up", "b": "away"}
             assert router.waiting == {}
@@ -85,8 +85,8 @@ def test_a_scheduler_that_was_lost_starts_nothing_twice() -> None:
             for _ in range(3):
                 await FleetScheduler(played.rescheduler, played.fleets.clock).step()
                 await turns()
-            assert played.orders[2:] == ["start a"]
-            played.starts.set()
+            assert played.orders.done[2:] == ["start a"]
+            played.orders.starts.set()
             await asking
 
     run(test)
@@ -123,7 +123,7 @@ def test_one_that_is_to_go_is_called_back() -> None:
             await turns()
             with pytest.raises(Conflict, match="started again"):
                 await going
-            assert (played.states(), played.orders) == ({"a": "up"}, [])
+            assert (played.states(), played.orders.done) == ({"a": "up"}, [])
             engine.gate.set()
             await asyncio.gather(running, waiting)
 
@@ -133,8 +133,8 @@ def test_one_that_is_to_go_is_called_back() -> None:
 def test_one_that_ends_already_is_started_once_it_has() -> None:
     async def test() -> None:
         async with staged(1, TO_ZERO) as played:
-            played.ends.clear()
-            played.starts.set()
+            played.orders.ends.clear()
+            played.orders.starts.set()
             going = asyncio.create_task(played.roster.stop("a"))
             await turns()
             asking = asyncio.create_task(ask_well(played.fleets.router, body()))
@@ -142,10 +142,10 @@ def test_one_that_ends_already_is_started_once_it_has() -> None:
             await FleetScheduler(played.rescheduler, played.fleets.clock).step()  # it cannot be started now
             coming = asyncio.create_task(played.roster.start("a"))
             await turns()
-            assert played.orders == ["stop a"]
-            played.ends.set()
+            assert played.orders.done == ["stop a"]
+            played.orders.ends.set()
             await asyncio.gather(going, coming, asking)
-            assert played.orders == ["stop a", "start a"]
+            assert played.orders.done == ["stop a", "start a"]
 
     run(test)
 
@@ -156,22 +156,22 @@ def test_a_start_that_fails_is_told_and_tried_again_later() -> None:
             clock, router = played.fleets.clock, played.fleets.router
             await gone(played, "a")
             scheduler = FleetScheduler(played.rescheduler, clock)
-            played.problem = Unavailable("a ended with exit code 3 as it started")
-            played.starts.set()
+            played.orders.problem = Unavailable("a ended with exit code 3 as it started")
+            played.orders.starts.set()
             waiting = asyncio.create_task(ask(router, body()))
             await turns()
             await scheduler.step()
             with pytest.raises(Unavailable, match="no unit that serves m is up"):
                 await waiting
             await scheduler.step()
-            assert played.orders == ["stop a", "start a"]
-            played.problem = None
+            assert played.orders.done == ["stop a", "start a"]
+            played.orders.problem = None
             await clock.advance(11)
             asking = asyncio.create_task(ask_well(router, body()))
             await turns()
             await scheduler.step()
             await asking
-            assert played.orders == ["stop a", "start a", "start a"]
+            assert played.orders.done == ["stop a", "start a", "start a"]
 
     run(test)
 
@@ -236,8 +236,53 @@ def test_what_is_under_way_is_left_alone() -> None:
                 played.roster.begin(Steps(stop=("a", "nobody"), start=("b", "nobody")))
                 await turns()
                 assert played.roster.groups["g"].starting == 1
-            assert played.orders == []
+            assert played.orders.done == []
             await played.roster.start("a")
-            assert played.orders == []
+            assert played.orders.done == []
+
+    run(test)
+
+
+def test_a_unit_is_added_and_removed() -> None:
+    async def test() -> None:
+        async with staged(1, None) as played:
+            played.orders.starts.set()
+            await played.roster.add(spec("z"))
+            assert played.states() == {"a": "up", "z": "up"}
+            placement = played.roster.placement
+            assert [one.unit for one in placement.units] == ["a", "z"]
+            assert (placement.away, placement.scaled, placement.cores) == ((), (), 4)
+            with pytest.raises(Conflict, match="another name"):
+                await played.roster.add(spec("z"))
+            with pytest.raises(Conflict, match="away can be removed"):
+                played.roster.remove("a")
+            await played.roster.stop("a")
+            await ask_well(played.fleets.router, body())
+            assert [one.unit for one in played.roster.placement.away] == ["a"]
+            played.roster.remove("a")
+            assert played.states() == {"z": "up"}
+            assert played.orders.done == ["start z", "stop a", "forget a"]
+
+    run(test)
+
+
+def test_one_that_dies_or_speaks_another_way_is_not_added() -> None:
+    async def test() -> None:
+        async with staged(1, TO_ZERO) as played:
+            played.orders.starts.set()
+            played.orders.problem = Unavailable("z ended with exit code 3")
+            with pytest.raises(Unavailable, match="exit code 3"):
+                await played.roster.add(spec("z"))
+            played.orders.problem = None
+            played.fleets.world.engine("y", card(vocab_size=5))
+            with pytest.raises(Conflict, match="m differs in vocab_size"):
+                await played.roster.add(spec("y"))
+            assert played.orders.done == ["start z", "forget z", "start y", "stop y", "forget y"]
+            for name in ("../z", "", "z/z", "z" * 65):
+                with pytest.raises(BadRequest, match="is no name"):
+                    await played.roster.add(spec(name))
+            with pytest.raises(Conflict, match="comes and goes by itself"):
+                played.roster.remove("a")
+            assert played.states() == {"a": "up"}
 
     run(test)

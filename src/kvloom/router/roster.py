@@ -4,41 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Protocol, Self
 
-from kvloom.core.errors import Conflict, KvloomError
+from kvloom.core.client import EngineClient
+from kvloom.core.errors import BadRequest, ConfigError, Conflict, KvloomError
+from kvloom.core.placement import Placement
 from kvloom.core.replicas import Group, GroupSpec, Steps
+from kvloom.core.spec import EngineSpec
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")  # it becomes part of a path
 
 _log = logging.getLogger(__name__)
 
 
-class Roster:
-    """An async context manager: orders that are under way are given up with it.
+class Processes(Protocol):
+    """All but `forget` raise KvloomError."""
 
-    groups: those whose units come and go by themselves, by name. start: gives a unit a process, and returns
-    once that answers; stop: ends it, and returns once it has ended; both raise KvloomError. changed: called
-    with the units that are to go, whenever others are.
-    """
+    async def start(self, spec: EngineSpec) -> None:
+        """Give a unit a process, until that answers."""
+
+    async def stop(self, unit: str) -> None:
+        """End it, until it has ended."""
+
+    def forget(self, unit: str) -> None:
+        """A unit that has no process is not to get one any more."""
+
+
+class Roster:
+    """An async context manager: orders that are under way are given up with it. specs: of all units that the
+    router knows. groups: those that come and go by themselves, by name. processes: who gives units a process.
+    connect: the client of a unit that was not there. changed: called with the units that are to go, whenever
+    others are. memory, cores: what the fleet's machine has for it."""
 
     def __init__(
         self,
         router: Router,
         *,
+        specs: Iterable[EngineSpec],
         groups: Mapping[str, GroupSpec],
-        start: Callable[[str], Awaitable[None]],
-        stop: Callable[[str], Awaitable[None]],
+        processes: Processes,
+        connect: Callable[[str], Awaitable[EngineClient]],
         changed: Callable[[frozenset[str]], None],
+        memory: int,
+        cores: int,
     ) -> None:
         self._router = router
+        self._specs = {spec.unit: spec for spec in specs}
         self._groups = groups
-        self._new_process = start
-        self._end_process = stop
+        self._processes = processes
+        self._connect = connect
         self._changed = changed
+        self._memory = memory
+        self._cores = cores
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, asyncio.Task[None]] = {}
 
@@ -70,6 +93,52 @@ class Roster:
             models=frozenset(model for unit in units for model in unit.replicas),
             idle=min(unit.idle for unit in units),
         )
+
+    @property
+    def placement(self) -> Placement:
+        units = self._router.units
+        away = [name for name in self._specs if units[name].presence == "away"]
+        return Placement(
+            units=tuple(spec for name, spec in self._specs.items() if name not in away),
+            away=tuple(self._specs[name] for name in away),
+            scaled=self._scaled,
+            memory=self._memory,
+            cores=self._cores,
+        )
+
+    @property
+    def _scaled(self) -> tuple[str, ...]:
+        return tuple(name for spec in self._groups.values() for name in spec.units)
+
+    async def add(self, spec: EngineSpec) -> None:
+        """A unit that was not there, until it takes requests. Raises what its process died of, and Conflict
+        where it serves something else under a name that another unit serves: then it is not there."""
+        name, units = spec.unit, self._router.units
+        if not _NAME.fullmatch(name):
+            raise BadRequest(
+                f"unit: {name[:80]!r} is no name; letters, digits and .-_ are right", param="unit"
+            )
+        if name in units:
+            raise Conflict(f"there is a unit {name} already; another name is right")
+        unit = units.add(name, await self._connect(name))
+        self._specs[name] = spec
+        try:
+            await self.start(name)
+            if isinstance(unit.problem, ConfigError):
+                problem = unit.problem.message
+                await self.stop(name)
+                raise Conflict(problem)
+        except KvloomError:
+            self.remove(name)
+            raise
+
+    def remove(self, name: str) -> None:
+        """Raises Conflict where the unit has a process, or comes and goes by itself."""
+        if name in self._scaled:
+            raise Conflict(f"{name} comes and goes by itself; the config's `replicas` say so")
+        self._router.units.remove(name)
+        del self._specs[name]
+        self._processes.forget(name)
 
     def begin(self, steps: Steps) -> None:
         """Does not wait. Units that nobody knows, and those for which something else is under way, are passed
@@ -121,7 +190,7 @@ class Roster:
             if unit.presence == "away":
                 unit.come()
                 try:
-                    await self._new_process(unit.name)
+                    await self._processes.start(self._specs[unit.name])
                 except KvloomError:
                     unit.gone()
                     raise
@@ -137,7 +206,7 @@ class Roster:
                 async with asyncio.timeout(seconds):
                     await unit.emptied()
             unit.presence = "ending"
-            await self._end_process(unit.name)
+            await self._processes.stop(unit.name)
             unit.gone()
         finally:
             del self._stops[unit.name]
