@@ -17,6 +17,7 @@ from kvloom.core.rescheduling import FleetState, Pair, Pairs
 from kvloom.core.verbs import Offer
 from kvloom.router.roster import Roster
 from kvloom.router.router import Router
+from kvloom.router.unit import Unit
 
 MOST_REFUSALS: Final = 3  # in a row, after which a pair is left in peace until pairs are told again
 
@@ -101,13 +102,12 @@ class Rescheduler:
         return pair in self._pairs and self._clock.now() < self._until
 
     async def _offered(self, pair: Pair, refused: list[str]) -> str | None:
-        """A request's id at the source."""
+        """A request's id at the source. None too where a unit is there no more."""
         units = self._router.units
-        source, destination = units[pair.source], units[pair.destination]
-        load = await destination.load()
-        if load is None or destination.withdrawn:
+        source, destination = units.get(pair.source), units.get(pair.destination)
+        if source is None or destination is None or (load := await destination.load()) is None:
             return None
-        body = Offer(destination=_alike(load, pair, self._router), besides=refused)
+        body = Offer(destination=_alike(load, source, destination), besides=refused)
         return (await source.client.offer(body)).request
 
     async def _moves(self, name: str, pair: Pair) -> bool:
@@ -124,12 +124,12 @@ class Rescheduler:
         return True
 
 
-def _alike(load: UnitLoad, pair: Pair, router: Router) -> UnitLoad:
+def _alike(load: UnitLoad, source: Unit, destination: Unit) -> UnitLoad:
     """The destination's load without the models of which the units keep K and V in unlike forms."""
-    source, destination = router.units[pair.source].replicas, router.units[pair.destination].replicas
+    here, there = source.replicas, destination.replicas
     alike = {
         name: model
         for name, model in load.models.items()
-        if name in source and name in destination and source[name].form == destination[name].form
+        if name in here and name in there and here[name].form == there[name].form
     }
     return replace(load, models=alike)
