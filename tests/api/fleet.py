@@ -15,8 +15,8 @@ from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.core.clock import WallClock
 from kvloom.core.load import UnitLoad
 from kvloom.core.replicas import Steps
-from kvloom.core.rescheduling import FleetState, Pairs
 from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate
+from kvloom.core.rescheduling import FleetState, Pairs
 from kvloom.core.spec import ProgramSpec
 from kvloom.core.verbs import (
     Held,
