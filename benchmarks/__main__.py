@@ -14,6 +14,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   streaming      what the gateway adds, and how many tokens it streams
   shared-prefix  prompts with common beginnings over two engines; with --trace FILE also those of a trace
   migration      a context moved against computed again
+  downtime       how long a request that moves keeps its caller waiting
   truth          what the simulation says of this machine against what it does
   throughput     one model against vLLM and transformers
   multimodel     four models against four vLLM servers
@@ -32,6 +33,7 @@ import msgspec
 from rich.console import Console
 
 from benchmarks import (
+    downtime,
     engine_step,
     fleet,
     memory_start,
@@ -69,7 +71,8 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
     quick: bool = options.quick
     streams = streaming.Effort(rounds=20, paces=(5500.0,), tokens=100) if quick else streaming.Effort()
     rounds = 1 if quick else 5
-    talks = shared_prefix.Effort(talks=4, turns=3) if quick else shared_prefix.Effort()
+    moves = downtime.Effort(lengths=(256,), rounds=1, beside=1) if quick else downtime.Effort()
+    talks = shared_prefix.Effort(talks=4, turns=3, pools=(0.75,)) if quick else shared_prefix.Effort()
     return {
         "engine-step": lambda: asyncio.to_thread(engine_step.measure, 64, 100 if quick else 1000),
         "verbs": lambda: verbs.measure(640 if quick else 6400, 1 if quick else 3),
@@ -81,6 +84,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "streaming": lambda: streaming.measure(streams, console),
         "shared-prefix": lambda: shared_prefix.measure(options.trace, console, talks),
         "migration": lambda: migration.measure(rounds, console, [500] if quick else [*migration.WANTED]),
+        "downtime": lambda: downtime.measure(moves, console),
     }
 
 

@@ -13,7 +13,7 @@ from kvloom.core.spec import EngineSpec, ModelSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import EngineOrder, Ready, Refused
-from kvloom.serve.supervisor import ENGINE
+from kvloom.serve.roles import ENGINE
 
 MODEL = "m"
 

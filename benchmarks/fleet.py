@@ -19,10 +19,10 @@ from rich.console import Console
 
 from benchmarks.report import Cell, Finding, Report, this_machine
 from kvloom.core.load import LevelLoad, ModelLoad, UnitLoad
+from kvloom.core.replicas import Group, Scale
 from kvloom.fleet.choice import Candidate, choose
-from kvloom.fleet.pairing import Thresholds
-from kvloom.fleet.period import Group, Period, decide
-from kvloom.fleet.scaling import Scale
+from kvloom.fleet.period import Period, decide
+from kvloom.fleet.thresholds import Thresholds
 
 MOST: Final = {64: 10.0, 1000: 100.0}  # ms a period, by units
 PERIODS: Final = 40

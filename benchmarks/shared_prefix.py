@@ -1,11 +1,11 @@
 """Prompt tokens that two engines compute for requests with common beginnings, under two router programs.
 
-python -m benchmarks.shared_prefix [--trace conversation.jsonl]. Synthetic: documents, each asked about many
-times, in any order; and conversations of several turns, each of which begins with all before it. A trace has
-one request a line with `hash_ids`, one for each 512 tokens of the prompt, equal ids meaning equal tokens (the
-form of Mooncake's); its blocks become 16 tokens. Real engines over shape B, in
-processes of their own; each holds three quarters of what all contexts take. `at best` is what one engine with
-room for everything would compute.
+python -m benchmarks.shared_prefix [--trace conversation.jsonl] [--pools 0.5 0.75 1]. Synthetic: documents,
+each asked about many times, in any order; and conversations of several turns, each of which begins with all
+before it. A trace has one request a line with `hash_ids`, one for each 512 tokens of the prompt, equal ids
+meaning equal tokens (the form of Mooncake's); its blocks become 16 tokens. Real engines over shape B, in
+processes of their own; each holds a part (`--pools`) of what all contexts take. `at best` is what one engine
+with room for everything would compute.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ class Line(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Documents and conversations, questions or turns of each, and requests of a trace."""
+    """Documents and conversations, questions or turns of each, requests of a trace, and what an engine holds
+    of all contexts."""
 
     talks: int = 40
     turns: int = 12
     traced: int = 600
+    pools: tuple[float, ...] = (0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +133,12 @@ async def serve_all(router: Router, prompts: Sequence[list[int]]) -> float:
 
 
 async def compare(clients: dict[str, HttpEngineClient], prompts: Sequence[list[int]]) -> dict[str, Seen]:
+    """Each with a router of its own: one that served before would look for prefixes that are gone."""
     out = {}
-    async with Router(clients, load_program(PROGRAMS[0]), WallClock()) as router:
-        for name in PROGRAMS:
-            for client in clients.values():
-                await client.evict(Prefix(model=MODEL, prompt=[]))
-            router.set_program(load_program(name))
+    for name in PROGRAMS:
+        for client in clients.values():
+            await client.evict(Prefix(model=MODEL, prompt=[]))
+        async with Router(clients, load_program(name), WallClock()) as router:
             before = await _count(router)
             seconds = await serve_all(router, prompts)
             after = await _count(router)
@@ -159,16 +161,16 @@ async def measure(trace: Path | None, console: Console, effort: Effort | None = 
     rows: list[list[str | int | float | None]] = []
     findings = []
     for name, prompts in workloads.items():
-        console.print(name, style="dim")
-        at_best = distinct(prompts)
-        kv_bytes = 3 * at_best * TOKEN_BYTES // 4
-        async with engines(2, "B", kv_bytes=kv_bytes) as pair:
-            seen = await compare({f"unit-{i}": client for i, client in enumerate(pair)}, prompts)
-        for program, one in seen.items():
-            asked = sum(map(len, prompts))
-            rows.append([f"{name}, {program}", asked, at_best, one.computed, one.cached, one.seconds])
-        ratio = seen[PROGRAMS[0]].computed / seen[PROGRAMS[1]].computed
-        findings.append(Finding(what=f"{name}: less prompt computed", value=ratio, unit="×", least=LEAST))
+        asked, at_best = sum(map(len, prompts)), distinct(prompts)
+        for pool in effort.pools:
+            what = f"{name}, pools of {pool:g}"
+            console.print(what, style="dim")
+            async with engines(2, "B", kv_bytes=int(pool * at_best) * TOKEN_BYTES) as pair:
+                seen = await compare({f"unit-{i}": client for i, client in enumerate(pair)}, prompts)
+            for program, one in seen.items():
+                rows.append([f"{what}, {program}", asked, at_best, one.computed, one.cached, one.seconds])
+            ratio = seen[PROGRAMS[0]].computed / seen[PROGRAMS[1]].computed
+            findings.append(Finding(what=f"{what}: less prompt computed", value=ratio, unit="×", least=LEAST))
     return Report(
         name="shared-prefix",
         title="Prompts with common beginnings over two engines",
@@ -182,9 +184,10 @@ async def measure(trace: Path | None, console: Console, effort: Effort | None = 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--pools", type=float, nargs="+", default=list(Effort().pools))
     options = parser.parse_args()
     console = Console()
-    report = asyncio.run(measure(options.trace, console))
+    report = asyncio.run(measure(options.trace, console, Effort(pools=tuple(options.pools))))
     report.show(console)
     console.print(report.save())
 

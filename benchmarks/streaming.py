@@ -36,7 +36,7 @@ from kvloom.core.spec import ProgramSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import Begin, GatewayOrder, Ready
-from kvloom.serve.supervisor import GATEWAY
+from kvloom.serve.roles import GATEWAY
 
 MOST_MS, LEAST_PACE = 3.0, 5000.0
 KEPT = 0.95

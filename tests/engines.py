@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from kvloom.core.clock import WallClock
+from kvloom.core.job import Executor
 from kvloom.core.request import EndEvent, Event, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
+from kvloom.core.transport import Transport
 from kvloom.engine.engine import Engine
 from kvloom.model.parallel.executor import load_executor
 from kvloom.serve.engine_process import open_transport
@@ -62,11 +65,27 @@ def spec_of(paths: dict[str, Path], *, policy: Policy = "adbs", **changes: int) 
     return replace(spec, **changes)
 
 
+class RealExecutor(Executor, Protocol):
+    def close(self) -> None: ...
+
+
+class RealTransport(Transport, Protocol):
+    def close_all(self) -> None: ...
+
+
 @asynccontextmanager
 async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
     """The engine while it runs; afterwards law 1 and law 4 hold."""
     executor = load_executor(spec)
-    transport = open_transport(spec, executor.arena)
+    async with running_over(spec, executor, open_transport(spec, executor.arena)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def running_over(
+    spec: EngineSpec, executor: RealExecutor, transport: RealTransport
+) -> AsyncIterator[Engine]:
+    """The same over an executor and a transport that are there already; both are closed."""
     engine = Engine(executor, transport, spec, WallClock())
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())

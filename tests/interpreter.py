@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 INSTALLED = importlib.util.find_spec("triton") is not None
-_KERNELS = "activation", "copy", "decode", "draw", "merge", "norm", "prefill", "rotary", "write"
+_KERNELS = "activation", "copy", "decode", "merge", "norm", "prefill", "rotary", "write"
 
 
 class _Watch(MetaPathFinder):

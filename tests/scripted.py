@@ -17,6 +17,8 @@ from kvloom.core.service import Service
 from kvloom.core.verbs import (
     Held,
     Lease,
+    Offer,
+    Offered,
     Pin,
     Pinned,
     Prefix,
@@ -89,6 +91,9 @@ class ScriptedEngine:
 
     async def resume(self, request: str) -> None:
         pass
+
+    async def offer(self, body: Offer) -> Offered:
+        return Offered(request=f"not {body.besides}")
 
     async def evict(self, body: Prefix) -> Held:
         return Held(tokens=len(body.prompt) + 2)

@@ -109,6 +109,9 @@ def test_units(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
         (["restart", "unit-0"], {"seconds": None}),
         (["restart", "unit-0", "--seconds", "0"], {"seconds": 0}),
         (["admit", "unit-0"], {}),
+        (["start", "unit-0"], {}),
+        (["stop", "unit-0"], {"seconds": None}),
+        (["stop", "unit-0", "--seconds", "3"], {"seconds": 3}),
     ],
 )
 def test_a_unit(

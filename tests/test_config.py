@@ -13,7 +13,7 @@ from kvloom.config import DEMO, Config
 from kvloom.config_file import load_config
 from kvloom.core.errors import ConfigError
 from kvloom.core.priority import Level
-from kvloom.core.spec import ProgramSpec
+from kvloom.core.spec import ProgramSpec, SchedulerSpec
 from kvloom.machine import Machine
 from kvloom.sizes import parse_seconds, parse_size, show_size
 
@@ -50,6 +50,20 @@ def test_levels_of_priority_reach_every_engine(folder: Path) -> None:
     assert load(folder, M).engines[0].priorities == ()
     config = load(folder, M + "priorities: {-1: 4000, -10: 12000}\nunits: [{models: [a], replicas: 2}]")
     assert [engine.priorities for engine in config.engines] == [(Level(-10, 12000), Level(-1, 4000))] * 2
+
+
+def test_rescheduling(folder: Path) -> None:
+    """Of itself where a model is on two units."""
+    two = "units: [{models: [a], replicas: 2}]\n"
+    assert load(folder, M).scheduler is None
+    assert load(folder, AB + "units: [{models: [a]}, {models: [b]}]").scheduler is None
+    assert load(folder, AB + "units: [{models: [a]}, {models: [a, b]}]").scheduler == SchedulerSpec()
+    assert load(folder, M + two).scheduler == SchedulerSpec(0.5, 24.0, 48.0)
+    assert load(folder, M + two + "rescheduling: {period: 100ms, out: -5}").scheduler == SchedulerSpec(
+        0.1, -5
+    )
+    for off in ("none", "null", ""):
+        assert load(folder, M + two + f"rescheduling: {off}").scheduler is None
 
 
 def test_defaults_and_short_form(folder: Path) -> None:
@@ -217,7 +231,7 @@ def test_auto_is_shared_out(folder: Path, text: str, memory: list[int], threads:
         (
             "program: balanced\nunits: [{models: [a, b]}, {models: [a], tensor_parallel: 2}]",
             "units.1.tensor_parallel: 2 ranks, whose K and V are neither sent nor received, under the "
-            "program balanced, which moves them; cache_aware, data_parallel, freest, least_loaded are right",
+            "program balanced, which moves them; cache_aware, data_parallel, freest, infaas, least_loaded are right",
         ),
         (
             "threads: 2\nunits: [{models: [a, b], threads: 3}]",
@@ -257,6 +271,13 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "lease: yes", ["lease", "no time"]),
         (M + "lease: 0", ["lease", "0 s", "1 s to 3600 s"]),
         (M + "lease: 2h", ["lease", "7200 s", "1 s to 3600 s"]),
+        (M + "rescheduling: on", ["rescheduling: True", "`period`, `out` or `into`, or `none`"]),
+        (M + "rescheduling: {periods: 1}", ["rescheduling.periods", "did you mean `period`?"]),
+        (M + "rescheduling: {period: 0}", ["rescheduling.period: 0 s", "0.05 s to 60 s"]),
+        (M + "rescheduling: {period: soon}", ["rescheduling.period", "'soon' is no time"]),
+        (M + "rescheduling: {out: many}", ["rescheduling.out: 'many'", "a number is right"]),
+        (M + "rescheduling: {into: .inf}", ["rescheduling.into: inf", "1000000000.0 or less is right"]),
+        (M + "rescheduling: {out: 50}", ["rescheduling: out 50 is above into 48", "out ≤ into"]),
         (M + "priorities: 5", ["priorities", "5", "mapping of priorities"]),
         (M + "priorities: {high: 5}", ["priorities", "'high'", "whole number"]),
         (M + "priorities: {yes: 5}", ["priorities", "True is no priority"]),

@@ -36,18 +36,22 @@ from kvloom.config_fields import (
     Threads,
     no_bool,
 )
+from kvloom.config_rescheduling import Rescheduling, ReschedulingConfig
 from kvloom.config_units import (
     CPU,
     Device,
     UnitConfig,
     check_ranks,
+    first,
+    groups,
     list_engines,
     share_devices,
     share_pools,
     share_threads,
 )
 from kvloom.core.errors import ConfigError
-from kvloom.core.spec import Dtype, EngineSpec, Plane, Policy
+from kvloom.core.replicas import GroupSpec
+from kvloom.core.spec import Dtype, EngineSpec, Plane, Policy, SchedulerSpec
 from kvloom.machine import Machine
 from kvloom.sizes import show_size
 
@@ -97,6 +101,7 @@ class Config(Section):
     device: Device = "cpu"
     transport: Plane = "shm"
     priorities: Priorities = Field(default={}, validate_default=True)
+    rescheduling: Rescheduling = ReschedulingConfig()
     lease: Seconds = Field(default="30s", validate_default=True)
     program: Program = Field(default="data_parallel", validate_default=True)
     drain: Seconds = Field(default="60s", validate_default=True)
@@ -108,7 +113,10 @@ class Config(Section):
     units: Annotated[Annotated[tuple[UnitConfig, ...], Some] | None, NoNull] = None
 
     _folder: Path = PrivateAttr()
+    _machine: Machine = PrivateAttr()
     _engines: tuple[EngineSpec, ...] = PrivateAttr()
+    _groups: dict[str, GroupSpec] = PrivateAttr()
+    _first: tuple[str, ...] = PrivateAttr()
 
     @field_validator("kv_memory")
     @classmethod
@@ -148,7 +156,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _share_out(self, info: ValidationInfo) -> Self:
         here = Surroundings.of(info)
-        self._folder = here.folder
+        self._folder, self._machine = here.folder, here.machine
         engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
         devices = share_devices(engines, self.device, here.machine)
         pools = share_pools(engines, devices, self.kv_memory, self.block_bytes, here.machine)
@@ -156,6 +164,12 @@ class Config(Section):
             raise ValueError("transport: nixl, which moves the host's memory alone; `shm` is right for GPUs")
         cores = share_threads(engines, self.threads, here.machine)
         check_ranks(engines, cores, self.program.name)
+        self._groups, self._first = groups(engines), first(engines)
+        if self._groups and not self.rescheduling:
+            raise ValueError(
+                f"{next(iter(self._groups))}.replicas: a range, which needs rescheduling, and it is none; "
+                "a number, or `rescheduling`, is right"
+            )
         self._engines = tuple(
             EngineSpec(
                 unit=engine.name,
@@ -186,8 +200,28 @@ class Config(Section):
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
-        """One for each unit and replica."""
+        """One for each unit and each replica that there may be."""
         return self._engines
+
+    @property
+    def groups(self) -> Mapping[str, GroupSpec]:
+        """Replicas whose number changes while serving, by the key of their unit."""
+        return self._groups
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The engines that a fleet begins with."""
+        return self._first
+
+    @property
+    def machine(self) -> Machine:
+        """As it was before anything of the fleet ran."""
+        return self._machine
+
+    @property
+    def scheduler(self) -> SchedulerSpec | None:
+        """None where no running request is to move, and no unit to come or to go."""
+        return self.rescheduling.scheduler(self.engines, self.groups) if self.rescheduling else None
 
 
 def resolve_model(value: str, folder: Path) -> str:

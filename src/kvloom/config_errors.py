@@ -30,6 +30,8 @@ _WANTED: Final = {
 _SECTIONS: Final = {
     "ModelConfig": "a path, a hub id or a mapping with `path`",
     "UnitConfig": "a mapping with `models`",
+    "ReplicasConfig": "a number, or a mapping with `least` and `most`,",
+    "ReschedulingConfig": "a mapping with `period`, `out` or `into`, or `none`,",
     "SharesConfig": "a mapping with `prefill`, `decode` or `quota`",
     "NodesConfig": "a mapping with `device` and `gpus`",
     "DemandConfig": "a mapping with `shape` or `path`",

@@ -26,6 +26,7 @@ from kvloom.sizes import parse_seconds, parse_size, show_size
 Listed = TypeVar("Listed", bound=tuple[object, ...])
 Auto = Literal["auto"]
 LONGEST_LEASE: Final = 3600.0
+SHORTEST_PERIOD, LONGEST_PERIOD = 0.05, 60.0
 MOST_LEVELS: Final = 16  # of priority: each report of a load tells them
 _PROGRAM: Final = re.compile(r"[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -96,6 +97,13 @@ def _lease(value: Any) -> float:
     return seconds
 
 
+def _period(value: Any) -> float:
+    seconds = parse_seconds(value)
+    if not SHORTEST_PERIOD <= seconds <= LONGEST_PERIOD:
+        raise ValueError(f"{seconds:g} s; {SHORTEST_PERIOD:g} s to {LONGEST_PERIOD:g} s is right")
+    return seconds
+
+
 def parse_program(value: Any) -> ProgramSpec:
     """`balanced`, `my_module:my_program`, or a mapping with such a `name` and the program's options. Raises
     ValueError."""
@@ -145,6 +153,8 @@ Part = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 Memory = Annotated[int | Auto, PlainValidator(_memory)]
 Threads = Annotated[int | Auto, PlainValidator(_threads)]
 Seconds = Annotated[float, PlainValidator(_lease)]
+Period = Annotated[float, PlainValidator(_period)]
+Steps = Annotated[float, BeforeValidator(no_bool), Field(ge=-1e9, le=1e9)]
 Program = Annotated[ProgramSpec, PlainValidator(parse_program)]
 Priorities = Annotated[tuple[Level, ...], PlainValidator(_priorities)]
 Some = AfterValidator(_some)

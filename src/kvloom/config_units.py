@@ -10,12 +10,13 @@ from pydantic import BeforeValidator, Field
 
 from kvloom.config_errors import nearest
 from kvloom.config_fields import Auto, Memory, Part, Section, Some, Threads, no_bool
+from kvloom.config_replicas import MOST_ENGINES, Replicas
+from kvloom.core.replicas import GroupSpec
 from kvloom.core.spec import ModelSpec, Policy
 from kvloom.machine import Machine
 from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.sizes import show_size
 
-MOST_ENGINES: Final = 64
 CPU: Final = "cpu"
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -34,7 +35,7 @@ class UnitConfig(Section):
     keys say."""
 
     models: Annotated[tuple[str, ...], Some]
-    replicas: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MOST_ENGINES)] = 1
+    replicas: Replicas = Field(default=1, validate_default=True)
     kv_memory: Memory = "auto"
     threads: Threads = "auto"
     policy: Policy | None = None
@@ -56,11 +57,26 @@ class UnitConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine to be. key: where its unit stands in the config."""
+    """One engine that may be. key: where its unit stands in the config. number: among its unit's."""
 
     key: str
     name: str
     unit: UnitConfig
+    number: int = 0
+
+
+def groups(engines: Sequence[Engine]) -> dict[str, GroupSpec]:
+    """Those whose number of engines changes, by key."""
+    return {
+        engine.key: GroupSpec(tuple(one.name for one in engines if one.key == engine.key), scale)
+        for engine in engines
+        if (scale := engine.unit.replicas.scale)
+    }
+
+
+def first(engines: Sequence[Engine]) -> tuple[str, ...]:
+    """The engines that a fleet begins with."""
+    return tuple(engine.name for engine in engines if engine.number < engine.unit.replicas.first)
 
 
 def check_ranks(engines: Sequence[Engine], cores: Sequence[int], program: str) -> None:
@@ -81,7 +97,7 @@ def check_ranks(engines: Sequence[Engine], cores: Sequence[int], program: str) -
 
 
 def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[Engine]:
-    """Every engine. Raises ValueError where units and models do not go together."""
+    """Every engine that there may be. Raises ValueError where units and models do not go together."""
     for i, unit in enumerate(units):
         for name in unit.models:
             if name not in models:
@@ -94,10 +110,10 @@ def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[E
     for name in models:
         if not any(name in unit.models for unit in units):
             raise ValueError(f"units: {name!r} is on none of them; each model needs at least one")
-    keys = [(f"units.{i}", unit) for i, unit in enumerate(units) for _ in range(unit.replicas)]
+    keys = [(f"units.{i}", unit, n) for i, unit in enumerate(units) for n in range(unit.replicas.most)]
     if len(keys) > MOST_ENGINES:
         raise ValueError(f"units: {len(keys)} engines; {MOST_ENGINES} or less is right")
-    return [Engine(key, f"unit-{number}", unit) for number, (key, unit) in enumerate(keys)]
+    return [Engine(key, f"unit-{number}", unit, n) for number, (key, unit, n) in enumerate(keys)]
 
 
 def share_devices(engines: Sequence[Engine], fleets: Device, machine: Machine) -> list[str]:

@@ -14,11 +14,15 @@ from kvloom.api.auth import Keys
 from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.core.clock import WallClock
 from kvloom.core.load import UnitLoad
+from kvloom.core.replicas import Steps
 from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate
+from kvloom.core.rescheduling import FleetState, Pairs
 from kvloom.core.spec import ProgramSpec
 from kvloom.core.verbs import (
     Held,
     Lease,
+    Offer,
+    Offered,
     Pin,
     Pinned,
     Prefix,
@@ -93,20 +97,42 @@ class Curt:
     async def resume(self, request: str) -> None:
         self._may("resume")
 
+    async def offer(self, body: Offer) -> Offered:
+        self._may("offer")
+        return Offered(request=None)
+
     async def evict(self, body: Prefix) -> Held:
         self._may("evict")
         return Held(tokens=len(body.prompt))
 
 
 @dataclass
+class Told:
+    """A `Fleet` of one unit, and what it was told."""
+
+    pairs: list[Pairs] = field(default_factory=list)
+    steps: list[Steps] = field(default_factory=list)
+
+    async def state(self) -> FleetState:
+        return FleetState(loads={"unit-0": await Curt().load()})
+
+    async def pair(self, pairs: Pairs) -> None:
+        self.pairs.append(pairs)
+
+    async def scale(self, steps: Steps) -> None:
+        self.steps.append(steps)
+
+
+@dataclass
 class Administered:
-    """chosen, drained and restarted: what was told of them. dies: what new processes die of."""
+    """chosen, drained, restarted and paired: what was told of them. dies: what new processes die of."""
 
     app: Starlette
     chosen: list[ProgramSpec]
     drained: list[frozenset[str]]
     restarted: list[str]
     dies: list[Exception]
+    paired: list[Pairs]
 
 
 def administered(*, keys: Keys | None = None, engine: Curt | None = None, **options: Any) -> Administered:
@@ -124,7 +150,8 @@ def administered(*, keys: Keys | None = None, engine: Curt | None = None, **opti
     engines = {"unit-0": engine or Curt(), "unit-1": Curt()}
     router = Router(engines, load_program("data_parallel"), WallClock())
     drains = Drains(router, seconds=0.01, restart=restart, changed=drained.append)
-    admin = Admin(router, engines, drains, chosen.append)
+    fleet = Told()
+    admin = Admin(router, engines, drains, fleet, chosen.append)
     scripted = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
     app = create_app(scripted, keys=keys, admin=admin, **options)
-    return Administered(app, chosen, drained, restarted, dies)
+    return Administered(app, chosen, drained, restarted, dies, fleet.pairs)

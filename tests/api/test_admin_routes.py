@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from kvloom.api.auth import Keys
 from kvloom.api.schemas import ErrorAnswer
 from kvloom.core.errors import Unavailable
+from kvloom.core.rescheduling import Pair, Pairs
 from kvloom.core.spec import ProgramSpec
 from tests.api.fleet import Administered, administered
 
@@ -82,3 +83,15 @@ def test_times_that_are_none(http: TestClient, seconds: object) -> None:
 def test_units_that_are_none(http: TestClient) -> None:
     refused(http.get("/admin/units/unit-7"), 404)
     refused(http.get("/admin/units/unit-0/steal"), 404)
+
+
+def test_what_the_fleet_scheduler_asks_and_tells(http: TestClient, fleet: Administered) -> None:
+    state = http.get("/admin/fleet").json()
+    assert state["loads"]["unit-0"]["free_blocks"] == 8
+    pairs = {"pairs": [{"source": "unit-0", "destination": "unit-1"}], "seconds": 1.5}
+    assert http.post("/admin/pairs", json=pairs).json() == pairs
+    assert fleet.paired == [Pairs(pairs=(Pair("unit-0", "unit-1"),), seconds=1.5)]
+    for seconds in (0, -1, "1"):
+        assert "seconds" in refused(http.post("/admin/pairs", json=pairs | {"seconds": seconds}), 400)
+    refused(http.post("/admin/pairs", json={"pairs": [{"source": "unit-0"}], "seconds": 1}), 400)
+    assert len(fleet.paired) == 1

@@ -23,6 +23,7 @@ from tests.api.fleet import ADDRESS, PEER, Curt, administered
 
 KEYS = Keys(api=frozenset({"asker"}), admin=frozenset({"admin"}), secret="fleet")
 ADMIN = {"authorization": "Bearer admin", "content-type": "application/json"}
+IDLE = {"total_blocks": 8, "free_blocks": 8, "block_bytes": 256, "policy": "adbs", "models": {}}
 ASK = {"model": "tiny", "request": "r", "prompt": [1, 2]}
 BODIES: dict[str, dict[str, Any] | None] = {
     "start_generate": ASK | {"sampling": {"max_tokens": 1, "seed": 0}},
@@ -34,6 +35,7 @@ BODIES: dict[str, dict[str, Any] | None] = {
     "unpin": {"request": "r"},
     "hold": {"request": "r"},
     "resume": {"request": "r"},
+    "offer": {"destination": IDLE},
     "evict": {"model": "tiny", "prompt": [1]},
     "models": None,
     "load": None,

@@ -14,7 +14,8 @@ from kvloom.core.priority import Level
 from kvloom.core.rescheduling import Pair
 from kvloom.fleet.choice import LEAST_LEFT, Candidate, choose
 from kvloom.fleet.freeness import freeness
-from kvloom.fleet.pairing import Thresholds, pair
+from kvloom.fleet.pairing import pair
+from kvloom.fleet.thresholds import Thresholds
 from tests.fleet.loads import model, unit, unit_loads
 
 EMPTY = unit(model())

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from kvloom.core.load import UnitLoad
 from kvloom.core.rescheduling import Pair
 from kvloom.fleet.freeness import freeness
-from kvloom.fleet.pairing import Thresholds, pair
+from kvloom.fleet.pairing import pair
+from kvloom.fleet.thresholds import Thresholds
 from tests.fleet.loads import PAGE, fleets, model, unit
 
 BAND = Thresholds(out=24, into=48)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from kvloom.core.replicas import Group, Scale, Steps
 from kvloom.core.rescheduling import Pair
-from kvloom.fleet.pairing import Thresholds
-from kvloom.fleet.period import Group, Period, decide
-from kvloom.fleet.scaling import Drain, Scale, Start
+from kvloom.fleet.period import Period, carried_out, decide
+from kvloom.fleet.scaling import Drain, Start
+from kvloom.fleet.thresholds import Thresholds
 from tests.fleet.loads import model, unit
 
 BAND = Thresholds()
@@ -35,3 +36,24 @@ def test_a_period() -> None:
     assert Pair("e", "c") in fourth.pairs
     assert Pair("d", "c") in decide(needier, third, 12.0, BAND).pairs  # it stays
     assert decide({}, third, 12.0, BAND).pairs == ()
+
+
+def test_of_several_groups_that_serve_a_model_the_first_is_started() -> None:
+    scale = Scale(least=0, most=2, idle=60)
+    both = {
+        "x": Group(frozenset("ab"), scale, away=("b", "a"), models=frozenset({"m", "n"})),
+        "y": Group(frozenset("c"), scale, away=("c",), models=frozenset({"m", "o"})),
+    }
+    for waiting, started in (({"m": 1}, "b"), ({"o": 1, "m": 0}, "c"), ({"m": 1, "o": 1}, "bc"), ({}, "")):
+        steps = decide({}, Period(), 0.0, BAND, both, waiting).steps
+        assert carried_out(steps, both) == Steps(start=tuple(started))
+    starting = both | {"x": replace(both["x"], starting=1)}
+    assert not decide({}, Period(), 0.0, BAND, starting, {"m": 1}).steps
+    none = {"x": replace(both["x"], away=())}
+    assert carried_out(decide({}, Period(), 0.0, BAND, none, {"m": 1}).steps, none) == Steps()
+
+
+def test_what_is_idle_is_stopped() -> None:
+    group = Group(frozenset("ab"), Scale(least=0, most=2, idle=60), idle=61.0)
+    steps = decide({"a": unit(model())}, Period(), 0.0, BAND, {"x": group}).steps
+    assert carried_out(steps, {"x": group}) == Steps(stop=("a",))

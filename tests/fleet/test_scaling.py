@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.core.load import UnitLoad
+from kvloom.core.replicas import Scale
 from kvloom.fleet.freeness import freeness
-from kvloom.fleet.scaling import Drain, Outside, Scale, Start, Step, fewest_running, mean_freeness, rescale
+from kvloom.fleet.scaling import Drain, Outside, Start, Step, fewest_running, mean_freeness, rescale
 from tests.fleet.loads import model, unit
 
 SCALE = Scale(least=2, most=4, low=100, high=400, seconds=10)
@@ -96,6 +97,53 @@ def reported(draw: st.DrawFn) -> tuple[dict[str, UnitLoad], int]:
     )
 
 
+TO_ZERO = Scale(least=0, most=2, low=100, high=400, seconds=10, idle=60)
+
+
+def test_the_last_goes_when_nobody_has_asked_for_long_enough() -> None:
+    one = {"a": unit(model())}
+    assert rescale(one, 0, None, 0.0, TO_ZERO, idle=59.9)[1] is None
+    assert rescale(one, 0, None, 0.0, TO_ZERO, idle=60.0) == (None, Drain("a"))
+    assert rescale(one, 0, None, 0.0, TO_ZERO, idle=60.0, waits=True)[1] is None
+    assert rescale(one, 0, None, 0.0, SCALE, idle=1e9)[1] == Start()  # two at least
+    assert rescale(one, 0, Outside("high", 0.0), 50.0, TO_ZERO)[1] is None  # free, and not idle
+    leaving = {"a": replace(one["a"], draining=True)}
+    assert rescale(leaving, 0, None, 0.0, TO_ZERO, idle=60.0) == (None, None)
+
+
+def test_none_and_somebody_waits() -> None:
+    assert rescale({}, 0, None, 0.0, TO_ZERO) == (None, None)
+    assert rescale({}, 0, None, 0.0, TO_ZERO, waits=True) == (None, Start())
+    assert rescale({}, 1, None, 0.0, TO_ZERO, waits=True) == (None, None)
+    leaving = {"a": replace(unit(model()), draining=True)}
+    assert rescale(leaving, 0, None, 0.0, TO_ZERO, waits=True) == (None, Start())
+
+
+@given(
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.lists(st.tuples(reported(), st.booleans(), st.sampled_from([0.0, 30.0, 60.0, 90.0])), max_size=8),
+)
+def test_whatever_waits_or_rests_the_bounds_hold(
+    least: int, more: int, reports: list[tuple[tuple[dict[str, UnitLoad], int], bool, float]]
+) -> None:
+    scale = Scale(least=least, most=max(1, least + more), low=100, high=400, seconds=10, idle=60)
+    outside: Outside | None = None
+    for number, ((loads, starting), waits, idle) in enumerate(reports):
+        outside, step = rescale(loads, starting, outside, number * 6.0, scale, waits=waits, idle=idle)
+        serving = sum(not load.draining for load in loads.values())
+        if isinstance(step, Start):
+            assert serving + starting < scale.most
+        if isinstance(step, Drain):
+            assert not loads[step.unit].draining
+            assert serving > scale.least
+            assert serving > 1 or (idle >= scale.idle and not waits)
+        if waits and not serving + starting:
+            assert isinstance(step, Start)
+        if not waits and not least and idle >= scale.idle and serving:
+            assert isinstance(step, Drain)
+
+
 @given(st.lists(reported(), max_size=8))
 def test_whatever_is_reported_the_bounds_hold(reports: list[tuple[dict[str, UnitLoad], int]]) -> None:
     outside: Outside | None = None
@@ -110,8 +158,15 @@ def test_whatever_is_reported_the_bounds_hold(reports: list[tuple[dict[str, Unit
 
 
 @pytest.mark.parametrize(
-    ("least", "most", "low", "high"), [(0, 1, 1, 2), (3, 2, 1, 2), (1, 2, 2, 2), (1, 2, math.nan, 2)]
+    ("least", "most", "low", "high"),
+    [(-1, 1, 1, 2), (0, 0, 1, 2), (3, 2, 1, 2), (1, 2, 2, 2), (1, 2, math.nan, 2)],
 )
 def test_bounds_the_wrong_way_round(least: int, most: int, low: float, high: float) -> None:
-    with pytest.raises(ValueError, match="is right"):
+    with pytest.raises(ValueError, match="right"):
         Scale(least, most, low, high)
+
+
+def test_times_that_cannot_be() -> None:
+    for times in ({"seconds": -1.0}, {"idle": -1.0}, {"idle": math.nan}):
+        with pytest.raises(ValueError, match="are right"):
+            Scale(0, 1, **times)

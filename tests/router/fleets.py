@@ -96,7 +96,7 @@ class Fleets:
     def holds_nothing(self) -> bool:
         counts = [
             (replica.calls, replica.queue)
-            for unit in self.router._units.values()
+            for unit in self.router.units.values()
             for replica in unit.replicas.values()
         ]
         return not self.world.held and not self.router._calls and set(counts) <= {(0, 0)}

@@ -26,6 +26,8 @@ from kvloom.core.request import (
 from kvloom.core.verbs import (
     Held,
     Lease,
+    Offer,
+    Offered,
     Pin,
     Pinned,
     Prefix,
@@ -327,6 +329,9 @@ class LedgerEngine:
         raise NotImplementedError
 
     async def resume(self, request: str) -> None:
+        raise NotImplementedError
+
+    async def offer(self, body: Offer) -> Offered:
         raise NotImplementedError
 
     async def evict(self, body: Prefix) -> Held:

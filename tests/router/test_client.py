@@ -13,12 +13,14 @@ from msgspec.structs import replace
 
 from kvloom.api.verbs import create_verbs
 from kvloom.core.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, Unauthorized, Unavailable
+from kvloom.core.load import UnitLoad
 from kvloom.core.request import PROTOCOL, EndEvent, Event, TokenEvent
-from kvloom.core.verbs import Held, Pin, Pinned, Prefix
+from kvloom.core.verbs import Held, Offer, Offered, Pin, Pinned, Prefix
 from kvloom.router.client import HttpEngineClient
 from tests.scripted import CARD, ScriptedEngine, order, served
 
 SECRET = "s3cret"
+IDLE = UnitLoad(total_blocks=8, free_blocks=8, block_bytes=256, policy="adbs", models={})
 
 
 @asynccontextmanager
@@ -70,6 +72,7 @@ def test_pins(tmp_path: Path) -> None:
             assert await client.pin(body) == Pinned(tokens=3, lease=3.0)
             assert await client.pin(replace(body, lease=60)) == Pinned(tokens=3, lease=60.0)
             assert await client.unpin("owner") == Held(tokens=6)
+            assert await client.offer(Offer(destination=IDLE, besides=["r"])) == Offered(request="not ['r']")
             assert await client.evict(Prefix(model="echo", prompt=[1, 2])) == Held(tokens=4)
             assert (await client.renew("owner")).lease == 5.0
             for wrong in (replace(body, request=""), replace(body, lease=3601), replace(body, lease=0)):

@@ -110,6 +110,17 @@ def test_freest_goes_by_the_reports_and_what_was_sent() -> None:
     run(test)
 
 
+def test_infaas_goes_by_memory_whatever_the_batch() -> None:
+    async def test() -> None:
+        async with routed(3, "infaas") as fleets:
+            await reported(fleets, unit(model(9, 160)), unit(model(1, 640)), unit(model(2, 320)))
+            for _ in range(4):
+                await ask_well(fleets.router, body())
+            assert {call.unit for call in fleets.journal} == {"a"}
+
+    run(test)
+
+
 def test_freest_sends_nothing_to_a_unit_that_drains_or_is_down() -> None:
     async def test() -> None:
         async with routed(3, "freest") as fleets:

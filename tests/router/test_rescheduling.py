@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from kvloom.core.clock import WallClock
 from kvloom.core.errors import Unavailable
+from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pair, Pairs
 from kvloom.core.verbs import Offer
-from kvloom.fleet.pairing import Thresholds
 from kvloom.fleet.scheduler import FleetScheduler
+from kvloom.fleet.thresholds import Thresholds
 from kvloom.router.rescheduling import Rescheduler
 from tests.modelled import turns
 from tests.modelled_units import generate, prompt, run
@@ -154,6 +155,9 @@ class LostFleet:
     async def pair(self, pairs: Pairs) -> None:
         if not self.told.done():
             self.told.set_result(pairs)
+
+    async def scale(self, steps: Steps) -> None:
+        raise AssertionError(f"{steps}, though there is nothing to scale")
 
 
 def test_a_fleet_that_cannot_be_reached_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -118,7 +118,7 @@ def test_nobody_waits_for_longer_than_is_said() -> None:
     async def test() -> None:
         async with drained(1, patience=SHORT) as played:
             await begin_restarts(played, "a")
-            with pytest.raises(Unavailable, match=r"a is being restarted, which .* than the 0\.01 s"):
+            with pytest.raises(Unavailable, match=r"a is being started, which .* than the 0\.01 s"):
                 await ask(played.fleets.router, body())
 
     run(test)

@@ -1,5 +1,6 @@
 """A process for the supervisor's tests: `python -m tests.serve.child FD NAME`. Its option `lives` says what
-each life does, the first start's first: `ready`, `held` until it is told to begin, `refuse` or `die`."""
+each life does, the first start's first: `ready`, `held` until it is told to begin, `refuse` or `die`. Any
+news end it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def main(parent: Parent) -> None:
         case "held":
             parent.report(Progress("waiting"))
             parent.order(Begin)
-    parent.watch(Path(order.sockets))
+    parent.watch(Path(order.sockets), lambda _: os.kill(os.getpid(), signal.SIGTERM))
     asyncio.run(serve(parent, order.engines["unit-0"]))
 
 

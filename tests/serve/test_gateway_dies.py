@@ -18,7 +18,7 @@ from kvloom.core.spec import EngineSpec, ModelSpec, ProgramSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import Begin, EngineOrder, GatewayOrder, Order, Ready
-from kvloom.serve.supervisor import ENGINE, GATEWAY
+from kvloom.serve.roles import ENGINE, GATEWAY
 from tests.checkpoints import make_checkpoint
 
 SECRET = "s"

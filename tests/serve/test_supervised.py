@@ -59,7 +59,7 @@ class Watched:
 
 @asynccontextmanager
 async def supervised(
-    folder: Path, *lives: str, patience: Patience = SOON
+    folder: Path, *lives: str, patience: Patience = SOON, spare: bool = False
 ) -> AsyncIterator[tuple[Supervised, Watched]]:
     """Ends it afterwards, which takes it to its last state."""
     path = str(folder / "unit-0.sock")
@@ -78,6 +78,7 @@ async def supervised(
         module="tests.serve.child",
         order=lambda: order,
         held="held" in lives,
+        spare=spare,
         check=functools.partial(answers, path, "s"),
     )
     watched = Watched()
@@ -103,7 +104,7 @@ def test_what_dies_comes_back(tmp_path: Path) -> None:
             assert await watched.next() == Lost(process, how, 0.01)
             assert await watched.next() == Lost(process, "this is no good", 0.02)
             assert await watched.next() == Lost(process, "ended with exit code 3", 0.04)
-            assert await watched.next() == Answers(process)
+            assert await watched.next() == Answers(process, again=True)
             assert await answers(str(tmp_path / "unit-0.sock"), "s")
 
     asyncio.run(check())
@@ -123,6 +124,31 @@ def test_what_never_worked_is_not_tried_again(tmp_path: Path, life: str, how: st
     asyncio.run(check())
 
 
+def test_a_spare_one_is_tried_again_though_it_never_worked(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with supervised(tmp_path, "die", "refuse", "ready", spare=True) as (process, watched):
+            assert await watched.next() == Lost(process, "ended with exit code 3", 0.01)
+            assert await watched.next() == Lost(process, "this is no good", 0.02)
+            assert await watched.next() == Answers(process)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("life", ["ready", "held"])
+def test_one_that_retires_ends_by_itself_and_has_no_successor(tmp_path: Path, life: str) -> None:
+    """Or is ended, where it does not serve yet."""
+
+    async def check() -> None:
+        async with supervised(tmp_path, life, patience=Patience()) as (process, watched):
+            await watched.next()
+            await process.retire()
+            await process.ended()
+            assert watched.events.empty()
+            assert (tmp_path / "started").read_text() == "x"
+
+    asyncio.run(check())
+
+
 def test_a_restart_is_at_once(tmp_path: Path) -> None:
     """And told of as what it is, whether the new process answers or dies."""
 
@@ -132,11 +158,11 @@ def test_a_restart_is_at_once(tmp_path: Path) -> None:
         async with supervised(tmp_path, *lives, patience=never) as (process, watched):
             assert await watched.next() == Answers(process)
             process.restart()
-            assert await watched.next() == Answers(process, renewed=True)
+            assert await watched.next() == Answers(process, renewed=True, again=True)
             process.restart()
             assert await watched.next() == Lost(process, "ended with exit code 3", 1e6, renewed=True)
             process.restart()  # nobody waits for the pause to end
-            assert await watched.next() == Answers(process, renewed=True)
+            assert await watched.next() == Answers(process, renewed=True, again=True)
             await watched.signal(signal.SIGKILL)
             how = "was killed by SIGKILL, perhaps for want of memory"
             assert await watched.next() == Lost(process, how, 1e6)
@@ -152,7 +178,7 @@ def test_a_restart_of_one_that_does_not_listen(tmp_path: Path, monkeypatch: pyte
             assert await watched.next() == Answers(process)
             await watched.signal(signal.SIGSTOP)
             process.restart()
-            assert await watched.next() == Answers(process, renewed=True)
+            assert await watched.next() == Answers(process, renewed=True, again=True)
 
     asyncio.run(check())
 
@@ -164,7 +190,7 @@ def test_what_hangs_is_killed_and_comes_back(tmp_path: Path) -> None:
             await watched.signal(signal.SIGSTOP)
             how = "did not answer any more and was killed"
             assert await watched.next() == Lost(process, how, 0.01)
-            assert await watched.next() == Answers(process)
+            assert await watched.next() == Answers(process, again=True)
 
     asyncio.run(check())
 
@@ -179,7 +205,7 @@ def test_a_held_one_begins_once_it_is_told_and_its_successors_at_once(tmp_path: 
             await watched.signal(signal.SIGKILL)
             assert isinstance(await watched.next(), Lost)
             assert await watched.next() == Doing(process, "waiting")
-            assert await watched.next() == Answers(process)
+            assert await watched.next() == Answers(process, again=True)
 
     asyncio.run(check())
 

@@ -35,6 +35,7 @@ BAD = [
     (("plan.json", "--seed", "x"), ["--seed"]),
     (("plan.json", "--json", "no/x.json"), ["no/x.json: no such folder"]),
     (("plan.json", "--html", "no/x.html"), ["no/x.html: no such folder"]),
+    (("plan.json", "--profile", "profile.json"), ["--profile: a plan's devices are not here"]),
     (("plan.json", "--client-here"), ["--client-here: a plan's devices are not here"]),
     (("config.yaml",), ["config.yaml: --profile FILE is needed"]),
     (("config.yaml", "--profile", "plan.json"), ["plan.json: no profile"]),

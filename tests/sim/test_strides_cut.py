@@ -14,7 +14,7 @@ from kvloom.core.job import Job
 from kvloom.core.request import EndEvent, StartGenerate
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import Policy
-from kvloom.core.verbs import PrepRecv, RemoteSend
+from kvloom.core.verbs import Offer, PrepRecv, RemoteSend
 from kvloom.engine.engine import Engine
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.executor import JobFailed, NoContent
@@ -115,3 +115,27 @@ def test_strides_that_fail_one_after_the_other_end_their_requests_alone() -> Non
             await asyncio.gather(*(ask(engine, model, [1, 2, 3], 60, model) for model in SHAPES))
 
     run_virtual(main())
+
+
+def test_who_asks_for_the_load_cuts_nothing_and_sees_every_block() -> None:
+    """And who asks for a request to move hears of the tokens that it has by then."""
+
+    async def main(stride: int) -> tuple[list[int], int, list[str | None]]:
+        seen: list[int] = []
+        async with running([replace(unit("a", ["small"]), stride=stride)]) as [engine]:
+            asking = asyncio.create_task(ask(engine, "it", list(range(8)), 64))
+            for _ in range(20):
+                await asyncio.sleep(0.002)
+                load = await engine.load()
+                seen.append(load.models["small"].used_blocks)
+            offered = [(await engine.offer(Offer(destination=load))).request]
+            await asyncio.sleep(0.015)  # steps
+            offered.append((await engine.offer(Offer(destination=load))).request)
+            await asking
+        return seen, load.models["small"].decode_jobs_total, offered
+
+    (stepped, jobs, offers), (strode, longer, later) = (run_virtual(main(stride)) for stride in STRIDES)
+    assert strode == stepped
+    assert later == offers == ["it", None]  # at the end too little of it is left
+    assert jobs > 10
+    assert longer == 1

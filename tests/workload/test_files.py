@@ -81,6 +81,7 @@ def test_reading_is_a_stream(tmp_path: Path) -> None:
         (b"\n\n", "is empty"),
         (b"hello\n", "line 1: 'hello'; a kvloom workload"),
         (b"\x00\xff\n", "line 1: "),
+        (b'{"kvloom_workload":1,"models":["a","a"]}\n', "line 1: a model stands twice among `models`"),
         (b'{"kvloom_workload":2}\n', "line 1: is a workload of version 2; this kvloom reads version 1"),
         (b'{"kvloom_workload":"x"}\n', r"line 1: Expected `int`"),
         (HEAD, "asks for nothing"),

@@ -45,7 +45,7 @@ def _add_program(commands: Any) -> None:
     )
     show = actions.add_parser("show", help="show it", description=PROGRAM, allow_abbrev=False)
     for action in (change, show):
-        _add_server(action, run_program)
+        add_server(action, run_program)
 
 
 def _add_unit(commands: Any) -> None:
@@ -58,18 +58,21 @@ def _add_unit(commands: Any) -> None:
         ("drain", "give it no new request, and wait for those it has"),
         ("admit", "let it have requests again"),
         ("restart", "drain it, put a new process in its place, admit that"),
+        ("start", "give it a process, where it has none"),
+        ("stop", "drain it, and end its process: requests that only it can answer wait"),
     ):
         parser = actions.add_parser(action, help=said, description=UNIT, allow_abbrev=False)
         if action != "list":
             parser.add_argument("name", metavar="NAME", help="of the unit, as `kvloom unit list` shows it")
-        if action in ("drain", "restart"):
+        if action in ("drain", "restart", "stop"):
             parser.add_argument(
                 "--seconds", type=float, metavar="S", help="how long to wait (what the config's `drain` says)"
             )
-        _add_server(parser, run_unit)
+        add_server(parser, run_unit)
 
 
-def _add_server(parser: Any, run: Any) -> None:
+def add_server(parser: Any, run: Any) -> None:
+    """Where the server is, and who asks."""
     parser.add_argument("--url", default=DEFAULT_URL, help=f"of the server ({DEFAULT_URL})")
     parser.add_argument(
         "--admin-key-file",
@@ -107,6 +110,10 @@ def run_unit(options: argparse.Namespace) -> int:
                 found = [server.admit(options.name)]
             case "drain":
                 found = [server.drain(options.name, options.seconds)]
+            case "start":
+                found = [server.start(options.name)]
+            case "stop":
+                found = [server.stop(options.name, options.seconds)]
             case _:
                 found = [server.restart(options.name, options.seconds)]
     except gateway.ServerError as error:

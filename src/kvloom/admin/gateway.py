@@ -15,8 +15,9 @@ import msgspec
 
 from kvloom.config import read_keys
 from kvloom.core.errors import ConfigError
+from kvloom.core.placement import Placement
 from kvloom.core.service import Admit, Drain, UnitState
-from kvloom.core.spec import ProgramSpec
+from kvloom.core.spec import EngineSpec, ProgramSpec
 
 KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
 SECONDS: Final = 30.0
@@ -65,6 +66,26 @@ class Gateway:
     def admit(self, unit: str) -> UnitState:
         """Raises ServerError."""
         return self._order(unit, "admit", Admit())
+
+    def start(self, unit: str) -> UnitState:
+        """Give it a process, until that answers. Raises ServerError."""
+        return self._order(unit, "start", Admit())
+
+    def stop(self, unit: str, seconds: float | None) -> UnitState:
+        """Until it has no process any more; `seconds` as of `drain`. Raises ServerError."""
+        return self._order(unit, "stop", Drain(seconds=seconds))
+
+    def placement(self) -> Placement:
+        """Raises ServerError."""
+        return self._call("placement", Placement)
+
+    def add(self, spec: EngineSpec) -> UnitState:
+        """A unit that was not there, until it takes requests. Raises ServerError."""
+        return self._call("units", UnitState, spec, seconds=None)
+
+    def remove(self, unit: str) -> UnitState:
+        """A unit that has no process is not to get one any more. Raises ServerError."""
+        return self._order(unit, "remove", Admit())
 
     def _order(self, unit: str, what: str, body: Drain | Admit) -> UnitState:
         path = f"units/{urllib.parse.quote(unit, safe='')}/{what}"

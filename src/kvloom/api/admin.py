@@ -16,8 +16,11 @@ from kvloom.api.verbs import verb_routes
 from kvloom.api.wire import VERBS, decode, read_body
 from kvloom.core.client import EngineClient
 from kvloom.core.errors import BadRequest, ConfigError
+from kvloom.core.replicas import Steps
+from kvloom.core.rescheduling import Pairs
 from kvloom.core.service import Admit, Drain, UnitState
 from kvloom.core.spec import ProgramSpec
+from kvloom.fleet.scheduler import Fleet
 from kvloom.router.drains import Drains
 from kvloom.router.program import load_program
 from kvloom.router.router import Router as Routing
@@ -27,11 +30,13 @@ MAX_BODY = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """engines: by unit. chosen: called with each program that is set."""
+    """engines: by unit. fleet: what the fleet scheduler speaks to. chosen: called with each program that is
+    set."""
 
     router: Routing
     engines: Mapping[str, EngineClient]
     drains: Drains
+    fleet: Fleet
     chosen: Callable[[ProgramSpec], None]
 
     @property
@@ -39,13 +44,16 @@ class Admin:
         return list(self.engines)
 
     def routes(self) -> list[BaseRoute]:
-        """/admin/program, /admin/units and what is below it; /verbs/UNIT/VERB, as `core.verbs` describes
-        them."""
+        """/admin/program; /admin/fleet, /admin/pairs and /admin/scale for the fleet scheduler; /admin/units
+        and what is below it; /verbs/UNIT/VERB, as `core.verbs` describes them."""
         verbs = {
             unit: Router(verb_routes(client), redirect_slashes=False) for unit, client in self.engines.items()
         }
         return [
             Route("/admin/program", self._program, methods=["GET", "POST"]),
+            Route("/admin/fleet", self._state, methods=["GET"]),
+            Route("/admin/pairs", self._pair, methods=["POST"]),
+            Route("/admin/scale", self._scale, methods=["POST"]),
             Route("/admin/units", self._get_units, methods=["GET"]),
             Route("/admin/units/{unit}", self._get_unit, methods=["GET"]),
             Route("/admin/units/{unit}/drain", self._drain, methods=["POST"]),
@@ -70,6 +78,19 @@ class Admin:
             raise BadRequest(error.message, param="program") from error
         self.router.set_program(program)
         self.chosen(spec)
+
+    async def _state(self, _: Request) -> Response:
+        return _json(await self.fleet.state())
+
+    async def _pair(self, request: Request) -> Response:
+        pairs = decode(request, await read_body(request, MAX_BODY), Pairs)
+        await self.fleet.pair(pairs)
+        return _json(pairs)
+
+    async def _scale(self, request: Request) -> Response:
+        steps = decode(request, await read_body(request, MAX_BODY), Steps)
+        await self.fleet.scale(steps)
+        return _json(steps)
 
     async def _get_units(self, _: Request) -> Response:
         return _json(self.drains.states)

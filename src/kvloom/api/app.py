@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -41,16 +41,18 @@ def create_app(
     *,
     keys: Keys | None = None,
     admin: Admin | None = None,
+    moves: Callable[[], Mapping[str, int]] = dict,
     max_body: int = DEFAULT_MAX_BODY,
     body_seconds: float = BODY_SECONDS,
     clock: Clock | None = None,
     unix_time: Callable[[], float] = time.time,
     random_bits: Callable[[int], int] = secrets.randbits,
 ) -> Starlette:
-    """Holds no connection of its own: whoever makes the client closes it."""
+    """Holds no connection of its own: whoever makes the client closes it. moves: how many requests have been
+    moved so far, by what became of that."""
     clock = clock or WallClock()
     gateway = Gateway(client, Catalog(client, clock), Metrics(clock), clock, unix_time, random_bits)
-    info = _Information(gateway, int(unix_time()))
+    info = _Information(gateway, moves, int(unix_time()))
     document = describe(units=admin.units if admin else ())
     openapi, docs = msgspec.json.encode(document), page(document)
 
@@ -93,6 +95,7 @@ class _Information:
     """The routes that only tell."""
 
     gateway: Gateway
+    moves: Callable[[], Mapping[str, int]]
     started: int
 
     async def models(self, _: Request) -> Response:
@@ -130,9 +133,8 @@ class _Information:
             loads = await self._loads()
         except KvloomError:
             loads = {}
-        return Response(
-            self.gateway.metrics.render(loads, self.gateway.client.services), media_type=CONTENT_TYPE
-        )
+        text = self.gateway.metrics.render(loads, self.gateway.client.services, self.moves())
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def _loads(self) -> dict[str, UnitLoad]:
         try:

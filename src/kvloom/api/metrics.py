@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import get_args
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -14,6 +15,7 @@ from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.load import ModelLoad, UnitLoad
 from kvloom.core.service import Service
+from kvloom.fleet.freeness import freeness
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNKNOWN = "unknown"
@@ -42,11 +44,13 @@ class Metrics:
     def watch(self) -> Watch:
         return Watch(self)
 
-    def render(self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service]) -> bytes:
-        """By unit: what those that answer report, and whether each takes requests."""
+    def render(
+        self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service], moves: Mapping[str, int]
+    ) -> bytes:
+        """By unit: what those that answer report, and whether each takes requests. moves: by outcome."""
         whole = CollectorRegistry()
         whole.register(_WithoutTimes(self._registry))
-        whole.register(_EngineLoads(loads, services))
+        whole.register(_EngineLoads(loads, services, moves))
         return generate_latest(whole)
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
@@ -153,16 +157,26 @@ class _WithoutTimes:
 
 
 class _EngineLoads:
-    """A collector of one report of each unit."""
+    """A collector of one report of each unit, and of what moved between them."""
 
-    def __init__(self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service]) -> None:
+    def __init__(
+        self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service], moves: Mapping[str, int]
+    ) -> None:
         self._loads = loads
         self._services = services
+        self._moves = moves
 
     def collect(self) -> Iterator[Metric]:
         up = [*self._services.values()].count("up")
         yield GaugeMetricFamily("kvloom_engines_up", "Engines that take requests.", value=float(up))
         yield self._states()
+        yield self._freeness()
+        moves = CounterMetricFamily(
+            "kvloom_moves", "Running requests sent to another unit.", labels=["outcome"]
+        )
+        for outcome, count in self._moves.items():
+            moves.add_metric([outcome], count)
+        yield moves
         for name, text, of_unit in _UNIT:
             gauge = GaugeMetricFamily(name, text, labels=["unit"])
             for unit, load in self._loads.items():
@@ -181,6 +195,15 @@ class _EngineLoads:
             for state in get_args(Service):
                 states.add_metric([unit, state], float(state == service))
         return states
+
+    def _freeness(self) -> Metric:
+        gauge = GaugeMetricFamily(
+            "kvloom_unit_freeness", "Decode steps for which a unit's batch finds room.", labels=["unit"]
+        )
+        for unit, load in self._loads.items():
+            takes = self._services[unit] in ("up", "down")
+            gauge.add_metric([unit], freeness(load if takes else replace(load, draining=True)))
+        return gauge
 
     def _by_model(
         self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[ModelLoad], int]

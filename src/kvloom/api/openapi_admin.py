@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from kvloom.api.openapi_verbs import ADMIN_SECURITY, content, schemas_of, unit_parameter
 from kvloom.api.schemas import ErrorAnswer
+from kvloom.core.replicas import Steps
+from kvloom.core.rescheduling import FleetState, Pairs
 from kvloom.core.service import Admit, Drain, UnitState
 from kvloom.core.spec import ProgramSpec
 
@@ -35,6 +37,17 @@ def admin_paths(units: Sequence[str]) -> Json:
             "post": _operation(
                 "set_program", "Another, for requests from now on.", ProgramSpec, ProgramSpec, *_BODY
             ),
+        },
+        "/admin/fleet": {
+            "get": _operation("fleet", "What the fleet scheduler decides by.", None, FleetState, *_ANY)
+        },
+        "/admin/pairs": {
+            "post": _operation(
+                "pair", "Let requests move between these units, and no others.", Pairs, Pairs, *_BODY
+            )
+        },
+        "/admin/scale": {
+            "post": _operation("scale", "Let these units come, and those go.", Steps, Steps, *_BODY)
         },
         "/admin/units": {"get": _units()},
         "/admin/units/{unit}": {
@@ -67,7 +80,7 @@ def admin_paths(units: Sequence[str]) -> Json:
 
 
 def admin_schemas() -> Json:
-    return schemas_of(ProgramSpec, UnitState, Drain, Admit)
+    return schemas_of(ProgramSpec, FleetState, Pairs, Steps, UnitState, Drain, Admit)
 
 
 def _units() -> Json:

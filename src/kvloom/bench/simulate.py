@@ -64,10 +64,11 @@ def _fleet(options: argparse.Namespace) -> tuple[list[SimulatedUnit], ProgramSpe
     """What there is to serve with, the program, and what the machine does besides."""
     path: Path = options.fleet
     if path.suffix.lower() == ".json":
-        if options.client_here:
-            raise ConfigError(
-                "--client-here: a plan's devices are not here; a config and its profile are right"
-            )
+        for option, given in (("--client-here", options.client_here), ("--profile", options.profile)):
+            if given:
+                raise ConfigError(
+                    f"{option}: a plan's devices are not here; a config and its profile are right"
+                )
         units, hosting = planned_units(read_plan(path), options.policy or "adbs"), None
         program = ProgramSpec("least_loaded")
     else:

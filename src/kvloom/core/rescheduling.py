@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvloom.core.load import UnitLoad
+from kvloom.core.replicas import Group
 
 
 class Pair(Struct, frozen=True, order=True):
@@ -24,6 +25,9 @@ class Pairs(Struct, frozen=True, kw_only=True):
 
 
 class FleetState(Struct, frozen=True, kw_only=True):
-    """Of the units that answer, by name. One that takes no requests drains."""
+    """loads: of the units that answer, by name; one that takes no requests drains. waiting: requests that
+    nobody can answer yet, by model. groups: units that come and go."""
 
     loads: dict[str, UnitLoad]
+    waiting: dict[str, int] = {}
+    groups: dict[str, Group] = {}

@@ -8,13 +8,15 @@ from msgspec import Meta, Struct
 
 LONGEST_DRAIN: Final = 3600  # seconds
 
-Service = Literal["up", "down", "draining", "drained", "restarting"]
+Service = Literal["up", "down", "draining", "drained", "restarting", "starting", "away"]
+NO_PROCESS: Final = ("down", "restarting", "starting", "away")  # perhaps: nobody is asked there
 
 
 class UnitState(Struct, frozen=True, kw_only=True):
     """state: up, it takes requests; down, it does not answer; draining, it takes none and still works on
-    some; drained, it works on none; restarting, it is about to be a new process. calls: those that the router
-    has in flight there. models: those it serves, as far as it has told. problem: why it is down."""
+    some; drained, it works on none; restarting, it is about to be a new process; away, it has no process, and
+    gets one where it is needed; starting, it is about to. calls: those that the router has in flight there.
+    models: those it serves, as far as it has told. problem: why it is down."""
 
     name: str
     state: Service

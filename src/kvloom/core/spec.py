@@ -58,6 +58,15 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     device: str = "cpu"
 
 
+class SchedulerSpec(Struct, frozen=True):
+    """The fleet scheduler: its period in seconds, and the freeness in decode steps below which a unit gives
+    requests away (out) and above which it takes them (into)."""
+
+    period: float = 0.5
+    out: float = 24.0
+    into: float = 48.0
+
+
 class ProgramSpec(Struct, frozen=True):
     """A router program: a shipped one's name or `module:function`, and what it is called with."""
 

@@ -94,7 +94,7 @@ class Engine:
         self._shipping = Shipping(
             self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._flights.jobs
         )
-        self._holds = Holds(self._queues, self._requests, jobs=lambda: self._flights.jobs)
+        self._holds = Holds(self._queues, self._requests, clock, spec.lease, jobs=lambda: self._flights.jobs)
         self.weaving = Weaving(self._queues, self.pool, promises, weaver, clock, wake=self._called)
         self._llumlet = Llumlet(self._queues, self._requests, spec.priorities)
         self._stopping = False
@@ -128,8 +128,8 @@ class Engine:
     @property
     def _due(self) -> float | None:
         """When the next lease runs out."""
-        dues = self._reservations.due, self._pins.due, self.weaving.due
-        return min((due for due in dues if due is not None), default=None)
+        parts = self._reservations, self._pins, self._holds, self.weaving
+        return min((due for one in parts if (due := one.due) is not None), default=None)
 
     def _expire(self) -> None:
         """Give up what nobody has renewed."""
@@ -138,6 +138,7 @@ class Engine:
             self._flights.cut()
             self._reservations.expire()
             self._pins.expire()
+            self._holds.expire()
             self.weaving.expire()
 
     async def stop(self) -> None:
@@ -233,11 +234,12 @@ class Engine:
         return await self._holds.hold(request)
 
     async def resume(self, request: str) -> None:
-        self._holds.resume(request)
+        self._called()
+        await self._holds.resume(request)
         self._called()
 
     async def offer(self, body: Offer) -> Offered:
-        self._flights.cut()
+        await self._flights.settled()
         return self._llumlet.offer(body)
 
     async def evict(self, body: Prefix) -> Held:
@@ -245,7 +247,7 @@ class Engine:
         return Held(tokens=self.pool.caches[body.model].prefixes.evict(body.prompt))
 
     async def load(self) -> UnitLoad:
-        self._flights.cut()
+        self._flights.sync()
         return UnitLoad(
             total_blocks=self.pool.total,
             free_blocks=self.pool.free,

@@ -49,6 +49,8 @@ class Flights:
         self._strides = Strides(queues, pool, executor, self._policy)
         self._wake = wake
         self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
+        self._long: set[Flight] = set()  # under way, of many steps
+        self._settling: list[asyncio.Future[None]] = []  # for those to have landed
         self._idle = executor.compute
         self._last_phase = Phase.DECODE
 
@@ -66,6 +68,18 @@ class Flights:
         """What is under way ends with the step that it is at: something is to be decided."""
         self.jobs += self._strides.cut()
 
+    def sync(self) -> None:
+        """Count what has begun; all goes on."""
+        self.jobs += self._strides.sync()
+
+    async def settled(self) -> None:
+        """Cut, and wait until sequences have all of their tokens, where jobs of many steps are under way."""
+        self.cut()
+        if self._long:
+            settling: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._settling.append(settling)
+            await settling
+
     def begin(self) -> bool:
         """Do as the policy says. False where that is nothing, or needs a running job's end first."""
         view = self._view()
@@ -76,8 +90,9 @@ class Flights:
         if isinstance(action, Preempt):
             return queue.preempt(self.jobs)
         if isinstance(action, Prefill):
+            running = len(queue.running)
             batch = queue.prefill_batch(action.blocks, self._spec.chunk_tokens)
-            return self._start(queue, Phase.PREFILL, action.share, batch)
+            return self._start(queue, Phase.PREFILL, action.share, batch) or len(queue.running) > running
         if queue.relieve(self.jobs):
             return True
         batch = queue.decode_batch()
@@ -100,6 +115,8 @@ class Flights:
         self._last_phase = phase
         queue.started(phase, self.jobs)
         self.jobs += self._strides.took_off(flight)
+        if steps > 1:
+            self._long.add(flight)
         self._executor.launch(flight.job).add_done_callback(lambda future: self._land(flight, future))
         return True
 
@@ -113,6 +130,7 @@ class Flights:
             flight, future = self._ended.popleft()
             queue = self._queues[flight.job.model]
             self._idle += flight.job.share
+            self._long.discard(flight)
             error = future.exception()
             steps = 1
             if error is None:
@@ -136,6 +154,14 @@ class Flights:
                 self._requests.fail(flight, error)
                 self.cut()
             self._tuner.observe(steps)
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._long:
+            settling, self._settling = self._settling, []
+            for future in settling:
+                if not future.done():
+                    future.set_result(None)
 
     def _woven(self, woven: Woven, flight: Flight, result: JobResult) -> tuple[Flight, JobResult]:
         """What counts of a step that was done away in part."""

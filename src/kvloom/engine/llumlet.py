@@ -27,7 +27,7 @@ class Llumlet:
         besides = frozenset(body.besides)
         candidates = (one for one in self._candidates() if one.request not in besides)
         chosen = choose(candidates, body.destination, floor=body.floor)
-        return Offered(request=chosen and chosen.request)
+        return Offered(request=chosen.request if chosen else None)
 
     def _candidates(self) -> Iterator[Candidate]:
         """Requests of which every choice that has not ended decodes."""

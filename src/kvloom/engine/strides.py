@@ -81,7 +81,7 @@ class Strides:
         """It has taken so many steps. Returns how many have begun anywhere, since this was last told."""
         ended = [stride for stride in self._running if stride.flight is flight]
         self.failed(flight)
-        return sum(self._reach(stride, steps) for stride in ended) + self._sync()
+        return sum(self._reach(stride, steps) for stride in ended) + self.sync()
 
     def failed(self, flight: Flight) -> None:
         """It is over, and has taken no step."""
@@ -90,14 +90,14 @@ class Strides:
     def cut(self) -> int:
         """Something has happened: whatever runs ends with the step that is under way. Returns what `landed`
         does."""
-        more = self._sync()
+        more = self.sync()
         for stride in self._running:
             self._executor.cut(stride.flight.job)
         self._running = []
         return more
 
-    def _sync(self) -> int:
-        """Take the blocks for the steps that have begun."""
+    def sync(self) -> int:
+        """Take the blocks for the steps that have begun. Returns what `landed` does."""
         return sum(self._reach(stride, self._executor.taken(stride.flight.job)) for stride in self._running)
 
     def _reach(self, stride: _Stride, steps: int) -> int:

@@ -6,19 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvloom.core.load import UnitLoad
+from kvloom.core.replicas import Group, Steps
 from kvloom.core.rescheduling import Pair
 from kvloom.fleet.freeness import freeness
-from kvloom.fleet.pairing import Thresholds, pair
-from kvloom.fleet.scaling import Outside, Scale, Step, rescale
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Units that are replicas of one another, and how many of them there may be."""
-
-    units: frozenset[str]
-    scale: Scale
-    starting: int = 0
+from kvloom.fleet.pairing import pair
+from kvloom.fleet.scaling import Drain, Outside, Start, Step, rescale
+from kvloom.fleet.thresholds import Thresholds
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +30,36 @@ def decide(
     now: float,
     thresholds: Thresholds,
     groups: Mapping[str, Group] | None = None,
+    waiting: Mapping[str, int] | None = None,
 ) -> Period:
-    """loads: of the units that have reported; the others take no part. now: in seconds."""
+    """loads: of the units that have reported; the others take no part. now: in seconds. waiting: requests
+    that nobody can answer yet, by model; of several groups that serve it the first has to."""
     free = {name: freeness(load) for name, load in loads.items()}
     outside: dict[str, Outside] = {}
     steps: dict[str, Step] = {}
+    wanted = {model for model, count in (waiting or {}).items() if count}
     for name, group in (groups or {}).items():
         own = {unit: loads[unit] for unit in group.units if unit in loads}
-        watched, step = rescale(own, group.starting, last.outside.get(name), now, group.scale)
+        waits = not wanted.isdisjoint(group.models)
+        watched, step = rescale(
+            own, group.starting, last.outside.get(name), now, group.scale, waits=waits, idle=group.idle
+        )
         if watched:
             outside[name] = watched
         if step:
             steps[name] = step
+        if group.starting or isinstance(step, Start):
+            wanted -= group.models
     return Period(pair(loads, free, last.pairs, thresholds), outside, steps)
+
+
+def carried_out(steps: Mapping[str, Step], groups: Mapping[str, Group]) -> Steps:
+    """Which units that means. Where none can be started now, none is: the next period asks anew."""
+    return Steps(
+        start=tuple(groups[name].away[0] for name, step in steps.items() if _starts(step, groups[name])),
+        stop=tuple(step.unit for step in steps.values() if isinstance(step, Drain)),
+    )
+
+
+def _starts(step: Step, group: Group) -> bool:
+    return isinstance(step, Start) and bool(group.away)

@@ -8,28 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvloom.core.load import UnitLoad
+from kvloom.core.replicas import Scale
 from kvloom.fleet.freeness import batch
 from kvloom.fleet.usage import virtual_usage
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """least, most: replicas. low, high: mean freeness in decode steps, outside of which it must be for
-    `seconds` before there is one more or one less. Raises ValueError where they are the wrong way round."""
-
-    least: int
-    most: int
-    low: float = 160.0
-    high: float = 960.0
-    seconds: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise ValueError(f"{self.least} to {self.most} replicas; 1 ≤ least ≤ most is right")
-        if not self.low < self.high or not self.seconds >= 0:
-            raise ValueError(
-                f"freeness {self.low:g} to {self.high:g} for {self.seconds:g} s; low < high is right"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +49,33 @@ def mean_freeness(loads: Mapping[str, UnitLoad]) -> float:
 
 
 def rescale(
-    loads: Mapping[str, UnitLoad], starting: int, outside: Outside | None, now: float, scale: Scale
+    loads: Mapping[str, UnitLoad],
+    starting: int,
+    outside: Outside | None,
+    now: float,
+    scale: Scale,
+    *,
+    waits: bool = False,
+    idle: float = 0.0,
 ) -> tuple[Outside | None, Step | None]:
     """What to do now, and what to hand in the next time. loads: of one unit's replicas; starting: replicas
-    that do not report yet. Too few or too many replicas are put right at once, one each time."""
+    that do not report yet; waits: requests wait for one; idle: seconds since there was any. Too few or too
+    many replicas are put right at once, one each time; so is none where requests wait. The last goes where
+    nobody has asked for it for the scale's `idle`."""
     serving = {name: load for name, load in loads.items() if not load.draining}
     count = len(serving) + starting
-    if count < scale.least:
+    if count < scale.least or (waits and not count):
         return None, Start()
-    if count > scale.most and len(serving) > scale.least:
+    spare = len(serving) > max(1, scale.least)
+    unused = not scale.least and not waits and idle >= scale.idle
+    if serving and (unused or (count > scale.most and spare)):
         return None, Drain(fewest_running(serving))
     outside = _watched(mean_freeness(serving), outside, now, scale) if serving else None
     if outside is None or now - outside.since < scale.seconds:
         return outside, None
     if outside.side == "low" and count < scale.most:
         return None, Start()
-    if outside.side == "high" and len(serving) > scale.least:
+    if outside.side == "high" and spare:
         return None, Drain(fewest_running(serving))
     return outside, None
 

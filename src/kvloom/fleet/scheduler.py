@@ -1,5 +1,5 @@
-"""The fleet scheduler: looks at all units once a period, and says between which of them requests move
-(Llumnix, section 4.2)."""
+"""The fleet scheduler: looks at all units once a period, and says between which of them requests move, and
+which are to come and to go (Llumnix, section 4.2)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Final, Protocol
 
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
+from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pairs
-from kvloom.fleet.pairing import Thresholds
-from kvloom.fleet.period import Period, decide
+from kvloom.fleet.period import Period, carried_out, decide
+from kvloom.fleet.thresholds import Thresholds
 
 STANDS: Final = 3  # periods for which pairs stand where no others are told
 
@@ -23,6 +24,9 @@ class Fleet(Protocol):
     async def state(self) -> FleetState: ...
 
     async def pair(self, pairs: Pairs) -> None: ...
+
+    async def scale(self, steps: Steps) -> None:
+        """Begin to; what comes of it the next states tell."""
 
 
 class FleetScheduler:
@@ -56,6 +60,10 @@ class FleetScheduler:
     async def step(self) -> Period:
         """One period."""
         state = await self._fleet.state()
-        self._last = decide(state.loads, self._last, self._clock.now(), self._thresholds)
+        now = self._clock.now()
+        self._last = decide(state.loads, self._last, now, self._thresholds, state.groups, state.waiting)
         await self._fleet.pair(Pairs(pairs=self._last.pairs, seconds=STANDS * self._period))
+        steps = carried_out(self._last.steps, state.groups)
+        if steps.start or steps.stop:
+            await self._fleet.scale(steps)
         return self._last

@@ -6,8 +6,6 @@ architecture nobody thought of is served as it is rather than wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -15,15 +13,14 @@ from kvloom.model.linear import FusedLinear, GatedMLP, PackedLinear, Part, TiedL
 from kvloom.model.norm import FusedRMSNorm
 from kvloom.model.parallel.modules import Summed
 from kvloom.model.rope import fuse_rotary
+from kvloom.model.structure import GATED, QKV, children
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_GATED = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATIONS = (("swish", ""), ("gelu", "tanh"), ("gelu", "none"))
 
 
 def fuse(model: nn.Module) -> None:
     """Fuse and pack in place. The stock weights are let go layer by layer, so that the peak is one layer."""
-    for parent, name, child in list(_children(model)):
+    for parent, name, child in list(children(model)):
         if type(child).__name__.endswith("Attention"):
             _fuse_qkv(child)
             if all(weight.dtype == torch.float32 for weight in child.parameters()):
@@ -31,7 +28,7 @@ def fuse(model: nn.Module) -> None:
         elif gated := _gated_like(child):
             setattr(parent, name, gated)
     tied = _shared_weights(model)
-    for parent, name, child in list(_children(model)):
+    for parent, name, child in list(children(model)):
         if type(child) is nn.Linear and can_pack(child.weight):
             weight, bias = child.weight, child.bias
             if weight.data_ptr() in tied and bias is None and isinstance(weight, nn.Parameter):
@@ -42,12 +39,6 @@ def fuse(model: nn.Module) -> None:
             norm = _norm_like(child)
             if norm is not None:
                 setattr(parent, name, norm)
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            yield parent, name, child
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
@@ -65,11 +56,11 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | Non
 
 
 def _fuse_qkv(module: nn.Module) -> None:
-    linears = _linears(module, _QKV)
+    linears = _linears(module, QKV)
     if linears is None or len({(linear.in_features, linear.bias is None) for linear in linears}) != 1:
         return
     fused = FusedLinear(linears)
-    for index, name in enumerate(_QKV):
+    for index, name in enumerate(QKV):
         setattr(module, name, Part(fused, index))
 
 
@@ -77,7 +68,7 @@ def _gated_like(stock: nn.Module) -> GatedMLP | None:
     """Our gated MLP in the stock one's place, or None where it is something else."""
     last = getattr(stock, "down_proj", None)
     group = last.group if isinstance(last, Summed) else None
-    linears = _linears(stock, _GATED)
+    linears = _linears(stock, GATED)
     if linears is None:
         return None
     gate, up, down = linears

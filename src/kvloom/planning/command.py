@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvloom.admin.command import add_server
+
 DESCRIPTION = """\
 Find out which models go together on which devices, so that they answer as many requests as possible, and
 what each is expected to answer (MuxServe). `kvloom serve` and `kvloom simulate` take the plan that it
@@ -21,6 +23,12 @@ CLUSTER.yaml:
     code: {path: /models/coder, rate: 2, prompt: 800, output: 250}
 
 With --workload the rates and lengths are those of past traffic."""
+
+
+REPLAN = """\
+Show which units must be started and stopped so that a fleet which serves becomes as a plan says, and with
+--apply do it, one step at a time, while it serves: requests move on to the new units, or wait where there is
+no room for old and new beside each other."""
 
 
 def add(commands: Any) -> None:
@@ -47,9 +55,26 @@ def add(commands: Any) -> None:
     )
     plan.add_argument("-o", "--output", type=Path, metavar="PLAN.json", help="the file to write")
     plan.set_defaults(run=run)
+    _add_replan(commands)
+
+
+def _add_replan(commands: Any) -> None:
+    replan = commands.add_parser(
+        "replan", help="bring a fleet that serves to another plan", description=REPLAN, allow_abbrev=False
+    )
+    replan.add_argument("plan", type=Path, metavar="PLAN.json", help="what `kvloom plan -o` wrote")
+    replan.add_argument("--apply", action="store_true", help="do it; left out, it is only shown")
+    add_server(replan, run_replan)
 
 
 def run(options: argparse.Namespace) -> int:
     from kvloom.planning.conduct import conduct  # noqa: PLC0415  (--help needs none of it)
 
     return conduct(options.cluster, options.workload, options.profile, options.baseline, options.output)
+
+
+def run_replan(options: argparse.Namespace) -> int:
+    from kvloom.admin.gateway import Gateway  # noqa: PLC0415  (--help needs none of it)
+    from kvloom.planning.replan import replan  # noqa: PLC0415
+
+    return replan(options.plan, Gateway(options.url, options.admin_key_file), apply=options.apply)

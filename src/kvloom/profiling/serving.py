@@ -21,7 +21,7 @@ from kvloom.cost.work import Work
 from kvloom.profiling.session import Effort
 from kvloom.profiling.threads import all_threads_seconds, children, main_thread_seconds
 from kvloom.profiling.upkeep import Loaded, parts
-from kvloom.serve.supervisor import ENGINE, GATEWAY
+from kvloom.serve.roles import ENGINE, GATEWAY
 from kvloom.workload.ask import Ask
 from kvloom.workload.files import VERSION, Header, write_workload
 from kvloom.workload.results import read_results

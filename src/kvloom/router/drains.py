@@ -68,8 +68,9 @@ class Drains:
 
     async def drain(self, name: str, seconds: float | None = None) -> UnitState:
         """Give the unit no new request, and wait for what runs there; what runs for longer goes on. Raises
-        Conflict while it is being restarted, and where it is admitted before the wait is over."""
-        self._refuse_restarting(name)
+        Conflict while it is being restarted, or has no process, and where it is admitted before the wait is
+        over."""
+        self._refuse_busy(name)
         self._router.withdraw(name)
         self._tell()
         await self._unless_over(asyncio.create_task(self._drained(name, seconds)))
@@ -77,8 +78,9 @@ class Drains:
 
     async def admit(self, name: str) -> UnitState:
         """Undo `drain`; one that waits ends. A unit that does not answer takes requests as soon as it does.
-        Raises Conflict while it is being restarted, after which it is admitted anyhow."""
-        self._refuse_restarting(name)
+        Raises Conflict while it is being restarted, after which it is admitted anyhow, and where it has no
+        process."""
+        self._refuse_busy(name)
         if self._router.units[name].withdrawn:
             await self._router.admit(name)
             self._tell()
@@ -87,7 +89,9 @@ class Drains:
     async def restart(self, name: str, seconds: float | None = None) -> UnitState:
         """Drain the unit, put a new process in its place, and admit that. Goes on where its caller does not
         wait; a second call joins the first. Raises what the new process died of: then it is tried again, and
-        takes requests once it answers. Raises Unavailable where the gateway ends."""
+        takes requests once it answers. Raises Unavailable where the gateway ends, and Conflict where the unit
+        has no process."""
+        self._refuse_absent(name)
         if name not in self._restarts:
             self._restarts[name] = asyncio.create_task(self._restart(name, seconds))
             self._tell()
@@ -135,10 +139,16 @@ class Drains:
             order.cancel()
             over.cancel()
 
-    def _refuse_restarting(self, name: str) -> None:
+    def _refuse_busy(self, name: str) -> None:
+        self._refuse_absent(name)
         if name in self._restarts:
             raise Conflict(f"{name} is being restarted; it takes requests once it has")
 
+    def _refuse_absent(self, name: str) -> None:
+        if self._router.units[name].presence != "here":
+            raise Conflict(f"{name} has no process, or is about to lose it; start it first")
+
     def _tell(self) -> None:
-        drained = {name for name, unit in self._router.units.items() if unit.withdrawn}
+        units = self._router.units.values()
+        drained = {unit.name for unit in units if unit.withdrawn and unit.presence == "here"}
         self._changed(frozenset(drained - self._restarts.keys()))

@@ -45,7 +45,7 @@ class Failures:
 
     def awaits(self, replica: Replica) -> bool:
         """It will be up again, and that is worth waiting for: where it died, only for who had been let in."""
-        return replica.restarting or (self._call.let_in and replica.lost)
+        return replica.awaited or (self._call.let_in and replica.lost)
 
     def awaited(self, fleet: Fleet) -> list[Replica]:
         return [replica for replica in fleet.replicas if self.awaits(replica)]

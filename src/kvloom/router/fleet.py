@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from kvloom.core.errors import Unavailable
-from kvloom.fleet.dispatch import freest
+from kvloom.fleet.dispatch import Dispatch, freest, infaas
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.replica import Replica
 
@@ -35,9 +35,16 @@ class Fleet:
     def freest(self, among: Sequence[Replica] | None = None) -> Replica:
         """The one whose unit has most freeness, by its last report and what this router has sent there since.
         Where no unit has reported lately, the least loaded."""
+        return self._by_reports(freest, among)
+
+    def emptiest(self, among: Sequence[Replica] | None = None) -> Replica:
+        """The one whose unit has least of its memory in use, what waits there counted: known as `freest` is."""
+        return self._by_reports(infaas, among)
+
+    def _by_reports(self, dispatch: Dispatch[Replica], among: Sequence[Replica] | None) -> Replica:
         candidates = self._candidates(among)
         loads = {replica: load for replica in candidates if (load := replica.report.expected())}
-        chosen = freest(loads, {replica: replica.turn for replica in loads})
+        chosen = dispatch(loads, {replica: replica.turn for replica in loads})
         return self.least_loaded(candidates) if chosen is None else self._chosen(chosen)
 
     def nearest(

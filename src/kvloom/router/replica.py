@@ -53,8 +53,8 @@ class Replica:
         return self._unit.up
 
     @property
-    def restarting(self) -> bool:
-        return self._unit.restarting
+    def awaited(self) -> bool:
+        return self._unit.awaited
 
     @property
     def lost(self) -> bool:

@@ -12,9 +12,12 @@ from msgspec.structs import replace
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.load import UnitLoad
+from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pair, Pairs
 from kvloom.core.verbs import Offer
+from kvloom.router.roster import Roster
 from kvloom.router.router import Router
+from kvloom.router.unit import Unit
 
 MOST_REFUSALS: Final = 3  # in a row, after which a pair is left in peace until pairs are told again
 
@@ -24,13 +27,14 @@ _log = logging.getLogger(__name__)
 class Rescheduler:
     """Satisfies `Fleet`. An async context manager: moves that are under way are given up with it. A pair
     moves one request at a time, for as long as it stands and its source has one to offer. moved, stayed:
-    requests so far that went over, and that could not."""
+    requests so far that went over, and that could not. roster: where units come and go."""
 
-    def __init__(self, router: Router, clock: Clock) -> None:
+    def __init__(self, router: Router, clock: Clock, roster: Roster | None = None) -> None:
         self.moved = 0
         self.stayed = 0
         self._router = router
         self._clock = clock
+        self._roster = roster
         self._pairs: frozenset[Pair] = frozenset()
         self._until = 0.0
         self._moving: dict[Pair, asyncio.Task[None]] = {}
@@ -47,15 +51,26 @@ class Rescheduler:
             moving.cancel()
         await self._tasks.__aexit__(None, None, None)
 
+    @property
+    def moves(self) -> dict[str, int]:
+        """So far, by what became of them."""
+        return {"moved": self.moved, "stayed": self.stayed}
+
     async def state(self) -> FleetState:
         services = self._router.services
         loads = await self._router.loads()
         return FleetState(
             loads={
-                name: replace(load, draining=True) if services[name] in ("draining", "drained") else load
+                name: replace(load, draining=True) if services[name] not in ("up", "down") else load
                 for name, load in loads.items()
-            }
+            },
+            waiting=self._router.waiting,
+            groups=self._roster.groups if self._roster else {},
         )
+
+    async def scale(self, steps: Steps) -> None:
+        if self._roster is not None:
+            self._roster.begin(steps)
 
     async def pair(self, pairs: Pairs) -> None:
         """Pairs of units that nobody knows are passed over."""
@@ -87,13 +102,12 @@ class Rescheduler:
         return pair in self._pairs and self._clock.now() < self._until
 
     async def _offered(self, pair: Pair, refused: list[str]) -> str | None:
-        """A request's id at the source."""
+        """A request's id at the source. None too where a unit is there no more."""
         units = self._router.units
-        source, destination = units[pair.source], units[pair.destination]
-        load = await destination.load()
-        if load is None or destination.withdrawn:
+        source, destination = units.get(pair.source), units.get(pair.destination)
+        if source is None or destination is None or (load := await destination.load()) is None:
             return None
-        body = Offer(destination=_alike(load, pair, self._router), besides=refused)
+        body = Offer(destination=_alike(load, source, destination), besides=refused)
         return (await source.client.offer(body)).request
 
     async def _moves(self, name: str, pair: Pair) -> bool:
@@ -110,12 +124,12 @@ class Rescheduler:
         return True
 
 
-def _alike(load: UnitLoad, pair: Pair, router: Router) -> UnitLoad:
+def _alike(load: UnitLoad, source: Unit, destination: Unit) -> UnitLoad:
     """The destination's load without the models of which the units keep K and V in unlike forms."""
-    source, destination = router.units[pair.source].replicas, router.units[pair.destination].replicas
+    here, there = source.replicas, destination.replicas
     alike = {
         name: model
         for name, model in load.models.items()
-        if name in source and name in destination and source[name].form == destination[name].form
+        if name in here and name in there and here[name].form == there[name].form
     }
     return replace(load, models=alike)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from msgspec.structs import replace
 
@@ -22,27 +21,25 @@ from kvloom.core.errors import (
 )
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard, StartGenerate
-from kvloom.core.service import Service
+from kvloom.core.service import NO_PROCESS, Service
 from kvloom.router.call import Call, Frames
-from kvloom.router.failures import Failures
+from kvloom.router.candidates import Candidates
 from kvloom.router.fleet import Fleet
 from kvloom.router.moving import Move
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
 from kvloom.router.programs.least_loaded import least_loaded
-from kvloom.router.unit import Unit
+from kvloom.router.units import Units
 from kvloom.router.waiting import WaitingRoom
 
 Attempt = Callable[[Call, Fleet], Frames]
 
-_log = logging.getLogger(__name__)
-_SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")
-
 
 class Router:
     """Satisfies `Server`. An async context manager: it watches its units while it is open. withdrawn: units
-    that take no part until they are admitted. patience: seconds for which a request waits where nobody that
-    serves its model is up, but somebody is being restarted."""
+    that take no part until they are admitted. away: those that have no process, with the cards of what they
+    serve, as far as they are known. patience: seconds for which a request waits where nobody that serves its
+    model is up, but somebody is about to be."""
 
     def __init__(
         self,
@@ -51,44 +48,34 @@ class Router:
         clock: Clock,
         *,
         withdrawn: Collection[str] = (),
+        away: Mapping[str, Sequence[ModelCard]] | None = None,
         patience: float = 120.0,
     ) -> None:
         self._index = PrefixIndex()
         self._waiting = WaitingRoom(patience)
-        self._units = {
-            name: Unit(
-                name,
-                client,
-                clock,
-                admit=self._admit,
-                lost=self._lost,
-                changed=self._waiting.tell,
-                withdrawn=name in withdrawn,
-            )
-            for name, client in engines.items()
-        }
+        self._units = Units(
+            engines,
+            clock,
+            index=self._index,
+            changed=self._waiting.tell,
+            withdrawn=withdrawn,
+            away=away or {},
+        )
         self._program = program
         self._clock = clock
         self._calls: dict[str, Call] = {}
 
     async def __aenter__(self) -> Self:
         """Units that cannot be reached yet are asked until they can be."""
-        async with asyncio.TaskGroup() as asking:
-            for unit in self._units.values():
-                asking.create_task(unit.ask())
+        await self._units.ask()
         self._tasks = await asyncio.TaskGroup().__aenter__()
-        self._watches = [
-            self._tasks.create_task(watch())
-            for unit in self._units.values()
-            for watch in (unit.watch, unit.report.watch)
-        ]
+        self._units.watch(self._tasks)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for watch in self._watches:
-            watch.cancel()
+        self._units.unwatch()
         await self._tasks.__aexit__(None, None, None)  # releases end, and `error` goes on as it is
 
     # -- Server -----------------------------------------------------------------------------------------
@@ -114,33 +101,27 @@ class Router:
         will be, the request waits for that: what it was refused there does not count."""
         if body.request in self._calls:
             raise BadRequest(f"request id {body.request} is in use", param="request")
-        fleet = self._fleet(body.model)
+        fleet = self._served(body.model)
         call = self._calls[body.request] = Call(body, fleet, self._clock, self._tasks)
+        candidates = Candidates(call, fleet, lambda: self._fleet(body.model), self._waiting)
         program = self._program
         # What is received has K and V but no logits: who wants the prompt's has it computed in one place.
         attempt: Attempt = program if body.sampling.prompt_logprobs is None else least_loaded
-        failures = Failures(call)
         try:
             while True:
-                await self._until_somebody_is_up(call, fleet, failures)
+                await candidates.until_somebody_is_up()
                 if call.let_in and call.progress.unwanted:
                     yield call.progress.end_unwanted()
                     if call.progress.over:
                         break
                     continue
                 try:
-                    async with aclosing(attempt(call, fleet)) as frames:
+                    async with aclosing(attempt(call, candidates.fleet)) as frames:
                         async for frame in frames:
                             yield frame
                     break
                 except KvloomError as error:
-                    fleet = failures.keep(fleet, error)
-                    over = call.aborted and call.let_in  # its ends are told next
-                    if not (over or (failures.may_go_on(error) and (fleet.up or failures.awaited(fleet)))):
-                        raise
-                    if not over:
-                        whither = "goes elsewhere" if fleet.up else "waits for a restart"
-                        _log.warning("request %s: %s; it %s", body.request, error.message, whither)
+                    candidates.go_on_after(error)
                     attempt = least_loaded
                 await call.release()
             if not call.progress.over:
@@ -184,25 +165,6 @@ class Router:
         """The request, by the id that it has at the replicas now; None where none here has it."""
         return next((request for request, call in self._calls.items() if call.name == name), None)
 
-    async def _until_somebody_is_up(self, call: Call, fleet: Fleet, failures: Failures) -> None:
-        """Or nobody will be soon. Raises Unavailable where that takes too long."""
-        try:
-            await self._waiting.wait_while(
-                lambda: bool(
-                    failures.awaited(fleet)
-                    and not fleet.up
-                    and not call.aborted
-                    and not call.progress.unwanted
-                )
-            )
-        except TimeoutError:
-            names = ", ".join(replica.name for replica in failures.awaited(fleet))
-            raise Unavailable(
-                f"no unit that serves {fleet.model} is up; {names} is being restarted, which takes longer "
-                f"than the {self._waiting.seconds:g} s that requests wait",
-                retry_after=1,
-            ) from None
-
     # -- what only a router has -------------------------------------------------------------------------
 
     @property
@@ -214,12 +176,12 @@ class Router:
         self._program = program
 
     async def loads(self) -> dict[str, UnitLoad]:
-        """By unit, of those that answer, the drained ones too."""
+        """By unit, of those that answer, the drained ones too, and those that are emptied for a restart."""
         async with asyncio.TaskGroup() as group:
             asked = {
                 unit.name: group.create_task(unit.load())
                 for unit in self._units.values()
-                if unit.service not in ("down", "restarting")
+                if unit.service not in NO_PROCESS or (unit.service == "restarting" and unit.calls)
             }
         return {name: load for name, task in asked.items() if (load := task.result())}
 
@@ -228,8 +190,13 @@ class Router:
         return {name: unit.service for name, unit in self._units.items()}
 
     @property
-    def units(self) -> Mapping[str, Unit]:
+    def units(self) -> Units:
         return self._units
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Requests that nobody can answer yet, by model."""
+        return {model: count for model, count in self._waiting.waiting.items() if count}
 
     def withdraw(self, unit: str) -> None:
         """Give it no new request, though it may answer: it is about to end. What runs there goes on."""
@@ -242,28 +209,11 @@ class Router:
     # -- units ------------------------------------------------------------------------------------------
 
     def _fleet(self, model: str) -> Fleet:
-        replicas = tuple(unit.replicas[model] for unit in self._units.values() if model in unit.replicas)
-        if not replicas:
-            served = sorted({name for unit in self._units.values() for name in unit.replicas})
-            raise UnknownModel(
-                f"the model `{model}` is not served; served: {', '.join(served) or 'none'}", param="model"
-            )
-        return Fleet(model, replicas, self._index)
+        return Fleet(model, self._units.replicas(model), self._index)
 
-    def _admit(self, newcomer: Unit, cards: Sequence[ModelCard]) -> None:
-        """Raises ConfigError where it would answer for a model with another's tokens."""
-        for card in cards:
-            for unit in self._units.values():
-                other = unit.replicas.get(card.name)
-                if unit is newcomer or other is None:
-                    continue
-                for field in _SPOKEN:
-                    if getattr(card, field) != getattr(other.card, field):
-                        raise ConfigError(
-                            f"{card.name} differs in {field} between {unit.name} and {newcomer.name}; "
-                            "replicas of one model, or models of two names, are right"
-                        )
-
-    def _lost(self, unit: Unit) -> None:
-        self._index.forget(unit.name)
-        unit.report.forget()
+    def _served(self, model: str) -> Fleet:
+        fleet = self._fleet(model)
+        if not fleet.replicas:
+            served = ", ".join(self._units.models) or "none"
+            raise UnknownModel(f"the model `{model}` is not served; served: {served}", param="model")
+        return fleet

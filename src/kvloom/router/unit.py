@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Literal
 
 from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
@@ -18,12 +18,18 @@ from kvloom.router.report import Report
 
 ANSWER_SECONDS: Final = 5.0  # after which an engine that does not answer counts as away
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # between two times that a lost unit is asked
+AFTER_FAILURE: Final = 10.0  # seconds for which nobody waits for a unit that has failed to start
+
+Presence = Literal["here", "leaving", "ending", "away", "starting", "removed"]
 
 
 class Unit:
     """admit: called with the cards whenever the unit comes up, and raises KvloomError where it must stay out.
     lost: called whenever it goes down; changed: when it is up, or is not to be waited for any more. `problem`
-    says why it is down. withdrawn: it is, or starts so. restarting: it is about to be another process."""
+    says why it is down. withdrawn: it is, or starts so. restarting: it is about to be another process.
+    presence: whether it has a process at all; leaving: it is to lose it once nothing runs there; ending: it
+    does. away: it has none, and serves these as far as anyone knows. What a unit has served stays known when
+    it has lost its process."""
 
     def __init__(
         self,
@@ -35,14 +41,16 @@ class Unit:
         lost: Callable[[Unit], None],
         changed: Callable[[], None],
         withdrawn: bool = False,
+        away: Sequence[ModelCard] | None = None,
     ) -> None:
         self.name = name
         self.client = client
-        self.replicas: dict[str, Replica] = {}
+        self.replicas = {card.name: Replica(self, card) for card in away or ()}
         self.up = False
         self.problem: KvloomError | None = None
-        self.withdrawn = withdrawn
+        self.withdrawn = withdrawn or away is not None
         self.restarting = False
+        self.presence: Presence = "here" if away is None else "away"
         self.calls = 0  # in flight there, of all its models
         self.report = Report(self._load_if_up, clock)
         self._waits: set[asyncio.Future[bool]] = set()  # for it to be empty
@@ -53,11 +61,15 @@ class Unit:
         self._to_be_asked = asyncio.Event()
         self._checking = asyncio.Lock()
         self._answered_at = clock.now()
+        self._idle_since = clock.now()
+        self._failed_at: float | None = None  # to start
 
     @property
     def service(self) -> Service:
         if self.restarting:
             return "restarting"
+        if self.presence in ("away", "starting"):
+            return self.presence
         if self.withdrawn:
             return "draining" if self.calls else "drained"
         return "up" if self.up else "down"
@@ -66,6 +78,22 @@ class Unit:
     def lost(self) -> bool:
         """Down, and asked until it answers."""
         return self._to_be_asked.is_set() and not isinstance(self.problem, ConfigError)
+
+    @property
+    def awaited(self) -> bool:
+        """It will be up again without having died, and requests may wait for that."""
+        coming = self.presence not in ("here", "removed")
+        return self.restarting or (coming and self.may_start)
+
+    @property
+    def may_start(self) -> bool:
+        """It has not failed to do so just now."""
+        return self._failed_at is None or self._clock.now() >= self._failed_at + AFTER_FAILURE
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the last call there ended; 0 while there is one."""
+        return 0.0 if self.calls else self._clock.now() - self._idle_since
 
     async def watch(self) -> None:
         """Asks the unit while it is lost, ever more slowly."""
@@ -125,6 +153,7 @@ class Unit:
     def end_call(self) -> None:
         self.calls -= 1
         if not self.calls:
+            self._idle_since = self._clock.now()
             self._end_waits(emptied=True)
 
     async def emptied(self) -> bool:
@@ -161,6 +190,33 @@ class Unit:
         finally:
             self.restarting = False
             self._changed()
+
+    def leave(self) -> None:
+        """Give it no new request: once it is empty it is to lose its process."""
+        self.presence = "leaving"
+        self.withdraw()
+        self._changed()
+
+    def gone(self, presence: Presence = "away") -> None:
+        """It has no process any more, or could not get one. removed: nor will it."""
+        if self.presence == "starting":
+            self._failed_at = self._clock.now()
+        self.presence = presence
+        self.up = False
+        self._to_be_asked.clear()
+        self._changed()
+
+    def come(self) -> None:
+        """It is about to have a process."""
+        self.presence = "starting"
+
+    async def arrive(self) -> None:
+        """It has one, or stays."""
+        self.presence = "here"
+        self._idle_since = self._clock.now()
+        self._failed_at = None
+        await self.admit()
+        self._changed()
 
     def _end_waits(self, *, emptied: bool) -> None:
         for wait in self._waits:

@@ -19,10 +19,11 @@ class Doing:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """renewed: it is the one that `restart` has asked for."""
+    """renewed: it is the one that `restart` has asked for. again: another one has answered before it."""
 
     process: Supervised
     renewed: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import logging
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import uvloop
@@ -21,10 +22,11 @@ from kvloom.core.errors import ConfigError
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.drains import Drains
 from kvloom.router.program import Program, load_program
+from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.serve.connection import ClientConnection
 from kvloom.serve.kept import Kept
-from kvloom.serve.orders import Begin, GatewayOrder, Ready, Standing
+from kvloom.serve.orders import Back, Begin, GatewayOrder, News, Ready, Restarted, Retire, Standing
 from kvloom.serve.parent import Parent, run_child
 from kvloom.serve.restarts import Restarts
 from kvloom.serve.server import Server
@@ -62,14 +64,28 @@ def load_standing(order: GatewayOrder) -> tuple[Program, Standing]:
 async def serve(parent: Parent, order: GatewayOrder, program: Program, standing: Standing) -> None:
     """Answer the OpenAI API until SIGTERM, which the parent's end is too."""
     kept, restarts = Kept(standing, parent.report), Restarts(parent.report)
-    parent.watch(Path(order.sockets), restarts.heed)
+
+    def heed(news: News) -> None:
+        match news:
+            case Restarted():
+                restarts.heed(news)
+            case Back(unit):
+                tasks.create_task(router.units[unit].ask())
+            case Retire():
+                server.retire(order.drain)
+
+    loop = asyncio.get_running_loop()
+    parent.watch(Path(order.sockets), lambda news: soon(loop, heed, news))
     async with AsyncExitStack() as stack:
         engines = {
             unit: await stack.enter_async_context(HttpEngineClient(url, secret=order.secret))
             for unit, url in order.engines.items()
         }
-        router = Router(engines, program, WallClock(), withdrawn=standing.drained, patience=order.patience)
+        clock = WallClock()
+        router = Router(engines, program, clock, withdrawn=standing.drained, patience=order.patience)
         await stack.enter_async_context(router)
+        rescheduler = await stack.enter_async_context(Rescheduler(router, clock))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
         drains = Drains(router, seconds=order.drain, restart=restarts, changed=kept.drained)
         await stack.enter_async_context(drains)
         server = Server(
@@ -77,7 +93,8 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
                 router,
                 keys=Keys(order.api_keys, order.admin_keys, order.secret),
                 max_body=order.max_body,
-                admin=Admin(router, engines, drains, kept.program),
+                admin=Admin(router, engines, drains, rescheduler, kept.program),
+                moves=lambda: rescheduler.moves,
             ),
             connection=ClientConnection,
             grace=GRACE_SECONDS,
@@ -88,8 +105,14 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
             drains.give_up()
             server.end()
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+        loop.add_signal_handler(signal.SIGTERM, end)
         await server.serve(sockets=[socket.socket(fileno=order.listener)])
+
+
+def soon(loop: asyncio.AbstractEventLoop, heed: Callable[[News], None], news: News) -> None:
+    """On the event loop, from any thread."""
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(heed, news)
 
 
 if __name__ == "__main__":

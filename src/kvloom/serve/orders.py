@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from kvloom.core.spec import EngineSpec, ProgramSpec
+from kvloom.core.spec import EngineSpec, ProgramSpec, SchedulerSpec
 
 
 class EngineOrder(Struct, frozen=True, kw_only=True):
@@ -48,15 +48,35 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     standing: Standing = Standing()
 
 
+class SchedulerOrder(Struct, frozen=True, kw_only=True):
+    """gateway: its URL. secret: what it must be told. folder: of the engines' sockets."""
+
+    spec: SchedulerSpec
+    gateway: str
+    secret: str
+    folder: str
+
+
 class Begin(Struct, frozen=True):
     """Serve from now on."""
 
 
-class Restarted(Struct, frozen=True):
-    """The unit's new process answers, or has died, of `problem`, and is tried again."""
+class Restarted(Struct, frozen=True, tag="restarted"):
+    """The component's new process answers, or has died, of `problem`, and is tried again if it is a unit's or
+    the scheduler's."""
+
+    component: str
+    problem: str | None = None
+
+
+class Back(Struct, frozen=True, tag="back"):
+    """The unit had died, and another process of it answers."""
 
     unit: str
-    problem: str | None = None
+
+
+class Retire(Struct, frozen=True, tag="retire"):
+    """To a gateway: another one serves in its place. End with the last of the requests that are there."""
 
 
 class Progress(Struct, frozen=True, tag="progress"):
@@ -78,10 +98,11 @@ class Refused(Struct, frozen=True, tag="refused"):
 
 
 class Restart(Struct, frozen=True, tag="restart"):
-    """A new process is wanted in place of the unit's; `Restarted` tells how it went."""
+    """A new process is wanted in place of the component's; `Restarted` tells how it went."""
 
-    unit: str
+    component: str
 
 
-Order = EngineOrder | GatewayOrder | Begin | Restarted
+News = Restarted | Back | Retire
+Order = EngineOrder | GatewayOrder | SchedulerOrder | Begin | News
 Report = Progress | Ready | Refused | Standing | Restart

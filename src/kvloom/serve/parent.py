@@ -17,7 +17,7 @@ from typing import Final, NoReturn, TypeVar
 import msgspec
 
 from kvloom.core.errors import ConfigError, Unavailable
-from kvloom.serve.orders import Order, Refused, Report, Restarted
+from kvloom.serve.orders import News, Order, Refused, Report
 
 _log = logging.getLogger(__name__)
 ORDERS: Final = 0
@@ -45,7 +45,7 @@ class Parent:
             line += piece
         return msgspec.json.decode(line, type=kind)
 
-    def watch(self, folder: Path, heed: Callable[[Restarted], None] = lambda _: None) -> None:
+    def watch(self, folder: Path, heed: Callable[[News], None] = lambda _: None) -> None:
         """What still comes goes to `heed`, on a thread of its own. From now on, when the supervisor is gone,
         its `folder` is removed, and this process gets a SIGTERM; if it still lives some seconds later it is
         ended."""
@@ -56,12 +56,12 @@ class Parent:
             os.write(self._reports, msgspec.json.encode(report) + b"\n")
 
 
-def _end_with_parent(folder: Path, heed: Callable[[Restarted], None]) -> None:
+def _end_with_parent(folder: Path, heed: Callable[[News], None]) -> None:
     rest = b""
     while piece := os.read(ORDERS, 4096):
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            heed(msgspec.json.decode(line, type=Restarted))
+            heed(msgspec.json.decode(line, type=News))
     shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(LAST_SECONDS)

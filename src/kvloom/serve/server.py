@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from kvloom.serve.connection import Connection
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
+LINGER_SECONDS = 1.0  # in which what was sent to a server that retires has certainly been read
 
 
 class Server(uvicorn.Server):
@@ -46,6 +49,8 @@ class Server(uvicorn.Server):
             )
         )
         self._ready = ready
+        self._grace = grace
+        self._retiring = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -57,4 +62,25 @@ class Server(uvicorn.Server):
         yield
 
     def end(self) -> None:
+        self.config.timeout_graceful_shutdown = self._grace
         self.should_exit = True
+        if self._retiring:
+            asyncio.get_running_loop().call_later(self._grace, self._cut_off)
+
+    def retire(self, seconds: float) -> None:
+        """Leave new connections to another process, and those that are there with their next answer. So
+        `serve` ends once no answer is under way, or after `seconds`; nobody's request is lost."""
+        for server in self.servers:
+            server.close()
+        self._retiring = True
+        self.config.encoded_headers.append((b"connection", b"close"))
+        self.server_state.default_headers = self.config.encoded_headers
+        self.config.timeout_graceful_shutdown = math.ceil(seconds)
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        self.should_exit = True
+
+    def _cut_off(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()

@@ -12,7 +12,7 @@ from typing import Final
 from kvloom.core.clock import Clock
 from kvloom.serve.component import Component
 from kvloom.serve.events import Answers, Asks, Doing, Event, Failed, Lost
-from kvloom.serve.orders import Begin, Order, Progress, Ready, Refused, Restart, Standing
+from kvloom.serve.orders import Begin, Order, Progress, Ready, Refused, Restart, Retire, Standing
 
 
 class State(enum.Enum):
@@ -54,13 +54,15 @@ STOP_SECONDS: Final = 4.0  # for a process to end by itself
 @dataclass(frozen=True, slots=True)
 class Role:
     """What a process is there for. order: what each new one is told. held: it serves only from `begin` on.
-    check: asks whether it is well."""
+    spare: the others do well without it, so that even its first start is tried again. check: asks whether it
+    is well."""
 
     name: str
     module: str
     order: Callable[[], Order]
     inherit: Sequence[int] = ()
     held: bool = False
+    spare: bool = False
     check: Callable[[], Awaitable[bool]] | None = None
 
 
@@ -101,12 +103,11 @@ class Supervised:
                 how, refused = await self._live()
                 if self._ending:
                     return
-                if self._since is None:
+                if self._since is None and not self._role.spare:
                     self._tell(Failed(self, how, refused))
                     return
                 if not self._told.is_set():
-                    lived = self._clock.now() - self._since if self.state is State.READY else 0.0
-                    pause = self._patience.pause(pause, lived)
+                    pause = self._patience.pause(pause, self._lived())
                     await self._back_off(how, pause)
                     if self._ending:
                         return
@@ -131,6 +132,14 @@ class Supervised:
     def restart(self) -> None:
         """A new process in place of this one, without delay."""
         self._told.set()
+
+    async def retire(self) -> None:
+        """It ends when it has nothing left to do, and no other takes its place."""
+        self._ending = True
+        if self._component is not None and self.state is State.READY:
+            await self._component.order(Retire())
+        else:
+            self._told.set()
 
     def end(self) -> None:
         self._ending = True
@@ -174,9 +183,10 @@ class Supervised:
                 case Standing() | Restart():
                     self._tell(Asks(self, report))
                 case Ready(chat):
+                    again = self._since is not None
                     self.chat, self._since = chat, self._clock.now()
                     self._turn(State.READY)
-                    self._tell(Answers(self, self._was_renewed()))
+                    self._tell(Answers(self, self._was_renewed(), again))
                     if self._role.check is not None:
                         watch = group.create_task(self._watch(component, self._role.check))
         how = await component.ended()
@@ -212,6 +222,12 @@ class Supervised:
         with suppress(TimeoutError):
             async with asyncio.timeout(pause):
                 await self._told.wait()
+
+    def _lived(self) -> float:
+        """Seconds since it began to answer; none where it does not."""
+        if self._since is None or self.state is not State.READY:
+            return 0.0
+        return self._clock.now() - self._since
 
     def _was_renewed(self) -> bool:
         renewed, self._renewed = self._renewed, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,11 +16,13 @@ from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import CostModel
 from kvloom.engine.engine import Engine
 from kvloom.router.program import Program
+from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.executor import Content, ModelledExecutor
 from kvloom.sim.hosting import HostedMachine, HostedUnit, HostedWire
 from kvloom.sim.links import Link, ModelledPlane, TimedLink
+from kvloom.sim.rescheduling import Rescheduling, rescheduled
 from kvloom.sim.wire import ModelledWire
 
 CONTEXT = 8192  # tokens, of a model whose spec sets none
@@ -47,11 +49,13 @@ class SimulatedUnit:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """server: what clients ask; the router, or the gateway that it works in."""
+    """server: what clients ask; the router, or the gateway that it works in. rescheduler: None where no
+    fleet scheduler runs."""
 
     router: Router
     engines: Mapping[str, Engine]
     server: Generator
+    rescheduler: Rescheduler | None = None
 
 
 def timed_link(unit: SimulatedUnit) -> Link:
@@ -66,9 +70,11 @@ async def simulated(
     delay: float = 0.0003,
     link: Callable[[SimulatedUnit], Link] = timed_link,
     machine: HostedMachine | None = None,
+    rescheduling: Rescheduling | None = None,
 ) -> AsyncIterator[SimulatedFleet]:
     """The fleet while it runs, on a virtual loop. delay: of the wire, in seconds, one way. link: a unit's
-    way out. machine: what all units run on, where its own work counts."""
+    way out. machine: what all units run on, where its own work counts. rescheduling: of the fleet scheduler;
+    None where there is none."""
     clock, plane = LoopClock(asyncio.get_running_loop()), ModelledPlane()
     engines: dict[str, Engine] = {}
     wires: dict[str, ModelledWire] = {}
@@ -82,8 +88,11 @@ async def simulated(
         for engine in engines.values():
             group.create_task(engine.run())
         try:
-            async with Router(wires, program, clock) as router:
-                yield SimulatedFleet(router, engines, machine.server(router) if machine else router)
+            async with Router(wires, program, clock) as router, AsyncExitStack() as stack:
+                moving = rescheduling and rescheduled(router, clock, rescheduling)
+                rescheduler = await stack.enter_async_context(moving) if moving else None
+                server = machine.server(router) if machine else router
+                yield SimulatedFleet(router, engines, server, rescheduler)
         finally:
             for engine in engines.values():
                 await engine.stop()

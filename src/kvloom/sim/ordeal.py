@@ -22,13 +22,14 @@ PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "data_parallel": {},
     "least_loaded": {},
     "freest": {},
+    "infaas": {},
     "disaggregate": {"prefill": (1, 2)},
     "cache_aware_disaggregate": {"prefill": (1, 2), "slack": (0, 64, 2048)},
     "balanced": {"prefill": (1, 2), "ratio": (0.0, 0.3, 0.9), "most": (0.5, 1.0)},
     "cache_aware": {"slack": (0, 64, 2048)},
     "migrate_context": {"slack": (0, 16, 256)},
 }
-STAYING: Final = ("data_parallel", "least_loaded", "freest", "cache_aware")  # they move no K and V
+STAYING: Final = ("data_parallel", "least_loaded", "freest", "infaas", "cache_aware")  # they move no K and V
 
 
 class Evenly:

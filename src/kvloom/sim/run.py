@@ -14,6 +14,7 @@ from kvloom.sim.fleet import SimulatedUnit, simulated
 from kvloom.sim.hosting import HostedMachine
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import Prompts, play
+from kvloom.sim.rescheduling import Rescheduling
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.objectives import Scaled
 from kvloom.workload.results import Results
@@ -32,9 +33,11 @@ def simulate(
     tell: Callable[[Outcome], None] = lambda _: None,
     hosting: Hosting | None = None,
     client_here: bool = False,
+    rescheduling: Rescheduling | None = None,
 ) -> Results:
     """Add all outcomes to `summary`, telling each. seed: of the order of what happens at one moment. hosting:
-    the work besides jobs of the one machine that all units are on; client_here: the asking too."""
+    the work besides jobs of the one machine that all units are on; client_here: the asking too. rescheduling: of the
+    fleet scheduler; None where there is none."""
 
     def add(outcome: Outcome) -> None:
         summary.add(outcome)
@@ -43,7 +46,7 @@ def simulate(
     async def main() -> None:
         clock = LoopClock(asyncio.get_running_loop())
         machine = HostedMachine(hosting, client_here=client_here) if hosting else None
-        async with simulated(units, program, machine=machine) as fleet:
+        async with simulated(units, program, machine=machine, rescheduling=rescheduling) as fleet:
             await play(fleet.server, asks, prompts, clock, add)
 
     run_virtual(main(), seed=seed)

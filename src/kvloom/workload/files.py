@@ -112,6 +112,8 @@ def _header(path: Path, number: int, text: bytes) -> Header:
     if header.kvloom_workload != VERSION:
         said = f"is a workload of version {header.kvloom_workload}; this kvloom reads version {VERSION}"
         raise bad_line(path, number, said)
+    if len(set(header.models)) < len(header.models):
+        raise bad_line(path, number, "a model stands twice among `models`; each once is right")
     return header
 
 

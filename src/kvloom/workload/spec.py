@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvloom.workload.arrivals import Process, poisson
-from kvloom.workload.fields import Rate, Seconds, Section, Share, TokenCount, shown
+from kvloom.workload.fields import Name, Rate, Seconds, Section, Share, TokenCount, shown
 from kvloom.workload.lengths import Lengths
 from kvloom.workload.popularity import Drift
 from kvloom.workload.sharing import Conversations, SystemPrompts
@@ -15,7 +15,7 @@ from kvloom.workload.sharing import Conversations, SystemPrompts
 VOCAB: Final = 256
 _OF_A_TRACE: Final = ("rate", "top_rate", "drift", "arrivals", "lengths", "system", "conversation")
 
-_Scale = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+_Scale = Annotated[float, Field(ge=1e-9, le=1e6, allow_inf_nan=False)]
 
 
 def _both_sides(value: Any) -> Any:
@@ -75,12 +75,12 @@ class WorkloadSpec(Section):
     """rate: of all models together; top_rate: of the most popular one. alpha: of the power law by which the
     rates fall, in the order of `models`. vocab: prompts are made of token ids below it."""
 
-    name: str = ""
+    name: Name = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     vocab: Annotated[int, Field(ge=32, lt=2**31)] = VOCAB
     seconds: Seconds | None = None
     requests: Annotated[int, Field(ge=1, lt=2**53)] | None = None
-    models: Annotated[dict[str, ModelSpec], BeforeValidator(_named), Field(min_length=1, max_length=4096)]
+    models: Annotated[dict[Name, ModelSpec], BeforeValidator(_named), Field(min_length=1, max_length=4096)]
     rate: Rate | None = None
     top_rate: Rate | None = None
     alpha: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)] = 0.0

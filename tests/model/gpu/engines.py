@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvloom.core.clock import WallClock
 from kvloom.core.spec import EngineSpec
 from kvloom.engine.engine import Engine
 from kvloom.kv.arena import Arena
@@ -15,6 +13,7 @@ from kvloom.model.gpu.executor import GpuExecutor
 from kvloom.model.gpu.loading import load_executor
 from kvloom.model.gpu.operations import Operations, plain_operations
 from kvloom.transport.shm import ShmTransport
+from tests.engines import running_over
 
 COMPUTE = 8
 
@@ -30,16 +29,7 @@ async def running_on_device(
 
 @asynccontextmanager
 async def running_executor(spec: EngineSpec, executor: GpuExecutor) -> AsyncIterator[Engine]:
-    """The engine while it runs; afterwards law 1 and law 4 hold."""
+    """The engine while it runs, apart from others; afterwards law 1 and law 4 hold."""
     transport = ShmTransport(spec.unit, Arena(1, spec.block_bytes))
-    engine = Engine(executor, transport, spec, WallClock())
-    async with asyncio.TaskGroup() as group:
-        group.create_task(engine.run())
-        try:
-            yield engine
-        finally:
-            await engine.stop()
-    transport.close_all()
-    executor.close()
-    engine.pool.check()
-    assert engine.pool.available == engine.pool.total
+    async with running_over(spec, executor, transport) as engine:
+        yield engine

@@ -26,7 +26,6 @@ from kvloom.kernels.reference import Activation, block_view
 from kvloom.kernels.triton.activation import gated_launch
 from kvloom.kernels.triton.copy import copy_launch, copy_pages_launch
 from kvloom.kernels.triton.decode import Workspace, decode_launches
-from kvloom.kernels.triton.draw import uniform_launch
 from kvloom.kernels.triton.launch import Launch
 from kvloom.kernels.triton.norm import norm_launch
 from kvloom.kernels.triton.prefill import prefill_launch
@@ -99,8 +98,6 @@ def _others() -> Iterator[Named]:
         yield f"copy {name}", copy_launch(memory, memory, ids, ids, ids, ids, **layout)
         yield f"copy pages {name}", copy_pages_launch(memory, _empty(1024, 8, 4), ids, ids, ids, **layout)
     yield "copy gather", copy_launch(memory, memory, ids, None, **layout)
-    keys = _empty(256, dtype=torch.int64)
-    yield "uniform", uniform_launch(_empty(256, dtype=torch.float64), keys, keys)
 
 
 def served() -> Iterator[Named]:

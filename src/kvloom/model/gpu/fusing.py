@@ -8,7 +8,7 @@ the whole model's logits do, the loader looks at in the precision that is served
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from kvloom.model.gpu.operations import Activation, Operations
 from kvloom.model.rope import Turn, fuse_rotary
 from kvloom.model.sisters import Sister, Sisters, join
+from kvloom.model.structure import GATED, QKV, children
 
-_QKV: Final = ("q_proj", "k_proj", "v_proj")
-_GATED: Final = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "gelu")
 
 
@@ -57,7 +56,7 @@ class DeviceGatedMLP(nn.Module):
 def fuse_on_device(model: nn.Module, operations: Operations) -> None:
     """In place. Stock weights are let go module by module, so that the peak is one layer's."""
     served = next(model.parameters()).dtype
-    for parent, name, child in list(_children(model)):
+    for parent, name, child in list(children(model)):
         if type(child).__name__.endswith("Attention"):
             _fuse_qkv(child)
             fuse_rotary(child, _rotary(operations), next(child.parameters()).device)
@@ -65,12 +64,6 @@ def fuse_on_device(model: nn.Module, operations: Operations) -> None:
             setattr(parent, name, gated)
         elif type(child).__name__.endswith("RMSNorm") and (norm := _norm_like(child, served, operations)):
             setattr(parent, name, norm)
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            yield parent, name, child
 
 
 def _linears(module: nn.Module, names: tuple[str, ...], alike: int) -> list[nn.Linear] | None:
@@ -85,20 +78,20 @@ def _linears(module: nn.Module, names: tuple[str, ...], alike: int) -> list[nn.L
 
 
 def _fuse_qkv(module: nn.Module) -> None:
-    linears = _linears(module, _QKV, 3)
+    linears = _linears(module, QKV, 3)
     if linears is None:
         return
     sisters = Sisters(join(linears), [linear.out_features for linear in linears])
-    for index, name in enumerate(_QKV):
+    for index, name in enumerate(QKV):
         setattr(module, name, Sister(sisters, index))
 
 
 def _gated_like(stock: nn.Module, operations: Operations) -> DeviceGatedMLP | None:
-    linears = _linears(stock, _GATED, 2)
+    linears = _linears(stock, GATED, 2)
     if linears is None:
         return None
     wide = copy.deepcopy(stock).float()
-    parts = _linears(wide, _GATED, 2)
+    parts = _linears(wide, GATED, 2)
     assert parts is not None
     probe = _probe(4, parts[0].in_features, like=parts[0].weight)
     with torch.inference_mode():

@@ -12,6 +12,7 @@ from kvloom.router.programs.cache_aware_disaggregate import cache_aware_disaggre
 from kvloom.router.programs.data_parallel import data_parallel
 from kvloom.router.programs.disaggregate import disaggregate
 from kvloom.router.programs.freest import freest
+from kvloom.router.programs.infaas import infaas
 from kvloom.router.programs.least_loaded import least_loaded
 from kvloom.router.programs.migrate_context import migrate_context
 
@@ -24,6 +25,7 @@ PROGRAMS: dict[str, Callable[..., Frames]] = {
         data_parallel,
         least_loaded,
         freest,
+        infaas,
         disaggregate,
         cache_aware_disaggregate,
         balanced,

@@ -1,0 +1,44 @@
+"""How running requests are rescheduled, as a config says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, model_validator
+
+from kvloom.config_fields import Period, Section, Steps
+from kvloom.core.replicas import GroupSpec
+from kvloom.core.spec import EngineSpec, SchedulerSpec
+from kvloom.fleet.thresholds import Thresholds
+
+OFF = "none"
+
+
+class ReschedulingConfig(Section):
+    """The fleet scheduler's period in seconds, and its thresholds of freeness in decode steps."""
+
+    period: Period = SchedulerSpec().period
+    out: Steps = SchedulerSpec().out
+    into: Steps = SchedulerSpec().into
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        Thresholds(self.out, self.into)
+        return self
+
+    def scheduler(
+        self, engines: Sequence[EngineSpec], groups: Mapping[str, GroupSpec]
+    ) -> SchedulerSpec | None:
+        """None where no model is on two units, so that nothing can move, and no unit comes or goes."""
+        models = [model.name for engine in engines for model in engine.models]
+        if len(set(models)) == len(models) and not groups:
+            return None
+        return SchedulerSpec(self.period, self.out, self.into)
+
+
+def _off(value: Any) -> Any:
+    return None if value == OFF else value
+
+
+Rescheduling = Annotated[ReschedulingConfig | None, BeforeValidator(_off)]

@@ -1,0 +1,181 @@
+"""How a fleet that serves gets from one placement to another, step by step.
+
+Units never change: one that is not as the plan wants it ends, and another takes its place. A step starts a
+unit, or stops one, whose requests go on elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+MOST_STATES: Final = 20_000  # that the search looks at: ten units that end and ten that begin, and less
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placed:
+    """A unit: its models, the memory that it takes, its pool and all else, and whatever else tells it from
+    others. Two that are equal can stand for each other."""
+
+    models: tuple[str, ...]
+    bytes: int
+    form: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """unit: its number in the plan."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """waits: models that no unit has from here on, until one that has them is started."""
+
+    unit: str
+    waits: tuple[str, ...] = ()
+
+
+Step = Start | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """kept: units that are as the plan wants them, and their numbers there."""
+
+    kept: Mapping[str, int]
+    steps: tuple[Step, ...]
+
+
+class Unreachable(Exception):
+    """No order of steps leads to the plan. One line."""
+
+
+def repair(now: Mapping[str, Placed], plan: Iterable[Placed], memory: int) -> Repair:
+    """From the units `now`, by name, to those of the plan. memory: bytes that all units may take together, at
+    every step; what is taken now is taken. Each model that has a unit keeps one all the while, wherever there
+    is such an order of steps: where there is none, the fewest models possible at a time wait. Raises
+    Unreachable where the plan itself does not fit, or leaves out a model that is served."""
+    wanted = tuple(plan)
+    served = {model for unit in now.values() for model in unit.models}
+    left_out = served - {model for unit in wanted for model in unit.models}
+    if left_out:
+        raise Unreachable(f"the plan has no unit for {', '.join(sorted(left_out))}, which is served")
+    total = sum(unit.bytes for unit in wanted)
+    if total > memory:
+        raise Unreachable(f"the plan's units take {total:,} bytes, and there are {memory:,}")
+    kept = _kept(now, wanted)
+    taken = set(kept.values())
+    change = _Change(
+        old={name: unit for name, unit in now.items() if name not in kept},
+        new={number: unit for number, unit in enumerate(wanted) if number not in taken},
+        stays=Counter(model for name in kept for model in now[name].models),
+        room=memory - sum(now[name].bytes for name in kept),
+        served=frozenset(served),
+    )
+    steps = change.without_gap()
+    return Repair(kept, change.with_gaps() if steps is None else steps)
+
+
+def _kept(now: Mapping[str, Placed], wanted: tuple[Placed, ...]) -> dict[str, int]:
+    open_ = dict(enumerate(wanted))
+    kept: dict[str, int] = {}
+    for name, unit in now.items():
+        number = next((number for number, other in open_.items() if other == unit), None)
+        if number is not None:
+            kept[name] = number
+            del open_[number]
+    return kept
+
+
+State = tuple[frozenset[str], frozenset[int]]
+"""Old units that are still there, and new ones that are there already."""
+
+
+class _Change:
+    """stays: units that keep each model, whatever happens to the others. room: bytes for all others."""
+
+    def __init__(
+        self,
+        old: Mapping[str, Placed],
+        new: Mapping[int, Placed],
+        stays: Counter[str],
+        room: int,
+        served: frozenset[str],
+    ) -> None:
+        self._old, self._new, self._stays, self._room, self._served = old, new, stays, room, served
+
+    def without_gap(self) -> tuple[Step, ...] | None:
+        """Depth first, what frees memory first. None where there is no such order, or none was found among
+        the first states."""
+        begin: State = (frozenset(self._old), frozenset())
+        came: dict[State, tuple[State, Step] | None] = {begin: None}
+        open_ = [begin]
+        while open_ and len(came) <= MOST_STATES:
+            state = open_.pop()
+            if not state[0] and len(state[1]) == len(self._new):
+                return self._way(state, came)
+            for step in self._safe(state):
+                after = _after(state, step)
+                if after not in came:
+                    came[after] = (state, step)
+                    open_.append(after)
+        return None
+
+    def with_gaps(self) -> tuple[Step, ...]:
+        """Safe steps as long as there are any; then the stop that leaves fewest models without a unit."""
+        state: State = (frozenset(self._old), frozenset())
+        steps: list[Step] = []
+        while state[0] or len(state[1]) < len(self._new):
+            safe = self._safe(state)
+            step = safe[-1] if safe else self._least_gap(state)
+            steps.append(step)
+            state = _after(state, step)
+        return tuple(steps)
+
+    def _way(self, state: State, came: Mapping[State, tuple[State, Step] | None]) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        while (before := came[state]) is not None:
+            state, step = before
+            steps.append(step)
+        return tuple(reversed(steps))
+
+    def _safe(self, state: State) -> list[Step]:
+        """Steps that leave no model without a unit; the best last: stops, the largest last, after starts, and
+        of these the one that serves most models which wait."""
+        old, new = state
+        free = self._room - self._taken(state)
+        missing = self._served - set(self._covers(state))
+        starts = [number for number in self._new.keys() - new if self._new[number].bytes <= free]
+        starts.sort(key=lambda number: (len(missing.intersection(self._new[number].models)), -number))
+        stops = [name for name in old if not self._waits(state, name)]
+        stops.sort(key=lambda name: (self._old[name].bytes, name))
+        return [*map(Start, starts), *map(Stop, stops)]
+
+    def _least_gap(self, state: State) -> Stop:
+        gaps = {name: self._waits(state, name) for name in state[0]}
+        name = min(gaps, key=lambda name: (len(gaps[name]), -self._old[name].bytes, name))
+        return Stop(name, gaps[name])
+
+    def _waits(self, state: State, name: str) -> tuple[str, ...]:
+        """Models that only this old unit has."""
+        covers = self._covers(state)
+        return tuple(model for model in self._old[name].models if covers[model] == 1)
+
+    def _covers(self, state: State) -> Counter[str]:
+        """Units of each model, without those that have none."""
+        old = (model for name in state[0] for model in self._old[name].models)
+        new = (model for number in state[1] for model in self._new[number].models)
+        return self._stays + Counter(old) + Counter(new)
+
+    def _taken(self, state: State) -> int:
+        old = sum(self._old[name].bytes for name in state[0])
+        return old + sum(self._new[number].bytes for number in state[1])
+
+
+def _after(state: State, step: Step) -> State:
+    old, new = state
+    return (old - {step.unit}, new) if isinstance(step, Stop) else (old, new | {step.unit})

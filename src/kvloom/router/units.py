@@ -1,0 +1,131 @@
+"""The units that a router knows, whether they have a process or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Final
+
+from kvloom.core.client import EngineClient
+from kvloom.core.clock import Clock
+from kvloom.core.errors import ConfigError, Conflict
+from kvloom.core.request import ModelCard
+from kvloom.router.prefix_index import PrefixIndex
+from kvloom.router.replica import Replica
+from kvloom.router.unit import Unit
+
+_SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")
+
+
+class Units(Mapping[str, Unit]):
+    """By name. changed: called whenever one is up, or is not to be waited for any more. withdrawn, away: as
+    `Router` has them."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, EngineClient],
+        clock: Clock,
+        *,
+        index: PrefixIndex,
+        changed: Callable[[], None],
+        withdrawn: Collection[str],
+        away: Mapping[str, Sequence[ModelCard]],
+    ) -> None:
+        self._clock = clock
+        self._index = index
+        self._changed = changed
+        self._watches: dict[str, list[asyncio.Task[None]]] = {}
+        self._units = {
+            name: self._unit(name, client, away.get(name), withdrawn=name in withdrawn)
+            for name, client in engines.items()
+        }
+
+    def __getitem__(self, name: str) -> Unit:
+        return self._units[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._units)
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    async def ask(self) -> None:
+        """All that have a process."""
+        async with asyncio.TaskGroup() as asking:
+            for unit in self.values():
+                if unit.presence == "here":
+                    asking.create_task(unit.ask())
+
+    def watch(self, tasks: asyncio.TaskGroup) -> None:
+        """From now on until `unwatch`."""
+        self._tasks = tasks
+        for unit in self.values():
+            self._watch(unit)
+
+    def unwatch(self) -> None:
+        for name in list(self._watches):
+            self._unwatch(name)
+
+    def add(self, name: str, client: EngineClient) -> Unit:
+        """A unit that has no process yet. Raises Conflict."""
+        if name in self._units:
+            raise Conflict(f"there is a unit {name} already; another name is right")
+        unit = self._units[name] = self._unit(name, client, (), withdrawn=False)
+        self._watch(unit)
+        return unit
+
+    def remove(self, name: str) -> None:
+        """Raises Conflict while it has a process, or a call is in flight there."""
+        unit = self._units[name]
+        if unit.presence != "away" or unit.calls:
+            raise Conflict(f"{name} is {unit.service}; a unit that is away can be removed")
+        self._unwatch(name)
+        del self._units[name]
+        self._lost(unit)
+        unit.gone("removed")
+
+    def replicas(self, model: str) -> tuple[Replica, ...]:
+        return tuple(unit.replicas[model] for unit in self.values() if model in unit.replicas)
+
+    @property
+    def models(self) -> list[str]:
+        return sorted({name for unit in self.values() for name in unit.replicas})
+
+    def _unit(
+        self, name: str, client: EngineClient, away: Sequence[ModelCard] | None, *, withdrawn: bool
+    ) -> Unit:
+        return Unit(
+            name,
+            client,
+            self._clock,
+            admit=self._admit,
+            lost=self._lost,
+            changed=self._changed,
+            withdrawn=withdrawn,
+            away=away,
+        )
+
+    def _watch(self, unit: Unit) -> None:
+        watches = unit.watch, unit.report.watch
+        self._watches[unit.name] = [self._tasks.create_task(watch()) for watch in watches]
+
+    def _unwatch(self, name: str) -> None:
+        for watch in self._watches.pop(name):
+            watch.cancel()
+
+    def _admit(self, newcomer: Unit, cards: Sequence[ModelCard]) -> None:
+        """Raises ConfigError where it would answer for a model with another's tokens."""
+        for card in cards:
+            for other in self.replicas(card.name):
+                if other.name == newcomer.name:
+                    continue
+                for field in _SPOKEN:
+                    if getattr(card, field) != getattr(other.card, field):
+                        raise ConfigError(
+                            f"{card.name} differs in {field} between {other.name} and {newcomer.name}; "
+                            "replicas of one model, or models of two names, are right"
+                        )
+
+    def _lost(self, unit: Unit) -> None:
+        self._index.forget(unit.name)
+        unit.report.forget()

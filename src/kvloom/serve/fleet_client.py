@@ -1,0 +1,69 @@
+"""A gateway, as the fleet scheduler reaches it: over HTTP, a connection each time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvloom.core.errors import Unavailable
+from kvloom.core.replicas import Steps
+from kvloom.core.rescheduling import FleetState, Pairs
+
+ANSWER_SECONDS: Final = 10.0  # more than the gateway itself waits for a unit
+
+
+class FleetClient:
+    """Satisfies `Fleet`. Whoever listens at the URL by now answers; nothing is kept between calls."""
+
+    def __init__(self, url: str, *, secret: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        self._where = parts.hostname, parts.port or 80
+        self._head = f"host: {parts.netloc}\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n"
+
+    async def state(self) -> FleetState:
+        answer = await self._call("GET", "/admin/fleet")
+        try:
+            return msgspec.json.decode(answer, type=FleetState)
+        except msgspec.MsgspecError as error:
+            raise Unavailable(f"the gateway's answer cannot be read: {error}") from error
+
+    async def pair(self, pairs: Pairs) -> None:
+        await self._call("POST", "/admin/pairs", msgspec.json.encode(pairs))
+
+    async def scale(self, steps: Steps) -> None:
+        await self._call("POST", "/admin/scale", msgspec.json.encode(steps))
+
+    async def _call(self, method: str, path: str, body: bytes = b"") -> bytes:
+        about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
+        asked = f"{method} {path} HTTP/1.1\r\n{self._head}{about}\r\n".encode() + body
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                head, answer = await self._answered(asked)
+        except (OSError, EOFError, TimeoutError) as error:
+            reason = str(error) or f"no answer in {ANSWER_SECONDS:g} s"
+            raise Unavailable(f"the gateway cannot be reached: {reason}") from error
+        if not head.startswith(b"HTTP/1.1 200 "):
+            raise Unavailable(f"the gateway refuses {path}: {answer[:300].decode(errors='replace')}")
+        return answer
+
+    async def _answered(self, asked: bytes) -> tuple[bytes, bytes]:
+        """Head and body. Raises EOFError where they are not whole."""
+        reader, writer = await asyncio.open_connection(*self._where)
+        try:
+            writer.write(asked)
+            head = await reader.readuntil(b"\r\n\r\n")
+            return head, await reader.readexactly(_length(head))
+        finally:
+            writer.close()
+
+
+def _length(head: bytes) -> int:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length" and value.strip().isdigit():
+            return int(value)
+    raise EOFError("an answer of unknown length")

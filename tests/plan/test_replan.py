@@ -1,0 +1,200 @@
+"""`kvloom replan` against a fleet that does as it is told: what it shows, does, and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvloom.admin.gateway import Gateway, ServerError
+from kvloom.core.errors import ConfigError
+from kvloom.core.placement import Placement
+from kvloom.core.service import UnitState
+from kvloom.core.spec import EngineSpec, ModelSpec
+from kvloom.cost.shapes import find_shape
+from kvloom.plan.files import write_plan
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.planning.replan import replan
+from kvloom.planning.target import PROCESS_BYTES, new_names
+
+GIB = 1 << 30
+SHAPE = find_shape("llama-7b")
+ALONE = GIB + SHAPE.weight_bytes + PROCESS_BYTES  # bytes that a unit of one model takes
+
+
+def spec(name: str, *models: str, kv_bytes: int = GIB, **more: Any) -> EngineSpec:
+    shares: dict[str, Any] = {"prefill_share": 1.0, "decode_share": 0.52, "quota": 0.5}
+    return EngineSpec(
+        unit=name,
+        models=tuple(ModelSpec(name=model, path=f"/{model}", max_context=99, **shares) for model in models),
+        kv_bytes=kv_bytes,
+        block_bytes=4096,
+        policy="fcfs",
+        max_running=7,
+        max_waiting=8,
+        chunk_tokens=9,
+        threads=1,
+        **more,
+    )
+
+
+def planned(*units: str, kv_bytes: int = GIB, gpus: int = 1, **more: str) -> Plan:
+    """A unit each, with the models that its letters name."""
+
+    def model(name: str) -> PlannedModel:
+        return PlannedModel(
+            name=name,
+            path=None,
+            shape=SHAPE,
+            rate=0.0,
+            prompt=9,
+            output=9,
+            prefill_share=1.0,
+            decode_share=0.5,
+            quota=0.5,
+            throughput=1,
+        )
+
+    where: dict[str, Any] = {"node": "here", "device": "cpu"} | more
+    return Plan(
+        units=tuple(
+            PlannedUnit(name=f"u{at}", gpus=gpus, kv_bytes=kv_bytes, models=tuple(map(model, names)), **where)
+            for at, names in enumerate(units)
+        ),
+        throughput=1.0,
+        made_by="a test",
+    )
+
+
+class Played(Gateway):
+    """A fleet with that many bytes of memory. At the order number `fails` it can no longer be reached."""
+
+    def __init__(self, *units: EngineSpec, memory: int = 3 * ALONE, fails: int = -1, **more: Any) -> None:
+        super().__init__("http://played", None)
+        fields: dict[str, Any] = {"away": (), "scaled": (), "cores": 2} | more
+        self.fleet = Placement(units=units, memory=memory, **fields)
+        self.orders: list[str] = []
+        self._fails = fails
+
+    def placement(self) -> Placement:
+        return self.fleet
+
+    def _done(self, order: str, units: tuple[EngineSpec, ...], away: tuple[EngineSpec, ...]) -> UnitState:
+        if len(self.orders) == self._fails:
+            raise ServerError("http://played: cannot be reached")
+        self.orders.append(order)
+        self.fleet = replace(self.fleet, units=units, away=away)
+        return UnitState(name="", state="up", calls=0, models=())
+
+    def add(self, spec: EngineSpec) -> UnitState:
+        return self._done(f"add {spec.unit}", (*self.fleet.units, spec), self.fleet.away)
+
+    def stop(self, unit: str, seconds: float | None) -> UnitState:
+        (gone,) = (one for one in self.fleet.units if one.unit == unit)
+        left = tuple(one for one in self.fleet.units if one is not gone)
+        return self._done(f"stop {unit}", left, (*self.fleet.away, gone))
+
+    def remove(self, unit: str) -> UnitState:
+        left = tuple(one for one in self.fleet.away if one.unit != unit)
+        assert len(left) < len(self.fleet.away)
+        return self._done(f"remove {unit}", self.fleet.units, left)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "plan.json"
+
+
+def test_what_is_to_be_done_is_shown_and_done(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = Played(spec("unit-0", "a"), spec("unit-1", "b"), spec("unit-2", "c"), memory=5 * ALONE)
+    write_plan(file, planned("c", "ab"))
+    assert replan(file, fleet, apply=False) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "keep   unit-2: c (1 GiB of K and V, 1 core)",
+        "start  unit-3: a, b (1 GiB of K and V, 1 core)",
+        "stop   unit-1",
+        "stop   unit-0",
+        "forget unit-1",
+        "forget unit-0",
+        "nothing is changed yet; --apply does it",
+    ]
+    assert not fleet.orders
+    assert replan(file, fleet, apply=True) == 0
+    assert capsys.readouterr().out.splitlines()[6:] == [
+        "1/5 starting unit-3 …",
+        "2/5 stopping unit-1 …",
+        "3/5 stopping unit-0 …",
+        "4/5 forgetting unit-1 …",
+        "5/5 forgetting unit-0 …",
+        "the fleet is as planned",
+    ]
+    assert not fleet.fleet.away
+    kept, new = fleet.fleet.units
+    assert (kept.unit, new.unit, new.policy, new.block_bytes) == ("unit-2", "unit-3", "fcfs", 4096)
+    assert [(one.name, one.path, one.max_context) for one in new.models] == [("a", "/a", 99), ("b", "/b", 99)]
+    assert replan(file, fleet, apply=True) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the fleet is as planned"
+    assert len(fleet.orders) == 5
+
+
+def test_who_waits_is_said(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = Played(spec("unit-0", "a"), spec("unit-1", "b"), memory=2 * ALONE)
+    write_plan(file, planned("ab"))
+    assert replan(file, fleet, apply=True) == 0
+    assert "requests for b wait meanwhile" in capsys.readouterr().out
+    assert [one.unit for one in fleet.fleet.units] == ["unit-2"]
+
+
+@pytest.mark.parametrize("fails", range(5))
+def test_another_time_goes_on_from_where_the_first_ended(
+    file: Path, fails: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = Played(spec("unit-0", "a"), spec("unit-1", "b"), memory=2 * ALONE, fails=fails)
+    write_plan(file, planned("ab"))
+    assert replan(file, fleet, apply=True) == 1
+    assert "cannot be reached; `kvloom replan` again" in capsys.readouterr().err
+    fleet._fails = -1
+    assert replan(file, fleet, apply=True) == 0
+    assert not fleet.fleet.away
+    assert [[model.name for model in one.models] for one in fleet.fleet.units] == [["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("plan", "fleet", "message"),
+    [
+        (planned("a"), {}, "no unit for b, which is served"),
+        (planned("abc"), {}, "u0: 'c' is not served; of the fleet are a, b"),
+        (planned("a", "b", device="A10"), {}, "units on A10; plan and fleet on device cpu are right"),
+        (planned("ab", gpus=3), {}, "a plan for 3 cores; the fleet has 2"),
+        (planned("ab"), {"memory": ALONE}, "and there are"),
+        (planned("ab"), {"scaled": ("unit-1",)}, "unit-1 come and go by themselves"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_changes_nothing(
+    file: Path, plan: Plan, fleet: dict[str, Any], message: str
+) -> None:
+    played = Played(spec("unit-0", "a"), spec("unit-1", "b"), **fleet)
+    write_plan(file, plan)
+    with pytest.raises(ConfigError) as error:
+        replan(file, played, apply=True)
+    assert message in error.value.message
+    assert "\n" not in error.value.message
+    assert not played.orders
+
+
+def test_units_on_several_nodes_or_a_gpu(file: Path) -> None:
+    plan = planned("a", "b")
+    write_plan(file, replace(plan, units=(plan.units[0], replace(plan.units[1], node="there"))))
+    with pytest.raises(ConfigError, match="units on 2 nodes"):
+        replan(file, Played(spec("unit-0", "a", "b")), apply=True)
+    write_plan(file, plan)
+    with pytest.raises(ConfigError, match="units on cuda:0"):
+        replan(file, Played(spec("unit-0", "a", "b", device="cuda:0")), apply=True)
+
+
+def test_names_that_nobody_has() -> None:
+    assert new_names(["unit-1", "other"], 3) == ["unit-0", "unit-2", "unit-3"]
+    assert new_names(["unit-0", "unit-1"], 1) == ["unit-2"]
+    assert new_names([], 0) == []

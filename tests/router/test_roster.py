@@ -1,0 +1,288 @@
+"""Units that come and go: what runs ends well, what comes meanwhile waits, and no start is made twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvloom.core.errors import BadRequest, Conflict, Unavailable, UnknownModel
+from kvloom.core.replicas import Scale, Steps
+from kvloom.fleet.scheduler import FleetScheduler
+from tests.router.fleets import ask, ask_well, body, run, turns
+from tests.router.ledger import card
+from tests.router.roster import Staged, spec, staged
+
+TO_ZERO = Scale(least=0, most=2, idle=30)
+
+
+async def gone(played: Staged, *units: str) -> None:
+    for unit in units:
+        await played.roster.stop(unit)
+        assert played.states()[unit] == "away"
+
+
+def test_a_unit_goes_when_what_runs_there_has_ended() -> None:
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            first = played.fleets.engines[0]
+            first.gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            going = asyncio.create_task(played.roster.stop("a"))
+            await turns()
+            assert (played.states(), played.orders.done, played.told) == (
+                {"a": "draining", "b": "up"},
+                [],
+                [{"a"}],
+            )
+            await ask_well(played.fleets.router, body())
+            first.gate.set()
+            await running
+            await going
+            assert played.states() == {"a": "away", "b": "up"}
+            assert (played.orders.done, played.told) == (["stop a"], [{"a"}, set()])
+            await ask_well(played.fleets.router, body())
+            assert {call.unit for call in played.fleets.journal[1:]} == {"b"}
+            await played.roster.stop("a")
+            assert played.orders.done == ["stop a"]
+
+    run(test)
+
+
+def test_a_model_without_a_unit_is_still_served() -> None:
+    """It is listed, its requests wait and are counted, and one start answers them all."""
+
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            router = played.fleets.router
+            await gone(played, "a", "b")
+            assert [card.name for card in await router.models()] == ["m"]
+            asking = [asyncio.create_task(ask_well(router, body())) for _ in range(3)]
+            await turns()
+            assert router.waiting == {"m": 3}
+            assert not played.fleets.journal
+            scheduler = FleetScheduler(played.rescheduler, played.fleets.clock)
+            for _ in range(3):
+                await scheduler.step()
+                await turns()
+            assert played.orders.done[2:] == ["start a"]
+            assert played.states() == {"a": "starting", "b": "away"}
+            played.orders.starts.set()
+            await asyncio.gather(*asking)
+            assert played.states() == {"a": "up", "b": "away"}
+            assert router.waiting == {}
+
+    run(test)
+
+
+def test_a_scheduler_that_was_lost_starts_nothing_twice() -> None:
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            await gone(played, "a", "b")
+            asking = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            for _ in range(3):
+                await FleetScheduler(played.rescheduler, played.fleets.clock).step()
+                await turns()
+            assert played.orders.done[2:] == ["start a"]
+            played.orders.starts.set()
+            await asking
+
+    run(test)
+
+
+def test_what_is_idle_for_long_enough_goes_and_not_before() -> None:
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            scheduler = FleetScheduler(played.rescheduler, played.fleets.clock)
+            played.fleets.clock._now = 29.0
+            await ask_well(played.fleets.router, body())  # somebody asks in between
+            both, one, none = ["up", "up"], ["up", "away"], ["away", "away"]
+            for now, states in ((30, both), (39, both), (40, one), (58, one), (59, none)):
+                played.fleets.clock._now = now
+                await scheduler.step()
+                await turns()
+                assert list(played.states().values()) == states, now
+
+    run(test)
+
+
+def test_one_that_is_to_go_is_called_back() -> None:
+    async def test() -> None:
+        async with staged(1, TO_ZERO) as played:
+            [engine] = played.fleets.engines
+            engine.gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            going = asyncio.create_task(played.roster.stop("a"))
+            await turns()
+            waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            await FleetScheduler(played.rescheduler, played.fleets.clock).step()
+            await turns()
+            with pytest.raises(Conflict, match="started again"):
+                await going
+            assert (played.states(), played.orders.done) == ({"a": "up"}, [])
+            engine.gate.set()
+            await asyncio.gather(running, waiting)
+
+    run(test)
+
+
+def test_one_that_ends_already_is_started_once_it_has() -> None:
+    async def test() -> None:
+        async with staged(1, TO_ZERO) as played:
+            played.orders.ends.clear()
+            played.orders.starts.set()
+            going = asyncio.create_task(played.roster.stop("a"))
+            await turns()
+            asking = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            await FleetScheduler(played.rescheduler, played.fleets.clock).step()  # it cannot be started now
+            coming = asyncio.create_task(played.roster.start("a"))
+            await turns()
+            assert played.orders.done == ["stop a"]
+            played.orders.ends.set()
+            await asyncio.gather(going, coming, asking)
+            assert played.orders.done == ["stop a", "start a"]
+
+    run(test)
+
+
+def test_a_start_that_fails_is_told_and_tried_again_later() -> None:
+    async def test() -> None:
+        async with staged(1, TO_ZERO) as played:
+            clock, router = played.fleets.clock, played.fleets.router
+            await gone(played, "a")
+            scheduler = FleetScheduler(played.rescheduler, clock)
+            played.orders.problem = Unavailable("a ended with exit code 3 as it started")
+            played.orders.starts.set()
+            waiting = asyncio.create_task(ask(router, body()))
+            await turns()
+            await scheduler.step()
+            with pytest.raises(Unavailable, match="no unit that serves m is up"):
+                await waiting
+            await scheduler.step()
+            assert played.orders.done == ["stop a", "start a"]
+            played.orders.problem = None
+            await clock.advance(11)
+            asking = asyncio.create_task(ask_well(router, body()))
+            await turns()
+            await scheduler.step()
+            await asking
+            assert played.orders.done == ["stop a", "start a", "start a"]
+
+    run(test)
+
+
+def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            played.fleets.engines[0].gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            await played.roster.stop("a", 0.0)
+            played.fleets.engines[0].gate.set()
+            await running
+            assert {call.unit for call in played.fleets.journal if call.verb == "start_generate"} == {*"ab"}
+
+    run(test)
+
+
+def test_newcomers_answer_who_waits_already() -> None:
+    """They were no candidates when the request came."""
+
+    async def test() -> None:
+        async with staged(1, TO_ZERO) as played:
+            router = played.fleets.router
+            await gone(played, "a")
+            waiting = asyncio.create_task(ask_well(router, body()))
+            await turns()
+            unit = router.units.add("z", played.fleets.world.engine("z"))
+            with pytest.raises(Conflict, match="another name"):
+                router.units.add("z", unit.client)
+            assert played.states() == {"a": "away", "z": "away"}
+            await unit.arrive()
+            await waiting
+            unit.leave()
+            with pytest.raises(Conflict, match="away can be removed"):
+                router.units.remove("z")
+            unit.gone()
+            router.units.remove("a")
+            router.units.remove("z")
+            with pytest.raises(UnknownModel):
+                await ask(router, body())
+
+    run(test)
+
+
+def test_a_newcomer_that_speaks_another_way_stays_out() -> None:
+    async def test() -> None:
+        async with staged(1, TO_ZERO) as played:
+            other = played.fleets.world.engine("z", card(vocab_size=5))
+            await played.fleets.router.units.add("z", other).arrive()
+            assert played.states() == {"a": "up", "z": "down"}
+
+    run(test)
+
+
+def test_what_is_under_way_is_left_alone() -> None:
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            with played.fleets.router.units["a"].restarts():
+                with pytest.raises(Conflict, match="being started"):
+                    await played.roster.stop("a")
+                played.roster.begin(Steps(stop=("a", "nobody"), start=("b", "nobody")))
+                await turns()
+                assert played.roster.groups["g"].starting == 1
+            assert played.orders.done == []
+            await played.roster.start("a")
+            assert played.orders.done == []
+
+    run(test)
+
+
+def test_a_unit_is_added_and_removed() -> None:
+    async def test() -> None:
+        async with staged(1, None) as played:
+            played.orders.starts.set()
+            await played.roster.add(spec("z"))
+            assert played.states() == {"a": "up", "z": "up"}
+            placement = played.roster.placement
+            assert [one.unit for one in placement.units] == ["a", "z"]
+            assert (placement.away, placement.scaled, placement.cores) == ((), (), 4)
+            with pytest.raises(Conflict, match="another name"):
+                await played.roster.add(spec("z"))
+            with pytest.raises(Conflict, match="away can be removed"):
+                played.roster.remove("a")
+            await played.roster.stop("a")
+            await ask_well(played.fleets.router, body())
+            assert [one.unit for one in played.roster.placement.away] == ["a"]
+            played.roster.remove("a")
+            assert played.states() == {"z": "up"}
+            assert played.orders.done == ["start z", "stop a", "forget a"]
+
+    run(test)
+
+
+def test_one_that_dies_or_speaks_another_way_is_not_added() -> None:
+    async def test() -> None:
+        async with staged(1, TO_ZERO) as played:
+            played.orders.starts.set()
+            played.orders.problem = Unavailable("z ended with exit code 3")
+            with pytest.raises(Unavailable, match="exit code 3"):
+                await played.roster.add(spec("z"))
+            played.orders.problem = None
+            played.fleets.world.engine("y", card(vocab_size=5))
+            with pytest.raises(Conflict, match="m differs in vocab_size"):
+                await played.roster.add(spec("y"))
+            assert played.orders.done == ["start z", "forget z", "start y", "stop y", "forget y"]
+            for name in ("../z", "", "z/z", "z" * 65):
+                with pytest.raises(BadRequest, match="is no name"):
+                    await played.roster.add(spec(name))
+            with pytest.raises(Conflict, match="comes and goes by itself"):
+                played.roster.remove("a")
+            assert played.states() == {"a": "up"}
+
+    run(test)

@@ -1,0 +1,137 @@
+"""The fleet scheduler as a process: units that drain are emptied by moves. Real processes and models."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import make_checkpoint
+from tests.processes import DEADLINE, Fleet, fleet, leaves_nothing
+
+MOST = 800  # tokens of a stream: many times what a move takes
+CONFIG = """
+kv_memory: 64MiB
+models: {{llama: {path}}}
+rescheduling: {{period: 50ms}}
+units: [{{models: [llama], replicas: 2}}]
+"""
+
+
+def call(url: str, path: str, body: object = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url + path, data, headers)
+    with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+        return json.load(answer)
+
+
+class Streams:
+    """Long streams of one fleet, by threads."""
+
+    def __init__(self, url: str, pool: ThreadPoolExecutor) -> None:
+        self._url = url
+        self._pool = pool
+
+    def begin(self, seed: int) -> Future[str]:
+        """One, once it is well under way; at last its text."""
+        under_way = threading.Event()
+        said = self._pool.submit(self._said, seed, under_way)
+        assert under_way.wait(DEADLINE)
+        return said
+
+    def _said(self, seed: int, under_way: threading.Event) -> str:
+        ask = {
+            "model": "llama",
+            "prompt": [1, 2, 3],
+            "max_tokens": MOST,
+            "ignore_eos": True,
+            "temperature": 0.9,
+            "seed": seed,
+            "stream": True,
+        }
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/v1/completions", json.dumps(ask).encode(), headers)
+        pieces: list[str] = []
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE) as response:
+                for line in response:
+                    event = line.removeprefix(b"data: ").strip()
+                    if event and event != b"[DONE]":
+                        pieces.append(json.loads(event)["choices"][0]["text"])
+                    if len(pieces) == 10:
+                        under_way.set()
+        finally:
+            under_way.set()
+        assert event == b"[DONE]" or not line.strip()
+        return "".join(pieces)
+
+
+def busy(url: str) -> list[str]:
+    """Units at which something runs."""
+    loads = call(url, "/admin/fleet")["loads"]
+    return [unit for unit, load in loads.items() if load["models"]["llama"]["running"]]
+
+
+def moved(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE) as answer:
+        lines = answer.read().decode().splitlines()
+    [line] = [line for line in lines if line.startswith('kvloom_moves_total{outcome="moved"}')]
+    return int(float(line.split()[-1]))
+
+
+def drained(url: str, stream: Future[str]) -> None:
+    """The unit where the stream runs is emptied while it goes on, and admitted again."""
+    [unit] = busy(url)
+    before = moved(url)
+    state = call(url, f"/admin/units/{unit}/drain", {})
+    assert (state["state"], state["calls"]) == ("drained", 0)
+    assert not stream.done()
+    [elsewhere] = busy(url)
+    assert elsewhere != unit
+    assert moved(url) == before + 1
+    call(url, f"/admin/units/{unit}/admit", {})
+
+
+def kill(running: Fleet, component: str) -> None:
+    os.kill(running.children()[component], signal.SIGKILL)
+    running.wait_for(f"{component} | was killed by SIGKILL")
+
+
+def test_streams_leave_a_unit_that_drains_whoever_dies(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=2 * MOST)
+    file, folder = tmp_path / "fleet.yaml", tmp_path / "s"
+    file.write_text(CONFIG.format(path=model))
+    folder.mkdir()
+    with fleet(str(file), folder=folder) as running, ThreadPoolExecutor() as pool:
+        url = running.wait_until_ready()
+        streams = Streams(url, pool)
+        running.wait_for("scheduler | answers")
+        lone = streams.begin(7).result()
+
+        stream = streams.begin(7)
+        drained(url, stream)
+        kill(running, "scheduler")
+        running.wait_for("scheduler | answers again")
+        drained(url, stream)
+        assert stream.result() == lone
+
+        scheduler = running.children()["scheduler"]
+        broken = streams.begin(7)
+        kill(running, "gateway")
+        assert broken.exception() is not None or broken.result() != lone
+        running.wait_for("gateway | answers again")
+        while busy(url):  # the engines abort what it had asked for
+            pass
+        stream = streams.begin(7)
+        drained(url, stream)
+        assert stream.result() == lone
+        assert running.children()["scheduler"] == scheduler
+        with leaves_nothing(running, folder):
+            assert running.end(signal.SIGINT) == 0
+        assert running.errors() == ""
