@@ -49,6 +49,7 @@ from kvloom.config_units import (
     share_pools,
     share_threads,
 )
+from kvloom.config_weaving import WeaveConfig, WovenUnit, weave_units
 from kvloom.core.errors import ConfigError
 from kvloom.core.replicas import GroupSpec
 from kvloom.core.spec import Dtype, EngineSpec, Plane, Policy, SchedulerSpec
@@ -111,6 +112,7 @@ class Config(Section):
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20
     models: Annotated[dict[str, ModelConfig], Field(min_length=1)]
     units: Annotated[Annotated[tuple[UnitConfig, ...], Some] | None, NoNull] = None
+    weave: Annotated[Annotated[tuple[WeaveConfig, ...], Some] | None, NoNull] = None
 
     _folder: Path = PrivateAttr()
     _machine: Machine = PrivateAttr()
@@ -170,6 +172,14 @@ class Config(Section):
                 f"{next(iter(self._groups))}.replicas: a range, which needs rescheduling, and it is none; "
                 "a number, or `rescheduling`, is right"
             )
+        woven = weave_units(
+            self.weave or (),
+            {
+                engine.name: WovenUnit(len(engine.unit.models), device, engine.unit.tensor_parallel)
+                for engine, device in zip(engines, devices, strict=True)
+            },
+            self.transport,
+        )
         self._engines = tuple(
             EngineSpec(
                 unit=engine.name,
@@ -188,6 +198,7 @@ class Config(Section):
                 transport=self.transport,
                 tensor_parallel=engine.unit.tensor_parallel,
                 device=device,
+                weave=woven.get(engine.name),
             )
             for engine, pool, threads, device in zip(engines, pools, cores, devices, strict=True)
         )

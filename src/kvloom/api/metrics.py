@@ -118,6 +118,7 @@ class Watch:
 _UNIT: tuple[tuple[str, str, Callable[[UnitLoad], int]], ...] = (
     ("kvloom_kv_blocks", "KV blocks of the pool.", lambda load: load.total_blocks),
     ("kvloom_kv_blocks_free", "KV blocks nobody holds.", lambda load: load.free_blocks),
+    ("kvloom_kv_blocks_lent", "KV blocks lent to another unit.", lambda load: load.lent_blocks),
     ("kvloom_kv_block_bytes", "Bytes of a KV block.", lambda load: load.block_bytes),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
@@ -129,6 +130,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
         "KV blocks of prefixes nobody uses.",
         lambda load: load.cached_blocks,
     ),
+    ("kvloom_away_sequences", "Sequences whose KV another unit holds.", lambda load: load.away),
     ("kvloom_pinned_blocks", "KV blocks that pins keep.", lambda load: load.pinned_blocks),
     ("kvloom_kv_blocks_quota", "KV blocks the model may hold.", lambda load: load.quota_blocks),
 )
@@ -136,6 +138,7 @@ _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_prompt_tokens", "Prompt tokens the engine computed.", lambda load: load.prompt_tokens_total),
     ("kvloom_cached_tokens", "Tokens found in the prefix cache.", lambda load: load.cached_tokens_total),
     ("kvloom_received_tokens", "Tokens whose KV peers sent.", lambda load: load.received_tokens_total),
+    ("kvloom_away_tokens", "Tokens that another unit attended for.", lambda load: load.away_tokens_total),
     ("kvloom_output_tokens", "Tokens the engine made.", lambda load: load.output_tokens_total),
     ("kvloom_preemptions", "Requests put back to free blocks.", lambda load: load.preemptions_total),
     ("kvloom_prefill_jobs", "Prefill jobs run.", lambda load: load.prefill_jobs_total),

@@ -40,6 +40,7 @@ from kvloom.core.verbs import (
     Standing,
     Unpin,
 )
+from kvloom.core.weaving import Borrow, Loan
 
 MAX_BODY = 16 << 20
 
@@ -60,10 +61,20 @@ class Done(msgspec.Struct, frozen=True):
     ok: bool = True
 
 
-def create_verbs(client: EngineClient, *, secret: str, max_body: int = MAX_BODY) -> Starlette:
-    """The app of one engine. Who does not know `secret` is refused."""
+def create_verbs(
+    client: EngineClient,
+    *,
+    secret: str,
+    max_body: int = MAX_BODY,
+    lend: Callable[[Borrow], Coroutine[Any, Any, Loan]] | None = None,
+) -> Starlette:
+    """The app of one engine. Who does not know `secret` is refused. lend: what it does for engines that
+    borrow of it, and nobody else is to ask."""
+    routes = verb_routes(client, max_body)
+    if lend is not None:
+        routes.append(Route("/lend", _verb(Borrow, lend, max_body), methods=["POST"]))
     return Starlette(
-        routes=[Mount(VERBS, routes=verb_routes(client, max_body))],
+        routes=[Mount(VERBS, routes=routes)],
         middleware=[Middleware(Guard, secret=secret)],
         exception_handlers={
             KvloomError: on_kvloom_error,
@@ -79,11 +90,7 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
     def verb(
         kind: type[Body], call: Callable[[Body], Coroutine[Any, Any, object]], *, waits: bool = False
     ) -> Endpoint:
-        async def endpoint(request: Request) -> Response:
-            work = call(decode(request, await read_body(request, max_body), kind))
-            return answer(request, await (while_connected(request.receive, work) if waits else work))
-
-        return endpoint
+        return _verb(kind, call, max_body, waits=waits)
 
     def report(call: Callable[[], Awaitable[object]]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
@@ -127,6 +134,20 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
         Route("/load", report(client.load), methods=["GET"]),
         Route("/health", report(health), methods=["GET"]),
     ]
+
+
+def _verb(
+    kind: type[Body],
+    call: Callable[[Body], Coroutine[Any, Any, object]],
+    max_body: int,
+    *,
+    waits: bool = False,
+) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        work = call(decode(request, await read_body(request, max_body), kind))
+        return answer(request, await (while_connected(request.receive, work) if waits else work))
+
+    return endpoint
 
 
 class Guard:

@@ -21,7 +21,9 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     are being computed, head_blocks by the first sequence that waits, waiting_blocks by all that wait. A page
     is page_blocks blocks and holds page_tokens tokens. levels: those at which something runs.
     cached_tokens_total: tokens that were not computed because they were cached here, before anyone sent them
-    for the request itself. received_tokens_total: tokens whose K and V peers have written here."""
+    for the request itself. received_tokens_total: tokens whose K and V peers have written here. away:
+    sequences whose K and V are lent room by another unit; away_tokens_total: tokens for which it
+    attended."""
 
     waiting: int
     running: int
@@ -42,6 +44,8 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     prefill_jobs_total: int
     decode_jobs_total: int
     levels: tuple[LevelLoad, ...] = ()
+    away: int = 0
+    away_tokens_total: int = 0
 
     @property
     def token_blocks(self) -> float:
@@ -54,7 +58,8 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
 
 
 class UnitLoad(Struct, frozen=True, kw_only=True):
-    """draining: what runs here is to end or to go elsewhere, and nothing is to come."""
+    """draining: what runs here is to end or to go elsewhere, and nothing is to come. lent_blocks: those that
+    another unit has for a while."""
 
     total_blocks: int
     free_blocks: int
@@ -62,6 +67,7 @@ class UnitLoad(Struct, frozen=True, kw_only=True):
     policy: str
     models: dict[str, ModelLoad]
     draining: bool = False
+    lent_blocks: int = 0
 
     @property
     def running(self) -> int:

@@ -31,6 +31,15 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     quota: float | None = None
 
 
+class WeaveSpec(Struct, frozen=True):
+    """The unit `cold` lends `part` of its pool to this unit's model, and `share` of its sequences are
+    there."""
+
+    cold: str
+    share: float
+    part: float
+
+
 class EngineSpec(Struct, frozen=True, kw_only=True):
     """One unit: its models, its pool of `kv_bytes`, and how they are scheduled. priorities: the levels of
     execution priority, which the unit's load tells. lease: seconds for which a reservation is kept without
@@ -38,7 +47,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     walls (no unified pool). overload: of the unit's compute, by which the shares of jobs that run together
     may exceed it. tensor_parallel: ranks, each a process with its heads of all
     models, that share the unit's cores and pool. device: `cpu`, or `cuda:N`, where kv_bytes 0 is what the
-    weights leave."""
+    weights leave. weave: from whom it borrows."""
 
     models: tuple[ModelSpec, ...]
     kv_bytes: int
@@ -56,6 +65,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     overload: float = 0.0
     tensor_parallel: int = 1
     device: str = "cpu"
+    weave: WeaveSpec | None = None
 
 
 class SchedulerSpec(Struct, frozen=True):

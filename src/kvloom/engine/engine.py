@@ -28,7 +28,7 @@ from kvloom.core.verbs import (
     Sent,
     Standing,
 )
-from kvloom.core.weaving import Weaver
+from kvloom.core.weaving import Borrow, Loan, Weaver
 from kvloom.engine.fitting import fitted, planned_shares, tell_waste
 from kvloom.engine.flights import Flights
 from kvloom.engine.guide import Guides
@@ -242,6 +242,13 @@ class Engine:
         await self._flights.settled()
         return self._llumlet.offer(body)
 
+    async def lend(self, body: Borrow) -> Loan:
+        """Not one of the router's verbs: units that weave ask each other."""
+        if self._stopping:
+            raise Unavailable("the engine is stopping")
+        self._called()
+        return self.weaving.lend(body)
+
     async def evict(self, body: Prefix) -> Held:
         self._requests.check_prompt(body.model, body.prompt)
         return Held(tokens=self.pool.caches[body.model].prefixes.evict(body.prompt))
@@ -255,4 +262,5 @@ class Engine:
             policy=self._spec.policy,
             models={name: model_load(queue, self._spec.priorities) for name, queue in self._queues.items()},
             draining=self._stopping,
+            lent_blocks=self.pool.lent,
         )

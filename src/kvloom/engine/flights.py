@@ -166,6 +166,8 @@ class Flights:
     def _woven(self, woven: Woven, flight: Flight, result: JobResult) -> tuple[Flight, JobResult]:
         """What counts of a step that was done away in part."""
         void, gone = woven.land(result.lost)
+        if result.lost is None and flight.job.away is not None:
+            self._queues[flight.job.model].away_tokens += len(flight.job.away.plan.sequences)
         if not void:
             return flight, result
         kept, less = flight.without(void, result)

@@ -51,6 +51,7 @@ class ModelQueue:
         self.received_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
+        self.away_tokens = 0
         self._changes = 0  # of what a view tells, but for the cache's
         self._seen: tuple[tuple[int, int, int], ModelView, int | None] | None = None
 

@@ -35,6 +35,8 @@ def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
         preemptions_total=queue.preemptions,
         prefill_jobs_total=queue.jobs[Phase.PREFILL],
         decode_jobs_total=queue.jobs[Phase.DECODE],
+        away=queue.woven.away if queue.woven else 0,
+        away_tokens_total=queue.away_tokens,
         levels=_running(queue, levels) if levels else (),
     )
 

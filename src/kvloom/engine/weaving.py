@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -40,6 +41,8 @@ class Weaving:
         self._clock = clock
         self._wake = wake
         self._lent: I32 | None = None
+        self._terms: tuple[Borrow, Loan] | None = None  # of what is lent
+        self._ends = asyncio.Event()  # of a loan to an own model
         self.due: float | None = None  # when a recall is tried again
 
     # -- borrowing ------------------------------------------------------------------------------------
@@ -104,16 +107,26 @@ class Weaving:
         _log.warning("the loan of %s is over: %s; what was away is computed again", model, why)
         self._queues[model].woven = None
         self._able.give_back(model)
+        self._ends.set()
+
+    async def over(self, model: str) -> None:
+        """Wait until it has no loan."""
+        while self._queues[model].woven is not None:
+            self._ends.clear()
+            await self._ends.wait()
 
     # -- lending --------------------------------------------------------------------------------------
 
     def lend(self, borrow: Borrow) -> Loan:
-        """Blocks for another unit's model, which count as promised. Raises OutOfBlocks where too many would
-        be, Conflict where something is lent, BadRequest where `borrow` makes no sense."""
+        """Blocks for another unit's model, which count as promised; asked again, the same. Raises
+        OutOfBlocks where too many would be, Conflict where something is lent, BadRequest where `borrow`
+        makes no sense."""
         form = borrow.form
         geometry = Geometry(form.layers, form.kv_heads, form.head_dim, 4, form.block_bytes)
         if geometry.tokens_per_block != form.tokens_per_block:
             raise BadRequest(f"weave: pages of {form.tokens_per_block} tokens of {form.dtype}; want float32")
+        if self._terms is not None and self._terms[0] == borrow:
+            return self._terms[1]
         if self._lent is not None:
             raise Conflict("weave: this unit lends already; one loan at a time")
         count = borrow.pages * geometry.blocks_per_page
@@ -125,7 +138,7 @@ class Weaving:
         except BaseException:
             self._pool.take_back(blocks)
             raise
-        self._lent = blocks
+        self._lent, self._terms = blocks, (borrow, loan)
         self._promises.lent = count
         return loan
 
@@ -136,6 +149,7 @@ class Weaving:
         if self._able.recall():
             self._pool.take_back(self._lent)
             self._lent, self._promises.lent, self.due = None, 0, None
+            self._terms = None
             self._wake()
         else:
             self.due = self._clock.now() + _AGAIN

@@ -31,6 +31,7 @@ from kvloom.core.verbs import (
     Standing,
     Unpin,
 )
+from kvloom.core.weaving import Borrow, Loan
 
 UNIX: Final = "unix://"
 CONNECT_SECONDS = 5.0
@@ -116,6 +117,10 @@ class HttpEngineClient:
 
     async def offer(self, body: Offer) -> Offered:
         return await self._call("POST", "/verbs/offer", Offered, self._encode(body))
+
+    async def lend(self, body: Borrow) -> Loan:
+        """For units that weave, among themselves."""
+        return await self._call("POST", "/verbs/lend", Loan, self._encode(body))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._call("POST", "/verbs/evict", Held, self._encode(body))

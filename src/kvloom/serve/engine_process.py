@@ -14,10 +14,13 @@ from kvloom.serve.orders import EngineOrder, Progress, Ready
 from kvloom.serve.parent import Parent, end_at_once, run_child
 
 if TYPE_CHECKING:
-    from kvloom.core.spec import EngineSpec
+    from kvloom.core.clock import Clock
+    from kvloom.core.spec import EngineSpec, WeaveSpec
+    from kvloom.engine.engine import Engine
     from kvloom.kv.arena import Store
     from kvloom.model.executor import TorchExecutor
     from kvloom.model.gpu.executor import GpuExecutor
+    from kvloom.model.weaving.weaver import TorchWeaver
     from kvloom.transport.apart import Apart
     from kvloom.transport.cuda_ipc import CudaIpcTransport
     from kvloom.transport.nixl import NixlTransport
@@ -52,10 +55,11 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     folder = Path(order.socket).parent
     executor = load_unit(spec, folder, lambda text: parent.report(Progress(text)))
     transport = open_transport(spec, executor.arena)
-    engine = Engine(executor, transport, spec, WallClock())
+    clock = WallClock()
+    engine = Engine(executor, transport, spec, clock, open_weaver(executor, transport))
     chat = tuple(card.name for card in await engine.models() if card.chat_template is not None)
     server = Server(
-        create_verbs(engine, secret=order.secret),
+        create_verbs(engine, secret=order.secret, lend=engine.lend),
         unix=order.socket,
         grace=GRACE_SECONDS,
         ready=lambda: parent.report(Ready(chat)),
@@ -64,10 +68,13 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.run())
-            watch = group.create_task(_end_when_lost(executor))
+            beside = [group.create_task(_end_when_lost(executor))]
+            if spec.weave is not None:
+                beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
             await server.serve()
             await engine.stop()
-            watch.cancel()
+            for task in beside:
+                task.cancel()
     finally:
         transport.close_all()
         executor.close()
@@ -82,6 +89,31 @@ def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -
     from kvloom.model.parallel.executor import load_executor  # noqa: PLC0415
 
     return load_executor(spec, folder, progress)
+
+
+async def _borrow(
+    engine: Engine, spec: EngineSpec, weave: WeaveSpec, order: EngineOrder, clock: Clock
+) -> None:
+    """Of the unit whose socket lies beside this one's."""
+    from kvloom.router.client import UNIX, HttpEngineClient  # noqa: PLC0415
+    from kvloom.serve.borrower import Borrower  # noqa: PLC0415
+
+    socket = Path(order.socket).with_name(f"{weave.cold}.sock")
+    async with HttpEngineClient(f"{UNIX}{socket}", secret=order.secret) as lender:
+        await Borrower(engine.weaving, spec.models[0].name, weave, lender, clock).run()
+
+
+def open_weaver(
+    executor: TorchExecutor | GpuExecutor, transport: ShmTransport | NixlTransport | CudaIpcTransport | Apart
+) -> TorchWeaver | None:
+    """The unit's part in weaving; None where its device, its ranks or its transport have none."""
+    from kvloom.model.executor import TorchExecutor  # noqa: PLC0415
+    from kvloom.model.weaving.weaver import TorchWeaver  # noqa: PLC0415
+    from kvloom.transport.shm import ShmTransport  # noqa: PLC0415
+
+    if isinstance(executor, TorchExecutor) and isinstance(transport, ShmTransport):
+        return TorchWeaver(executor, transport)
+    return None
 
 
 async def _end_when_lost(executor: TorchExecutor | GpuExecutor) -> None:

@@ -1,0 +1,55 @@
+"""Which units lend to which, as a config says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, NamedTuple
+
+from pydantic import BeforeValidator, Field
+
+from kvloom.config_errors import nearest
+from kvloom.config_fields import Part, Section, no_bool
+from kvloom.core.spec import Plane, WeaveSpec
+
+_CPU: Final = "cpu"
+
+
+class WeaveConfig(Section):
+    """The unit `cold` lends `part` of its pool to the one model of `hot`, and attends over it; `share` of the
+    hot unit's sequences are there."""
+
+    hot: str
+    cold: str
+    share: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = 0.45
+    part: Part = 0.3
+
+
+class WovenUnit(NamedTuple):
+    """What is asked of a unit that weaves."""
+
+    models: int
+    device: str
+    ranks: int
+
+
+def weave_units(
+    relations: Sequence[WeaveConfig], units: Mapping[str, WovenUnit], transport: Plane
+) -> dict[str, WeaveSpec]:
+    """By hot unit. Raises ValueError where a relation cannot be."""
+    for i, one in enumerate(relations):
+        for key, name in (("hot", one.hot), ("cold", one.cold)):
+            where = f"weave.{i}.{key}"
+            if name not in units:
+                raise ValueError(f"{where}: no unit {name!r}; {nearest(name, list(units))}")
+            unit = units[name]
+            if unit.device != _CPU or unit.ranks > 1 or transport != "shm":
+                raise ValueError(f"{where}: {name}; a CPU unit of one rank, with the transport shm, is right")
+            if sum(getattr(other, key) == name for other in relations) > 1:
+                raise ValueError(f"{where}: {name} is {key} twice; one loan at a time is right")
+        if one.hot == one.cold:
+            raise ValueError(f"weave.{i}.cold: {one.cold} would lend to itself; another unit is right")
+        if units[one.hot].models > 1:
+            raise ValueError(
+                f"weave.{i}.hot: {one.hot} has {units[one.hot].models} models; a unit of one is right"
+            )
+    return {one.hot: WeaveSpec(one.cold, one.share, one.part) for one in relations}
