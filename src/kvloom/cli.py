@@ -60,6 +60,8 @@ CONFIG.yaml, with the defaults:
   units:                 # left out, one engine has all models
     - {models: [chat, code], replicas: 2}
     - {models: [chat], kv_memory: 1GiB, threads: 2, policy: fcfs}
+  weave:                 # who lends blocks and attention to whom; nobody by default
+    - {hot: unit-2, cold: unit-0, share: 0.45, part: 0.3}
 
 kv_memory and threads are the whole fleet's; engines whose unit names none share what is left of them."""
 

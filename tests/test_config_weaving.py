@@ -1,0 +1,71 @@
+"""The key `weave`: who may lend to whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvloom.config_file import load_config
+from kvloom.core.errors import ConfigError
+from kvloom.core.spec import WeaveSpec
+from kvloom.machine import Machine
+
+UNITS = "models: {a: ./model, b: ./model}\nunits: [{models: [a]}, {models: [b]}, {models: [a, b]}]\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "fleet.yaml"
+
+
+def woven(file: Path, text: str, machine: Machine | None = None) -> list[WeaveSpec | None]:
+    file.write_text(text)
+    config = load_config(file, {}, {}, machine or Machine(cores=6, memory=3 << 30))
+    return [engine.weave for engine in config.engines]
+
+
+def test_the_hot_unit_is_told_of_whom_to_borrow(file: Path) -> None:
+    assert woven(file, UNITS) == [None] * 3
+    assert woven(file, UNITS + "weave: [{hot: unit-0, cold: unit-2}]") == [
+        WeaveSpec("unit-2", 0.45, 0.3),
+        None,
+        None,
+    ]
+    both = "weave: [{hot: unit-0, cold: unit-1, share: 0}, {hot: unit-1, cold: unit-0, part: 1}]"
+    assert woven(file, UNITS + both)[:2] == [WeaveSpec("unit-1", 0.0, 0.3), WeaveSpec("unit-0", 0.45, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("weave: [{hot: unit-0}]", ["weave.0.cold"]),
+        ("weave: []", ["weave"]),
+        ("weave: [{hot: unit-0, cold: unit-1, shares: 1}]", ["weave.0.shares", "`share`"]),
+        ("weave: [{hot: unit-0, cold: unit-1, share: 2}]", ["weave.0.share", "1"]),
+        ("weave: [{hot: unit-0, cold: unit-1, part: 0}]", ["weave.0.part"]),
+        ("weave: [{hot: unit-0, cold: unit-7}]", ["weave.0.cold", "no unit 'unit-7'"]),
+        ("weave: [{hot: a, cold: unit-1}]", ["weave.0.hot", "no unit 'a'"]),
+        ("weave: [{hot: unit-0, cold: unit-0}]", ["weave.0.cold", "lend to itself"]),
+        ("weave: [{hot: unit-2, cold: unit-0}]", ["weave.0.hot", "has 2 models"]),
+        ("weave: [{hot: unit-0, cold: unit-2}, {hot: unit-1, cold: unit-2}]", ["unit-2 is cold twice"]),
+        ("transport: nixl\nweave: [{hot: unit-0, cold: unit-1}]", ["weave.0.hot", "transport shm"]),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(file: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        woven(file, UNITS + text)
+    assert "\n" not in error.value.message
+    for word in words:
+        assert word in error.value.message
+
+
+def test_a_unit_of_ranks_cannot_weave(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weave\.0\.cold: unit-1; a CPU unit of one rank"):
+        woven(
+            file,
+            UNITS.replace("{models: [b]}", "{models: [b], tensor_parallel: 2}")
+            + "weave: [{hot: unit-0, cold: unit-1}]",
+        )
