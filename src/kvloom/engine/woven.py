@@ -14,7 +14,7 @@ from kvloom.engine.sequence import Sequence
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 
-_SPREAD = 0x9E3779B97F4A7C15  # odd: neighbouring keys fall far apart
+_GOLDEN = 0x9E3779B97F4A7C15  # of 2⁶⁴: multiples of it fill the word evenly, however many there are
 _WORD = 1 << 64
 
 Batch = list[tuple[Sequence, int]]
@@ -22,7 +22,7 @@ Batch = list[tuple[Sequence, int]]
 
 class Woven:
     """A sequence that is away has its K and V in the loan, and an empty place in the cache at home. Whether
-    it is to be away, its key says and `share`, which may be set at any time: the step after it moves those
+    it is to be away, its number says and `share`, which may be set at any time: the step after it moves those
     that it concerns, as far as there is room where they go."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Woven:
 
     def wants(self, sequence: Sequence) -> bool:
         """Whether it is one of the share that is to be away."""
-        return (sequence.key * _SPREAD) % _WORD < self.share * _WORD and sequence.outbound is None
+        return (sequence.id * _GOLDEN) % _WORD < self.share * _WORD and sequence.outbound is None
 
     def crowded(self, ready: Iterable[Sequence], room: int) -> list[Sequence]:
         """Those away that find room for their next token neither there nor in `room` blocks at home."""
