@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest
 from kvloom.core.request import Made
 from kvloom.core.verbs import Standing
@@ -14,14 +15,38 @@ from kvloom.engine.stream import Stream
 
 
 class Holds:
-    """The verbs hold and resume. jobs: says how many the unit has started."""
+    """The verbs hold and resume. lease: seconds after which one that nobody has resumed goes on by itself.
+    jobs: says how many the unit has started."""
 
     def __init__(
-        self, queues: Mapping[str, ModelQueue], requests: Requests, *, jobs: Callable[[], int]
+        self,
+        queues: Mapping[str, ModelQueue],
+        requests: Requests,
+        clock: Clock,
+        lease: float,
+        *,
+        jobs: Callable[[], int],
     ) -> None:
         self._queues = queues
         self._requests = requests
+        self._clock = clock
+        self._lease = lease
         self._jobs = jobs
+        self._due: dict[str, float] = {}  # by request, those that have ended meanwhile too
+
+    @property
+    def due(self) -> float | None:
+        """When `expire` has something to do, or earlier."""
+        return min(self._due.values(), default=None)
+
+    def expire(self) -> None:
+        """Those whose lease has run out go on."""
+        now = self._clock.now()
+        for request in [request for request, due in self._due.items() if due <= now]:
+            del self._due[request]
+            stream = self._requests.stream(request)
+            if stream is not None:
+                self._go_on(stream)
 
     async def hold(self, request: str) -> Standing:
         """Raises BadRequest where the request is not here, or has ended, or a choice has yet to begin."""
@@ -38,12 +63,19 @@ class Holds:
         for sequence in live:
             if sequence.status is not Status.HELD:
                 self._queues[sequence.model].release(sequence, Status.HELD)
+        self._due[stream.body.request] = self._clock.now() + self._lease
         return Standing(made=[Made(sequence.choice, sequence.tokens.output.tolist()) for sequence in live])
 
-    def resume(self, request: str) -> None:
-        """Requests that do not stand still, and unknown ones, are fine."""
+    async def resume(self, request: str) -> None:
+        """Requests that do not stand still, and unknown ones, are fine. A hold that waits for the step under
+        way comes first."""
+        self._due.pop(request, None)
         stream = self._requests.stream(request)
-        for sequence in stream.live if stream else ():
+        if stream is not None:
+            await self._requests.errands.do(stream, lambda: self._go_on(stream))
+
+    def _go_on(self, stream: Stream) -> None:
+        for sequence in stream.live:
             if sequence.status is Status.HELD:
                 sequence.become(Status.WAITING)
                 self._queues[sequence.model].enqueue(sequence, self._jobs())
