@@ -34,6 +34,7 @@ from kvloom.core.verbs import (
 )
 from kvloom.router.drains import Drains
 from kvloom.router.program import load_program
+from kvloom.router.rolling import Rolling
 from kvloom.router.router import Router
 from tests.api.scripted import ScriptedEngine, card, says
 
@@ -150,8 +151,9 @@ def administered(*, keys: Keys | None = None, engine: Curt | None = None, **opti
     engines = {"unit-0": engine or Curt(), "unit-1": Curt()}
     router = Router(engines, load_program("data_parallel"), WallClock())
     drains = Drains(router, seconds=0.01, restart=restart, changed=drained.append)
+    rolling = Rolling(drains, WallClock(), restart=restart, beside=("scheduler", "gateway"))
     fleet = Told()
-    admin = Admin(router, engines, drains, fleet, chosen.append)
+    admin = Admin(router, engines, drains, rolling, fleet, chosen.append)
     scripted = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
     app = create_app(scripted, keys=keys, admin=admin, **options)
     return Administered(app, chosen, drained, restarted, dies, fleet.pairs)

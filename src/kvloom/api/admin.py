@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route, Router
 
 from kvloom.api.errors import NoSuchRoute
@@ -23,6 +24,7 @@ from kvloom.core.spec import ProgramSpec
 from kvloom.fleet.scheduler import Fleet
 from kvloom.router.drains import Drains
 from kvloom.router.program import load_program
+from kvloom.router.rolling import Rolling
 from kvloom.router.router import Router as Routing
 
 MAX_BODY = 1 << 16
@@ -36,6 +38,7 @@ class Admin:
     router: Routing
     engines: Mapping[str, EngineClient]
     drains: Drains
+    rolling: Rolling
     fleet: Fleet
     chosen: Callable[[ProgramSpec], None]
 
@@ -44,13 +47,14 @@ class Admin:
         return list(self.engines)
 
     def routes(self) -> list[BaseRoute]:
-        """/admin/program; /admin/fleet, /admin/pairs and /admin/scale for the fleet scheduler; /admin/units
-        and what is below it; /verbs/UNIT/VERB, as `core.verbs` describes them."""
+        """/admin/program; /admin/restart, of all; /admin/units and what is below it; for the fleet scheduler
+        /admin/fleet, /admin/pairs and /admin/scale; /verbs/UNIT/VERB, as `core.verbs` describes them."""
         verbs = {
             unit: Router(verb_routes(client), redirect_slashes=False) for unit, client in self.engines.items()
         }
         return [
             Route("/admin/program", self._program, methods=["GET", "POST"]),
+            Route("/admin/restart", self._roll, methods=["POST"]),
             Route("/admin/fleet", self._state, methods=["GET"]),
             Route("/admin/pairs", self._pair, methods=["POST"]),
             Route("/admin/scale", self._scale, methods=["POST"]),
@@ -70,6 +74,7 @@ class Admin:
         return _json(ProgramSpec(program.name, dict(program.options)))
 
     async def _set_program(self, request: Request) -> None:
+        self.rolling.refuse_while_leaving()
         spec = decode(request, await read_body(request, MAX_BODY), ProgramSpec)
         try:
             # somebody's module may take its time to be imported
@@ -78,6 +83,16 @@ class Admin:
             raise BadRequest(error.message, param="program") from error
         self.router.set_program(program)
         self.chosen(spec)
+
+    async def _roll(self, request: Request) -> Response:
+        body = decode(request, await read_body(request, MAX_BODY), Drain)
+        self.rolling.begin(body.seconds)
+        return StreamingResponse(self._rolled(), media_type="application/x-ndjson")
+
+    async def _rolled(self) -> AsyncIterator[bytes]:
+        async with aclosing(self.rolling.steps()) as steps:
+            async for step in steps:
+                yield msgspec.json.encode(step) + b"\n"
 
     async def _state(self, _: Request) -> Response:
         return _json(await self.fleet.state())
@@ -107,11 +122,13 @@ class Admin:
     async def _drained(
         self, request: Request, do: Callable[[str, float | None], Awaitable[UnitState]]
     ) -> Response:
+        self.rolling.refuse_while_leaving()
         unit = self._unit(request)
         body = decode(request, await read_body(request, MAX_BODY), Drain)
         return _json(await do(unit, body.seconds))
 
     async def _admit(self, request: Request) -> Response:
+        self.rolling.refuse_while_leaving()
         unit = self._unit(request)
         decode(request, await read_body(request, MAX_BODY), Admit)
         return _json(await self.drains.admit(unit))

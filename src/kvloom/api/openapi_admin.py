@@ -9,7 +9,7 @@ from kvloom.api.openapi_verbs import ADMIN_SECURITY, content, schemas_of, unit_p
 from kvloom.api.schemas import ErrorAnswer
 from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pairs
-from kvloom.core.service import Admit, Drain, UnitState
+from kvloom.core.service import Admit, Drain, RestartStep, UnitState
 from kvloom.core.spec import ProgramSpec
 
 Json = dict[str, Any]
@@ -20,7 +20,7 @@ _REFUSALS: Final = {
     403: "The key is no admin key.",
     404: "No such unit.",
     408: "The body took too long to come.",
-    409: "The unit is being restarted, or was admitted while its drain waited.",
+    409: "What is asked for would upset something that is under way; the message says what.",
     413: "The body is too large.",
     500: "Something broke; the server's log has the details.",
     503: "The new process died as it started; it is tried again.",
@@ -38,6 +38,7 @@ def admin_paths(units: Sequence[str]) -> Json:
                 "set_program", "Another, for requests from now on.", ProgramSpec, ProgramSpec, *_BODY
             ),
         },
+        "/admin/restart": {"post": _restart()},
         "/admin/fleet": {
             "get": _operation("fleet", "What the fleet scheduler decides by.", None, FleetState, *_ANY)
         },
@@ -80,13 +81,29 @@ def admin_paths(units: Sequence[str]) -> Json:
 
 
 def admin_schemas() -> Json:
-    return schemas_of(ProgramSpec, FleetState, Pairs, Steps, UnitState, Drain, Admit)
+    return schemas_of(ProgramSpec, FleetState, Pairs, Steps, UnitState, RestartStep, Drain, Admit)
 
 
 def _units() -> Json:
     operation = _operation("units", "Whether each unit takes requests.", None, UnitState, *_ANY)
     answer = operation["responses"]["200"]["content"]["application/json"]
     answer["schema"] = {"type": "array", "items": answer["schema"]}
+    return operation
+
+
+def _restart() -> Json:
+    operation = _operation(
+        "restart_all",
+        "Restart the whole fleet, one component after the other.",
+        Drain,
+        RestartStep,
+        409,
+        *_BODY,
+    )
+    operation["responses"]["200"] = {
+        "description": "Lines of JSON, each a step; the last tells how it ended.",
+        "content": {"application/x-ndjson": {}},
+    }
     return operation
 
 
