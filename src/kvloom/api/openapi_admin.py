@@ -35,7 +35,7 @@ def admin_paths(units: Sequence[str]) -> Json:
         "/admin/program": {
             "get": _operation("program", "The router program that runs.", None, ProgramSpec, *_ANY),
             "post": _operation(
-                "set_program", "Another, for requests from now on.", ProgramSpec, ProgramSpec, *_BODY
+                "set_program", "Another, for requests from now on.", ProgramSpec, ProgramSpec, 409, *_BODY
             ),
         },
         "/admin/restart": {"post": _restart()},
@@ -73,7 +73,7 @@ def admin_paths(units: Sequence[str]) -> Json:
                 "Drain a unit, put a new process in its place, and admit that; answered then.",
                 Drain,
                 UnitState,
-                *(404, 503, *_BODY),
+                *(404, 409, 503, *_BODY),
             )
             | unit
         },
