@@ -225,6 +225,7 @@ class Call:
                 raise BadRequest(f"request {before} has gone on otherwise", param="request")
         except BaseException:
             await moved.aclose()
+            self._holdings.let_go(target, "work", name)  # also where it was cancelled before it was let in
             raise
         self._moved, self.name = moved, name
 
