@@ -7,10 +7,11 @@ from typing import Any, Final
 
 from kvloom.api.openapi_verbs import ADMIN_SECURITY, content, schemas_of, unit_parameter
 from kvloom.api.schemas import ErrorAnswer
+from kvloom.core.placement import Placement
 from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pairs
 from kvloom.core.service import Admit, Drain, RestartStep, UnitState
-from kvloom.core.spec import ProgramSpec
+from kvloom.core.spec import EngineSpec, ProgramSpec
 
 Json = dict[str, Any]
 
@@ -50,7 +51,15 @@ def admin_paths(units: Sequence[str]) -> Json:
         "/admin/scale": {
             "post": _operation("scale", "Let these units come, and those go.", Steps, Steps, *_BODY)
         },
-        "/admin/units": {"get": _units()},
+        "/admin/placement": {
+            "get": _operation("placement", "Which units there are and may be.", None, Placement, *_ANY)
+        },
+        "/admin/units": {
+            "get": _units(),
+            "post": _operation(
+                "add", "Start a unit that was not there.", EngineSpec, UnitState, 409, 503, *_BODY
+            ),
+        },
         "/admin/units/{unit}": {
             "get": _operation("unit", "Whether a unit takes requests.", None, UnitState, 404, *_ANY) | unit
         },
@@ -77,11 +86,35 @@ def admin_paths(units: Sequence[str]) -> Json:
             )
             | unit
         },
+        "/admin/units/{unit}/start": {
+            "post": _operation(
+                "start", "Give a unit that has none a process.", Admit, UnitState, 404, 409, 503, *_BODY
+            )
+            | unit
+        },
+        "/admin/units/{unit}/stop": {
+            "post": _operation(
+                "stop",
+                "Drain a unit and end its process; requests that only it can answer wait.",
+                Drain,
+                UnitState,
+                *(404, 409, *_BODY),
+            )
+            | unit
+        },
+        "/admin/units/{unit}/remove": {
+            "post": _operation(
+                "remove", "Forget a unit that has no process.", Admit, UnitState, 404, 409, *_BODY
+            )
+            | unit
+        },
     }
 
 
 def admin_schemas() -> Json:
-    return schemas_of(ProgramSpec, FleetState, Pairs, Steps, UnitState, RestartStep, Drain, Admit)
+    return schemas_of(
+        Placement, EngineSpec, ProgramSpec, FleetState, Pairs, Steps, UnitState, RestartStep, Drain, Admit
+    )
 
 
 def _units() -> Json:

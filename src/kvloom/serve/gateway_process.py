@@ -15,6 +15,7 @@ import uvloop
 from msgspec.structs import replace
 
 from kvloom.api.admin import Admin
+from kvloom.api.admin_units import UnitOrders
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.core.clock import WallClock
@@ -29,11 +30,11 @@ from kvloom.router.roster import Roster
 from kvloom.router.router import Router
 from kvloom.serve.connection import ClientConnection
 from kvloom.serve.kept import Kept
-from kvloom.serve.orders import Back, Begin, GatewayOrder, News, Ready, Restarted, Retire, Standing
+from kvloom.serve.orders import Back, Begin, GatewayOrder, News, Ready, Restarted, Retire, Standing, Stopped
 from kvloom.serve.parent import Parent, run_child
 from kvloom.serve.restarts import Restarts
-from kvloom.serve.shelf import Shelf
 from kvloom.serve.server import Server
+from kvloom.serve.shelf import Shelf
 
 _log = logging.getLogger(__name__)
 GRACE_SECONDS = 2  # for running streams, once told to end
@@ -115,12 +116,13 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
         await stack.enter_async_context(drains)
         rolling = Rolling(drains, clock, restart=restarts, beside=order.beside)
         await stack.enter_async_context(rolling)
+        orders = UnitOrders(router.units, drains, rolling, roster, order.drain)
         server = Server(
             create_app(
                 router,
                 keys=Keys(order.api_keys, order.admin_keys, order.secret),
                 max_body=order.max_body,
-                admin=Admin(router, drains, rolling, roster, rescheduler, kept.program),
+                admin=Admin(router, orders, rolling, rescheduler, kept.program),
                 moves=lambda: rescheduler.moves,
             ),
             connection=ClientConnection,

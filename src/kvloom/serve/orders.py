@@ -33,17 +33,13 @@ class Standing(Struct, frozen=True, kw_only=True, tag="standing"):
 class GatewayOrder(Struct, frozen=True, kw_only=True):
     """Be ready to serve, and wait for `Begin`; then units that were to restart are told of. engines: unit →
     URL, of all that may be; specs: the same; away: those that have no process. groups: units that come and go
-    by themselves. memory, cores: of the machine, before the fleet began. listener: descriptor of the listening socket, inherited. drain: seconds for which requests at a unit
-    that is to restart are waited for. patience: those for which a request waits for a restart. program: the
-    config's. beside: the components that are no units, in the order in which they are restarted. folder:
-    where a program is looked for, if it is one of the user's. sockets: where the engines' sockets are."""
+    by themselves. memory, cores: of the machine, before the fleet began. listener: descriptor of the
+    listening socket, inherited. drain: seconds for which requests at a unit that is to restart are waited
+    for. patience: those for which a request waits for a restart. program: the config's. beside: the
+    components that are no units, in the order in which they are restarted. folder: where a program is looked
+    for, if it is one of the user's. sockets: where the engines' sockets are."""
 
     engines: dict[str, str]
-    specs: tuple[EngineSpec, ...]
-    away: frozenset[str]
-    groups: dict[str, GroupSpec]
-    memory: int
-    cores: int
     secret: str
     listener: int
     api_keys: frozenset[str]
@@ -52,6 +48,11 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     folder: str
     sockets: str
     admin_keys: frozenset[str] = frozenset()
+    specs: tuple[EngineSpec, ...] = ()
+    away: frozenset[str] = frozenset()
+    groups: dict[str, GroupSpec] = {}
+    memory: int = 0
+    cores: int = 0
     beside: tuple[str, ...] = ()
     drain: float = 60.0
     patience: float = 120.0
@@ -72,8 +73,8 @@ class Begin(Struct, frozen=True):
 
 
 class Restarted(Struct, frozen=True, tag="restarted"):
-    """The component's new process, or its first, answers, or has died, of `problem`, and is tried again if it is a unit's or
-    the scheduler's."""
+    """The component's new process, or its first, answers, or has died, of `problem`. A new one of a unit or
+    of the scheduler is tried again."""
 
     component: str
     problem: str | None = None

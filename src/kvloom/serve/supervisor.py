@@ -21,7 +21,7 @@ from kvloom.serve.engines import Engines
 from kvloom.serve.events import Answers, Asks, Doing, Failed, Lost
 from kvloom.serve.gateways import Gateways
 from kvloom.serve.ground import listen, private_folder, raise_open_files
-from kvloom.serve.orders import Back, Forget, Restart, Restarted, Run, Standing, Stop, Stopped
+from kvloom.serve.orders import Asked, Back, Forget, Restart, Restarted, Run, Standing, Stop, Stopped
 from kvloom.serve.roles import Roles
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervised import Role, State, Supervised
@@ -91,37 +91,40 @@ class Supervisor:
                 case Doing(process, text):
                     self._screen.step(text, self._label(process))
                 case Answers(process, renewed, again):
-                    if renewed or (self._announced and not again):
+                    if renewed or (self._announced and not again and self._is_unit(process)):
                         await self._gateways.tell(Restarted(process.name))
-                    elif again and process in self._engines.every:
+                    elif again and self._is_unit(process):
                         await self._gateways.tell(Back(process.name))
                     await self._welcome(process, group, again=again)
-                case Asks(_, Restart(component)):
-                    self._restart(component, group)
-                case Asks(_, Run(spec)):
-                    self._run(spec, group)
-                case Asks(_, Stop(unit)):
-                    self._screen.log(unit, "ends, as was asked")
-                    group.create_task(self._stop(unit))
-                case Asks(_, Forget(unit)):
-                    self._engines.forget(unit)
+                case Asks(_, asked):
+                    self._do(asked, group)
                 case Lost(process, how, pause, renewed):
                     self._screen.warn(process.name, f"{how}; it starts again in {pause:g} s")
                     if renewed:
                         problem = f"{process.name} {how} as it started; it is tried again"
                         await self._gateways.tell(Restarted(process.name, problem))
-                case Failed(process, how) if process is self._gateways.heir:
-                    self._screen.warn(process.name, f"{how}; the present one serves on")
-                    await self._gateways.lost_heir(how)
-                case Failed(process, how, refused) if self._announced and process.name in self._engines.specs:
-                    problem = how if refused else f"{process.name} {how} as it started"
-                    self._screen.warn(process.name, problem)
-                    await self._gateways.tell(Restarted(process.name, problem))
                 case Failed(process, how, refused):
-                    return Outcome(2, how) if refused else Outcome(1, f"{process.name} {how} as it started")
+                    problem = how if refused else f"{process.name} {how} as it started"
+                    if not await self._serves_on_without(process, how, problem):
+                        return Outcome(2 if refused else 1, problem)
                 case Told(number):
                     self._screen.step(f"ending the fleet ({number.name})")
                     return Outcome(0, number.name)
+
+    async def _serves_on_without(self, process: Supervised, how: str, problem: str) -> bool:
+        """A gateway that was to take another's place, and a unit that came late, are no reason to end."""
+        if process is self._gateways.heir:
+            self._screen.warn(process.name, f"{how}; the present one serves on")
+            await self._gateways.lost_heir(how)
+            return True
+        if self._announced and self._is_unit(process):
+            self._screen.warn(process.name, problem)
+            await self._gateways.tell(Restarted(process.name, problem))
+            return True
+        return False
+
+    def _is_unit(self, process: Supervised) -> bool:
+        return process.name in self._engines.specs
 
     async def _welcome(self, process: Supervised, group: asyncio.TaskGroup, *, again: bool) -> None:
         """One more answers: when all engines do, the gateway may serve, and with it the fleet is ready."""
@@ -146,8 +149,21 @@ class Supervisor:
             self._scheduler = self._supervise(self._roles.scheduler(spec))
             group.create_task(self._scheduler.run())
 
+    def _do(self, asked: Asked, group: asyncio.TaskGroup) -> None:
+        match asked:
+            case Restart(component):
+                self._restart(component, group)
+            case Run(spec):
+                self._run(spec, group)
+            case Stop(unit):
+                self._screen.log(unit, "ends, as was asked")
+                group.create_task(self._stop(unit))
+            case Forget(unit):
+                self._engines.forget(unit)
+
     def _run(self, spec: EngineSpec, group: asyncio.TaskGroup) -> None:
         self._screen.log(spec.unit, "starts, as was asked")
+        self._engines.specs[spec.unit] = spec
         group.create_task(self._start(spec))
         self._schedule(group)
 
