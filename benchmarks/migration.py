@@ -224,9 +224,11 @@ for _ in sys.stdin:
 
 
 @asynccontextmanager
-async def bystander() -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """A call that has a process of its own copy what AT_ONCE contexts hold."""
-    program = _COPIES.format(bytes=MOVED * TOKEN_BYTES, times=AT_ONCE)
+async def bystander(
+    size: int = MOVED * TOKEN_BYTES, times: int = AT_ONCE
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """A call that has a process of its own copy so many bytes so many times."""
+    program = _COPIES.format(bytes=size, times=times)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )

@@ -180,3 +180,39 @@ def test_a_server_that_hangs_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["program", "show", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
         thread.join()
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "said"),
+    [
+        (
+            b'{"component": "unit-0", "state": "restarted", "seconds": 2.04}\n',
+            0,
+            "unit-0     restarted in 2.0 s",
+        ),
+        (
+            b'{"component": "unit-0", "state": "failed", "problem": "it died"}\n',
+            1,
+            "unit-0     failed: it died",
+        ),
+        (b"", 1, "the gateway ended before the restart was over"),
+        (b"nonsense\n", 1, "answers, but not as kvloom does"),
+    ],
+)
+def test_a_rolling_restart(
+    server: Scripted, capsys: pytest.CaptureFixture[str], last: bytes, code: int, said: str
+) -> None:
+    server.answer = b'{"component": "unit-0", "state": "restarting"}\n' + last
+    assert main(["restart", "--rolling", "--seconds", "5", "--url", server.url]) == code
+    [(method, path, _, body)] = server.asked
+    assert (method, path, json.loads(body)) == ("POST", "/admin/restart", {"seconds": 5.0})
+    printed = capsys.readouterr()
+    assert printed.out.startswith("unit-0     restarting\n")
+    assert said in printed.out + printed.err
+
+
+def test_a_restart_of_what(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["restart"])
+    assert ended.value.code == 2
+    assert "--rolling" in capsys.readouterr().err

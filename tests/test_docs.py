@@ -53,6 +53,8 @@ def test_every_config_key_and_its_default(model: type[BaseModel], table: int) ->
             assert given == "required", key
         elif field.default is None:
             assert given == "none", key
+        elif isinstance(field.default, BaseModel):
+            assert type(field.default).model_validate(yaml.safe_load(given)) == field.default, key
         else:
             assert (parse_size(given) if key in SIZES else yaml.safe_load(given)) == field.default, key
 
@@ -106,7 +108,7 @@ def test_every_metric() -> None:
         decode_jobs_total=0,
     )
     load = UnitLoad(total_blocks=1, free_blocks=1, block_bytes=64, policy="adbs", models={"m": model})
-    text = Metrics(WallClock()).render({"unit-0": load}, {"unit-0": "up"}).decode()
+    text = Metrics(WallClock()).render({"unit-0": load}, {"unit-0": "up"}, {"moved": 0}).decode()
     assert {(names(name)[0], kind) for name, kind, _ in rows("Metrics")} == set(
         re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M)
     )

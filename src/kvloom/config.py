@@ -6,7 +6,7 @@ Everything wrong with it is a ConfigError of one line that names the key and say
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
@@ -232,7 +232,11 @@ class Config(Section):
     @property
     def scheduler(self) -> SchedulerSpec | None:
         """None where no running request is to move, and no unit to come or to go."""
-        return self.rescheduling.scheduler(self.engines, self.groups) if self.rescheduling else None
+        return self.scheduler_for(self.engines)
+
+    def scheduler_for(self, engines: Iterable[EngineSpec]) -> SchedulerSpec | None:
+        """Where the fleet has become these."""
+        return self.rescheduling.scheduler(engines, self.groups) if self.rescheduling else None
 
 
 def resolve_model(value: str, folder: Path) -> str:

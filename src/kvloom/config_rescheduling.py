@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, model_validator
@@ -28,7 +28,7 @@ class ReschedulingConfig(Section):
         return self
 
     def scheduler(
-        self, engines: Sequence[EngineSpec], groups: Mapping[str, GroupSpec]
+        self, engines: Iterable[EngineSpec], groups: Mapping[str, GroupSpec]
     ) -> SchedulerSpec | None:
         """None where no model is on two units, so that nothing can move, and no unit comes or goes."""
         models = [model.name for engine in engines for model in engine.models]

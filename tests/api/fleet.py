@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
 
 from kvloom.api.admin import Admin
+from kvloom.api.admin_units import UnitOrders
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket
@@ -17,7 +18,7 @@ from kvloom.core.load import UnitLoad
 from kvloom.core.replicas import Steps
 from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate
 from kvloom.core.rescheduling import FleetState, Pairs
-from kvloom.core.spec import ProgramSpec
+from kvloom.core.spec import EngineSpec, ProgramSpec
 from kvloom.core.verbs import (
     Held,
     Lease,
@@ -34,8 +35,11 @@ from kvloom.core.verbs import (
 )
 from kvloom.router.drains import Drains
 from kvloom.router.program import load_program
+from kvloom.router.rolling import Rolling
+from kvloom.router.roster import Roster
 from kvloom.router.router import Router
 from tests.api.scripted import ScriptedEngine, card, says
+from tests.router.roster import spec
 
 FORM = KVForm(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_bytes=256, tokens_per_block=4)
 ADDRESS = KVAddress(model="tiny", form=FORM, begin=0, end=1, blocks=b"", ticket=Ticket(slot=0, generation=1))
@@ -123,6 +127,26 @@ class Told:
         self.steps.append(steps)
 
 
+class Processes:
+    """Those of units that come and go: `dies` has what new ones die of."""
+
+    def __init__(self, dies: list[Exception]) -> None:
+        self._dies = dies
+
+    async def connect(self, unit: str) -> Curt:
+        return Curt()
+
+    async def start(self, spec: EngineSpec) -> None:
+        if self._dies:
+            raise self._dies.pop()
+
+    async def stop(self, unit: str, cards: Sequence[ModelCard]) -> None:
+        pass
+
+    def forget(self, unit: str) -> None:
+        pass
+
+
 @dataclass
 class Administered:
     """chosen, drained, restarted and paired: what was told of them. dies: what new processes die of."""
@@ -150,8 +174,21 @@ def administered(*, keys: Keys | None = None, engine: Curt | None = None, **opti
     engines = {"unit-0": engine or Curt(), "unit-1": Curt()}
     router = Router(engines, load_program("data_parallel"), WallClock())
     drains = Drains(router, seconds=0.01, restart=restart, changed=drained.append)
+    rolling = Rolling(drains, WallClock(), restart=restart, beside=("scheduler", "gateway"))
     fleet = Told()
-    admin = Admin(router, engines, drains, fleet, chosen.append)
+    processes = Processes(dies)
+    roster = Roster(
+        router,
+        specs=[spec("unit-0"), spec("unit-1")],
+        groups={},
+        processes=processes,
+        connect=processes.connect,
+        changed=lambda _: None,
+        memory=1 << 30,
+        cores=2,
+    )
+    orders = UnitOrders(router.units, drains, rolling, roster, seconds=0.01)
+    admin = Admin(router, orders, rolling, fleet, chosen.append)
     scripted = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
     app = create_app(scripted, keys=keys, admin=admin, **options)
     return Administered(app, chosen, drained, restarted, dies, fleet.pairs)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvloom.core.errors import Unavailable
 from kvloom.core.replicas import GroupSpec, Scale
+from kvloom.core.request import ModelCard
 from kvloom.core.spec import EngineSpec, ModelSpec
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.roster import Roster
@@ -49,7 +50,8 @@ class Orders:
             raise self.problem
         self._engines[spec.unit].down = False
 
-    async def stop(self, unit: str) -> None:
+    async def stop(self, unit: str, cards: Sequence[ModelCard]) -> None:
+        assert {card.name for card in cards} <= {"m"}
         self.done.append(f"stop {unit}")
         self._engines[unit].restart()
         self._engines[unit].down = True

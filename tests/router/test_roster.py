@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from kvloom.core.errors import BadRequest, Conflict, Unavailable, UnknownModel
+from kvloom.core.errors import Conflict, Unavailable
 from kvloom.core.replicas import Scale, Steps
 from kvloom.fleet.scheduler import FleetScheduler
 from tests.router.fleets import ask, ask_well, body, run, turns
-from tests.router.ledger import card
-from tests.router.roster import Staged, spec, staged
+from tests.router.roster import Staged, staged
 
 TO_ZERO = Scale(least=0, most=2, idle=30)
 
@@ -176,6 +175,43 @@ def test_a_start_that_fails_is_told_and_tried_again_later() -> None:
     run(test)
 
 
+def test_least_is_kept_without_haste_where_starts_fail() -> None:
+    async def test() -> None:
+        async with staged(1, Scale(least=1, most=1)) as played:
+            await gone(played, "a")
+            played.orders.problem = Unavailable("a ended with exit code 3 as it started")
+            played.orders.starts.set()
+            scheduler = FleetScheduler(played.rescheduler, played.fleets.clock)
+            for _ in range(3):
+                await scheduler.step()
+                await turns()
+            assert played.orders.done == ["stop a", "start a"]
+            await played.fleets.clock.advance(11)
+            await scheduler.step()
+            await turns()
+            assert played.orders.done == ["stop a", "start a", "start a"]
+
+    run(test)
+
+
+def test_who_still_has_a_process_comes_back_first() -> None:
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            router = played.fleets.router
+            await gone(played, "a")
+            played.fleets.engines[1].gate.clear()
+            running = asyncio.create_task(ask_well(router, body()))
+            await turns()
+            leaving = asyncio.create_task(played.roster.stop("b"))
+            await turns()
+            assert played.roster.groups["g"].away == ("b", "a")
+            await played.roster.start("b")
+            played.fleets.engines[1].gate.set()
+            await asyncio.gather(running, leaving, return_exceptions=True)
+
+    run(test)
+
+
 def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
     async def test() -> None:
         async with staged(2, TO_ZERO) as played:
@@ -186,43 +222,6 @@ def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
             played.fleets.engines[0].gate.set()
             await running
             assert {call.unit for call in played.fleets.journal if call.verb == "start_generate"} == {*"ab"}
-
-    run(test)
-
-
-def test_newcomers_answer_who_waits_already() -> None:
-    """They were no candidates when the request came."""
-
-    async def test() -> None:
-        async with staged(1, TO_ZERO) as played:
-            router = played.fleets.router
-            await gone(played, "a")
-            waiting = asyncio.create_task(ask_well(router, body()))
-            await turns()
-            unit = router.units.add("z", played.fleets.world.engine("z"))
-            with pytest.raises(Conflict, match="another name"):
-                router.units.add("z", unit.client)
-            assert played.states() == {"a": "away", "z": "away"}
-            await unit.arrive()
-            await waiting
-            unit.leave()
-            with pytest.raises(Conflict, match="away can be removed"):
-                router.units.remove("z")
-            unit.gone()
-            router.units.remove("a")
-            router.units.remove("z")
-            with pytest.raises(UnknownModel):
-                await ask(router, body())
-
-    run(test)
-
-
-def test_a_newcomer_that_speaks_another_way_stays_out() -> None:
-    async def test() -> None:
-        async with staged(1, TO_ZERO) as played:
-            other = played.fleets.world.engine("z", card(vocab_size=5))
-            await played.fleets.router.units.add("z", other).arrive()
-            assert played.states() == {"a": "up", "z": "down"}
 
     run(test)
 
@@ -239,50 +238,5 @@ def test_what_is_under_way_is_left_alone() -> None:
             assert played.orders.done == []
             await played.roster.start("a")
             assert played.orders.done == []
-
-    run(test)
-
-
-def test_a_unit_is_added_and_removed() -> None:
-    async def test() -> None:
-        async with staged(1, None) as played:
-            played.orders.starts.set()
-            await played.roster.add(spec("z"))
-            assert played.states() == {"a": "up", "z": "up"}
-            placement = played.roster.placement
-            assert [one.unit for one in placement.units] == ["a", "z"]
-            assert (placement.away, placement.scaled, placement.cores) == ((), (), 4)
-            with pytest.raises(Conflict, match="another name"):
-                await played.roster.add(spec("z"))
-            with pytest.raises(Conflict, match="away can be removed"):
-                played.roster.remove("a")
-            await played.roster.stop("a")
-            await ask_well(played.fleets.router, body())
-            assert [one.unit for one in played.roster.placement.away] == ["a"]
-            played.roster.remove("a")
-            assert played.states() == {"z": "up"}
-            assert played.orders.done == ["start z", "stop a", "forget a"]
-
-    run(test)
-
-
-def test_one_that_dies_or_speaks_another_way_is_not_added() -> None:
-    async def test() -> None:
-        async with staged(1, TO_ZERO) as played:
-            played.orders.starts.set()
-            played.orders.problem = Unavailable("z ended with exit code 3")
-            with pytest.raises(Unavailable, match="exit code 3"):
-                await played.roster.add(spec("z"))
-            played.orders.problem = None
-            played.fleets.world.engine("y", card(vocab_size=5))
-            with pytest.raises(Conflict, match="m differs in vocab_size"):
-                await played.roster.add(spec("y"))
-            assert played.orders.done == ["start z", "forget z", "start y", "stop y", "forget y"]
-            for name in ("../z", "", "z/z", "z" * 65):
-                with pytest.raises(BadRequest, match="is no name"):
-                    await played.roster.add(spec(name))
-            with pytest.raises(Conflict, match="comes and goes by itself"):
-                played.roster.remove("a")
-            assert played.states() == {"a": "up"}
 
     run(test)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from kvloom.core.client import EngineClient
 from kvloom.core.clock import WallClock
 from kvloom.core.request import StartGenerate
 from kvloom.router.program import load_program
@@ -45,9 +46,12 @@ class World:
 
 
 @asynccontextmanager
-async def world(count: int, *, blocks: int = 260) -> AsyncIterator[World]:
+async def world(
+    count: int, *, blocks: int = 260, wire: Callable[[Unit], EngineClient] | None = None
+) -> AsyncIterator[World]:
+    """wire: how the router reaches a unit; left out, without one."""
     async with units(count, blocks=blocks) as made:
-        clients = {f"unit-{i}": unit.engine for i, unit in enumerate(made)}
+        clients = {f"unit-{i}": wire(unit) if wire else unit.engine for i, unit in enumerate(made)}
         async with Router(clients, load_program("data_parallel"), WallClock()) as router:
             yield World(router, made)
             for unit in made:

@@ -1,4 +1,4 @@
-"""`kvloom program` and `kvloom unit`."""
+"""`kvloom program`, `kvloom unit` and `kvloom restart`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.core.service import UnitState
+from kvloom.core.service import RestartStep, UnitState
 
 SERVER_ERROR: Final = 1
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
@@ -22,11 +22,17 @@ Show units, or take one out of service and back. A unit that is drained gets no 
 has; one that is restarted is drained first and admitted afterwards, so that no request is lost: what no other
 unit can answer waits for it, as long as the config's `patience` says."""
 
+RESTART = """\
+Restart every component of a fleet while it serves: each unit is drained, its requests moving to others that
+serve their models, and gets a new process; then the fleet scheduler, and at last the gateway, the old one of
+which serves its streams to their end. No request is lost: what no other unit can answer waits."""
+
 
 def add(commands: Any) -> None:
     """commands: where argparse takes subcommands."""
     _add_program(commands)
     _add_unit(commands)
+    _add_restart(commands)
 
 
 def _add_program(commands: Any) -> None:
@@ -69,6 +75,19 @@ def _add_unit(commands: Any) -> None:
                 "--seconds", type=float, metavar="S", help="how long to wait (what the config's `drain` says)"
             )
         add_server(parser, run_unit)
+
+
+def _add_restart(commands: Any) -> None:
+    restart = commands.add_parser(
+        "restart", help="restart a whole fleet while it serves", description=RESTART, allow_abbrev=False
+    )
+    restart.add_argument(
+        "--rolling", action="store_true", required=True, help="one component after the other"
+    )
+    restart.add_argument(
+        "--seconds", type=float, metavar="S", help="how long to wait at each unit (the config's `drain`)"
+    )
+    add_server(restart, run_restart)
 
 
 def add_server(parser: Any, run: Any) -> None:
@@ -121,6 +140,25 @@ def run_unit(options: argparse.Namespace) -> int:
     for line in show_units(found):
         print(line)
     return 0
+
+
+def run_restart(options: argparse.Namespace) -> int:
+    from kvloom.admin import gateway  # noqa: PLC0415  (--help needs none of it)
+
+    state = ""
+    try:
+        for step in gateway.Gateway(options.url, options.admin_key_file).restart_all(options.seconds):
+            state = step.state
+            print(show_step(step), flush=True)
+    except gateway.ServerError as error:
+        return _fail(error)
+    return SERVER_ERROR if state == "failed" else 0
+
+
+def show_step(step: RestartStep) -> str:
+    """One line."""
+    took = "" if step.seconds is None else f" in {step.seconds:.1f} s"
+    return f"{step.component:<9}  {step.state}{took}" + (f": {step.problem}" if step.problem else "")
 
 
 def show_units(states: Sequence[UnitState]) -> list[str]:

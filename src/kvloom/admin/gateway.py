@@ -7,7 +7,9 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
-from http.client import HTTPException
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -16,7 +18,7 @@ import msgspec
 from kvloom.config import read_keys
 from kvloom.core.errors import ConfigError
 from kvloom.core.placement import Placement
-from kvloom.core.service import Admit, Drain, UnitState
+from kvloom.core.service import Admit, Drain, RestartStep, UnitState
 from kvloom.core.spec import EngineSpec, ProgramSpec
 
 KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
@@ -75,6 +77,18 @@ class Gateway:
         """Until it has no process any more; `seconds` as of `drain`. Raises ServerError."""
         return self._order(unit, "stop", Drain(seconds=seconds))
 
+    def restart_all(self, seconds: float | None) -> Iterator[RestartStep]:
+        """What is done, as it is done. Raises ServerError."""
+        with self._asked("restart", Drain(seconds=seconds), None) as response:
+            state = ""
+            with suppress(ConnectionError, HTTPException):  # an end before the last chunk
+                for line in response:
+                    step = msgspec.json.decode(line, type=RestartStep)
+                    state = step.state
+                    yield step
+            if state not in ("restarted", "failed"):
+                raise ServerError(f"{self._url}: the gateway ended before the restart was over; ask again")
+
     def placement(self) -> Placement:
         """Raises ServerError."""
         return self._call("placement", Placement)
@@ -94,11 +108,17 @@ class Gateway:
     def _call(
         self, path: str, kind: type[Answer], body: object = None, seconds: float | None = SECONDS
     ) -> Answer:
+        with self._asked(path, body, seconds) as response:
+            return msgspec.json.decode(response.read(LONGEST_ANSWER), type=kind)
+
+    @contextmanager
+    def _asked(self, path: str, body: object, seconds: float | None) -> Iterator[HTTPResponse]:
+        """Raises ServerError, of what is read from the response too."""
         data = None if body is None else msgspec.json.encode(body)
         try:
             request = urllib.request.Request(f"{self._url}/admin/{path}", data, self._headers)
             with self._open(request, timeout=seconds) as response:
-                return msgspec.json.decode(response.read(LONGEST_ANSWER), type=kind)
+                yield response
         except urllib.error.HTTPError as error:
             raise ServerError(f"{self._url}: {_refusal(error)}") from error
         except (OSError, ValueError, HTTPException) as error:  # of the network, and of what came over it

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -53,14 +54,15 @@ def create_app(
     clock = clock or WallClock()
     gateway = Gateway(client, Catalog(client, clock), Metrics(clock), clock, unix_time, random_bits)
     info = _Information(gateway, moves, int(unix_time()))
-    document = describe(units=admin.units if admin else ())
-    openapi, docs = msgspec.json.encode(document), page(document)
+
+    def document() -> dict[str, Any]:
+        return describe(units=admin.units if admin else ())
 
     async def openapi_json(_: Request) -> Response:
-        return Response(openapi, media_type="application/json")
+        return _json(document())
 
     async def docs_page(_: Request) -> Response:
-        return HTMLResponse(docs)
+        return HTMLResponse(page(document()))
 
     completions, chat = CompletionEndpoint(gateway), ChatEndpoint(gateway)
     app = Starlette(
@@ -123,8 +125,9 @@ class _Information:
         services = self.gateway.client.services
         if any(services[unit] == "up" for unit in loads):
             return _json({"status": "ok", "units": services})
-        if "restarting" in services.values():  # requests wait for it
-            return _json({"status": "restarting", "units": services})
+        for service in ("restarting", "starting", "away"):  # requests wait for such a unit
+            if service in services.values():
+                return _json({"status": service, "units": services})
         said = ", ".join(f"{unit} is {service}" for unit, service in services.items())
         return error_response(request.scope, Unavailable(f"no engine takes requests: {said}"))
 

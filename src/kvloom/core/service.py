@@ -34,3 +34,13 @@ class Drain(Struct, frozen=True, kw_only=True):
 
 class Admit(Struct, frozen=True):
     """Body of admit, which has nothing to say."""
+
+
+class RestartStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of a rolling restart: a component begins to restart, has done so in `seconds`, or has failed to, of
+    `problem`, with which the whole ends."""
+
+    component: str
+    state: Literal["restarting", "restarted", "failed"]
+    seconds: float | None = None
+    problem: str = ""

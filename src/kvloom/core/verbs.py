@@ -89,7 +89,8 @@ class Unpin(Struct, frozen=True, kw_only=True):
 class Hold(Struct, frozen=True, kw_only=True):
     """Body of hold and resume. hold: let the request stand still after the step that is under way, so that it
     can go on elsewhere; each of its choices must have a token. It keeps its stream, which tells all its
-    tokens, and what it has computed is cached. resume: it goes on here."""
+    tokens, and what it has computed is cached. resume: it goes on here, as it does when nobody has said so in
+    the time of a lease."""
 
     request: RequestId
 

@@ -91,7 +91,7 @@ class Flights:
             return queue.preempt(self.jobs)
         if isinstance(action, Prefill):
             running = len(queue.running)
-            batch = queue.prefill_batch(action.blocks, self._spec.chunk_tokens)
+            batch = queue.prefill_batch(action.blocks, self._spec.chunk_tokens, self.jobs)
             return self._start(queue, Phase.PREFILL, action.share, batch) or len(queue.running) > running
         if queue.relieve(self.jobs):
             return True

@@ -127,6 +127,7 @@ class ModelQueue:
     def put_back(self, sequence: Sequence, now: int) -> None:
         """A running sequence waits again, and has no K and V."""
         self.preemptions += 1
+        sequence.preempted_at = now
         self.release(sequence, Status.WAITING)
         self.enqueue(sequence, now)
 
@@ -231,9 +232,10 @@ class ModelQueue:
         cache = self.cache
         return sum(cache.blocks_for(s.id, s.pending if to_end else 1) for s in sequences)
 
-    def prefill_batch(self, budget: int, tokens: int) -> list[tuple[Sequence, int]]:
+    def prefill_batch(self, budget: int, tokens: int, now: int) -> list[tuple[Sequence, int]]:
         """Sequences for one prefill job with the tokens each takes: begun ones first, then admissions, while
-        `budget` blocks and `tokens` tokens last. Admits what it takes."""
+        `budget` blocks and `tokens` tokens last. Admits what it takes, and what needs no
+        prefill; not twice while no job starts, or preempting it could go on for ever."""
         batch: list[tuple[Sequence, int]] = []
         begun = [s for s in self.running if not s.in_job and not s.decodes]
         for sequence in [*begun, *self.waiting]:
@@ -244,7 +246,10 @@ class ModelQueue:
                 break
             if sequence.status is Status.WAITING:
                 self.admit(sequence)
+            budget -= need
+            if sequence.decodes and sequence.preempted_at != now:  # the next decode step takes it along
+                continue
             count = min(tokens, sequence.pending)
             batch.append((sequence, count))
-            budget, tokens = budget - need, tokens - count
+            tokens -= count
         return batch

@@ -127,9 +127,9 @@ class Reservations:
         return max(0.0, reservation.due - now)
 
     def take(self, body: StartGenerate) -> range:
-        """start_generate is here: what has been received becomes cached, from where its sequence takes it
-        like any other prefix. Returns which tokens that are. Raises BadRequest where less than `begin` has
-        been received."""
+        """start_generate is here: what has been received, of its prompt or of what one of its choices has,
+        becomes cached, from where its sequence takes it like any other prefix. Returns which tokens that are.
+        Raises BadRequest where less than `begin` has been received."""
         begin = resolve(body.begin, len(body.prompt), "begin")
         reservation = self._open.get(body.request)
         if reservation is None:
@@ -141,7 +141,9 @@ class Reservations:
                 )
             return range(0)
         asked, answer = reservation.body, reservation.answer
-        if asked.model != body.model or asked.prompt[: answer.end] != body.prompt[: answer.end]:
+        contexts = [[*body.prompt, *made.tokens] for made in body.choices]
+        alike = any(asked.prompt[: answer.end] == context[: answer.end] for context in contexts)
+        if asked.model != body.model or not alike:
             raise BadRequest(f"request {body.request} has reserved room for another prompt", param="request")
         received = self._transport.received(answer.address.ticket)
         if begin > received:

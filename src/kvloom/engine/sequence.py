@@ -47,7 +47,7 @@ class Sequence:
     that fork off this one when its prompt has been computed. prompt_logprobs: those known so far, in
     one list for all choices. cached: tokens of the prompt that needed no computing when it was first
     admitted. outbound: what it owes a peer. foreign: tokens that a peer has sent here for it, or, where it
-    owes a peer what follows, those that the peer has.
+    owes a peer what follows, those that the peer has. preempted_at: jobs that the unit had started then.
     """
 
     id: int
@@ -67,6 +67,7 @@ class Sequence:
     in_job: bool = False
     cancelled: bool = False
     waiting_since: int = 0
+    preempted_at: int = -1
     status: Status = Status.WAITING
     key: int = field(init=False)
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvloom.core.address import resolve
 from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
-from kvloom.core.request import EndEvent, Event, Made, StartGenerate
+from kvloom.core.request import Event, Made, StartGenerate
 from kvloom.core.verbs import Pin, PrepRecv, RemoteSend, Sent
 from kvloom.router.fleet import Fleet
 from kvloom.router.holdings import Holdings, What
@@ -35,8 +35,9 @@ class Call:
 
     progress: what the caller has seen, so that another replica can go on after it. let_in: a replica has
     taken it, and promised a context of `needs` tokens. refused: the replicas that would not, or could not,
-    generate. running: who generates. name: the request's id at the replicas; after `release` it has another,
-    so that a late abort, or a call that arrives twice, harms no further attempt.
+    generate. running: who generates. name: the request's id at the replicas; after `release`, and where it
+    moves to, it has another, so that a late abort, or a call that arrives twice, harms no further attempt.
+    tasks: for what is to be done to its end whoever waits for it.
     """
 
     def __init__(self, body: StartGenerate, fleet: Fleet, clock: Clock, tasks: asyncio.TaskGroup) -> None:
@@ -50,10 +51,11 @@ class Call:
         self.refused: set[Replica] = set()
         self.running: Replica | None = None
         self.moving = False
-        self._moved: Frames | None = None
+        self._running_as = ""
+        self._moved: Frames | None = None  # where it goes on once `running` has told all it has
+        self.tasks = tasks
         self._fleet = fleet
         self._clock = clock
-        self._tasks = tasks
         self._holdings = Holdings(tasks)
         self._streams: list[Frames] = []
         self._pinned: dict[Replica, asyncio.Task[None]] = {}  # and who keeps the lease alive
@@ -84,7 +86,7 @@ class Call:
         for who, part in parts.items():
             self._is_to_compute(who, *part)
         try:
-            async with self._asking(replica, "room"):
+            async with self._asking(replica, "room", self.name):
                 made = await self._holdings.answered(replica, replica.client.prep_recv(body))
         except KvloomError:
             for who in parts:
@@ -119,133 +121,156 @@ class Call:
             end=end,
             priority=self.body.priority,
         )
+        name = self.name
         try:
             async with asyncio.TaskGroup() as group:
-                renewing = group.create_task(self._renew(spot.replica, spot.lease))
-                async with self._asking(source, "work"):
+                renewing = group.create_task(self._renew(spot.replica, spot.lease, name))
+                async with self._asking(source, "work", name):
                     sent = await source.client.remote_send(body)
                 renewing.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        self._holdings.let_go(source, "work")
+        self._holdings.let_go(source, "work", name)
         self._fleet.note(self.prompt[:end], source)
         self._computed += sent.computed
         return sent
 
     def start_generate(self, replica: Replica, *, begin: int = 0) -> Frames:
         """Generate at `replica`, where prompt[:begin] has been received. It is closed with the request."""
-        frames = self._generate(replica, begin)
+        frames = self._go_on(replica, begin)
         self._streams.append(frames)
         return frames
 
-    async def _generate(self, replica: Replica, begin: int, made: list[Made] | None = None) -> Frames:
-        """Choices that were aborted while nobody generated end first. made: what the choices have, where the
-        caller has not seen all of it yet."""
+    async def _go_on(self, replica: Replica, begin: int) -> Frames:
+        """At `replica`, and wherever the request moves from there."""
+        here: Frames | None = self._generate(replica, begin)
+        try:
+            while here is not None:
+                async with aclosing(here):
+                    async for frame in here:
+                        yield frame
+                here = None
+                if not self.progress.over:
+                    here, self._moved = self._moved, None
+        finally:
+            left, self._moved = self._moved, None
+            if left is not None:
+                await left.aclose()
+
+    async def _generate(
+        self, replica: Replica, begin: int, made: list[Made] | None = None, name: str | None = None
+    ) -> Frames:
+        """Choices that were aborted while nobody generated end first. made, name: what the choices have,
+        where the caller has not seen all of it yet, and the request's id there."""
         if made is None and self.progress.unwanted:
             yield self.progress.end_unwanted()
             if self.progress.over:
                 return
-        body = self._rest(begin, self.progress.made if made is None else made)
+        name = name or self.name
+        body = self._rest(name, begin, self.progress.made if made is None else made)
         begin, spent = body.begin, self._computed if body.begin else 0
         self._is_to_compute(replica, resolve(begin, len(self.prompt), "begin"), len(self.prompt))
         self._fleet.note(self.prompt, replica)
         replica.report.sent(self.model, len(self.prompt), len(body.choices))
         try:
-            async with self._asking(replica, "work"), aclosing(replica.client.start_generate(body)) as frames:
+            async with (
+                self._asking(replica, "work", name),
+                aclosing(replica.client.start_generate(body)) as frames,
+            ):
                 async for frame in frames:
-                    self._holdings.let_go(replica, "room")  # the engine has taken it over
+                    self._holdings.let_go(replica, "room", name)  # the engine has taken it over
                     if not self.let_in:
                         most = len(self.prompt) + self.body.sampling.max_tokens
                         self.needs = min(most, replica.card.context_length)
                     if frame:
-                        self.running = replica
+                        self.running, self._running_as = replica, name
                         self._holdings.is_to_compute(replica, 0)
-                    seen, failure = self.progress.survives(self._without_move(frame))
+                    told = self.progress.as_one(less_cached(frame, spent), moved=self._moved is not None)
+                    news = told if made is None else self.progress.unseen(told)
+                    seen, failure = self.progress.survives(news)
                     self.progress.note(seen)
-                    yield less_cached(seen, spent)
+                    yield seen
                     if failure is not None:
                         await replica.check()  # it may be about to end
                         raise Lost(f"{replica.name}: {failure}")
         except GeneratorExit:  # closing the engine's stream has ended the request there
-            self._holdings.let_go(replica, "work")
+            self._holdings.let_go(replica, "work", name)
             raise
         except KvloomError:
             if not begin or self.progress.begun:
                 self.refused.add(replica)
             raise
         finally:
-            self.running = None
+            if self.runs(replica, name):
+                self.running = None
             self._holdings.is_to_compute(replica, 0)
-        self._holdings.let_go(replica, "work")
-        moved, self._moved = self._moved, None
-        if moved is not None:
-            async for frame in moved:
-                yield frame
+        self._holdings.let_go(replica, "work", name)
 
-    def _without_move(self, frame: list[Event]) -> list[Event]:
-        """A request that has moved ends where it was, and that is nobody's business."""
-        if self._moved is None:
-            return frame
-        return [event for event in frame if not isinstance(event, EndEvent) or event.reason != "abort"]
+    def runs(self, replica: Replica, name: str) -> bool:
+        """Whether `replica` generates it, under this id."""
+        return self.running is replica and self._running_as == name
 
-    async def hand_over(self, source: Replica, target: Replica, made: list[Made]) -> None:
-        """Go on at `target` after `made`, once `source` has told the last of it. Raises KvloomError, and all
-        is as it was, where the target does not let it in or the request has gone on otherwise."""
-        name = self.name
-        self._rename()
-        moved = self._generate(target, 0, made)
+    async def hand_over(self, source: Replica, target: Replica, made: list[Made], name: str) -> None:
+        """Go on at `target` as `name` after `made`, once `source` has told the last of it. Raises
+        KvloomError, and all is as it was, where the target does not let it in or the request has gone on
+        otherwise."""
+        before = self.name
+        moved = self._generate(target, 0, made, name)
         try:
-            await anext(moved)
-            if self.running is not source or self.aborted or self.progress.unwanted:
-                raise BadRequest(f"request {name} has gone on otherwise", param="request")
+            if await anext(moved, None) is None:
+                raise Unavailable(f"{target.name} ended request {before} before it began")
+            choices = {one.choice for one in made}
+            as_it_was = self.runs(source, before) and choices <= self.progress.open
+            if not as_it_was or self.aborted or self.progress.unwanted:
+                raise BadRequest(f"request {before} has gone on otherwise", param="request")
         except BaseException:
             await moved.aclose()
-            self.name = name
+            self._holdings.let_go(target, "work", name)  # also where it was cancelled before it was let in
             raise
-        self._moved = moved
-        self._streams.append(moved)
+        self._moved, self.name = moved, name
 
-    def _rest(self, begin: int, made: list[Made]) -> StartGenerate:
+    def _rest(self, name: str, begin: int, made: list[Made]) -> StartGenerate:
         """What is still to be generated, after `made`."""
         sampling = self.body.sampling
         if self.progress.prompt_told:
             sampling = replace(sampling, prompt_logprobs=None)
-        return replace(self.body, request=self.name, begin=begin, made=made, sampling=sampling)
+        return replace(self.body, request=name, begin=begin, made=made, sampling=sampling)
 
     async def pin(self, replica: Replica, end: int | None = None) -> int:
         """Keep what `replica` has cached of prompt[:end], until the request is over. Returns how many tokens
         that are: none where nothing is cached, or where the replica has promised too much. A second pin at a
         replica takes the first one's place."""
         prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
-        body = Pin(model=self.model, request=self.name, prompt=prompt)
+        name = self.name
+        body = Pin(model=self.model, request=name, prompt=prompt)
         try:
-            async with self._asking(replica, "pin"):
+            async with self._asking(replica, "pin", name):
                 made = await self._holdings.answered(replica, replica.client.pin(body))
         except (OutOfBlocks, QueueFull):
             return 0
         if not made.tokens:
-            self._holdings.let_go(replica, "pin")
+            self._holdings.let_go(replica, "pin", name)
         elif replica not in self._pinned:
-            self._pinned[replica] = self._tasks.create_task(self._keep(replica, made.lease))
+            self._pinned[replica] = self.tasks.create_task(self._keep(replica, made.lease, name))
         return made.tokens
 
-    async def _keep(self, replica: Replica, lease: float) -> None:
+    async def _keep(self, replica: Replica, lease: float, name: str) -> None:
         """A pin that is lost spares less, and that is all."""
         with suppress(KvloomError):
-            await self._renew(replica, lease)
+            await self._renew(replica, lease, name)
 
-    async def _renew(self, replica: Replica, lease: float) -> None:
+    async def _renew(self, replica: Replica, lease: float, name: str) -> None:
         while True:
             await self._clock.sleep(lease / RENEWALS)
             async with replica.reached():
-                await replica.client.renew(self.name)
+                await replica.client.renew(name)
 
     # -- what it holds ----------------------------------------------------------------------------------
 
-    def _asking(self, replica: Replica, what: What) -> AbstractAsyncContextManager[None]:
+    def _asking(self, replica: Replica, what: What, name: str) -> AbstractAsyncContextManager[None]:
         if self.aborted:
             raise Unavailable("the request was aborted")
-        return self._holdings.asking(replica, what)
+        return self._holdings.asking(replica, what, name)
 
     def _is_to_compute(self, replica: Replica, begin: int, end: int) -> None:
         """prompt[begin:end], less what the replica probably has cached."""
@@ -262,15 +287,16 @@ class Call:
                 with suppress(KvloomError):
                     await self._streams.pop().aclose()
         finally:
-            await self._holdings.give_back(self.name)
-            self._rename()
+            await self._holdings.give_back()
+            self.name = self.another_name()
 
-    def _rename(self) -> None:
+    def another_name(self) -> str:
+        """An id that nothing of the request has had."""
         self._attempts += 1
-        self.name = f"{self.body.request[:_LONGEST_ID]}~{self._attempts}"
+        return f"{self.body.request[:_LONGEST_ID]}~{self._attempts}"
 
     async def abort(self, choice: int | None) -> None:
         """End the request, or one choice of it, where it runs."""
         self.aborted = self.aborted or choice is None
         self.progress.cancel(choice)
-        await self._holdings.abort(self.name, choice)
+        await self._holdings.abort(choice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, UnknownModel
 from kvloom.router.replica import Replica
@@ -17,30 +17,40 @@ _REFUSALS: Final = (BadRequest, UnknownModel, QueueFull, OutOfBlocks)  # after t
 RELEASE_SECONDS: Final = 2.0  # for engines to be told that a request is over; leases do it where that fails
 
 
+class _Held(NamedTuple):
+    """name: the request's id there."""
+
+    replica: Replica
+    what: What
+    name: str
+
+
 class Holdings:
-    """Of one request, under whatever id. tasks: where giving back runs on when the request is cancelled."""
+    """Of one request, which may have several ids at a time: one that moves has another where it goes. tasks:
+    where giving back runs on when the request is cancelled."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._held: list[tuple[Replica, What]] = []
+        self._held: list[_Held] = []
         self._asked: dict[asyncio.Future[Any], Replica] = {}  # what reserves, and is not answered yet
         self._to_compute: dict[Replica, int] = {}  # tokens, counted in its queue
 
     @asynccontextmanager
-    async def asking(self, replica: Replica, what: What) -> AsyncIterator[None]:
+    async def asking(self, replica: Replica, what: What, name: str) -> AsyncIterator[None]:
         """Something is held at `replica` from here on, unless it refuses."""
-        self._held.append((replica, what))
+        self._held.append(_Held(replica, what, name))
         replica.begin_call()
         try:
             async with replica.reached():
                 yield
         except _REFUSALS:
-            self.let_go(replica, what)
+            self.let_go(replica, what, name)
             raise
 
-    def let_go(self, replica: Replica, what: What) -> None:
-        if (replica, what) in self._held:
-            self._held.remove((replica, what))
+    def let_go(self, replica: Replica, what: What, name: str) -> None:
+        held = _Held(replica, what, name)
+        if held in self._held:
+            self._held.remove(held)
             replica.end_call()
 
     def is_to_compute(self, replica: Replica, tokens: int) -> None:
@@ -62,28 +72,32 @@ class Holdings:
         if not asked.cancelled():
             asked.exception()  # a refusal is no news to who has stopped waiting for the answer
 
-    async def abort(self, name: str, choice: int | None) -> None:
+    async def abort(self, choice: int | None) -> None:
         """End the request, or one choice of it, wherever something is held."""
-        for replica in dict.fromkeys(replica for replica, _ in self._held):
+        for replica, name in self._places:
             await _end_at(replica, name, choice)
 
-    async def give_back(self, name: str) -> None:
-        """All of it, wherever that is. name: the request's id there. An engine that cannot be reached is no
-        error."""
+    @property
+    def _places(self) -> list[tuple[Replica, str]]:
+        return list(dict.fromkeys((held.replica, held.name) for held in self._held))
+
+    async def give_back(self) -> None:
+        """All of it, wherever that is. An engine that cannot be reached is no error."""
         for replica in list(self._to_compute):
             self.is_to_compute(replica, 0)
         if self._held:
-            await asyncio.shield(self._tasks.create_task(self._give_back(name)))
+            await asyncio.shield(self._tasks.create_task(self._give_back()))
 
-    async def _give_back(self, name: str) -> None:
-        held, self._held = self._held, []
+    async def _give_back(self) -> None:
+        places, held = self._places, self._held
+        self._held = []
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(RELEASE_SECONDS), asyncio.TaskGroup() as group:
-                    for replica in dict.fromkeys(replica for replica, _ in held):
+                    for replica, name in places:
                         group.create_task(self._give_back_at(replica, name))
         finally:
-            for replica, _ in held:
+            for replica, _, _ in held:
                 replica.end_call()
             for asked in list(self._asked):
                 asked.cancel()

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest, KvloomError, Unavailable
+from kvloom.core.errors import BadRequest, OutOfBlocks, QueueFull, Unavailable
 from kvloom.core.request import Made
-from kvloom.core.verbs import PrepRecv, RemoteSend
 from kvloom.router.replica import Replica
+from kvloom.router.room import Room
 
 if TYPE_CHECKING:
     from kvloom.router.call import Call
 
-PAUSES: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds until the source is told again that it is over
 ROUNDS: Final = 6  # of copying while it decodes; what has grown meanwhile is the next one's
+PIECE: Final = 512  # tokens copied at a time
+PAUSE: Final = 2.0  # times what a piece has taken: until the next one
+STANDSTILL: Final = 2.0  # seconds for which it stands still at most; then it goes on where it is
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.6  # seconds until the source is told again what it has not heard
 
 
 class Stage(Enum):
-    """copying: it runs at the source. held: it stands still there. handed: it runs at the target. stayed: it
-    runs at the source, or has ended."""
+    """copying: it runs at the source. held: it stands still there, or may. handed: it runs at the target.
+    stayed: it runs at the source, or has ended, or goes on in another way."""
 
     COPYING = "copying"
     HELD = "held"
@@ -50,7 +55,7 @@ class Move:
         self._name = call.name
         self._page = source.form.tokens_per_block if source.form else 1
         self._copied: dict[int, int] = {}  # tokens of each choice's context that the target has
-        self._copies = 0
+        self._rooms: list[Room] = []
 
     def become(self, stage: Stage) -> None:
         """Raises ValueError where the step from the present stage is illegal."""
@@ -60,72 +65,134 @@ class Move:
 
     async def run(self) -> None:
         """Raises KvloomError where the request stays, or goes on in another way: its stream never suffers."""
+        source = self._source.client
         try:
             await self._copy_while_it_runs()
-            standing = await self._source.client.hold(self._name)
-            self.become(Stage.HELD)
-            await self._copy(standing.made)
-            await self._call.hand_over(self._source, self._target, standing.made)
-        except BaseException:
+            rooms = await self._last_rooms()
+            async with asyncio.timeout(STANDSTILL):
+                await self._go_over(rooms)
+        except BaseException as error:
             held = self.stage is Stage.HELD
             self.become(Stage.STAYED)
-            if held:
-                with suppress(KvloomError):
-                    await self._source.client.resume(self._name)
+            await self._to_its_end(source.resume if held else None)
+            if isinstance(error, TimeoutError):
+                problem = f"request {self._name} stood still for {STANDSTILL:g} s, and stays"
+                raise Unavailable(problem) from None
             raise
-        self.become(Stage.HANDED)
-        await self._end_at_the_source()
+        await self._to_its_end(source.abort)  # its stream then ends, and the target's follows
 
-    async def _end_at_the_source(self) -> None:
-        """Whose stream then ends, and the target's follows. Where the source is gone for good, its stream
-        breaks by itself."""
-        for pause in PAUSES:
+    async def _go_over(self, rooms: dict[int, Room]) -> None:
+        """It stands still from here on."""
+        self.become(Stage.HELD)  # perhaps even where the answer is lost
+        made = (await self._source.client.hold(self._name)).made
+        async with _together() as group:
+            for one in made:
+                if one.choice in rooms:
+                    group.create_task(self._fill(rooms[one.choice], one))
+        behind = [one for one in made if self._missing(one)]
+        taken = None if behind else rooms.get(made[0].choice)
+        async with _together() as group:
+            for room in rooms.values():
+                if room is not taken:
+                    group.create_task(room.free())
+        for one in behind:
+            await self._copy(one, self._end(one))
+        name = taken.name if taken else self._call.another_name()
+        await self._call.hand_over(self._source, self._target, made, name)
+        self.become(Stage.HANDED)
+        if taken:
+            self._rooms.remove(taken)
+
+    async def _to_its_end(self, verb: Callable[[str], Coroutine[Any, Any, None]] | None) -> None:
+        """Whoever waits for it: the source is told the verb, and no room is left."""
+        await asyncio.shield(self._call.tasks.create_task(self._settle(verb)))
+
+    async def _settle(self, verb: Callable[[str], Coroutine[Any, Any, None]] | None) -> None:
+        pause = FIRST_PAUSE
+        while verb and self._call.runs(self._source, self._name):
             with suppress(Unavailable):
-                await self._source.client.abort(self._name)
-                return
+                await verb(self._name)
+                break
             await self._clock.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        for room in self._rooms:
+            await room.free()
+
+    # -- copying ----------------------------------------------------------------------------------------
 
     async def _copy_while_it_runs(self) -> None:
+        """Full pages of each choice, one choice after the other: what they have in common goes once."""
         for _ in range(ROUNDS):
-            made = self._call.progress.made
-            if not made or not all(one.tokens for one in made):
-                raise BadRequest(f"request {self._name} is not decoding", param="request")
-            if not self._grown(made, self._page):
+            grown = [one for one in self._made() if self._missing(one) >= self._page]
+            if not grown:
                 return
-            await self._copy(made, self._page)
+            for one in grown:
+                await self._copy_pages(one)
 
-    async def _copy(self, made: list[Made], page: int = 1) -> None:
-        """All that the choices have K and V of, as far as it fills pages of so many tokens: what a running
-        request is sent from."""
-        for one in self._grown(made, page):
-            context = [*self._call.prompt, *one.tokens]
-            self._copied[one.choice] = end = (len(context) - 1) // page * page
-            await self._copy_context(context, end)
+    async def _copy_pages(self, made: Made) -> None:
+        """In pieces, with a pause after each: copying takes cycles and bandwidth of those who decode beside
+        it."""
+        end, done = self._end(made) // self._page * self._page, self._copied.get(made.choice, 0)
+        while done < end:
+            began = self._clock.now()
+            done = min(end, max(done + PIECE, self._page) // self._page * self._page)
+            await self._copy(made, done)
+            if done < end:
+                await self._clock.sleep(PAUSE * (self._clock.now() - began))
 
-    def _grown(self, made: list[Made], page: int) -> list[Made]:
-        """The choices of which a page is to be copied. The last token has no K and V yet."""
-        length = len(self._call.prompt) - 1
-        return [one for one in made if length + len(one.tokens) - self._copied.get(one.choice, 0) >= page]
+    async def _last_rooms(self) -> dict[int, Room]:
+        """By choice, for what it will have when the step under way is over, if it is the last. Those for whom
+        there is no room beside the others' have none."""
+        rooms = {}
+        with suppress(OutOfBlocks, QueueFull):
+            for one in self._made():
+                room = self._room(one)
+                await room.reserve(self._end(one) + 1)
+                rooms[one.choice] = room
+        return rooms
 
-    async def _copy_context(self, context: list[int], end: int) -> None:
-        model, target = self._call.model, self._target.client
-        self._copies += 1
-        name = f"{self._name}>{self._copies}"
-        room = PrepRecv(model=model, request=name, prompt=context, end=end, sender=self._source.form)
-        try:
-            spot = await target.prep_recv(room)
-            if spot.matched < spot.end:
-                order = RemoteSend(
-                    model=model,
-                    request=self._name,
-                    prompt=context,
-                    address=spot.address,
-                    peer=spot.peer,
-                    begin=spot.matched,
-                    end=spot.end,
-                    priority=self._call.body.priority,
-                )
-                await self._source.client.remote_send(order)
-        finally:
-            with suppress(KvloomError):
-                await target.abort(name)  # what has arrived stays cached
+    async def _copy(self, made: Made, end: int) -> None:
+        room = self._room(made)
+        await room.reserve(end)
+        await room.fill(end)
+        await room.free()
+        self._copied[made.choice] = end
+
+    async def _fill(self, room: Room, made: Made) -> None:
+        self._copied[made.choice] = await room.fill(self._end(made))
+
+    def _room(self, made: Made) -> Room:
+        room = Room(
+            self._call.another_name(),
+            [*self._call.prompt, *made.tokens],
+            source=self._source,
+            target=self._target,
+            request=self._name,
+            priority=self._call.body.priority,
+        )
+        self._rooms.append(room)
+        return room
+
+    def _made(self) -> list[Made]:
+        made = self._call.progress.made
+        if not made or not all(one.tokens for one in made):
+            raise BadRequest(f"request {self._name} is not decoding", param="request")
+        return made
+
+    def _end(self, made: Made) -> int:
+        """Up to which token there are K and V: the last one has none anywhere."""
+        return len(self._call.prompt) + len(made.tokens) - 1
+
+    def _missing(self, made: Made) -> int:
+        """Tokens of which the target has no K and V yet."""
+        return self._end(made) - self._copied.get(made.choice, 0)
+
+
+@asynccontextmanager
+async def _together() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group of which the first failure is the failure."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from msgspec.structs import replace
 
 from kvloom.core.errors import KvloomError
-from kvloom.core.request import EndEvent, Event, Made, PromptEvent
+from kvloom.core.request import EndEvent, Event, Made, PromptEvent, TokenEvent
 
 
 class Progress:
@@ -18,10 +20,16 @@ class Progress:
         self.tokens = 0
         self._open: dict[int, list[int]] = {choice: [] for choice in range(n)}
         self._unwanted: set[int] = set()
+        self._spared: dict[int, int] = {}  # cached tokens, by choice, of one that has moved
 
     @property
     def over(self) -> bool:
         return not self._open
+
+    @property
+    def open(self) -> Set[int]:
+        """The choices that have not ended."""
+        return self._open.keys()
 
     def cancel(self, choice: int | None) -> None:
         """The caller wants no more of it; None is all of them."""
@@ -63,6 +71,34 @@ class Progress:
             else:
                 tokens.append(event.token)
                 self.tokens += 1
+
+    def as_one(self, frame: list[Event], *, moved: bool) -> list[Event]:
+        """For a caller that knows nothing of moves: without the ends where it was, and with what the cache
+        has spared it where it began. moved: it goes on elsewhere after this stream."""
+        if not (moved or self._spared):
+            return frame
+        seen = list[Event]()
+        for event in frame:
+            if not isinstance(event, EndEvent):
+                seen.append(event)
+            elif moved and event.reason == "abort":
+                self._spared.setdefault(event.choice, event.cached_tokens)
+            else:
+                spared = self._spared.get(event.choice, event.cached_tokens)
+                seen.append(replace(event, cached_tokens=spared))
+        return seen
+
+    def unseen(self, frame: list[Event]) -> list[Event]:
+        """What the caller has yet to see, of a stream that goes on after tokens of which another has told
+        perhaps more."""
+        return [
+            event
+            for event in frame
+            if isinstance(event, PromptEvent) or (event.choice in self._open and not self._told(event))
+        ]
+
+    def _told(self, event: TokenEvent | EndEvent) -> bool:
+        return isinstance(event, TokenEvent) and event.index < len(self._open[event.choice])
 
     def survives(self, frame: list[Event]) -> tuple[list[Event], str | None]:
         """What of a frame can be passed on, and why an engine ends with it all that is left of the request:

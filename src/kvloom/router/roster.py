@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
@@ -14,6 +14,7 @@ from kvloom.core.client import EngineClient
 from kvloom.core.errors import BadRequest, ConfigError, Conflict, KvloomError
 from kvloom.core.placement import Placement
 from kvloom.core.replicas import Group, GroupSpec, Steps
+from kvloom.core.request import ModelCard
 from kvloom.core.spec import EngineSpec
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
@@ -29,8 +30,8 @@ class Processes(Protocol):
     async def start(self, spec: EngineSpec) -> None:
         """Give a unit a process, until that answers."""
 
-    async def stop(self, unit: str) -> None:
-        """End it, until it has ended."""
+    async def stop(self, unit: str, cards: Sequence[ModelCard]) -> None:
+        """End it, until it has ended. cards: what the unit serves, for those who learn of it later."""
 
     def forget(self, unit: str) -> None:
         """A unit that has no process is not to get one any more."""
@@ -206,7 +207,7 @@ class Roster:
                 async with asyncio.timeout(seconds):
                     await unit.emptied()
             unit.presence = "ending"
-            await self._processes.stop(unit.name)
+            await self._processes.stop(unit.name, [one.card for one in unit.replicas.values()])
             unit.gone()
         finally:
             del self._stops[unit.name]

@@ -34,7 +34,8 @@ class Units(Mapping[str, Unit]):
         self._clock = clock
         self._index = index
         self._changed = changed
-        self._watches: dict[str, list[asyncio.Task[None]]] = {}
+        self._tasks: asyncio.TaskGroup | None = None  # until they are watched
+        self._watches: dict[str, Sequence[asyncio.Task[None]]] = {}
         self._units = {
             name: self._unit(name, client, away.get(name), withdrawn=name in withdrawn)
             for name, client in engines.items()
@@ -60,9 +61,10 @@ class Units(Mapping[str, Unit]):
         """From now on until `unwatch`."""
         self._tasks = tasks
         for unit in self.values():
-            self._watch(unit)
+            self._watch(unit, tasks)
 
     def unwatch(self) -> None:
+        self._tasks = None
         for name in list(self._watches):
             self._unwatch(name)
 
@@ -71,7 +73,8 @@ class Units(Mapping[str, Unit]):
         if name in self._units:
             raise Conflict(f"there is a unit {name} already; another name is right")
         unit = self._units[name] = self._unit(name, client, (), withdrawn=False)
-        self._watch(unit)
+        if self._tasks is not None:
+            self._watch(unit, self._tasks)
         return unit
 
     def remove(self, name: str) -> None:
@@ -105,12 +108,12 @@ class Units(Mapping[str, Unit]):
             away=away,
         )
 
-    def _watch(self, unit: Unit) -> None:
+    def _watch(self, unit: Unit, tasks: asyncio.TaskGroup) -> None:
         watches = unit.watch, unit.report.watch
-        self._watches[unit.name] = [self._tasks.create_task(watch()) for watch in watches]
+        self._watches[unit.name] = [tasks.create_task(watch()) for watch in watches]
 
     def _unwatch(self, name: str) -> None:
-        for watch in self._watches.pop(name):
+        for watch in self._watches.pop(name, ()):
             watch.cancel()
 
     def _admit(self, newcomer: Unit, cards: Sequence[ModelCard]) -> None:

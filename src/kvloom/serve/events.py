@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvloom.serve.orders import Restart, Standing
+from kvloom.serve.orders import Asked
 
 if TYPE_CHECKING:
     from kvloom.serve.supervised import Supervised
@@ -31,7 +31,7 @@ class Asks:
     """It wants something of the supervisor."""
 
     process: Supervised
-    report: Standing | Restart
+    report: Asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,21 +15,26 @@ import uvloop
 from msgspec.structs import replace
 
 from kvloom.api.admin import Admin
+from kvloom.api.admin_units import UnitOrders
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.core.clock import WallClock
 from kvloom.core.errors import ConfigError
+from kvloom.core.replicas import Steps
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.drains import Drains
 from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
+from kvloom.router.rolling import Rolling
+from kvloom.router.roster import Roster
 from kvloom.router.router import Router
 from kvloom.serve.connection import ClientConnection
 from kvloom.serve.kept import Kept
-from kvloom.serve.orders import Back, Begin, GatewayOrder, News, Ready, Restarted, Retire, Standing
+from kvloom.serve.orders import Back, Begin, GatewayOrder, News, Ready, Restarted, Retire, Standing, Stopped
 from kvloom.serve.parent import Parent, run_child
 from kvloom.serve.restarts import Restarts
 from kvloom.serve.server import Server
+from kvloom.serve.shelf import Shelf
 
 _log = logging.getLogger(__name__)
 GRACE_SECONDS = 2  # for running streams, once told to end
@@ -63,11 +68,12 @@ def load_standing(order: GatewayOrder) -> tuple[Program, Standing]:
 
 async def serve(parent: Parent, order: GatewayOrder, program: Program, standing: Standing) -> None:
     """Answer the OpenAI API until SIGTERM, which the parent's end is too."""
-    kept, restarts = Kept(standing, parent.report), Restarts(parent.report)
+    kept, shelf = Kept(standing, parent.report), Shelf(Path(order.sockets))
+    restarts = Restarts(parent.report, shelf)
 
     def heed(news: News) -> None:
         match news:
-            case Restarted():
+            case Restarted() | Stopped():
                 restarts.heed(news)
             case Back(unit):
                 tasks.create_task(router.units[unit].ask())
@@ -77,23 +83,46 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
     loop = asyncio.get_running_loop()
     parent.watch(Path(order.sockets), lambda news: soon(loop, heed, news))
     async with AsyncExitStack() as stack:
-        engines = {
-            unit: await stack.enter_async_context(HttpEngineClient(url, secret=order.secret))
-            for unit, url in order.engines.items()
-        }
+
+        async def connect(unit: str) -> HttpEngineClient:
+            url = order.engines.get(unit, f"unix://{order.sockets}/{unit}.sock")
+            return await stack.enter_async_context(HttpEngineClient(url, secret=order.secret))
+
         clock = WallClock()
-        router = Router(engines, program, clock, withdrawn=standing.drained, patience=order.patience)
+        router = Router(
+            {unit: await connect(unit) for unit in order.engines},
+            program,
+            clock,
+            withdrawn=standing.drained,
+            away={unit: shelf.cards(unit) for unit in order.away},
+            patience=order.patience,
+        )
         await stack.enter_async_context(router)
-        rescheduler = await stack.enter_async_context(Rescheduler(router, clock))
+        roster = Roster(
+            router,
+            specs=order.specs,
+            groups=order.groups,
+            processes=restarts,
+            connect=connect,
+            changed=kept.leaving,
+            memory=order.memory,
+            cores=order.cores,
+        )
+        await stack.enter_async_context(roster)
+        roster.begin(Steps(stop=tuple(standing.leaving)))
+        rescheduler = await stack.enter_async_context(Rescheduler(router, clock, roster))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         drains = Drains(router, seconds=order.drain, restart=restarts, changed=kept.drained)
         await stack.enter_async_context(drains)
+        rolling = Rolling(drains, clock, restart=restarts, beside=order.beside)
+        await stack.enter_async_context(rolling)
+        orders = UnitOrders(router.units, drains, rolling, roster, order.drain)
         server = Server(
             create_app(
                 router,
                 keys=Keys(order.api_keys, order.admin_keys, order.secret),
                 max_body=order.max_body,
-                admin=Admin(router, engines, drains, rescheduler, kept.program),
+                admin=Admin(router, orders, rolling, rescheduler, kept.program),
                 moves=lambda: rescheduler.moves,
             ),
             connection=ClientConnection,

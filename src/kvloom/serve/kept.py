@@ -22,6 +22,11 @@ class Kept:
         self.standing = replace(self.standing, program=program)
         self._tell(self.standing)
 
+    def leaving(self, units: frozenset[str]) -> None:
+        """These units are to lose their processes from now on."""
+        self.standing = replace(self.standing, leaving=units)
+        self._tell(self.standing)
+
     def drained(self, units: frozenset[str]) -> None:
         """These units are drained from now on."""
         self.standing = replace(self.standing, drained=units)

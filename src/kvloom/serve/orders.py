@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from kvloom.core.replicas import GroupSpec
 from kvloom.core.spec import EngineSpec, ProgramSpec, SchedulerSpec
 
 
@@ -21,18 +22,22 @@ class EngineOrder(Struct, frozen=True, kw_only=True):
 
 class Standing(Struct, frozen=True, kw_only=True, tag="standing"):
     """What a gateway was told while it served, kept for its successor. program: None for the config's.
-    drained: units that are to get no requests."""
+    drained: units that are to get no requests; leaving: those that are to lose their process once they are
+    empty."""
 
     program: ProgramSpec | None = None
     drained: frozenset[str] = frozenset()
+    leaving: frozenset[str] = frozenset()
 
 
 class GatewayOrder(Struct, frozen=True, kw_only=True):
     """Be ready to serve, and wait for `Begin`; then units that were to restart are told of. engines: unit →
-    URL. listener: descriptor of the listening socket, inherited. drain: seconds for which requests at a unit
-    that is to restart are waited for. patience: those for which a request waits for a restart. program: the
-    config's. folder: where a program is looked for, if it is one of the user's. sockets: where the engines'
-    sockets are."""
+    URL, of all that may be; specs: the same; away: those that have no process. groups: units that come and go
+    by themselves. memory, cores: of the machine, before the fleet began. listener: descriptor of the
+    listening socket, inherited. drain: seconds for which requests at a unit that is to restart are waited
+    for. patience: those for which a request waits for a restart. program: the config's. beside: the
+    components that are no units, in the order in which they are restarted. folder: where a program is looked
+    for, if it is one of the user's. sockets: where the engines' sockets are."""
 
     engines: dict[str, str]
     secret: str
@@ -43,6 +48,12 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     folder: str
     sockets: str
     admin_keys: frozenset[str] = frozenset()
+    specs: tuple[EngineSpec, ...] = ()
+    away: frozenset[str] = frozenset()
+    groups: dict[str, GroupSpec] = {}
+    memory: int = 0
+    cores: int = 0
+    beside: tuple[str, ...] = ()
     drain: float = 60.0
     patience: float = 120.0
     standing: Standing = Standing()
@@ -62,11 +73,17 @@ class Begin(Struct, frozen=True):
 
 
 class Restarted(Struct, frozen=True, tag="restarted"):
-    """The component's new process answers, or has died, of `problem`, and is tried again if it is a unit's or
-    the scheduler's."""
+    """The component's new process, or its first, answers, or has died, of `problem`. A new one of a unit or
+    of the scheduler is tried again."""
 
     component: str
     problem: str | None = None
+
+
+class Stopped(Struct, frozen=True, tag="stopped"):
+    """The unit has no process any more."""
+
+    unit: str
 
 
 class Back(Struct, frozen=True, tag="back"):
@@ -103,6 +120,25 @@ class Restart(Struct, frozen=True, tag="restart"):
     component: str
 
 
-News = Restarted | Back | Retire
+class Run(Struct, frozen=True, tag="run"):
+    """The unit is to have a process; `Restarted` tells how it went."""
+
+    spec: EngineSpec
+
+
+class Stop(Struct, frozen=True, tag="stop"):
+    """The unit's process is to end; `Stopped` tells that it has."""
+
+    unit: str
+
+
+class Forget(Struct, frozen=True, tag="forget"):
+    """The unit, which has no process, is not to get one any more."""
+
+    unit: str
+
+
+Asked = Standing | Restart | Run | Stop | Forget
+News = Restarted | Stopped | Back | Retire
 Order = EngineOrder | GatewayOrder | SchedulerOrder | Begin | News
-Report = Progress | Ready | Refused | Standing | Restart
+Report = Progress | Ready | Refused | Asked

@@ -7,13 +7,16 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvloom.config import Config
 from kvloom.core.spec import EngineSpec, SchedulerSpec
 from kvloom.serve.health import answers
 from kvloom.serve.orders import EngineOrder, GatewayOrder, SchedulerOrder, Standing
 from kvloom.serve.supervised import Role
+
+if TYPE_CHECKING:
+    from kvloom.serve.engines import Engines
 
 ENGINE: Final = "kvloom.serve.engine_process"
 GATEWAY: Final = "kvloom.serve.gateway_process"
@@ -42,12 +45,12 @@ class Roles:
             check=functools.partial(answers, path, self._secret),
         )
 
-    def gateway(self, standing: Callable[[], Standing]) -> Role:
+    def gateway(self, standing: Callable[[], Standing], engines: Engines) -> Role:
         """standing: what was set until now."""
         return Role(
             name="gateway",
             module=GATEWAY,
-            order=lambda: self._gateway_order(standing()),
+            order=lambda: self._gateway_order(standing(), engines),
             inherit=[self._listener.fileno()],
             held=True,
         )
@@ -63,9 +66,16 @@ class Roles:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def _gateway_order(self, standing: Standing) -> GatewayOrder:
+    def _gateway_order(self, standing: Standing, engines: Engines) -> GatewayOrder:
+        specs = tuple(engines.specs.values())
+        scheduled = self._config.scheduler_for(specs) is not None
         return GatewayOrder(
-            engines={spec.unit: f"unix://{self._socket(spec.unit)}" for spec in self._config.engines},
+            engines={spec.unit: f"unix://{self._socket(spec.unit)}" for spec in specs},
+            specs=specs,
+            away=engines.away,
+            groups=dict(self._config.groups),
+            memory=self._config.machine.memory,
+            cores=self._config.machine.cores,
             secret=self._secret,
             listener=self._listener.fileno(),
             api_keys=self._api_keys,
@@ -76,6 +86,7 @@ class Roles:
             sockets=str(self._folder),
             drain=self._config.drain,
             patience=self._config.patience,
+            beside=("scheduler", "gateway") if scheduled else ("gateway",),
             standing=standing,
         )
 

@@ -12,7 +12,19 @@ from typing import Final
 from kvloom.core.clock import Clock
 from kvloom.serve.component import Component
 from kvloom.serve.events import Answers, Asks, Doing, Event, Failed, Lost
-from kvloom.serve.orders import Begin, Order, Progress, Ready, Refused, Restart, Retire, Standing
+from kvloom.serve.orders import (
+    Begin,
+    Forget,
+    Order,
+    Progress,
+    Ready,
+    Refused,
+    Restart,
+    Retire,
+    Run,
+    Standing,
+    Stop,
+)
 
 
 class State(enum.Enum):
@@ -180,7 +192,7 @@ class Supervised:
                     self._tell(Doing(self, text))
                 case Refused(message):
                     refusal = message
-                case Standing() | Restart():
+                case Standing() | Restart() | Run() | Stop() | Forget():
                     self._tell(Asks(self, report))
                 case Ready(chat):
                     again = self._since is not None

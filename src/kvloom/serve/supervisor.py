@@ -15,10 +15,13 @@ from rich.console import Console
 from kvloom.config import Config
 from kvloom.core.clock import Clock, WallClock
 from kvloom.core.errors import ConfigError
+from kvloom.core.spec import EngineSpec
 from kvloom.serve import events
+from kvloom.serve.engines import Engines
 from kvloom.serve.events import Answers, Asks, Doing, Failed, Lost
+from kvloom.serve.gateways import Gateways
 from kvloom.serve.ground import listen, private_folder, raise_open_files
-from kvloom.serve.orders import Back, Restart, Restarted, Standing
+from kvloom.serve.orders import Asked, Back, Forget, Restart, Restarted, Run, Standing, Stop, Stopped
 from kvloom.serve.roles import Roles
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervised import Role, State, Supervised
@@ -60,8 +63,9 @@ class Supervisor:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._announced = False
         self._standing = Standing()
-        self._engines = [self._supervise(self._roles.engine(spec)) for spec in config.engines]
-        self._gateway = self._supervise(self._roles.gateway(lambda: self._standing))
+        self._engines = Engines(config.engines, config.first, self._roles, self._supervise)
+        role = self._roles.gateway(lambda: self._standing, self._engines)
+        self._gateways = Gateways(role, self._supervise, seconds=config.drain)
         self._scheduler: Supervised | None = None  # until there is a fleet
 
     async def run(self) -> Outcome:
@@ -70,13 +74,14 @@ class Supervisor:
         for number in _heeded():
             asyncio.get_running_loop().add_signal_handler(number, self._events.put_nowait, Told(number))
         async with asyncio.TaskGroup() as group:
-            for process in (*self._engines, self._gateway):
+            for process in (*self._engines.every, self._gateways.current):
                 group.create_task(process.run())
             try:
                 return await self._follow(group)
             finally:
                 self._listener.close()
-                await end([one for one in (self._scheduler, self._gateway) if one], self._engines)
+                schedulers = [self._scheduler] if self._scheduler else []
+                await end([*schedulers, *self._gateways.every], self._engines.every)
 
     async def _follow(self, group: asyncio.TaskGroup) -> Outcome:
         while True:
@@ -86,51 +91,108 @@ class Supervisor:
                 case Doing(process, text):
                     self._screen.step(text, self._label(process))
                 case Answers(process, renewed, again):
-                    if renewed:
-                        await self._gateway.order(Restarted(process.name))
-                    elif again and process in self._engines:
-                        await self._gateway.order(Back(process.name))
+                    if renewed or (self._announced and not again and self._is_unit(process)):
+                        await self._gateways.tell(Restarted(process.name))
+                    elif again and self._is_unit(process):
+                        await self._gateways.tell(Back(process.name))
                     await self._welcome(process, group, again=again)
-                case Asks(_, Restart(component)):
-                    self._restart(component)
+                case Asks(_, asked):
+                    self._do(asked, group)
                 case Lost(process, how, pause, renewed):
                     self._screen.warn(process.name, f"{how}; it starts again in {pause:g} s")
                     if renewed:
                         problem = f"{process.name} {how} as it started; it is tried again"
-                        await self._gateway.order(Restarted(process.name, problem))
+                        await self._gateways.tell(Restarted(process.name, problem))
                 case Failed(process, how, refused):
-                    return Outcome(2, how) if refused else Outcome(1, f"{process.name} {how} as it started")
+                    problem = how if refused else f"{process.name} {how} as it started"
+                    if not await self._serves_on_without(process, how, problem):
+                        return Outcome(2 if refused else 1, problem)
                 case Told(number):
                     self._screen.step(f"ending the fleet ({number.name})")
                     return Outcome(0, number.name)
 
+    async def _serves_on_without(self, process: Supervised, how: str, problem: str) -> bool:
+        """A gateway that was to take another's place, and a unit that came late, are no reason to end."""
+        if process is self._gateways.heir:
+            self._screen.warn(process.name, f"{how}; the present one serves on")
+            await self._gateways.lost_heir(how)
+            return True
+        if self._announced and self._is_unit(process):
+            self._screen.warn(process.name, problem)
+            await self._gateways.tell(Restarted(process.name, problem))
+            return True
+        return False
+
+    def _is_unit(self, process: Supervised) -> bool:
+        return process.name in self._engines.specs
+
     async def _welcome(self, process: Supervised, group: asyncio.TaskGroup, *, again: bool) -> None:
         """One more answers: when all engines do, the gateway may serve, and with it the fleet is ready."""
         self._screen.done(self._label(process))
-        engines_ready = all(engine.state is State.READY for engine in self._engines)
+        if process is self._gateways.heir:
+            group.create_task(self._gateways.see_off(self._gateways.hand_over()))
+        engines_ready = all(engine.state is State.READY for engine in self._engines.every)
+        gateway = self._gateways.current
         if self._announced:
             self._screen.log(process.name, "answers again" if again else "answers")
-        elif engines_ready and not self._gateway.begun:
+        elif engines_ready and not gateway.begun:
             self._screen.step("starting the gateway")
-            await self._gateway.begin()
-        elif engines_ready and self._gateway.state is State.READY:
+            await gateway.begin()
+        elif engines_ready and gateway.state is State.READY:
             self._announce()
             self._schedule(group)
 
     def _schedule(self, group: asyncio.TaskGroup) -> None:
-        if spec := self._config.scheduler:
+        """A fleet scheduler, where there is something to move or to start, and none yet."""
+        spec = self._config.scheduler_for(self._engines.specs.values())
+        if spec and not self._scheduler:
             self._scheduler = self._supervise(self._roles.scheduler(spec))
             group.create_task(self._scheduler.run())
 
-    def _restart(self, component: str) -> None:
+    def _do(self, asked: Asked, group: asyncio.TaskGroup) -> None:
+        match asked:
+            case Restart(component):
+                self._restart(component, group)
+            case Run(spec):
+                self._run(spec, group)
+            case Stop(unit):
+                self._screen.log(unit, "ends, as was asked")
+                group.create_task(self._stop(unit))
+            case Forget(unit):
+                self._engines.forget(unit)
+
+    def _run(self, spec: EngineSpec, group: asyncio.TaskGroup) -> None:
+        self._screen.log(spec.unit, "starts, as was asked")
+        self._engines.specs[spec.unit] = spec
+        group.create_task(self._start(spec))
+        self._schedule(group)
+
+    async def _start(self, spec: EngineSpec) -> None:
+        """Whoever asks for one that answers already is told so."""
+        known = self._engines.running.get(spec.unit)
+        if known is None:
+            await self._engines.start(spec)
+        elif known.state is State.READY:
+            await self._gateways.tell(Restarted(spec.unit))
+
+    async def _stop(self, unit: str) -> None:
+        await self._engines.stop(unit)
+        await self._gateways.tell(Stopped(unit))
+
+    def _restart(self, component: str, group: asyncio.TaskGroup) -> None:
+        if component == self._gateways.current.name:
+            self._screen.log(component, "another one starts, as was asked, and takes its place")
+            group.create_task(self._gateways.replace())
+            return
         self._screen.log(component, "ends, and starts anew, as was asked")
-        known = (*self._engines, self._scheduler)
-        next(one for one in known if one and one.name == component).restart()
+        known = self._scheduler if component == "scheduler" else self._engines.running.get(component)
+        if known is not None:
+            known.restart()
 
     def _hear(self, event: Event) -> None:
         """What is to be kept is kept before anything else can happen to who said it."""
         match event:
-            case Asks(_, Standing() as standing):
+            case Asks(process, Standing() as standing) if not self._gateways.has_left(process):
                 self._standing = standing
             case _:
                 self._events.put_nowait(event)
@@ -138,12 +200,12 @@ class Supervisor:
     def _announce(self) -> None:
         self._announced = True
         models = {name: model.path for name, model in self._config.models.items()}
-        chat = [name for name in models if any(name in engine.chat for engine in self._engines)]
+        chat = [name for name in models if any(name in engine.chat for engine in self._engines.every)]
         self._screen.ready(self._roles.url, models, chat, locked=self._config.api_key_file is not None)
 
     def _label(self, process: Supervised) -> str:
         """Whose step it is, where there are several to tell apart."""
-        return process.name if len(self._engines) > 1 else ""
+        return process.name if len(self._engines.specs) > 1 else ""
 
     def _supervise(self, role: Role) -> Supervised:
         return Supervised(role, self._clock, tell=self._hear, log=self._screen.log)

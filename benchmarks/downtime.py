@@ -1,0 +1,364 @@
+"""How long a request that moves keeps its caller waiting, and what the others feel of it.
+
+python -m benchmarks.downtime. Two engine processes, one core each, shape A, a batch of decodes at both, and a
+router in this process. A request is moved by `Router.move` while it decodes; in turn, the same from the verbs
+without live migration's stages: a blocking copy (it stands still before anything is copied), and computing
+again at the target. Downtime is the longest gap between its tokens around the move, as its caller sees it,
+less the usual gap. Llumnix: figure 10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import mean, median
+from typing import Any, Final
+
+from msgspec.structs import replace
+from rich.console import Console
+
+from benchmarks.engines import MODEL, engines
+from benchmarks.migration import TOKEN_BYTES, bystander
+from benchmarks.report import Cell, Finding, Report, this_machine
+from kvloom.core.clock import WallClock
+from kvloom.core.request import Event, Made, StartGenerate, TokenEvent
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.verbs import Prefix, PrepRecv, RemoteSend
+from kvloom.router.client import HttpEngineClient
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
+
+LENGTHS: Final = (256, 512, 1024, 2048, 4000)
+VERBS: Final = ("prep_recv", "remote_send", "hold", "start_generate", "abort")
+FLAT, STEPS, SLOWER = 2.0, 1.0, 10.0  # times over lengths, steps of the batch, per cent
+BEFORE, AFTER, TOKENS = 24, 12, 90  # tokens of the moving request: around the move, and at most
+QUIET = 0.3  # seconds before a move, from which the usual gaps are
+_names = itertools.count()
+_random = random.Random(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """beside: requests that decode at each engine meanwhile."""
+
+    lengths: Sequence[int] = LENGTHS
+    rounds: int = 7
+    beside: int = 8
+
+
+@dataclass(slots=True)
+class Reader:
+    """A stream's tokens, and when each came."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    _more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def read(self, frames: AsyncGenerator[list[Event], None]) -> None:
+        async with aclosing(frames):
+            async for frame in frames:
+                for event in frame:
+                    if isinstance(event, TokenEvent):
+                        self.tokens.append(event.token)
+                        self.times.append(time.perf_counter())
+                self._more.set()
+
+    async def until(self, tokens: int) -> None:
+        while len(self.tokens) < tokens:
+            self._more.clear()
+            await self._more.wait()
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        """Seconds between tokens, where that overlaps a time."""
+        pairs = itertools.pairwise(self.times)
+        return [after - before for before, after in pairs if before < until and after > since]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of one move, in seconds. downtime: the request's longest gap, less the usual one. whole: from the order
+    to the first token at the target; standing: of this, since the source was told. step: the batch's usual
+    gap; slower: by how much the others' gaps were longer while it moved, as a part of the usual one. calls:
+    verbs."""
+
+    downtime: float
+    whole: float
+    standing: float
+    step: float
+    slower: float
+    calls: int
+
+
+@dataclass(slots=True)
+class Pair:
+    """Two engines, and the requests that decode at both."""
+
+    source: HttpEngineClient
+    target: HttpEngineClient
+    router: Router
+    beside: list[Reader] = field(default_factory=list)
+    calls: list[tuple[str, float]] = field(default_factory=list)  # a verb, and when it was called
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        return [gap for reader in self.beside for gap in reader.gaps(since, until)]
+
+    def slower(self, since: float, until: float) -> float:
+        """Against as long a time before."""
+        return mean(self.gaps(since, until)) / mean(self.gaps(since - QUIET, since)) - 1
+
+    def called(self, since: float, *verbs: str) -> float:
+        """When the first of these was called since."""
+        return next(when for verb, when in self.calls if verb in verbs and when >= since)
+
+
+@asynccontextmanager
+async def pair(beside: int) -> AsyncIterator[Pair]:
+    async with engines(2, "A", kv_bytes=3 << 30) as (source, target):
+        clients = {"source": source, "target": target}
+        async with Router(clients, load_program("data_parallel"), WallClock()) as router:
+            made = Pair(source, target, router)
+            for client in (source, target):
+                for verb in VERBS:
+                    _note(client, verb, made.calls)
+            async with asyncio.TaskGroup() as group:
+                reading = []
+                for client in [source, target] * beside:
+                    reader = Reader()
+                    reading.append(group.create_task(_decode(client, reader)))
+                    made.beside.append(reader)
+                for reader in made.beside:
+                    await reader.until(8)
+                yield made
+                for task in reading:
+                    task.cancel()
+
+
+async def _decode(client: HttpEngineClient, reader: Reader) -> None:
+    """Until nobody wants more."""
+    while True:
+        await reader.read(client.start_generate(_body(_prompt(64), 2000)))
+
+
+def _note(client: HttpEngineClient, verb: str, calls: list[tuple[str, float]]) -> None:
+    real = getattr(client, verb)
+
+    def noted(*arguments: Any) -> Any:
+        calls.append((verb, time.perf_counter()))
+        return real(*arguments)
+
+    setattr(client, verb, noted)
+
+
+def _prompt(length: int) -> list[int]:
+    return [_random.randrange(300, 8000) for _ in range(length)]
+
+
+def _body(prompt: list[int], tokens: int) -> StartGenerate:
+    return StartGenerate(
+        model=MODEL,
+        request=f"d{next(_names)}",
+        prompt=prompt,
+        sampling=SamplingParams(max_tokens=tokens, seed=0),
+    )
+
+
+# -- three ways to move -----------------------------------------------------------------------------------
+
+
+async def live(on: Pair, length: int) -> Found:
+    """Through the router, whose stream goes on."""
+    body, reader = _body(_prompt(length), TOKENS), Reader()
+    on.router.withdraw("target")
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(reader.read(on.router.start_generate(body)))
+        await reader.until(1)
+        await on.router.admit("target")
+        found = await _moved(on, reader, lambda: on.router.move(body.request, "target"))
+        reading.cancel()
+    return found
+
+
+async def blocking(on: Pair, length: int) -> Found:
+    """It stands still first, then all is copied."""
+    body, reader = _body(_prompt(length), TOKENS), Reader()
+    async with asyncio.TaskGroup() as group:
+
+        async def move() -> None:
+            [made] = (await on.source.hold(body.request)).made
+            await _copy(on, body, [*body.prompt, *made.tokens])
+            tasks.append(group.create_task(reader.read(on.target.start_generate(_rest(body, made.tokens)))))
+            await on.source.abort(body.request)
+
+        tasks = [group.create_task(reader.read(on.source.start_generate(body)))]
+        found = await _moved(on, reader, move)
+        for task in tasks:
+            task.cancel()
+    return found
+
+
+async def _copy(on: Pair, body: StartGenerate, context: list[int]) -> None:
+    """All that has K and V."""
+    name, end = f"{body.request}>", len(context) - 1
+    room = PrepRecv(model=MODEL, request=name, prompt=context, end=end)
+    spot = await on.target.prep_recv(room)
+    order = RemoteSend(
+        model=MODEL,
+        request=body.request,
+        prompt=context,
+        address=spot.address,
+        peer=spot.peer,
+        begin=spot.matched,
+        end=end,
+    )
+    await on.source.remote_send(order)
+    await on.target.abort(name)  # what has arrived stays cached
+
+
+async def recompute(on: Pair, length: int) -> Found:
+    """It ends at the source, and the target computes its context."""
+    body, reader = _body(_prompt(length), TOKENS), Reader()
+    async with asyncio.TaskGroup() as group:
+
+        async def move() -> None:
+            await on.source.abort(body.request)
+            await tasks[0]  # all that it had is told
+            tokens = reader.tokens[:]
+            tasks.append(group.create_task(reader.read(on.target.start_generate(_rest(body, tokens)))))
+
+        tasks = [group.create_task(reader.read(on.source.start_generate(body)))]
+        found = await _moved(on, reader, move)
+        for task in tasks:
+            task.cancel()
+    return found
+
+
+def _rest(body: StartGenerate, tokens: list[int]) -> StartGenerate:
+    return replace(body, request=f"{body.request}~", made=[Made(0, tokens)])
+
+
+async def _moved(on: Pair, reader: Reader, move: Callable[[], Awaitable[None]]) -> Found:
+    await reader.until(BEFORE)
+    await asyncio.sleep(max(0.0, QUIET - (reader.times[-1] - reader.times[0])))
+    began = time.perf_counter()
+    await move()
+    asked = on.called(began, "start_generate")
+    await reader.until(len(reader.tokens) + AFTER)
+    first = next(at for at, when in enumerate(reader.times) if when > asked)
+    over = reader.times[first]
+    return Found(
+        downtime=max(reader.gaps(began, reader.times[first + 2])) - median(reader.gaps(began - QUIET, began)),
+        whole=over - began,
+        standing=over - on.called(began, "hold", "abort"),
+        step=median(on.gaps(began - QUIET, began)),
+        slower=on.slower(began, over),
+        calls=sum(began <= when <= over for _, when in on.calls),
+    )
+
+
+WAYS: Final = {"live": live, "blocking": blocking, "recompute": recompute}
+
+
+async def stranger(on: Pair, length: int, times: int) -> float:
+    """How much slower the others are while a process of its own copies as many bytes."""
+    slower = []
+    async with bystander(length * TOKEN_BYTES, 1) as copy:
+        for _ in range(times):
+            await asyncio.sleep(QUIET)
+            began = time.perf_counter()
+            await copy()
+            over = time.perf_counter()
+            await asyncio.sleep(QUIET)  # the gaps that it is in are over too
+            slower.append(on.slower(began, over))
+    return median(slower)
+
+
+# -- the report -------------------------------------------------------------------------------------------
+
+
+async def measure(effort: Effort, console: Console) -> Report:
+    machine = this_machine()
+    rows: list[list[Cell]] = []
+    raw: dict[str, object] = {}
+    lived: list[Found] = []
+    for length in effort.lengths:
+        console.print(f"a request of {length} tokens", style="dim")
+        found: dict[str, list[Found]] = {way: [] for way in WAYS}
+        async with pair(effort.beside) as on:
+            for count in range(effort.rounds + 1):
+                for way, move in WAYS.items():
+                    for engine in (on.source, on.target):
+                        await engine.evict(Prefix(model=MODEL, prompt=[]))
+                    one = await move(on, length)
+                    if count:  # memory is touched for the first time in the first round
+                        found[way].append(one)
+            foreign = await stranger(on, length, effort.rounds)
+        raw[str(length)] = {way: [asdict(one) for one in some] for way, some in found.items()}
+        mid = {way: _median(some) for way, some in found.items()}
+        lived.append(mid["live"])
+        ways = [1e3 * one.downtime for one in mid.values()]
+        it = mid["live"]
+        seconds = (it.step, it.standing, it.whole)
+        rows.append([length, *ways, *[1e3 * s for s in seconds], it.calls, 100 * it.slower, 100 * foreign])
+    return Report(
+        name="downtime",
+        title=f"A request moves, {effort.beside} others at each engine (ms, medians of {effort.rounds})",
+        columns=["context", *WAYS, "step", "standing", "whole", "verbs", "slower %", "memcpy %"],
+        rows=rows,
+        findings=_findings(lived, rows),
+        machine=machine,
+        notes=[
+            "Downtime: the longest gap between its tokens around the move, less the usual one. Standing: "
+            "from the order to stand still, which waits for the step under way, to the target's first token. "
+            "Slower: the others' gaps while it moves, against before. Memcpy: the same while a process of "
+            "its own copies as many bytes, at once."
+        ],
+        raw=raw,
+    )
+
+
+def _median(some: list[Found]) -> Found:
+    """Field by field."""
+    return Found(**{name: median(getattr(one, name) for one in some) for name in Found.__slots__})
+
+
+def _findings(lived: list[Found], rows: list[list[Cell]]) -> list[Finding]:
+    step = median(one.step for one in lived)
+    downtimes = [max(one.downtime, 0.0) for one in lived]
+    # Gaps count, not what is left of them: a downtime near nothing would make any other many times as long.
+    flat = max(one.downtime + step for one in lived) / min(one.downtime + step for one in lived)
+    gained = [min(float(row[2] or 0), float(row[3] or 0)) / max(float(row[1] or 0), 1e-3) for row in rows]
+    return [
+        Finding(what="longest gap, the longest over lengths against the shortest", value=flat, unit="×",
+                most=FLAT),
+        Finding(what="downtime at worst", value=max(downtimes) / step, unit=" steps", most=STEPS),
+        Finding(what="others slower while one moves, at worst",
+                value=100 * max(one.slower for one in lived), unit=" %", most=SLOWER),
+        Finding(what="downtime against the better of blocking and recompute, at the longest",
+                value=gained[-1], unit="×"),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    usual = Effort()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, default=usual.lengths)
+    parser.add_argument("--rounds", type=int, default=usual.rounds)
+    parser.add_argument("--beside", type=int, default=usual.beside, help="requests at each engine")
+    options = parser.parse_args()
+    console = Console()
+    effort = Effort(options.lengths, options.rounds, options.beside)
+    report = asyncio.run(measure(effort, console))
+    report.show(console)
+    console.print(report.save())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Streams under fire: every one must be what a lone engine says.
+
+python -m benchmarks.under_fire. Three engine processes that are started again when they die, and a router in
+this process. One of them is killed with -9 every few seconds, and requests that run are moved to and fro all
+the while. Requests have several choices, guides, stop tokens, penalties and seeds among them. Prints how many
+streams, kills and moves there were, and what was wrong; ends with 1 where anything was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import logging
+import os
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from kvloom.config import DEMO
+from kvloom.core.client import Generator
+from kvloom.core.clock import WallClock
+from kvloom.core.errors import KvloomError
+from kvloom.core.request import EndEvent, StartGenerate, TokenEvent
+from kvloom.core.sampling import Guide, SamplingParams
+from kvloom.core.spec import EngineSpec, ModelSpec
+from kvloom.core.verbs import Prefix
+from kvloom.router.client import HttpEngineClient
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
+from kvloom.serve.events import Answers, Event, Failed, Lost
+from kvloom.serve.orders import EngineOrder
+from kvloom.serve.roles import ENGINE
+from kvloom.serve.supervised import Patience, Role, Supervised
+
+MODEL: Final = "stories"
+VOCAB: Final = 700
+SCHEMA: Final = (
+    '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 80}}, "required": ["a"]}'
+)
+ALONE: Final = 16  # requests at a time at the lone engine
+LEASE: Final = 2.0  # seconds of a reservation, so that what is left behind is soon given back
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """at_once: streams at a time. pause: seconds between two kills. movers: who move requests, each one at a
+    time."""
+
+    streams: int = 1000
+    at_once: int = 32
+    engines: int = 3
+    pause: float = 4.0
+    movers: int = 4
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Answer:
+    """tokens, and why each choice ended. problem: the error that ended it, or what was wrong with its
+    events."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, tuple[str, int | None]] = field(default_factory=dict)
+    problem: str = ""
+
+    async def read(self, server: Generator, body: StartGenerate) -> None:
+        try:
+            async with aclosing(server.start_generate(body)) as frames:
+                async for frame in frames:
+                    for event in frame:
+                        self._take(event)
+        except KvloomError as error:
+            self.problem = error.message
+
+    def _take(self, event: object) -> None:
+        if isinstance(event, TokenEvent):
+            tokens = self.tokens.setdefault(event.choice, [])
+            if event.index != len(tokens) or event.choice in self.ends:
+                self.problem = f"choice {event.choice}: token {event.index} after {len(tokens)}"
+            tokens.append(event.token)
+        elif isinstance(event, EndEvent):
+            self.ends[event.choice] = event.reason, event.stop_token
+
+
+@dataclass(slots=True)
+class Fought:
+    """What became of it. wrong: one line each."""
+
+    streams: int = 0
+    tokens: int = 0
+    kills: int = 0
+    moves: int = 0
+    stayed: int = 0
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+def asked(streams: int, seed: int) -> list[StartGenerate]:
+    """Requests of every kind."""
+    draw = random.Random(seed)
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.9, "stop_token_ids": tuple(range(300, VOCAB, 40))},
+        {"temperature": 0.8, "frequency_penalty": 0.6, "top_p": 0.9},
+        {"temperature": 0.9, "guide": Guide("json_schema", SCHEMA)},
+        {"temperature": 0.7, "logprobs": 1},
+    ]
+    bodies = []
+    for i in range(streams):
+        params = {"max_tokens": draw.randint(20, 240), "seed": draw.randrange(2**31)} | kinds[i % len(kinds)]
+        bodies.append(
+            StartGenerate(
+                model=MODEL,
+                request=f"fire-{i}",
+                prompt=[draw.randrange(300, VOCAB) for _ in range(draw.randint(1, 300))],
+                n=draw.choice((1, 1, 3)),
+                sampling=SamplingParams(**params),  # type: ignore[arg-type]
+            )
+        )
+    return bodies
+
+
+class Engines:
+    """Processes that are kept alive. clients: of each."""
+
+    def __init__(self, folder: str) -> None:
+        self.clients: dict[str, HttpEngineClient] = {}
+        self.pids: dict[str, int] = {}  # of those that answer
+        self._folder = folder
+        self._secret = secrets.token_urlsafe(16)
+        self._kept: dict[str, Supervised] = {}
+        self._news = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self, names: list[str]) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            for name in names:
+                path = str(Path(self._folder) / f"{name}.sock")
+                order = EngineOrder(spec=_spec(name), socket=path, secret=self._secret)
+                kept = self._kept[name] = Supervised(
+                    Role(name, ENGINE, lambda order=order: order),  # type: ignore[misc]
+                    WallClock(),
+                    tell=self._hear,
+                    log=lambda name, line: None,
+                    patience=Patience(first=0.1, most=0.1),
+                )
+                group.create_task(kept.run())
+                client = HttpEngineClient(f"unix://{path}", secret=self._secret)
+                self.clients[name] = await stack.enter_async_context(client)
+            while len(self.pids) < len(names):
+                self._news.clear()
+                await self._news.wait()
+            try:
+                yield
+            finally:
+                for kept in self._kept.values():
+                    kept.end()
+
+    def kill(self, name: str) -> bool:
+        """With -9, where it answers."""
+        pid = self.pids.pop(name, None)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        return pid is not None
+
+    async def all_answer(self) -> None:
+        while len(self.pids) < len(self._kept):
+            self._news.clear()
+            await self._news.wait()
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Answers(kept):
+                assert kept._component is not None
+                self.pids[kept.name] = kept._component.pid
+            case Lost(kept):
+                self.pids.pop(kept.name, None)
+            case Failed(kept, how):
+                raise RuntimeError(f"{kept.name} {how}")
+        self._news.set()
+
+
+def _spec(name: str) -> EngineSpec:
+    return EngineSpec(
+        models=(ModelSpec(name=MODEL, path=str(DEMO / MODEL)),),
+        kv_bytes=24 << 20,
+        block_bytes=4 << 10,
+        policy="adbs",
+        max_running=64,
+        max_waiting=2000,
+        chunk_tokens=256,
+        threads=1,
+        unit=name,
+        lease=LEASE,
+    )
+
+
+async def fight(effort: Effort, console: Console) -> Fought:
+    bodies, fought = asked(effort.streams, effort.seed), Fought(streams=effort.streams)
+    names = [f"unit-{i}" for i in range(effort.engines)]
+    with tempfile.TemporaryDirectory() as folder:
+        alone = Engines(folder)
+        async with alone.running(["lone"]):
+            whole = await _answers(alone.clients["lone"], bodies, ALONE)
+        console.print("the lone engine has answered", style="dim")
+        engines, began = Engines(folder), time.perf_counter()
+        async with engines.running(names):
+            router = Router(engines.clients, load_program("data_parallel"), WallClock())
+            async with router, asyncio.TaskGroup() as group:
+                foes = [group.create_task(_kill(engines, names, effort, fought))]
+                foes += [
+                    group.create_task(_move(router, names, effort.seed + i, fought))
+                    for i in range(effort.movers)
+                ]
+                found = await _answers(router, bodies, effort.at_once)
+                for foe in foes:
+                    foe.cancel()
+            await engines.all_answer()
+            fought.wrong += await _left(engines)
+        fought.seconds = time.perf_counter() - began
+    for body, one, other in zip(bodies, whole, found, strict=True):
+        fought.tokens += sum(map(len, one.tokens.values()))
+        fought.wrong += _unlike(body, one, other)
+    return fought
+
+
+async def _answers(server: Generator, bodies: list[StartGenerate], at_once: int) -> list[Answer]:
+    answers, limit = [Answer() for _ in bodies], asyncio.Semaphore(at_once)
+
+    async def one(answer: Answer, body: StartGenerate) -> None:
+        async with limit:
+            await answer.read(server, body)
+
+    async with asyncio.TaskGroup() as group:
+        for answer, body in zip(answers, bodies, strict=True):
+            group.create_task(one(answer, body))
+    return answers
+
+
+async def _kill(engines: Engines, names: list[str], effort: Effort, fought: Fought) -> None:
+    draw = random.Random(effort.seed)
+    while True:
+        await asyncio.sleep(effort.pause)
+        fought.kills += engines.kill(draw.choice(names))
+
+
+async def _move(router: Router, names: list[str], seed: int, fought: Fought) -> None:
+    """Requests drawn from those that are there, each to a unit drawn."""
+    draw = random.Random(seed)
+    while True:
+        await asyncio.sleep(draw.uniform(0.0, 0.02))
+        running = list(router._calls)
+        if not running:
+            continue
+        try:
+            await router.move(draw.choice(running), draw.choice(names))
+            fought.moves += 1
+        except KvloomError:
+            fought.stayed += 1
+
+
+def _unlike(body: StartGenerate, one: Answer, other: Answer) -> list[str]:
+    wrong = [f"{body.request}: {answer.problem}" for answer in (one, other) if answer.problem]
+    for choice in range(body.n):
+        whole, found = one.tokens.get(choice, []), other.tokens.get(choice, [])
+        if whole != found:
+            pairs = enumerate(itertools.zip_longest(whole, found))
+            at, (was, came) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            wrong.append(f"{body.request}, choice {choice}: token {at} is {came} instead of {was}")
+        elif one.ends.get(choice) != other.ends.get(choice):
+            ended, wanted = other.ends.get(choice), one.ends.get(choice)
+            wrong.append(f"{body.request}, choice {choice}: ends with {ended}, not {wanted}")
+    return wrong
+
+
+async def _left(engines: Engines) -> list[str]:
+    """Units of which some blocks have no owner, after two leases."""
+    await asyncio.sleep(2 * LEASE)
+    wrong = []
+    for name, client in engines.clients.items():
+        with suppress(KvloomError):
+            await client.evict(Prefix(model=MODEL, prompt=[]))
+        load = await client.load()
+        if load.free_blocks != load.total_blocks:
+            wrong.append(f"{name}: {load.total_blocks - load.free_blocks} blocks are nobody's")
+    return wrong
+
+
+def main() -> None:
+    usual = Effort()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=usual.streams)
+    parser.add_argument("--at-once", type=int, default=usual.at_once)
+    parser.add_argument("--engines", type=int, default=usual.engines)
+    parser.add_argument("--pause", type=float, default=usual.pause, help="seconds between two kills")
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)  # each kill has many
+    console = Console()
+    effort = Effort(
+        streams=options.streams,
+        at_once=options.at_once,
+        engines=options.engines,
+        pause=options.pause,
+        seed=options.seed,
+    )
+    fought = asyncio.run(fight(effort, console))
+    console.print(
+        f"{fought.streams} streams of {fought.tokens} tokens in {fought.seconds:.0f} s: {fought.kills} "
+        f"kills, {fought.moves} moves ({fought.stayed} stayed), {len(fought.wrong)} wrong"
+    )
+    for line in fought.wrong:
+        console.print(f"  {line}", markup=False, style="red")
+    sys.exit(1 if fought.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

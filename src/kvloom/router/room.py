@@ -1,0 +1,65 @@
+"""Room at a replica for what a running request has computed at another."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from kvloom.core.errors import KvloomError
+from kvloom.core.verbs import Prepared, PrepRecv, RemoteSend
+from kvloom.router.replica import Replica
+
+
+class Room:
+    """For the K and V of `context`, under an id of its own. request: the id of what runs at `source`."""
+
+    def __init__(
+        self, name: str, context: list[int], *, source: Replica, target: Replica, request: str, priority: int
+    ) -> None:
+        self.name = name
+        self.context = context
+        self._source = source
+        self._target = target
+        self._request = request
+        self._priority = priority
+        self._asked: asyncio.Future[Prepared] | None = None
+
+    async def reserve(self, end: int) -> None:
+        """Up to `end`. Who stops waiting for the answer still has to free it."""
+        body = PrepRecv(
+            model=self._source.card.name,
+            request=self.name,
+            prompt=self.context,
+            end=end,
+            sender=self._source.form,
+        )
+        self._asked = asyncio.ensure_future(self._target.client.prep_recv(body))
+        await asyncio.shield(self._asked)
+
+    async def fill(self, end: int) -> int:
+        """From the source, up to `end` or as far as there is room; returns how far."""
+        assert self._asked is not None, "reserve comes first"
+        spot = self._asked.result()
+        end = min(end, spot.end)
+        if spot.matched < end:
+            order = RemoteSend(
+                model=self._source.card.name,
+                request=self._request,
+                prompt=self.context,
+                address=spot.address,
+                peer=spot.peer,
+                begin=spot.matched,
+                end=end,
+                priority=self._priority,
+            )
+            await self._source.client.remote_send(order)
+        return end
+
+    async def free(self) -> None:
+        """What has arrived stays cached. Where the target does not answer its lease ends it."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            await asyncio.wait([asked])
+            with suppress(KvloomError):
+                asked.result()
+                await self._target.client.abort(self.name)

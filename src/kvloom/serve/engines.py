@@ -1,0 +1,60 @@
+"""A fleet's engines: those that may be, and those that have a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvloom.core.spec import EngineSpec
+from kvloom.serve.roles import Roles
+from kvloom.serve.supervised import Role, Supervised
+
+
+class Engines:
+    """specs: of all that may be, by unit. running: those that have a process, or are about to."""
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        first: Sequence[str],
+        roles: Roles,
+        supervise: Callable[[Role], Supervised],
+    ) -> None:
+        self.specs = {spec.unit: spec for spec in specs}
+        self._roles = roles
+        self._supervise = supervise
+        self.running = {name: supervise(roles.engine(self.specs[name])) for name in first}
+        self._ending: dict[str, Supervised] = {}
+
+    @property
+    def every(self) -> list[Supervised]:
+        """All that have a process, those too that are to lose it."""
+        return [*self.running.values(), *self._ending.values()]
+
+    @property
+    def away(self) -> frozenset[str]:
+        return frozenset(self.specs.keys() - self.running.keys())
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Give a unit that has none a process; keep it alive until it is stopped, or cannot be started."""
+        process = self.running[spec.unit] = self._supervise(self._roles.engine(spec))
+        ending = self._ending.get(spec.unit)
+        if ending is not None:
+            await ending.ended()
+        await process.run()
+        if self.running.get(spec.unit) is process:
+            del self.running[spec.unit]
+
+    async def stop(self, unit: str) -> None:
+        """Until its process has ended, if it has one."""
+        process = self.running.pop(unit, None)
+        if process is not None:
+            self._ending[unit] = process
+            process.end()
+        if (ending := self._ending.get(unit)) is not None:
+            await ending.ended()
+            self._ending.pop(unit, None)
+
+    def forget(self, unit: str) -> None:
+        """One that has no process is not to get one any more."""
+        if unit not in self.running:
+            self.specs.pop(unit, None)

@@ -1,0 +1,296 @@
+"""Whatever happens at whatever stage of a move, it ends well: at the source, at the target, elsewhere, or as
+its caller wants; the tokens are the lone engine's, and no block is left."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
+from kvloom.core.client import EngineClient
+from kvloom.core.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable
+from kvloom.core.request import Event, StartGenerate
+from kvloom.router import moving
+from kvloom.sim.witness import lone_answer
+from tests.modelled import CONTEXT, VOCAB, expected, turns
+from tests.modelled_units import Unit, generate, prompt, run
+from tests.router.worlds import World, world
+
+LONG = 50
+SOURCE, TARGET = 0, 1
+LEASE = 31.0
+# Where in a move: the unit, its verb, and whether the request was told to stand still before.
+POINTS = {
+    "reserving": (TARGET, "prep_recv", False),
+    "copying": (SOURCE, "remote_send", False),
+    "told to hold": (SOURCE, "hold", False),
+    "the last copy": (SOURCE, "remote_send", True),
+    "handing over": (TARGET, "start_generate", True),
+    "ending": (SOURCE, "abort", True),
+}
+Happening = Callable[["Scene"], Awaitable[None]]
+
+
+@dataclass
+class Scene:
+    """A request `r` at the source, which is to move to the target; a third unit can take it too. point,
+    after: where in the move something happens, before the verb is done or before its answer comes."""
+
+    point: str
+    after: bool
+    happening: Happening
+    body: StartGenerate
+    w: World = field(init=False)
+    task: asyncio.Task[None] = field(init=False)
+    told: bool = False
+    happened: bool = False
+    dead: set[int] = field(default_factory=set)
+    again: list[Callable[[], Awaitable[None]]] = field(default_factory=list)  # calls that come a second time
+
+    async def pass_by(self, unit: int, verb: str, *, after: bool) -> None:
+        """A verb is about to be done, or is done."""
+        self.told = self.told or (verb == "hold" and unit == SOURCE and after)
+        here = POINTS[self.point] == (unit, verb, self.told) and after == self.after
+        if verb == "hold" and after:
+            here = self.point == "told to hold" and self.after
+        if here and not self.happened and hasattr(self, "task"):
+            self.happened = True
+            await self.happening(self)
+
+    def refuse_dead(self, unit: int) -> None:
+        if unit in self.dead:
+            raise Unavailable("the engine cannot be reached")
+
+
+class Wire:
+    """Satisfies `EngineClient`: a unit, as the router reaches it."""
+
+    def __init__(self, scene: Scene, number: int, unit: Unit) -> None:
+        self._scene = scene
+        self._number = number
+        self._engine = unit.engine
+
+    def __getattr__(self, verb: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            scene = self._scene
+            scene.refuse_dead(self._number)
+
+            async def do() -> Any:
+                return await getattr(self._engine, verb)(*arguments)
+
+            scene.again.append(do)
+            await scene.pass_by(self._number, verb, after=False)
+            scene.refuse_dead(self._number)
+            answer = await do()
+            await scene.pass_by(self._number, verb, after=True)
+            scene.refuse_dead(self._number)
+            return answer
+
+        return call
+
+    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        scene = self._scene
+        scene.refuse_dead(self._number)
+
+        async def again() -> None:
+            async with aclosing(self._engine.start_generate(body)) as frames:
+                await anext(frames)
+
+        scene.again.append(again)
+        await scene.pass_by(self._number, "start_generate", after=False)
+        async with aclosing(self._engine.start_generate(body)) as frames:
+            async for frame in frames:
+                scene.refuse_dead(self._number)
+                if not frame:
+                    await scene.pass_by(self._number, "start_generate", after=True)
+                    scene.refuse_dead(self._number)
+                yield frame
+
+
+# -- what happens -----------------------------------------------------------------------------------------
+
+
+def dies(unit: int) -> Happening:
+    async def happening(scene: Scene) -> None:
+        """Its process is gone, and its streams break."""
+        made = scene.w.units[unit]
+        scene.dead.add(unit)
+        made.transport.plane.kill(made.transport)
+        for name in made.engine._requests.ids:
+            made.engine._requests.cancel(name, "error", "it dies")
+
+    return happening
+
+
+async def finish(scene: Scene) -> None:
+    """The caller has it all, where it can; who stands still cannot."""
+    await _quiet(scene)
+
+
+async def abort(scene: Scene) -> None:
+    await scene.w.router.abort("r")
+
+
+async def abort_choice(scene: Scene) -> None:
+    await scene.w.router.abort("r", 0)
+
+
+async def hang_up(scene: Scene) -> None:
+    scene.task.cancel()
+    await turns(5)
+
+
+def preempts(unit: int) -> Happening:
+    async def happening(scene: Scene) -> None:
+        """More urgent requests that take all the room there is."""
+        engine = scene.w.units[unit].engine
+        for i in range(3):
+            urgent = generate(prompt(80, first=i), request=f"urgent-{i}", max_tokens=10)
+            async with aclosing(engine.start_generate(replace(urgent, priority=-9))) as frames:
+                async for _ in frames:
+                    pass
+
+    return happening
+
+
+def refuse(error: KvloomError) -> Happening:
+    async def happening(scene: Scene) -> None:
+        raise error
+
+    return happening
+
+
+def lease_ends(unit: int) -> Happening:
+    async def happening(scene: Scene) -> None:
+        await scene.w.units[unit].pass_time(LEASE)
+
+    return happening
+
+
+async def lost(scene: Scene) -> None:
+    """The call, or its answer."""
+    raise Unavailable("the connection broke")
+
+
+async def doubled(scene: Scene) -> None:
+    with suppress(KvloomError):
+        await scene.again[-1]()
+
+
+async def hangs(scene: Scene) -> None:
+    """For longer than a request may stand still."""
+    await asyncio.sleep(3 * moving.STANDSTILL)
+
+
+async def another_move(scene: Scene) -> None:
+    with pytest.raises(KvloomError):
+        await scene.w.router.move("r", "unit-2")
+
+
+EVENTS: dict[str, Happening] = {
+    "source dies": dies(SOURCE),
+    "target dies": dies(TARGET),
+    "finish": finish,
+    "abort": abort,
+    "abort of a choice": abort_choice,
+    "hang up": hang_up,
+    "preempted at the source": preempts(SOURCE),
+    "preempted at the target": preempts(TARGET),
+    "out of blocks": refuse(OutOfBlocks("no room")),
+    "queue full": refuse(QueueFull("too many", retry_after=1)),
+    "the source's lease ends": lease_ends(SOURCE),
+    "the target's lease ends": lease_ends(TARGET),
+    "message lost": lost,
+    "message doubled": doubled,
+    "nobody answers": hangs,
+    "another move": another_move,
+}
+REFUSALS = {"out of blocks", "queue full"}
+STOPPED = {"abort", "abort of a choice", "hang up"}
+
+
+# -- the table --------------------------------------------------------------------------------------------
+
+
+PAIRS = [
+    (point, event)
+    for point, event in itertools.product(POINTS, EVENTS)
+    if event not in REFUSALS or POINTS[point][1] in ("prep_recv", "remote_send", "start_generate")
+]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("point", "event"), PAIRS)
+def test_it_ends_well(point: str, event: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "STANDSTILL", 0.02)
+    one = generate(prompt(21), temperature=1.0, max_tokens=LONG)
+    stop = lone_answer(one, 0, context=CONTEXT, vocab=VOCAB)[30]
+    three = replace(one, n=3, sampling=replace(one.sampling, stop_token_ids=(stop,)))
+    for body in (one, three):
+        run(lambda body=body: _play(Scene(point, after, EVENTS[event], body), event))  # type: ignore[misc]
+
+
+async def _play(scene: Scene, event: str) -> None:
+    numbers = iter(range(3))
+    async with world(3, wire=lambda unit: cast(EngineClient, Wire(scene, next(numbers), unit))) as scene.w:
+        w = scene.w
+        task = w.ask(scene.body)
+        await w.until("r", 2)
+        scene.task = task
+        with suppress(KvloomError):
+            await w.router.move("r", "unit-1")
+        assert scene.happened
+        await _over(scene)
+        with suppress(asyncio.CancelledError):
+            await task
+        _check(scene, event)
+        assert await _all_free(w), "blocks are left"
+
+
+async def _over(scene: Scene) -> None:
+    """The stream is; where it stands still because of a call that came twice, after a lease."""
+    for _ in range(3):
+        await _quiet(scene)
+        if scene.task.done():
+            return
+        for number in {0, 1, 2} - scene.dead:
+            await scene.w.units[number].pass_time(LEASE)
+
+
+async def _quiet(scene: Scene) -> None:
+    """The stream is over, or nothing comes any more."""
+    for _ in range(40):
+        if scene.task.done():
+            return
+        await turns(10)
+
+
+def _check(scene: Scene, event: str) -> None:
+    answer, whole = scene.w.answers["r"], expected(scene.w.units[2].executor, scene.body)
+    if event not in STOPPED:
+        assert answer.tokens == whole
+    for choice, tokens in answer.tokens.items():
+        assert tokens == whole[choice][: len(tokens)]
+        if event != "abort" and not (event == "abort of a choice" and choice == 0) and event != "hang up":
+            assert tokens == whole[choice]
+    if event != "hang up":
+        assert len(answer.ends) == scene.body.n
+
+
+async def _all_free(w: World) -> bool:
+    """Once what nobody has given back has run out."""
+    for _ in range(2):
+        await turns(100)
+        for unit in w.units:
+            await unit.settled()
+        if all(unit.engine.pool.available == unit.engine.pool.total for unit in w.units):
+            return True
+        for unit in w.units:
+            await unit.pass_time(LEASE)
+    return False
