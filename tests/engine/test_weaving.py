@@ -184,6 +184,41 @@ def test_a_request_that_is_aborted_while_it_is_away_leaves_nothing(paths: tuple[
     asyncio.run(serve())
 
 
+def test_a_request_that_stands_still_while_it_is_away_goes_on(paths: tuple[Path, Path]) -> None:
+    async def serve() -> list[Answer]:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 1.0)
+            request, answer = body(MODEL, [4, 5] * 12, max_tokens=COUNT), Answer()
+            held = False
+            async for frame in hot.start_generate(request):
+                answer.take(frame)
+                if not held and woven_of(hot).tokens > 4:
+                    held = True
+                    await hot.hold(request.request)
+                    assert woven_of(hot).away == 0
+                    await hot.resume(request.request)
+            assert woven_of(hot).went == 2
+            return [answer]
+
+    check(paths[0], [[4, 5] * 12], asyncio.run(serve()))
+
+
+def test_choices_that_share_a_prompt_go_away_one_by_one(paths: tuple[Path, Path]) -> None:
+    prompt = [9, 8, 7] * 8
+
+    async def serve() -> Answer:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 0.5)
+            answer = await ask(hot, body(MODEL, prompt, n=4, max_tokens=COUNT))
+            assert 0 < woven_of(hot).went < 4
+            return answer
+
+    answer = asyncio.run(serve())
+    oracle = Oracle(paths[0])
+    for choice in range(4):
+        oracle.check_at_once(prompt, answer.tokens[choice])
+
+
 def test_what_is_lent_is_promised(paths: tuple[Path, Path]) -> None:
     async def serve() -> None:
         async with pair(paths) as (hot, cold):

@@ -99,6 +99,16 @@ def test_bytes_at_random_touch_nothing_that_is_not_lent(data: st.DataObject) -> 
         np.testing.assert_array_equal(made.arena.bytes.numpy().reshape(BLOCKS, -1)[own], before)
 
 
+def test_forwards_poll_while_tasks_come_and_a_while_longer() -> None:
+    with attending() as (made, attender, _):
+        assert not attender.lively()
+        loan = borrowed(made.lending.loan)
+        begin(loan, [3])
+        task = loan.tasks.post(0, np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32), 1.0, 0, 0.0)
+        loan.tasks.collect(task, np.empty((1, HEADS, GEOMETRY.head_dim), np.float32))
+        assert [attender.lively() for _ in range(70)] == [True] * 63 + [False] * 7
+
+
 def test_a_borrower_that_forges_loses_the_loan() -> None:
     with attending() as (made, _, ends):
         loan = borrowed(made.lending.loan)

@@ -119,7 +119,7 @@ class TorchExecutor:
     def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
         """Logits of the rows `kept` [R]: [R or more, V]. slot: of the thread that this is."""
         view, forward, attender = self._views[job.model], self._models[job.model].forward, self.attender
-        if attender is None:
+        if attender is None or not attender.lively():
             state = ForwardState(job.plan, view)
             state.copy_pages(job.plan.copies)
             return forward(job.tokens, kept, state)

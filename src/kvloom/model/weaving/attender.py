@@ -19,12 +19,13 @@ from kvloom.transport.lender import Lending
 from kvloom.transport.mailbox import End
 
 _log = logging.getLogger(__name__)
+_LIVELY = 64  # forwards that poll after a task has come
 _SLICE = 0.05  # seconds of rest between two looks at whether the borrower lives
 
 
 class Attender:
     """One loan's tasks, each done by whoever finds it: a forward of our own models, which polls between its
-    operators (`polled`), or, while there is none, a thread that sleeps until there is one.
+    operators (`polled`), or, while none does, a thread that sleeps until there is a task.
 
     ended: called once, on any thread, with the reason, when the borrower has left, is gone or breaks the
     rules; not by `close`. From then on no lent block is touched."""
@@ -38,10 +39,18 @@ class Attender:
         self._process = os.pidfd_open(borrower)
         self._mine = threading.Lock()  # over a task, and over `over`
         self._over = False
+        self._lively = 0
         self._working = 0
         self._free = threading.Condition()
         self._thread = threading.Thread(target=self._idle, name="weave", daemon=True)
         self._thread.start()
+
+    def lively(self) -> bool:
+        """Whether the forward that is to begin had better poll: a task has come lately. Without, a forward
+        takes the fastest way there is, and what comes meanwhile the thread does beside it."""
+        with self._free:
+            self._lively -= self._lively > 0
+            return self._lively > 0
 
     def poll(self) -> None:
         """Do what is there, unless another thread is at it."""
@@ -98,6 +107,7 @@ class Attender:
         """Under the lock."""
         try:
             while not self._over and (task := self._receiver.next()) is not None:
+                self._lively = _LIVELY
                 attend_all(self._arguments(task, threads), threads)
                 self._receiver.answer(task)
         except BadRequest as error:
