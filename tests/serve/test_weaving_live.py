@@ -8,6 +8,7 @@ import random
 import signal
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,12 @@ def get(url: str, path: str) -> Any:
         return json.load(answer)
 
 
-def generate(url: str, name: str, prompt: list[int]) -> list[int]:
+def generate(url: str, unit: str, model: str, name: str, prompt: list[int]) -> list[int]:
     """By the verb, which tells tokens."""
     sampling = {"max_tokens": COUNT, "seed": 1, "temperature": 0.0}
-    body = {"model": "hot", "request": name, "prompt": prompt, "sampling": sampling}
+    body = {"model": model, "request": name, "prompt": prompt, "sampling": sampling}
     headers = {"content-type": "application/json", "accept": "application/json"}
-    request = urllib.request.Request(f"{url}/verbs/unit-0/start_generate", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(f"{url}/verbs/{unit}/start_generate", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
         frames = [msgspec.json.decode(line, type=list[Event]) for line in answer if line.strip()]
     return [event.token for frame in frames for event in frame if isinstance(event, TokenEvent)]
@@ -53,32 +54,36 @@ def until_lent(url: str) -> None:
 
 
 def test_a_fleet_weaves_and_goes_on_when_the_cold_unit_dies(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "hot", "qwen3")
+    path, cold = make_checkpoint(tmp_path / "hot", "qwen3"), make_checkpoint(tmp_path / "cold", "gpt2")
     config = tmp_path / "fleet.yaml"
-    config.write_text(CONFIG.format(hot=path, cold=make_checkpoint(tmp_path / "cold", "gpt2")))
+    config.write_text(CONFIG.format(hot=path, cold=cold))
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice((2, 20, 70)))] for _ in range(12)]
     (tmp_path / "run").mkdir()
-    with ThreadPoolExecutor(6) as pool, fleet(str(config), folder=tmp_path / "run") as served:
+    with ThreadPoolExecutor(12) as pool, fleet(str(config), folder=tmp_path / "run") as served:
         url = served.wait_until_ready()
         until_lent(url)
 
-        def ask(turn: int) -> list[list[int]]:
-            names = [f"{turn}-{i}" for i in range(len(prompts))]
-            return list(pool.map(lambda name, prompt: generate(url, name, prompt), names, prompts))
+        def ask(turn: int, unit: str = "unit-0", model: str = "hot") -> Iterator[list[int]]:
+            names = [f"{model}-{turn}-{i}" for i in range(len(prompts))]
+            return pool.map(lambda name, prompt: generate(url, unit, model, name, prompt), names, prompts)
 
-        found = ask(0)
+        asked, others = ask(0), list(ask(0, "unit-1", "cold"))
+        found = list(asked)
         away = get(url, "/verbs/unit-0/load")["models"]["hot"]["away_tokens_total"]
         assert away > COUNT
+        asked = ask(1)
+        found.append(next(asked))  # it is under way
         os.kill(served.children()["unit-1"], signal.SIGKILL)
-        found += ask(1)
+        found += asked
         served.wait_for("unit-1 | answers again")
         until_lent(url)
         found += ask(2)
         assert get(url, "/verbs/unit-0/load")["models"]["hot"]["away_tokens_total"] > away
         with leaves_nothing(served, tmp_path / "run"):
             assert served.end(signal.SIGTERM) == 0
-    oracle = Oracle(path)
-    for prompt, tokens in zip(prompts * 3, found, strict=True):
-        assert len(tokens) == COUNT
-        oracle.check_at_once(prompt, tokens)
+    for oracle, all_tokens in ((Oracle(path), found), (Oracle(cold), others)):
+        for prompt, tokens in zip(prompts * 3, all_tokens, strict=False):
+            assert len(tokens) == COUNT
+            oracle.check_at_once(prompt, tokens)
+    assert (len(found), len(others)) == (3 * len(prompts), len(prompts))

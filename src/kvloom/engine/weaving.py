@@ -150,9 +150,9 @@ class Weaving:
             self._pool.take_back(self._lent)
             self._lent, self._promises.lent, self.due = None, 0, None
             self._terms = None
-            self._wake()
         else:
             self.due = self._clock.now() + _AGAIN
+        self._wake()
 
     def expire(self) -> None:
         """Try again what is due."""
