@@ -119,6 +119,40 @@ def test_one_that_resumes_has_lost_nothing(n: int) -> None:
     run(test)
 
 
+def test_one_that_nobody_resumes_goes_on_after_a_lease() -> None:
+    async def test() -> None:
+        async with units(1) as (unit,):
+            reader = Reader(unit, generate(prompt(13), temperature=1.0, max_tokens=20))
+            await reader.until(5)
+            await unit.engine.hold("r")
+            await unit.pass_time(29)
+            assert not reader.task.done()
+            await unit.pass_time(2)
+            await reader.task
+            assert reader.answer.tokens == expected(unit.executor, reader.body)
+
+    run(test)
+
+
+def test_a_resume_overtakes_no_hold_that_waits_for_the_step_under_way() -> None:
+    async def test() -> None:
+        async with units(1) as (unit,):
+            reader = Reader(unit, generate(prompt(13), temperature=1.0, max_tokens=20))
+            await reader.until(5)
+            stream = unit.engine._requests.stream("r")
+            while not (stream and stream.in_job):
+                await turns(1)
+            holding = asyncio.create_task(unit.engine.hold("r"))
+            await asyncio.sleep(0)
+            assert not holding.done()
+            await unit.engine.resume("r")
+            await reader.task
+            assert reader.answer.tokens == expected(unit.executor, reader.body)
+            assert (await holding).made
+
+    run(test)
+
+
 def test_what_cannot_be_held() -> None:
     async def test() -> None:
         async with units(1) as (unit,):
