@@ -42,7 +42,7 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     engines: dict[str, str]
     secret: str
     listener: int
-    api_keys: frozenset[str]
+    api_keys: dict[str, int | None]
     max_body: int
     program: ProgramSpec
     folder: str
