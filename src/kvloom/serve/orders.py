@@ -86,6 +86,13 @@ class Stopped(Struct, frozen=True, tag="stopped"):
     unit: str
 
 
+class Away(Struct, frozen=True, tag="away"):
+    """To a gateway that has begun: these units have no process, and all others have, whatever changed since
+    its order was written."""
+
+    units: frozenset[str]
+
+
 class Back(Struct, frozen=True, tag="back"):
     """The unit had died, and another process of it answers."""
 
@@ -139,6 +146,6 @@ class Forget(Struct, frozen=True, tag="forget"):
 
 
 Asked = Standing | Restart | Run | Stop | Forget
-News = Restarted | Stopped | Back | Retire
+News = Restarted | Stopped | Away | Back | Retire
 Order = EngineOrder | GatewayOrder | SchedulerOrder | Begin | News
 Report = Progress | Ready | Refused | Asked
