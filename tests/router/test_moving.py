@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest, KvloomError, Unavailable
-from kvloom.core.request import StartGenerate
+from kvloom.core.errors import BadRequest, KvloomError, QueueFull, Unavailable
+from kvloom.core.request import Event, StartGenerate
 from kvloom.core.verbs import RemoteSend, Sent
 from kvloom.router import moving
 from kvloom.router.moving import Move, Stage
@@ -128,6 +129,41 @@ def test_whatever_verb_fails_the_stream_goes_on(kind: str, at: int) -> None:
                 with suppress(KvloomError):
                     await w.router.move("r", to)
             await task
+            w.check(body)
+
+    run(test)
+
+
+@pytest.mark.parametrize("verb", ["resume", "abort"])
+def test_what_the_source_has_not_heard_it_is_told_again(verb: str) -> None:
+    """Before the lease ends, after which it would go on by itself."""
+
+    async def refuses(body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        raise QueueFull("too many", retry_after=1)
+        yield []
+
+    async def test() -> None:
+        async with world(2) as w:
+            body = generate(prompt(21), temperature=1.0, max_tokens=LONG)
+            task = w.ask(body)
+            await w.until("r", 4)
+            source, target = w.units[0].engine, w.units[1].engine
+            real, told = getattr(source, verb), []
+
+            async def lost(request: str, *rest: object) -> None:
+                told.append(request)
+                if len(told) < 3:
+                    raise Unavailable("the connection broke")
+                await real(request, *rest)
+
+            setattr(source, verb, lost)
+            if verb == "resume":
+                target.start_generate = refuses  # type: ignore[method-assign]
+            with suppress(QueueFull):
+                await w.router.move("r", "unit-1")
+            async with asyncio.timeout(30):
+                await task
+            assert told[:3] == ["r"] * 3
             w.check(body)
 
     run(test)
