@@ -62,6 +62,8 @@ def test_rescheduling(folder: Path) -> None:
     assert load(folder, M + two + "rescheduling: {period: 100ms, out: -5}").scheduler == SchedulerSpec(
         0.1, -5
     )
+    ranks = two.replace("replicas", "tensor_parallel: 2, replicas")
+    assert load(folder, M + ranks).scheduler is None
     for off in ("none", "null", ""):
         assert load(folder, M + two + f"rescheduling: {off}").scheduler is None
 
