@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.core.errors import BadRequest
+from kvloom.core.job import Phase
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.core.verbs import PrepRecv
 from tests.engines import Answer
@@ -77,7 +78,7 @@ def test_a_request_moves_while_it_runs(data: st.DataObject) -> None:
                 context = body.prompt + made.tokens
                 spare = await send(source, target, context, len(context) - 1, "r", f"last-{made.choice}")
                 assert not spare
-            before = target.computed
+            before, jobs = target.computed, len(target.executor.jobs)
             await source.engine.abort("r")
             await reader.task
             assert {end.reason for end in reader.answer.ends.values()} == {"abort"}
@@ -86,6 +87,7 @@ def test_a_request_moves_while_it_runs(data: st.DataObject) -> None:
             rest = await ask_on(target, replace(body, request="r2", made=standing.made))
             assert rest.tokens == whole
             assert target.computed - before == sum(24 - len(made.tokens) for made in standing.made)
+            assert {job.phase for job in target.executor.jobs[jobs:]} == {Phase.DECODE}
 
     run(test)
 
