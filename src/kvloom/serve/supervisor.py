@@ -189,10 +189,13 @@ class Supervisor:
             self._screen.log(component, "another one starts, as was asked, and takes its place")
             group.create_task(self._gateways.replace())
             return
-        self._screen.log(component, "ends, and starts anew, as was asked")
         known = self._scheduler if component == "scheduler" else self._engines.running.get(component)
-        if known is not None:
-            known.restart()
+        if known is None:
+            problem = f"{component} has no process that could start anew"
+            group.create_task(self._gateways.tell(Restarted(component, problem)))
+            return
+        self._screen.log(component, "ends, and starts anew, as was asked")
+        known.restart()
 
     def _hear(self, event: Event) -> None:
         """What is to be kept is kept before anything else can happen to who said it."""
