@@ -34,10 +34,11 @@ from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 
-LENGTHS: Final = (256, 512, 1024, 2048, 4000)
+LENGTHS: Final = (256, 512, 1024, 2048, 3800)
 VERBS: Final = ("prep_recv", "remote_send", "hold", "start_generate", "abort")
 FLAT, STEPS, SLOWER = 2.0, 1.0, 10.0  # times over lengths, steps of the batch, per cent
-BEFORE, AFTER, TOKENS = 24, 12, 90  # tokens of the moving request: around the move, and at most
+CONTEXT: Final = 4090  # of shape A, or a little less
+BEFORE, AFTER = 8, 8  # tokens of the moving request around the move
 QUIET = 0.3  # seconds before a move, from which the usual gaps are
 _names = itertools.count()
 _random = random.Random(0)
@@ -58,9 +59,11 @@ class Reader:
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    streams: int = 0  # that are open
     _more: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, frames: AsyncGenerator[list[Event], None]) -> None:
+        self.streams += 1
         async with aclosing(frames):
             async for frame in frames:
                 for event in frame:
@@ -68,11 +71,15 @@ class Reader:
                         self.tokens.append(event.token)
                         self.times.append(time.perf_counter())
                 self._more.set()
+        self.streams -= 1
+        self._more.set()
 
     async def until(self, tokens: int) -> None:
         while len(self.tokens) < tokens:
             self._more.clear()
             await self._more.wait()
+            if not self.streams:
+                raise RuntimeError("the request ended before it had moved; the machine is too busy")
 
     def gaps(self, since: float, until: float) -> list[float]:
         """Seconds between tokens, where that overlaps a time."""
@@ -173,7 +180,7 @@ def _body(prompt: list[int], tokens: int) -> StartGenerate:
 
 async def live(on: Pair, length: int) -> Found:
     """Through the router, whose stream goes on."""
-    body, reader = _body(_prompt(length), TOKENS), Reader()
+    body, reader = _body(_prompt(length), CONTEXT - length), Reader()
     on.router.withdraw("target")
     async with asyncio.TaskGroup() as group:
         reading = group.create_task(reader.read(on.router.start_generate(body)))
@@ -186,7 +193,7 @@ async def live(on: Pair, length: int) -> Found:
 
 async def blocking(on: Pair, length: int) -> Found:
     """It stands still first, then all is copied."""
-    body, reader = _body(_prompt(length), TOKENS), Reader()
+    body, reader = _body(_prompt(length), CONTEXT - length), Reader()
     async with asyncio.TaskGroup() as group:
 
         async def move() -> None:
@@ -222,7 +229,7 @@ async def _copy(on: Pair, body: StartGenerate, context: list[int]) -> None:
 
 async def recompute(on: Pair, length: int) -> Found:
     """It ends at the source, and the target computes its context."""
-    body, reader = _body(_prompt(length), TOKENS), Reader()
+    body, reader = _body(_prompt(length), CONTEXT - length), Reader()
     async with asyncio.TaskGroup() as group:
 
         async def move() -> None:

@@ -82,7 +82,7 @@ async def front(period: float) -> AsyncIterator[Front]:
                 engines={"unit-0": f"unix://{path}"},
                 secret=secret,
                 listener=listener.fileno(),
-                api_keys=frozenset(),
+                api_keys={},
                 max_body=DEFAULT_MAX_BODY,
                 program=ProgramSpec("data_parallel"),
                 folder=folder,

@@ -48,16 +48,18 @@ VOCAB: Final = 700
 SCHEMA: Final = (
     '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 80}}, "required": ["a"]}'
 )
-ALONE: Final = 16  # requests at a time at the lone engine
+SHOWN: Final = 20  # lines of what was wrong
+ALONE: Final = 32  # requests at a time at the lone engine
 LEASE: Final = 2.0  # seconds of a reservation, so that what is left behind is soon given back
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """at_once: streams at a time. pause: seconds between two kills. movers: who move requests, each one at a
-    time."""
+    """longest: tokens of an answer. at_once: streams at a time. pause: seconds between two kills. movers: who
+    move requests, each one at a time."""
 
     streams: int = 1000
+    longest: int = 240
     at_once: int = 32
     engines: int = 3
     pause: float = 4.0
@@ -106,9 +108,9 @@ class Fought:
     wrong: list[str] = field(default_factory=list)
 
 
-def asked(streams: int, seed: int) -> list[StartGenerate]:
+def asked(effort: Effort) -> list[StartGenerate]:
     """Requests of every kind."""
-    draw = random.Random(seed)
+    draw = random.Random(effort.seed)
     kinds: list[dict[str, object]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -118,8 +120,10 @@ def asked(streams: int, seed: int) -> list[StartGenerate]:
         {"temperature": 0.7, "logprobs": 1},
     ]
     bodies = []
-    for i in range(streams):
-        params = {"max_tokens": draw.randint(20, 240), "seed": draw.randrange(2**31)} | kinds[i % len(kinds)]
+    for i in range(effort.streams):
+        params = {"max_tokens": draw.randint(10, effort.longest), "seed": draw.randrange(2**31)} | kinds[
+            i % len(kinds)
+        ]
         bodies.append(
             StartGenerate(
                 model=MODEL,
@@ -170,11 +174,11 @@ class Engines:
                     kept.end()
 
     def kill(self, name: str) -> bool:
-        """With -9, where it answers."""
-        pid = self.pids.pop(name, None)
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
-        return pid is not None
+        """With -9, where it answers and is not the only one that does."""
+        if name not in self.pids or len(self.pids) < 2:
+            return False
+        os.kill(self.pids.pop(name), signal.SIGKILL)
+        return True
 
     async def all_answer(self) -> None:
         while len(self.pids) < len(self._kept):
@@ -209,7 +213,7 @@ def _spec(name: str) -> EngineSpec:
 
 
 async def fight(effort: Effort, console: Console) -> Fought:
-    bodies, fought = asked(effort.streams, effort.seed), Fought(streams=effort.streams)
+    bodies, fought = asked(effort), Fought(streams=effort.streams)
     names = [f"unit-{i}" for i in range(effort.engines)]
     with tempfile.TemporaryDirectory() as folder:
         alone = Engines(folder)
@@ -305,6 +309,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=usual.streams)
+    parser.add_argument("--longest", type=int, default=usual.longest, help="tokens of an answer, at most")
     parser.add_argument("--at-once", type=int, default=usual.at_once)
     parser.add_argument("--engines", type=int, default=usual.engines)
     parser.add_argument("--pause", type=float, default=usual.pause, help="seconds between two kills")
@@ -314,6 +319,7 @@ def main() -> None:
     console = Console()
     effort = Effort(
         streams=options.streams,
+        longest=options.longest,
         at_once=options.at_once,
         engines=options.engines,
         pause=options.pause,
@@ -324,7 +330,7 @@ def main() -> None:
         f"{fought.streams} streams of {fought.tokens} tokens in {fought.seconds:.0f} s: {fought.kills} "
         f"kills, {fought.moves} moves ({fought.stayed} stayed), {len(fought.wrong)} wrong"
     )
-    for line in fought.wrong:
+    for line in fought.wrong[:SHOWN]:
         console.print(f"  {line}", markup=False, style="red")
     sys.exit(1 if fought.wrong else 0)
 

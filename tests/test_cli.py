@@ -82,7 +82,15 @@ def test_version_and_help() -> None:
         assert f"\n  {key}:" in shown.stdout
 
 
-@pytest.mark.parametrize("module", ["kvloom.cli", "kvloom.serve.supervisor", "kvloom.serve.gateway_process"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "kvloom.cli",
+        "kvloom.serve.supervisor",
+        "kvloom.serve.gateway_process",
+        "kvloom.serve.scheduler_process",
+    ],
+)
 def test_no_torch_outside_the_engine(module: str) -> None:
     code = f"import sys, {module}, kvloom.config_file; print({{'torch', 'transformers'}} & set(sys.modules))"
     done = subprocess.run(

@@ -62,8 +62,25 @@ def test_rescheduling(folder: Path) -> None:
     assert load(folder, M + two + "rescheduling: {period: 100ms, out: -5}").scheduler == SchedulerSpec(
         0.1, -5
     )
+    ranks = two.replace("replicas", "tensor_parallel: 2, replicas")
+    assert load(folder, M + ranks).scheduler is None
     for off in ("none", "null", ""):
         assert load(folder, M + two + f"rescheduling: {off}").scheduler is None
+
+
+def test_keys_with_priorities(folder: Path) -> None:
+    file = folder / "keys.txt"
+    file.write_text("alpha  priority=-10\n# ours\nbeta\ngamma\tpriority=5\n")
+    config = load(folder, M + "api_key_file: keys.txt")
+    assert config.api_keys() == {"alpha": -10, "beta": None, "gamma": 5}
+    for line, said in (
+        ("alpha beta", "the key alph… has more behind it; nothing, or `priority=-1`, is right"),
+        ("alpha priority=high", "has more behind it"),
+        ("alpha priority=-9999999999", "has more behind it"),
+        ("alpha\nalpha priority=1", "the key alph… stands there twice"),
+    ):
+        file.write_text(line)
+        assert said in refused(folder, M + "api_key_file: keys.txt")
 
 
 def test_defaults_and_short_form(folder: Path) -> None:
@@ -74,7 +91,8 @@ def test_defaults_and_short_form(folder: Path) -> None:
     assert (engine.transport, engine.lease) == ("shm", 30.0)
     assert config.program == ProgramSpec("data_parallel")
     assert config.models["a"].path == str(folder / "model")
-    assert config.api_keys() == config.admin_keys() == frozenset()
+    assert not config.api_keys()
+    assert not config.admin_keys()
     assert (config.drain, config.patience) == (60.0, 120.0)
 
 
@@ -87,7 +105,7 @@ def test_all_keys(folder: Path) -> None:
         "program: {name: balanced, ratio: 0.2}\n"
         "models:\n  a: {path: model, dtype: bfloat16, rate: 3, max_context: 512}\n  b: org/name\n",
     )
-    assert config.api_keys() == {"alpha", "beta"}
+    assert config.api_keys() == {"alpha": None, "beta": None}
     assert config.admin_keys() == {"gamma"}
     assert (config.drain, config.patience) == (2.0, 3.0)
     assert config.max_body == 1_000_000

@@ -52,7 +52,7 @@ CONFIG.yaml, with the defaults:
   rescheduling: {period: 0.5, out: 24, into: 48} # moves of running requests; or none
   program: data_parallel # who computes what; or {name: balanced, ratio: 0.2}, or my_module:my_program
   max_body: 8MiB         # of a request
-  api_key_file: keys.txt # one key a line; left out, everyone is served
+  api_key_file: keys.txt # one key a line, or KEY priority=-1; left out, everyone is served
   admin_key_file: own.txt # of those who may administer the fleet
   models:
     chat: Qwen/Qwen3-0.6B

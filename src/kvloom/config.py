@@ -6,9 +6,9 @@ Everything wrong with it is a ConfigError of one line that names the key and say
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -36,6 +36,7 @@ from kvloom.config_fields import (
     Threads,
     no_bool,
 )
+from kvloom.config_keys import read_api_keys, read_keys
 from kvloom.config_rescheduling import Rescheduling, ReschedulingConfig
 from kvloom.config_units import (
     CPU,
@@ -58,6 +59,7 @@ from kvloom.sizes import show_size
 
 DEMO: Final = Path(__file__).parent / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
+Keys = TypeVar("Keys")
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
 
@@ -136,7 +138,8 @@ class Config(Section):
         if value is None:
             return None
         path = Surroundings.of(info).folder / value.expanduser()
-        read_keys(path)
+        read = read_api_keys if info.field_name == "api_key_file" else read_keys
+        read(path)
         return path
 
     @field_validator("models")
@@ -149,11 +152,12 @@ class Config(Section):
                 )
         return value
 
-    def api_keys(self) -> frozenset[str]:
-        return _keys("api_key_file", self.api_key_file)
+    def api_keys(self) -> Mapping[str, int | None]:
+        """Each with the most urgent priority that its requests may have; None for any."""
+        return _keys("api_key_file", self.api_key_file, read_api_keys, {})
 
     def admin_keys(self) -> frozenset[str]:
-        return _keys("admin_key_file", self.admin_key_file)
+        return _keys("admin_key_file", self.admin_key_file, read_keys, frozenset())
 
     @model_validator(mode="after")
     def _share_out(self, info: ValidationInfo) -> Self:
@@ -256,23 +260,9 @@ def resolve_model(value: str, folder: Path) -> str:
     return value
 
 
-def read_keys(path: Path) -> frozenset[str]:
-    """One key a line; empty lines and those that start with # do not count. Raises ValueError."""
+def _keys(key: str, file: Path | None, read: Callable[[Path], Keys], none: Keys) -> Keys:
     try:
-        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; a text file with one key a line is right") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text; one key a line is right") from error
-    keys = frozenset(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ValueError(f"{path} holds no key; one key a line is right")
-    return keys
-
-
-def _keys(key: str, file: Path | None) -> frozenset[str]:
-    try:
-        return frozenset() if file is None else read_keys(file)
+        return none if file is None else read(file)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
 

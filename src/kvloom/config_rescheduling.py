@@ -30,8 +30,9 @@ class ReschedulingConfig(Section):
     def scheduler(
         self, engines: Iterable[EngineSpec], groups: Mapping[str, GroupSpec]
     ) -> SchedulerSpec | None:
-        """None where no model is on two units, so that nothing can move, and no unit comes or goes."""
-        models = [model.name for engine in engines for model in engine.models]
+        """None where no model is on two units that send and receive K and V, so that nothing can move, and no
+        unit comes or goes."""
+        models = [model.name for engine in engines if engine.tensor_parallel == 1 for model in engine.models]
         if len(set(models)) == len(models) and not groups:
             return None
         return SchedulerSpec(self.period, self.out, self.into)

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from tests.api.fleet import administered
+from tests.api.scripted import ScriptedEngine, card, says
 
-API, ADMIN = frozenset({"asker", "zwö"}), frozenset({"admin"})
+API: dict[str, int | None] = {"asker": None, "zwö": None}
+ADMIN = frozenset({"admin"})
 HERE, AWAY = ("127.0.0.1", 5000), ("10.1.2.3", 5000)
 PATHS = {
     "open": ("GET", "/health", None),
@@ -65,7 +68,7 @@ def test_keys(
     api: Any, admin: Any, given: str | None, for_all: int, for_admins: int, caller: tuple[str, int] | None
 ) -> None:
     """Where the caller is does not count where there are keys."""
-    keys = Keys(frozenset(api), frozenset(admin), "fleet")
+    keys = Keys(dict(api), frozenset(admin), "fleet")
     assert statuses(keys, given, caller) == expected(for_all, for_admins)
 
 
@@ -197,3 +200,28 @@ def test_paths_that_only_look_like_others() -> None:
     assert http.get("/administer", headers=key).status_code == 404
     assert http.get("/admin/nothing", headers=key).status_code == 403
     assert http.get("/admin/nothing", headers={"authorization": "Bearer x"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "given"),
+    [
+        ("free", None, 0),
+        ("free", -7, -7),
+        ("slow", None, 5),
+        ("slow", 0, 5),
+        ("slow", 9, 9),
+        ("fast", None, -10),
+        ("fast", -20, -10),
+        ("fast", 3, 3),
+        ("admin", -20, -20),
+    ],
+)
+def test_a_request_is_no_more_urgent_than_its_key(key: str, asked: int | None, given: int) -> None:
+    engine = ScriptedEngine(says("hi"), cards=[card()])
+    keys = Keys({"free": None, "slow": 5, "fast": -10}, ADMIN)
+    with TestClient(create_app(engine, keys=keys), headers={"authorization": f"Bearer {key}"}) as http:
+        body = {"model": "tiny", "priority": asked}
+        assert http.post("/v1/completions", json=body | {"prompt": "x"}).status_code == 200
+        messages = [{"role": "user", "content": "x"}]
+        assert http.post("/v1/chat/completions", json=body | {"messages": messages}).status_code == 200
+    assert [one.priority for one in engine.bodies] == [given, given]

@@ -21,7 +21,7 @@ from kvloom.core.errors import (
 )
 from tests.api.fleet import ADDRESS, PEER, Curt, administered
 
-KEYS = Keys(api=frozenset({"asker"}), admin=frozenset({"admin"}), secret="fleet")
+KEYS = Keys(api={"asker": None}, admin=frozenset({"admin"}), secret="fleet")
 ADMIN = {"authorization": "Bearer admin", "content-type": "application/json"}
 IDLE = {"total_blocks": 8, "free_blocks": 8, "block_bytes": 256, "policy": "adbs", "models": {}}
 ASK = {"model": "tiny", "request": "r", "prompt": [1, 2]}

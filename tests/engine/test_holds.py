@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.core.errors import BadRequest
+from kvloom.core.job import Phase
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.core.verbs import PrepRecv
 from tests.engines import Answer
@@ -77,7 +78,7 @@ def test_a_request_moves_while_it_runs(data: st.DataObject) -> None:
                 context = body.prompt + made.tokens
                 spare = await send(source, target, context, len(context) - 1, "r", f"last-{made.choice}")
                 assert not spare
-            before = target.computed
+            before, jobs = target.computed, len(target.executor.jobs)
             await source.engine.abort("r")
             await reader.task
             assert {end.reason for end in reader.answer.ends.values()} == {"abort"}
@@ -86,6 +87,7 @@ def test_a_request_moves_while_it_runs(data: st.DataObject) -> None:
             rest = await ask_on(target, replace(body, request="r2", made=standing.made))
             assert rest.tokens == whole
             assert target.computed - before == sum(24 - len(made.tokens) for made in standing.made)
+            assert {job.phase for job in target.executor.jobs[jobs:]} == {Phase.DECODE}
 
     run(test)
 
@@ -115,6 +117,40 @@ def test_one_that_resumes_has_lost_nothing(n: int) -> None:
             await reader.task
             assert reader.answer.tokens == expected(unit.executor, body)
             assert unit.computed - before == sum(20 - len(made.tokens) for made in standing.made)
+
+    run(test)
+
+
+def test_one_that_nobody_resumes_goes_on_after_a_lease() -> None:
+    async def test() -> None:
+        async with units(1) as (unit,):
+            reader = Reader(unit, generate(prompt(13), temperature=1.0, max_tokens=20))
+            await reader.until(5)
+            await unit.engine.hold("r")
+            await unit.pass_time(29)
+            assert not reader.task.done()
+            await unit.pass_time(2)
+            await reader.task
+            assert reader.answer.tokens == expected(unit.executor, reader.body)
+
+    run(test)
+
+
+def test_a_resume_overtakes_no_hold_that_waits_for_the_step_under_way() -> None:
+    async def test() -> None:
+        async with units(1) as (unit,):
+            reader = Reader(unit, generate(prompt(13), temperature=1.0, max_tokens=20))
+            await reader.until(5)
+            stream = unit.engine._requests.stream("r")
+            while not (stream and stream.in_job):
+                await turns(1)
+            holding = asyncio.create_task(unit.engine.hold("r"))
+            await asyncio.sleep(0)
+            assert not holding.done()
+            await unit.engine.resume("r")
+            await reader.task
+            assert reader.answer.tokens == expected(unit.executor, reader.body)
+            assert (await holding).made
 
     run(test)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest, KvloomError, Unavailable
-from kvloom.core.request import StartGenerate
+from kvloom.core.errors import BadRequest, KvloomError, QueueFull, Unavailable
+from kvloom.core.request import Event, StartGenerate
+from kvloom.core.verbs import RemoteSend, Sent
+from kvloom.router import moving
 from kvloom.router.moving import Move, Stage
 from tests.modelled import turns
 from tests.modelled_units import Unit, generate, prompt, run
@@ -37,6 +40,48 @@ def test_to_and_fro(n: int, length: int) -> None:
             w.check(body)
             assert w.computed == length + n * (LONG - 1)
             assert w.units[1].computed > 0
+
+    run(test)
+
+
+def test_long_contexts_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent twice."""
+    monkeypatch.setattr(moving, "PIECE", 10)  # of which two pages of 4 are full
+    monkeypatch.setattr(moving, "PAUSE", 0.0)
+    ends = []
+
+    async def test() -> None:
+        async with world(2) as w:
+            body = generate(prompt(41), temperature=1.0, max_tokens=LONG)
+            task = w.ask(body)
+            await w.until("r", 3)
+            real = w.units[0].engine.remote_send
+
+            async def noted(order: RemoteSend) -> Sent:
+                ends.append((order.begin, order.end))
+                return await real(order)
+
+            w.units[0].engine.remote_send = noted  # type: ignore[method-assign,assignment]
+            await w.router.move("r", "unit-1")
+            await task
+            w.check(body)
+            assert w.computed == 41 + LONG - 1
+
+    run(test)
+    assert ends[:5] == [(0, 8), (8, 16), (16, 24), (24, 32), (32, 40)]
+
+
+def test_what_the_cache_spared_it_is_told_as_of_where_it_began() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            first = generate(prompt(16), request="before", max_tokens=1)
+            await w.ask(first)
+            task = w.ask(generate(prompt(16) + prompt(9, first=5), max_tokens=LONG))
+            await w.until("r", 2)
+            [source] = [i for i in range(2) if w.router._calls["r"].running is w.replica(i)]
+            await w.router.move("r", f"unit-{1 - source}")
+            await task
+            assert w.answers["r"].ends[0].cached_tokens == (16 if source == 0 else 0)
 
     run(test)
 
@@ -84,6 +129,41 @@ def test_whatever_verb_fails_the_stream_goes_on(kind: str, at: int) -> None:
                 with suppress(KvloomError):
                     await w.router.move("r", to)
             await task
+            w.check(body)
+
+    run(test)
+
+
+@pytest.mark.parametrize("verb", ["resume", "abort"])
+def test_what_the_source_has_not_heard_it_is_told_again(verb: str) -> None:
+    """Before the lease ends, after which it would go on by itself."""
+
+    async def refuses(body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        raise QueueFull("too many", retry_after=1)
+        yield []
+
+    async def test() -> None:
+        async with world(2) as w:
+            body = generate(prompt(21), temperature=1.0, max_tokens=LONG)
+            task = w.ask(body)
+            await w.until("r", 4)
+            source, target = w.units[0].engine, w.units[1].engine
+            real, told = getattr(source, verb), []
+
+            async def lost(request: str, *rest: object) -> None:
+                told.append(request)
+                if len(told) < 3:
+                    raise Unavailable("the connection broke")
+                await real(request, *rest)
+
+            setattr(source, verb, lost)
+            if verb == "resume":
+                target.start_generate = refuses  # type: ignore[method-assign]
+            with suppress(QueueFull):
+                await w.router.move("r", "unit-1")
+            async with asyncio.timeout(30):
+                await task
+            assert told[:3] == ["r"] * 3
             w.check(body)
 
     run(test)

@@ -98,6 +98,26 @@ def test_a_unit_is_added_and_removed() -> None:
     run(test)
 
 
+def test_who_comes_later_learns_what_has_changed_since() -> None:
+    """A unit that lost its process meanwhile, and one that got one."""
+
+    async def test() -> None:
+        async with staged(3, TO_ZERO) as played:
+            played.orders.starts.set()
+            await played.roster.stop("b")
+            played.fleets.engines[0].down = True
+            going = asyncio.create_task(played.roster.stop("c"))
+            await turns(1)
+            played.roster.heed({"a", "c"})
+            await going
+            await turns()
+            assert played.states() == {"a": "away", "b": "up", "c": "away"}
+            assert played.orders.done == ["stop b", "stop c", "start b"]
+            await ask_well(played.fleets.router, body())
+
+    run(test)
+
+
 def test_one_that_dies_or_speaks_another_way_is_not_added() -> None:
     async def test() -> None:
         async with staged(1, TO_ZERO) as played:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -27,14 +29,16 @@ def pairs(*some: Pair, seconds: float = 60.0) -> Pairs:
     return Pairs(pairs=some, seconds=seconds)
 
 
-async def three_at_the_first(w: World, **sampling: Any) -> list[asyncio.Task[None]]:
-    """Requests of 8, 16 and 24 tokens that decode at unit-0, the longest priority 0 and asked first."""
+async def three_at_the_first(
+    w: World, lengths: Sequence[int] = (24, 16, 8), **sampling: Any
+) -> list[asyncio.Task[None]]:
+    """Requests of 8, 16 and 24 tokens that decode at unit-0, the longest asked first."""
     w.router.units["unit-1"].withdraw()
     tasks = []
-    for length in (24, 16, 8):
+    for length in lengths:
         params = {"max_tokens": 60, "temperature": 1.0} | sampling
         tasks.append(w.ask(generate(prompt(length, first=length), request=f"r{length}", **params)))
-    for length in (24, 16, 8):
+    for length in lengths:
         await w.until(f"r{length}", 2)
     await w.router.admit("unit-1")
     return tasks
@@ -122,12 +126,16 @@ def test_a_destination_that_refuses_is_left_in_peace() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("drained", [True, False])
-def test_a_scheduler_empties_a_unit_that_drains_and_no_other(drained: bool) -> None:
+@pytest.mark.parametrize("why", ["a drain", "a restart", None])
+def test_a_scheduler_empties_a_unit_that_drains_and_no_other(why: str | None) -> None:
+    drained = why is not None
+
     async def test() -> None:
-        async with world(2) as w:
+        async with world(2) as w, AsyncExitStack() as stack:
             tasks = await three_at_the_first(w)
             async with Rescheduler(w.router, WallClock()) as rescheduler:
+                if why == "a restart":
+                    stack.enter_context(w.router.units["unit-0"].restarts())
                 if drained:
                     w.router.withdraw("unit-0")
                 scheduler = FleetScheduler(rescheduler, WallClock(), thresholds=Thresholds(0, 0))
@@ -135,6 +143,24 @@ def test_a_scheduler_empties_a_unit_that_drains_and_no_other(drained: bool) -> N
                 assert period.pairs == ((THERE,) if drained else ())
                 await asyncio.gather(*tasks)
                 assert rescheduler.moved == 3 * drained
+
+    run(test)
+
+
+def test_requests_of_another_gateway_hold_nothing_up() -> None:
+    """They are offered first, and cannot be moved from here."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w, (32, 24, 16, 8))
+            before = [w.router._calls.pop(f"r{length}") for length in (8, 16, 24)]
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                await rescheduler.pair(pairs(THERE))
+                while not rescheduler.moved:
+                    await turns()
+                assert (rescheduler.moved, rescheduler.stayed) == (1, 0)
+            w.router._calls |= {call.body.request: call for call in before}
+            await asyncio.gather(*tasks)
 
     run(test)
 

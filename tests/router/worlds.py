@@ -10,10 +10,11 @@ from kvloom.core.client import EngineClient
 from kvloom.core.clock import WallClock
 from kvloom.core.request import StartGenerate
 from kvloom.router.program import load_program
+from kvloom.router.replica import Replica
 from kvloom.router.router import Router
 from tests.engines import Answer
 from tests.modelled import expected, turns
-from tests.modelled_units import Unit, units
+from tests.modelled_units import MODEL, Unit, units
 
 
 class World:
@@ -39,6 +40,9 @@ class World:
 
     def check(self, body: StartGenerate) -> None:
         assert self.answers[body.request].tokens == expected(self.units[0].executor, body)
+
+    def replica(self, unit: int) -> Replica:
+        return self.router.units[f"unit-{unit}"].replicas[MODEL]
 
     @property
     def computed(self) -> int:

@@ -45,7 +45,7 @@ def gateway_order(engine: EngineOrder, listener: socket.socket) -> GatewayOrder:
         engines={"unit-0": f"unix://{engine.socket}"},
         secret=SECRET,
         listener=listener.fileno(),
-        api_keys=frozenset(),
+        api_keys={},
         max_body=1 << 20,
         program=ProgramSpec("data_parallel"),
         folder=str(Path(engine.socket).parent),

@@ -67,7 +67,7 @@ async def supervised(
         engines={"unit-0": path},
         secret="s",
         listener=0,
-        api_keys=frozenset(),
+        api_keys={},
         max_body=0,
         program=ProgramSpec("child", {"lives": list(lives)}),
         folder=str(folder),

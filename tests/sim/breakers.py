@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
+
+from msgspec.structs import replace
 
 from kvloom.core.address import Ticket
+from kvloom.core.arrays import AnyArray
 from kvloom.core.job import Job, JobResult
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
+from kvloom.core.verbs import Standing
 from kvloom.sim.executor import Content
 from kvloom.sim.faulty_wire import FaultyWire
 from kvloom.sim.host import Host
@@ -32,6 +37,64 @@ class StutteringWire(FaultyWire):
         async with aclosing(super().start_generate(body)) as frames:
             async for frame in frames:
                 yield [again for one in frame for again in [one] * (1 + isinstance(one, TokenEvent))]
+
+
+class DeafWire(FaultyWire):
+    """Nobody hears that a request is over."""
+
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        pass
+
+
+class LyingWire(FaultyWire):
+    """Of a request that stands still it is told another last token than it has."""
+
+    async def hold(self, request: str) -> Standing:
+        told = await super().hold(request)
+        made = [replace(one, tokens=[*one.tokens[:-1], one.tokens[-1] ^ 1]) for one in told.made]
+        return replace(told, made=made)
+
+
+class RestlessWire(FaultyWire):
+    """What is to stand still goes on."""
+
+    async def hold(self, request: str) -> Standing:
+        told = await super().hold(request)
+        await self.resume(request)
+        return told
+
+
+class Smeared:
+    """An arena of which other numbers are read than are written."""
+
+    def __init__(self, arena: AnyArray) -> None:
+        self._arena = arena
+
+    def __getitem__(self, at: Any) -> AnyArray:
+        read: AnyArray = self._arena[at] + 1
+        return read
+
+    def __setitem__(self, at: Any, numbers: AnyArray) -> None:
+        self._arena[at] = numbers
+
+
+class SmearingHost(Host):
+    """What it sends is not what it has."""
+
+    def start(self) -> None:
+        super().start()
+        assert self.process is not None
+        transport = self.process.transport
+        transport.arena = Smeared(transport.arena)  # type: ignore[assignment, arg-type]
+
+
+class PinningHost(Host):
+    """Who ends a request leaves what is pinned for it."""
+
+    def start(self) -> None:
+        super().start()
+        assert self.process is not None
+        self.process.engine._pins.unpin = lambda request: 0  # type: ignore[method-assign]
 
 
 class LosingHost(Host):

@@ -14,7 +14,7 @@ from kvloom.router.programs import PROGRAMS
 from kvloom.sim import chaos_runs
 from kvloom.sim.chaos import Verdict, run_ordeal
 from kvloom.sim.chaos_runs import chaos, run_quietly, verdicts
-from kvloom.sim.faults import Death, GatewayLoss, Order, Switch
+from kvloom.sim.faults import Death, GatewayLoss, Order, Relocation, SchedulerLoss, Switch
 from kvloom.sim.ordeal import PROGRAMS as DRAWN
 from kvloom.sim.ordeal import draw_ordeal
 from kvloom.sim.world import Parts
@@ -29,6 +29,7 @@ def test_300_seeds_keep_the_laws() -> None:
     for what in (
         "requests ended", "requests failed", "requests left", "requests lost", "jobs failed", "calls harmed",
         "engines killed", "engines stopped", "gateways lost", "programs switched", "orders",
+        "schedulers lost", "requests moved", "moves refused",
     ):  # fmt: skip
         assert counts[what] > 20, what
     assert counts["requests ended"] > counts["requests failed"]
@@ -61,10 +62,12 @@ def test_all_kinds_of_faults_are_drawn() -> None:
     ordeals = [draw_ordeal(seed) for seed in range(300)]
     assert {ordeal.program.program for ordeal in ordeals} == DRAWN.keys() == PROGRAMS.keys()
     kinds = Counter(type(fault) for ordeal in ordeals for fault in ordeal.faults)
-    assert kinds.keys() == {Death, GatewayLoss, Switch, Order}
+    assert kinds.keys() == {Death, GatewayLoss, SchedulerLoss, Relocation, Switch, Order}
     for kind in ("late", "slow", "lost", "unanswered", "again", "cut", "jobs"):
         assert sum(getattr(ordeal.rates, kind) > 0 for ordeal in ordeals) > 30, kind
     assert sum(ordeal.harmless for ordeal in ordeals) > 20
+    assert sum(ordeal.tidy for ordeal in ordeals) > 20
+    assert sum(ordeal.rescheduling is not None for ordeal in ordeals) > 100
     assert {len(ordeal.units) for ordeal in ordeals} == {1, 2, 3, 4}
     assert {client.body.n for ordeal in ordeals for client in ordeal.clients} == {1, 2, 3}
 
@@ -79,7 +82,7 @@ def test_the_first_seed_that_breaks_a_law_is_told(
     monkeypatch.setattr(chaos_runs, "run_seed", run_seed)
     assert chaos(seeds=20, first=3, jobs=1, replay=None) == 1
     *lines, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("seed 5 breaks streams outlive engines: ask-")
+    assert last.startswith("seed 5 breaks ")
     assert all(float(line.split()[0]) >= 0 for line in lines if not line.startswith("seed 5 "))
     assert chaos(seeds=2, first=3, jobs=1, replay=None) == 0
     assert "2 runs keep the laws" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from kvloom.config import read_keys
+from kvloom.config_keys import read_keys
 from kvloom.core.errors import ConfigError
 from kvloom.core.placement import Placement
 from kvloom.core.service import Admit, Drain, RestartStep, UnitState

@@ -90,6 +90,7 @@ class Admin:
         return as_json(pairs)
 
     async def _scale(self, request: Request) -> Response:
+        self.rolling.refuse_while_leaving()
         steps = decode(request, await read_body(request, MAX_BODY), Steps)
         await self.fleet.scale(steps)
         return as_json(steps)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hmac
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
 from typing import Final
 
@@ -17,15 +18,17 @@ from kvloom.core.errors import KvloomError, Unauthorized
 OPEN_PATHS: Final = frozenset({"/health", "/docs", "/openapi.json"})
 ADMIN: Final = "/admin"
 _HOST: Final = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]*)?")
+_PRIORITY: Final = "kvloom.priority"
 _OWN_PAGE: Final = frozenset({"same-origin", "none"})  # none: what a person has typed
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """api: for completions; none: everybody may ask for them. admin: for everything. secret: the fleet's own,
-    made at its start, for everything as well."""
+    """api: for completions, each with the most urgent priority that it gives a request, None for any; without
+    one everybody may ask for them. admin: for everything. secret: the fleet's own, made at its start, for
+    everything as well."""
 
-    api: frozenset[str] = frozenset()
+    api: Mapping[str, int | None] = field(default_factory=dict)
     admin: frozenset[str] = frozenset()
     secret: str | None = None
 
@@ -38,6 +41,7 @@ class RequireKey:
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
         self._api = [key.encode() for key in keys.api]
+        self._priorities = {key.encode(): one for key, one in keys.api.items() if one is not None}
         self._admin = [key.encode() for key in keys.admin]
         self._secret = [] if keys.secret is None else [keys.secret.encode()]
 
@@ -45,6 +49,8 @@ class RequireKey:
         if scope["type"] == "http" and (error := self._problem(scope)):
             await error_response(scope, error)(scope, receive, send)
             return
+        if scope["type"] == "http" and (most := self._priority(scope)) is not None:
+            scope.setdefault("state", {})[_PRIORITY] = most
         await self._app(scope, receive, send)
 
     def _problem(self, scope: Scope) -> KvloomError | None:
@@ -58,6 +64,11 @@ class RequireKey:
             return None
         return _unauthorized(given, "API key")
 
+    def _priority(self, scope: Scope) -> int | None:
+        """The most urgent that the caller's key gives."""
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return self._priorities.get(given.partition(b" ")[2].strip())
+
     def _refuse_admin(self, scope: Scope, given: bytes | None, *, known: bool) -> KvloomError | None:
         if self._admin:
             if known:
@@ -70,6 +81,15 @@ class RequireKey:
         if (wrong := _stranger(scope)) is None:
             return None
         return Forbidden(f"{wrong}, as no admin key is set; `admin_key_file` sets some")
+
+
+def priority(scope: Scope, asked: int | None) -> int:
+    """Of a request that asks for `asked`: no more urgent than its key gives; just that where it does not
+    ask."""
+    most: int | None = scope.get("state", {}).get(_PRIORITY)
+    if most is None:
+        return asked or 0
+    return most if asked is None else max(asked, most)
 
 
 def is_admin(scope: Scope) -> bool:

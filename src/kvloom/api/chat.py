@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvloom.api.auth import priority
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.chat_writer import ChatWriter
@@ -30,6 +31,7 @@ class ChatEndpoint:
         watch = self.gateway.metrics.watch()
         with watch.preparing():
             body = parse(ChatBody, await request.body())
+            body.priority = priority(request.scope, body.priority)
             model = await self.gateway.catalog.get(body.model)
             watch.model = model.card.name
             answering = await self._prepare(body, model, watch)

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvloom.api.auth import priority
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.gateway import Answering, Gateway
@@ -34,6 +35,7 @@ class CompletionEndpoint:
         watch = self.gateway.metrics.watch()
         with watch.preparing():
             body = parse(CompletionBody, await request.body())
+            body.priority = priority(request.scope, body.priority)
             model = await self.gateway.catalog.get(body.model)
             watch.model = model.card.name
             answering = await self._prepare(body, model, watch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from kvloom.core.plan import PageCopy
 from kvloom.kv.pages import PageTable
 from kvloom.kv.prefix import PrefixTree
 from kvloom.kv.sends import MarkedSend
+
+_FEW: Final = 6  # sequences, looked at one by one sooner than as arrays
 
 
 @dataclass(slots=True)
@@ -113,6 +116,8 @@ class SequenceTable:
 
     def need_each(self, helds: Sequence[Held], count: int) -> int:
         """Pages that all of them take for `count` more tokens each, by `need`."""
+        if len(helds) <= _FEW:
+            return sum(self.need(held, count) for held in helds)
         lengths, pages, shared = self._tails(helds)
         fresh = int(np.maximum(-(-(lengths + count) // self.width) - pages, 0).sum())
         return fresh + sum(not self._takers([held]) for held in shared)

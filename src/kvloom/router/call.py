@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -17,17 +17,25 @@ from kvloom.core.verbs import Pin, PrepRecv, RemoteSend, Sent
 from kvloom.router.fleet import Fleet
 from kvloom.router.holdings import Holdings, What
 from kvloom.router.progress import Progress, less_cached
+from kvloom.router.renewals import Renewals
 from kvloom.router.replica import Replica
 from kvloom.router.spot import Spot
 
 Frames = AsyncGenerator[list[Event], None]
 
-RENEWALS: Final = 3  # in the time of one lease
 _LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have
 
 
 class Lost(KvloomError):
     """The engine has ended all that was left of a request with an error: another may go on."""
+
+
+class _Moved(NamedTuple):
+    """Where a request goes on, and as what. It is let in there."""
+
+    frames: Frames
+    replica: Replica
+    name: str
 
 
 class Call:
@@ -52,13 +60,12 @@ class Call:
         self.running: Replica | None = None
         self.moving = False
         self._running_as = ""
-        self._moved: Frames | None = None  # where it goes on once `running` has told all it has
+        self._moved: _Moved | None = None  # where it goes on once `running` has told all it has
         self.tasks = tasks
         self._fleet = fleet
-        self._clock = clock
         self._holdings = Holdings(tasks)
+        self._renewals = Renewals(clock, tasks)
         self._streams: list[Frames] = []
-        self._pinned: dict[Replica, asyncio.Task[None]] = {}  # and who keeps the lease alive
         self._attempts = 1
         self._computed = 0  # tokens whose K and V were made elsewhere for this request
 
@@ -124,7 +131,7 @@ class Call:
         name = self.name
         try:
             async with asyncio.TaskGroup() as group:
-                renewing = group.create_task(self._renew(spot.replica, spot.lease, name))
+                renewing = group.create_task(self._renewals.renew(spot.replica, name, spot.lease))
                 async with self._asking(source, "work", name):
                     sent = await source.client.remote_send(body)
                 renewing.cancel()
@@ -150,12 +157,13 @@ class Call:
                     async for frame in here:
                         yield frame
                 here = None
-                if not self.progress.over:
-                    here, self._moved = self._moved, None
+                if self._moved is not None and not self.progress.over:
+                    here, self.running, self._running_as = self._moved
+                    self._moved = None
         finally:
             left, self._moved = self._moved, None
             if left is not None:
-                await left.aclose()
+                await left.frames.aclose()
 
     async def _generate(
         self, replica: Replica, begin: int, made: list[Made] | None = None, name: str | None = None
@@ -227,7 +235,7 @@ class Call:
             await moved.aclose()
             self._holdings.let_go(target, "work", name)  # also where it was cancelled before it was let in
             raise
-        self._moved, self.name = moved, name
+        self._moved, self.name = _Moved(moved, target, name), name
 
     def _rest(self, name: str, begin: int, made: list[Made]) -> StartGenerate:
         """What is still to be generated, after `made`."""
@@ -250,20 +258,9 @@ class Call:
             return 0
         if not made.tokens:
             self._holdings.let_go(replica, "pin", name)
-        elif replica not in self._pinned:
-            self._pinned[replica] = self.tasks.create_task(self._keep(replica, made.lease, name))
+        else:
+            self._renewals.keep(replica, name, made.lease)
         return made.tokens
-
-    async def _keep(self, replica: Replica, lease: float, name: str) -> None:
-        """A pin that is lost spares less, and that is all."""
-        with suppress(KvloomError):
-            await self._renew(replica, lease, name)
-
-    async def _renew(self, replica: Replica, lease: float, name: str) -> None:
-        while True:
-            await self._clock.sleep(lease / RENEWALS)
-            async with replica.reached():
-                await replica.client.renew(name)
 
     # -- what it holds ----------------------------------------------------------------------------------
 
@@ -279,9 +276,7 @@ class Call:
 
     async def release(self) -> None:
         """Give back what is held, wherever that is. An engine that cannot be reached is no error."""
-        while self._pinned:
-            _, renewing = self._pinned.popitem()
-            renewing.cancel()
+        self._renewals.stop()
         try:
             while self._streams:
                 with suppress(KvloomError):

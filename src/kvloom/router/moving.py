@@ -175,7 +175,8 @@ class Move:
 
     def _made(self) -> list[Made]:
         made = self._call.progress.made
-        if not made or not all(one.tokens for one in made):
+        here = self._call.runs(self._source, self._name)
+        if not (here and made and all(one.tokens for one in made)):
             raise BadRequest(f"request {self._name} is not decoding", param="request")
         return made
 

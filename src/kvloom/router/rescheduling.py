@@ -84,12 +84,16 @@ class Rescheduler:
 
     async def _work_off(self, pair: Pair) -> None:
         refused: list[str] = []
+        strangers: list[str] = []  # of a gateway whose place this one has taken
         try:
             while self._stands(pair) and len(refused) < MOST_REFUSALS:
-                name = await self._offered(pair, refused)
+                name = await self._offered(pair, [*strangers, *refused])
                 if name is None:
                     return
-                if await self._moves(name, pair):
+                request = self._router.asked_as(name)
+                if request is None:
+                    strangers.append(name)
+                elif await self._moves(request, pair):
                     refused.clear()
                 else:
                     refused.append(name)
@@ -101,19 +105,16 @@ class Rescheduler:
     def _stands(self, pair: Pair) -> bool:
         return pair in self._pairs and self._clock.now() < self._until
 
-    async def _offered(self, pair: Pair, refused: list[str]) -> str | None:
+    async def _offered(self, pair: Pair, besides: list[str]) -> str | None:
         """A request's id at the source. None too where a unit is there no more."""
         units = self._router.units
         source, destination = units.get(pair.source), units.get(pair.destination)
         if source is None or destination is None or (load := await destination.load()) is None:
             return None
-        body = Offer(destination=_alike(load, source, destination), besides=refused)
+        body = Offer(destination=_alike(load, source, destination), besides=besides)
         return (await source.client.offer(body)).request
 
-    async def _moves(self, name: str, pair: Pair) -> bool:
-        request = self._router.asked_as(name)
-        if request is None:
-            return False
+    async def _moves(self, request: str, pair: Pair) -> bool:
         try:
             await self._router.move(request, pair.destination)
         except KvloomError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
@@ -151,6 +151,18 @@ class Roster:
         for unit in (units[name] for name in steps.stop if name in units):
             if unit.presence == "here" and not unit.restarting:
                 self._stopping(unit, None)
+
+    def heed(self, away: Collection[str]) -> None:
+        """These units have no process, and all others have. Those for which something is under way here are
+        left to that."""
+        for unit in self._router.units.values():
+            if unit.name in self._starts or unit.name in self._stops:
+                continue
+            if unit.presence == "here" and unit.name in away:
+                unit.leave()
+                unit.gone()
+            elif unit.presence == "away" and unit.name not in away:
+                self._starting(unit)
 
     async def start(self, name: str) -> None:
         """Until the unit takes requests; goes on where its caller does not wait. One that is to go stays.

@@ -30,7 +30,18 @@ from kvloom.router.roster import Roster
 from kvloom.router.router import Router
 from kvloom.serve.connection import ClientConnection
 from kvloom.serve.kept import Kept
-from kvloom.serve.orders import Back, Begin, GatewayOrder, News, Ready, Restarted, Retire, Standing, Stopped
+from kvloom.serve.orders import (
+    Away,
+    Back,
+    Begin,
+    GatewayOrder,
+    News,
+    Ready,
+    Restarted,
+    Retire,
+    Standing,
+    Stopped,
+)
 from kvloom.serve.parent import Parent, run_child
 from kvloom.serve.restarts import Restarts
 from kvloom.serve.server import Server
@@ -75,6 +86,8 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
         match news:
             case Restarted() | Stopped():
                 restarts.heed(news)
+            case Away(units):
+                roster.heed(units)
             case Back(unit):
                 tasks.create_task(router.units[unit].ask())
             case Retire():

@@ -9,6 +9,7 @@ from typing import Final
 from kvloom.serve.orders import News, Restarted
 from kvloom.serve.supervised import Role, Supervised
 
+START_SECONDS: Final = 60.0  # for an heir to answer
 MARGIN: Final = 5.0  # seconds beyond its time, after which one that has left is killed
 
 
@@ -37,13 +38,19 @@ class Gateways:
             await gateway.order(news)
 
     async def replace(self) -> None:
-        """Start an heir, and keep it alive; `hand_over` once it answers."""
+        """Start an heir, and keep it alive; `hand_over` is called once it answers, `lost_heir` where it
+        dies."""
         if self.heir is not None:
             await self.current.order(Restarted(self._role.name, "the gateway is being replaced already"))
             return
-        self.heir = self._supervise(self._role)
-        await self.heir.begin()
-        await self.heir.run()
+        heir = self.heir = self._supervise(self._role)
+        await heir.begin()
+        running = asyncio.create_task(heir.run())
+        await asyncio.wait({running}, timeout=START_SECONDS)
+        if self.heir is heir and not running.done():
+            heir.kill()
+            await self.lost_heir(f"gave no answer in {START_SECONDS:g} s")
+        await running
 
     async def lost_heir(self, how: str) -> None:
         """It never answered; the present one goes on."""

@@ -42,7 +42,7 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     engines: dict[str, str]
     secret: str
     listener: int
-    api_keys: frozenset[str]
+    api_keys: dict[str, int | None]
     max_body: int
     program: ProgramSpec
     folder: str
@@ -84,6 +84,13 @@ class Stopped(Struct, frozen=True, tag="stopped"):
     """The unit has no process any more."""
 
     unit: str
+
+
+class Away(Struct, frozen=True, tag="away"):
+    """To a gateway that has begun: these units have no process, and all others have, whatever changed since
+    its order was written."""
+
+    units: frozenset[str]
 
 
 class Back(Struct, frozen=True, tag="back"):
@@ -139,6 +146,6 @@ class Forget(Struct, frozen=True, tag="forget"):
 
 
 Asked = Standing | Restart | Run | Stop | Forget
-News = Restarted | Stopped | Back | Retire
+News = Restarted | Stopped | Away | Back | Retire
 Order = EngineOrder | GatewayOrder | SchedulerOrder | Begin | News
 Report = Progress | Ready | Refused | Asked

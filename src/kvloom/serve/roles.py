@@ -32,7 +32,7 @@ class Roles:
         self._listener = listener
         self._folder = folder
         self._secret = secrets.token_urlsafe(32)
-        self._api_keys = config.api_keys()
+        self._api_keys = dict(config.api_keys())
         self._admin_keys = config.admin_keys()
 
     def engine(self, spec: EngineSpec) -> Role:

@@ -21,7 +21,7 @@ from kvloom.serve.engines import Engines
 from kvloom.serve.events import Answers, Asks, Doing, Failed, Lost
 from kvloom.serve.gateways import Gateways
 from kvloom.serve.ground import listen, private_folder, raise_open_files
-from kvloom.serve.orders import Asked, Back, Forget, Restart, Restarted, Run, Standing, Stop, Stopped
+from kvloom.serve.orders import Asked, Away, Back, Forget, Restart, Restarted, Run, Standing, Stop, Stopped
 from kvloom.serve.roles import Roles
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervised import Role, State, Supervised
@@ -120,6 +120,7 @@ class Supervisor:
         if self._announced and self._is_unit(process):
             self._screen.warn(process.name, problem)
             await self._gateways.tell(Restarted(process.name, problem))
+            await self._gateways.tell(Away(self._engines.away | {process.name}))
             return True
         return False
 
@@ -129,6 +130,8 @@ class Supervisor:
     async def _welcome(self, process: Supervised, group: asyncio.TaskGroup, *, again: bool) -> None:
         """One more answers: when all engines do, the gateway may serve, and with it the fleet is ready."""
         self._screen.done(self._label(process))
+        if process in self._gateways.every:
+            await process.order(Away(self._engines.away))
         if process is self._gateways.heir:
             group.create_task(self._gateways.see_off(self._gateways.hand_over()))
         engines_ready = all(engine.state is State.READY for engine in self._engines.every)
@@ -178,16 +181,21 @@ class Supervisor:
     async def _stop(self, unit: str) -> None:
         await self._engines.stop(unit)
         await self._gateways.tell(Stopped(unit))
+        await self._gateways.tell(Away(self._engines.away))
+        self._screen.log(unit, "has ended")
 
     def _restart(self, component: str, group: asyncio.TaskGroup) -> None:
         if component == self._gateways.current.name:
             self._screen.log(component, "another one starts, as was asked, and takes its place")
             group.create_task(self._gateways.replace())
             return
-        self._screen.log(component, "ends, and starts anew, as was asked")
         known = self._scheduler if component == "scheduler" else self._engines.running.get(component)
-        if known is not None:
-            known.restart()
+        if known is None:
+            problem = f"{component} has no process that could start anew"
+            group.create_task(self._gateways.tell(Restarted(component, problem)))
+            return
+        self._screen.log(component, "ends, and starts anew, as was asked")
+        known.restart()
 
     def _hear(self, event: Event) -> None:
         """What is to be kept is kept before anything else can happen to who said it."""

@@ -31,7 +31,9 @@ from kvloom.sim.ordeal import draw_ordeal
 from kvloom.sim.world import Parts, World
 
 PATIENCE: Final = 300.0  # virtual seconds in which every request has ended
+PROMPTLY: Final = 60.0  # in which it has where nobody waits for a lease
 MOST_TURNS: Final = 100_000  # of the event loop at one moment
+TIDY: Final = 10.0  # after the last answer: what is held then is held by a lease, where there are any
 SETTLED: Final = 100.0  # after the last fault: all that was late has come, all leases have run out
 
 
@@ -80,9 +82,13 @@ async def _run(ordeal: Ordeal, verdict: Verdict, journal: bool, parts: Parts) ->
 async def _try(world: World, clock: LoopClock) -> None:
     """Play it, let it settle, and check; then see whether all that was promised can still be had."""
     await world.start()
-    late = await world.play(PATIENCE)
-    world.broken.extend(_late(answer) for answer in late)
+    seconds = PROMPTLY if world.ordeal.tidy else PATIENCE
+    late = await world.play(seconds)
+    world.broken.extend(_late(answer, seconds) for answer in late)
     world.calm()
+    if world.ordeal.tidy:
+        await clock.sleep(TIDY)
+        await _check_idle(world)
     await clock.sleep(SETTLED)
     for answer in world.answers:
         if answer.over is not None:
@@ -158,11 +164,11 @@ def _last(model: str, length: int, request: str) -> StartGenerate:
     )
 
 
-def _late(answer: Answer) -> Broken:
+def _late(answer: Answer, seconds: float = PATIENCE) -> Broken:
     name = answer.client.body.request
     if answer.error is not None:
         return Broken(NO_STARVATION, f"{name}: all is calm, but it is told: {answer.error.message}")
-    return Broken(NO_STARVATION, f"{name} has waited for {PATIENCE:g} s or more")
+    return Broken(NO_STARVATION, f"{name} has waited for {seconds:g} s or more")
 
 
 def _crash(error: BaseException) -> Broken:

@@ -11,8 +11,10 @@ from kvloom.core.request import StartGenerate
 from kvloom.core.spec import Option
 from kvloom.router.failures import DEATHS
 from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.rescheduling import Rescheduling
 
 LATEST: Final = 6.0  # seconds that anything on a wire may be late
+KEEPING: Final = ("pin", "reserve")  # orders that hold something until its lease has run out
 STALE: Final = 3.0  # seconds after which the second copy of a call comes at the latest
 
 
@@ -29,11 +31,30 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLoss:
-    """The router is gone with all its calls, and gives nothing back; a new one starts `down` seconds later.
-    The loss of a fleet scheduler, once there is one, is a kind of its own beside this."""
+    """The router is gone with all its calls, and gives nothing back; a new one starts `down` seconds
+    later."""
 
     at: float
     down: float
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoss:
+    """The fleet scheduler is gone with what it knows of the last period; a new one starts `down` seconds
+    later."""
+
+    at: float
+    down: float
+
+
+@dataclass(frozen=True, slots=True)
+class Relocation:
+    """Somebody orders a request to another unit, `unit` or one of those after it: of the requests that have
+    had a token and are not over, the one that has this part of them before it."""
+
+    at: float
+    which: float
+    unit: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +79,7 @@ class Order:
     seconds: int
 
 
-Fault = Death | GatewayLoss | Switch | Order
+Fault = Death | GatewayLoss | SchedulerLoss | Relocation | Switch | Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +176,7 @@ def _moment(draw: random.Random, most: float) -> float:
 @dataclass(frozen=True, slots=True)
 class Ordeal:
     """One run: who serves, who asks, and what goes wrong. contexts: tokens that each model holds, by model.
-    delay: of the wire, in seconds, one way."""
+    delay: of the wire, in seconds, one way. rescheduling: None where there is no fleet scheduler."""
 
     seed: int
     units: tuple[SimulatedUnit, ...]
@@ -165,6 +186,15 @@ class Ordeal:
     faults: tuple[Fault, ...] = ()
     rates: Rates = field(default_factory=Rates)
     delay: float = 0.0003
+    rescheduling: Rescheduling | None = None
+
+    @property
+    def tidy(self) -> bool:
+        """Nobody fails to give back what was held for a request: leases are not needed."""
+        return self.rates.none and not any(
+            isinstance(one, Death | GatewayLoss) or (isinstance(one, Order) and one.what in KEEPING)
+            for one in self.faults
+        )
 
     @property
     def harmless(self) -> bool:

@@ -1,21 +1,25 @@
-"""A gateway's process in a run with faults: a router, and the clients that have reached it."""
+"""A gateway's process in a run with faults: a router, what moves its requests, and the clients that have
+reached it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.request import EndEvent, Event, PromptEvent, TokenEvent
 from kvloom.router.program import Program
+from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.sim.answer import Answer
 from kvloom.sim.crew import Crashed, Crew
 from kvloom.sim.faulty_wire import FaultyWire
 from kvloom.sim.journal import Journal
+
+T = TypeVar("T")
 
 
 class Gateway:
@@ -31,15 +35,20 @@ class Gateway:
     ) -> None:
         self.wires = wires
         self.router = Router(wires, program, clock)
+        self.rescheduler = Rescheduler(self.router, clock)
         self._clock = clock
         self._journal = journal
         self._crew = Crew(crashed)
 
     async def start(self) -> None:
         await self.router.__aenter__()
+        await self.rescheduler.__aenter__()
         self._journal("gateway", "", "is up")
 
     async def close(self) -> None:
+        await self.rescheduler.__aexit__(None, None, None)
+        self._journal.counts["requests moved"] += self.rescheduler.moved
+        self._journal.counts["moves refused"] += self.rescheduler.stayed
         await self.router.__aexit__(None, None, None)
 
     async def lose(self) -> None:
@@ -52,7 +61,7 @@ class Gateway:
             await asyncio.wait(tasks)
         await self.close()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """What is done here; it ends with the process."""
         return self._crew.spawn(work)
 
@@ -83,6 +92,19 @@ class Gateway:
                 aborting.cancel()
             self._journal.count(f"requests {answer.fate}")
             self._journal("client", name, answer.fate, answer.error.message if answer.error else "")
+
+    async def move(self, request: str, units: Sequence[str]) -> None:
+        """As somebody has ordered: to the first of these that it can go to."""
+        for unit in units:
+            self._journal("order", unit, "is to have", request)
+            try:
+                await self.router.move(request, unit)
+            except KvloomError as error:
+                self._journal("order", unit, f"{request} stays:", error.message)
+                self._journal.count("moves refused")
+            else:
+                self._journal.count("requests moved")
+                return
 
     async def _read(self, answer: Answer) -> None:
         client = answer.client

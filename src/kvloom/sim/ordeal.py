@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, get_args
 
@@ -12,11 +11,28 @@ from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, ModelSpec, Option, Policy
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
-from kvloom.sim.faults import Client, Death, Fault, GatewayLoss, Ordeal, Order, Rates, Switch
+from kvloom.fleet.thresholds import Thresholds
+from kvloom.sim.dice import Dice
+from kvloom.sim.faults import (
+    KEEPING,
+    Client,
+    Death,
+    Fault,
+    GatewayLoss,
+    Ordeal,
+    Order,
+    Rates,
+    Relocation,
+    SchedulerLoss,
+    Switch,
+)
 from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.rescheduling import Rescheduling
 
 VOCAB: Final = 500
 LEASES: Final = (1.0, 2.0, 4.0)  # seconds
+LONG_LEASE: Final = 120.0  # where all is given back without it
+BANDS: Final = ((0.0, 0.0), (10.0, 20.0), (60.0, 60.0), (1e3, 1e3))  # of freeness: pools are small
 LONGEST: Final = 4.0  # seconds in which clients come
 PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "data_parallel": {},
@@ -44,34 +60,42 @@ class Evenly:
         return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
 
 
-class Lot:
+class Lot(Dice):
     """All that is drawn of one seed."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__(seed)
         self.seed = seed
-        self._random = random.Random(seed)
         draw = self._random
         self.shapes = {name: self._shape() for name in ("ash", "birch", "cedar")[: draw.randint(1, 3)]}
-        self.contexts = {name: draw.choice((24, 48, 80)) for name in self.shapes}
+        self.lasting = self._odds(0.35)  # answers are long
+        self.contexts = {
+            name: draw.choice((80, 100) if self.lasting else (24, 48, 80)) for name in self.shapes
+        }
         self.prefixes = [self._tokens(draw.randint(3, 60)) for _ in range(draw.randint(1, 3))]
         self.span = draw.choice((0.02, 0.3, 1.0, LONGEST))
         self.hasty = self._odds(0.3)  # many hang up, and links are slow
         self.cramped = self._odds(0.4)  # prompts are long, and pools hold one or two
+        self.calm = self._odds(0.2)  # nobody dies, and no call is lost
 
     def draw(self) -> Ordeal:
         units = self._units()
         served = [name for name in self.shapes if any(name in unit.shapes for unit in units)]
+        clients = sorted(
+            (self._client(i, served) for i in range(self._count(4, 8 if self.lasting else 16))),
+            key=lambda one: one.at,
+        )
+        faults = sorted([*self._faults(units), *self._relocations(units, clients)], key=lambda one: one.at)
         return Ordeal(
             seed=self.seed,
             units=units,
             contexts=self.contexts,
             program=self._switch(0.0),
-            clients=tuple(
-                sorted((self._client(i, served) for i in range(self._count(4, 20))), key=lambda one: one.at)
-            ),
-            faults=tuple(sorted(self._faults(units), key=lambda one: one.at)),
+            clients=tuple(clients),
+            faults=tuple(faults),
             rates=self._rates(),
             delay=self._random.choice((0.0001, 0.0003, 0.02)),
+            rescheduling=self._rescheduling() if len(units) > 1 and self._odds(0.7) else None,
         )
 
     # -- who serves -------------------------------------------------------------------------------------
@@ -90,7 +114,7 @@ class Lot:
 
     def _units(self) -> tuple[SimulatedUnit, ...]:
         draw, count = self._random, self._random.choice((1, 2, 2, 3, 3, 4))
-        block, lease = draw.choice((32, 64, 128)), draw.choice(LEASES)
+        block, lease = draw.choice((32, 64, 128)), LONG_LEASE if self.calm else draw.choice(LEASES)
         return tuple(
             self._unit(f"unit-{i}", draw.choice((32, 64, 128)) if self._odds(0.05) else block, lease)
             for i in range(count)
@@ -118,7 +142,7 @@ class Lot:
             quotas="fixed" if self._odds(0.1) else "adaptive",
             overload=draw.choice((0.0, 0.0, 0.5)),
         )
-        cost = Evenly(draw.choice((1e-5, 1e-4, 1e-3)))
+        cost = Evenly(draw.choice((1e-3, 3e-3) if self.lasting else (1e-5, 1e-4, 1e-3)))
         bandwidth = draw.choice((3e3, 1e4) if self.hasty else (1e4, 1e5, 1e6, 1e9))
         return SimulatedUnit(spec, shapes, draw.choice((1, 2, 4)), cost, bandwidth=bandwidth, stride=1)
 
@@ -141,12 +165,16 @@ class Lot:
         }
         return Switch(at, program, options)
 
+    def _rescheduling(self) -> Rescheduling:
+        draw = self._random
+        return Rescheduling(draw.choice((0.05, 0.2, 0.5)), Thresholds(*draw.choice(BANDS)))
+
     # -- who asks ---------------------------------------------------------------------------------------
 
     def _client(self, number: int, served: Sequence[str]) -> Client:
         draw = self._random
         model = draw.choice(served)
-        prompt = self._prompt(self.contexts[model] - draw.randint(1, 12))
+        prompt = self._prompt(self.contexts[model] - draw.randint(*((40, 60) if self.lasting else (1, 12))))
         body = StartGenerate(
             model=model,
             request=f"ask-{number}",
@@ -168,13 +196,14 @@ class Lot:
 
     def _sampling(self) -> SamplingParams:
         draw, more = self._random, dict[str, Any]()
+        answers = (5, 30, 40) if self.lasting else (1, 2, 5, 12)
         if self._odds(0.4):
             more["temperature"] = 1.0
         if self._odds(0.3):
             more["stop_token_ids"] = tuple(range(0, VOCAB, 9))
         if self._odds(0.05):
             more["prompt_logprobs"] = 0
-        return SamplingParams(max_tokens=draw.choice((1, 2, 5, 12)), seed=draw.randrange(2**32), **more)
+        return SamplingParams(max_tokens=draw.choice(answers), seed=draw.randrange(2**32), **more)
 
     def _prompt(self, length: int) -> list[int]:
         """Of at most `length` tokens; mostly it begins as others do."""
@@ -190,10 +219,12 @@ class Lot:
 
     def _faults(self, units: Sequence[SimulatedUnit]) -> list[Fault]:
         draw, faults = self._random, list[Fault]()
-        if self._odds(0.5):
+        if self._odds(0.5) and not self.calm:
             faults += [self._death(draw.choice(units)) for _ in range(self._count(1, 3))]
-        if self._odds(0.25):
+        if self._odds(0.25) and not self.calm:
             faults += [GatewayLoss(self._when(), self._moment()) for _ in range(self._count(1, 2))]
+        if self._odds(0.25):
+            faults += [SchedulerLoss(self._when(), self._moment()) for _ in range(self._count(1, 2))]
         if self._odds(0.3):
             faults += [self._switch(self._when()) for _ in range(self._count(1, 3))]
         if self._odds(0.3):
@@ -203,13 +234,27 @@ class Lot:
     def _death(self, unit: SimulatedUnit) -> Death:
         return Death(self._when(), unit.spec.unit, self._moment(), gently=self._odds(0.2))
 
+    def _relocations(self, units: Sequence[SimulatedUnit], clients: Sequence[Client]) -> list[Fault]:
+        """At moments when somebody is likely to be answered."""
+        draw = self._random
+        if len(units) == 1 or self._odds(0.5):
+            return []
+        return [
+            Relocation(
+                draw.choice(clients).at + draw.uniform(0.0, 1.0) ** 2,
+                draw.random(),
+                draw.choice(units).spec.unit,
+            )
+            for _ in range(self._count(8, 24))
+        ]
+
     def _order(self, unit: SimulatedUnit) -> Order:
         draw = self._random
         model = draw.choice(list(unit.shapes))
         return Order(
             self._when(),
             unit.spec.unit,
-            draw.choice(("pin", "pin", "evict", "reserve", "drain")),
+            draw.choice(("evict", "drain") if self.calm else ("evict", "drain", *KEEPING, "pin")),
             model,
             self._prompt(self.contexts[model]),
             draw.randint(1, 5),
@@ -218,26 +263,14 @@ class Lot:
     def _rates(self) -> Rates:
         """A few kinds of mishaps, some of the time."""
         draw = self._random
-        if self._odds(0.35):
+        if self.calm or self._odds(0.25):
             return Rates()
         kinds = ("late", "slow", "lost", "unanswered", "again", "cut", "jobs")
         chosen = draw.sample(kinds, self._count(1, 3))
         return Rates(**{kind: draw.choice((0.02, 0.1, 0.3)) for kind in chosen})
 
-    # -- how it is drawn --------------------------------------------------------------------------------
-
-    def _odds(self, of: float) -> bool:
-        return self._random.random() < of
-
-    def _count(self, least: int, most: int) -> int:
-        return self._random.randint(least, most)
-
     def _when(self) -> float:
         return self._random.uniform(0.0, 1.2 * self.span)
-
-    def _moment(self) -> float:
-        """Seconds: of a job, of a few, of a lease."""
-        return self._random.choice((0.002, 0.02, 0.2, 2.0)) * self._random.uniform(0.5, 2.0)
 
 
 def draw_ordeal(seed: int) -> Ordeal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvloom.core.clock import Clock
 from kvloom.fleet.scheduler import FleetScheduler
@@ -19,7 +19,7 @@ class Rescheduling:
     """What a fleet scheduler is started with. period: seconds."""
 
     period: float = 0.5
-    thresholds: Thresholds = Thresholds()
+    thresholds: Thresholds = field(default_factory=Thresholds)
 
 
 @asynccontextmanager

@@ -36,8 +36,8 @@ def simulate(
     rescheduling: Rescheduling | None = None,
 ) -> Results:
     """Add all outcomes to `summary`, telling each. seed: of the order of what happens at one moment. hosting:
-    the work besides jobs of the one machine that all units are on; client_here: the asking too. rescheduling: of the
-    fleet scheduler; None where there is none."""
+    the work besides jobs of the one machine that all units are on; client_here: the asking too. rescheduling:
+    of the fleet scheduler; None where there is none."""
 
     def add(outcome: Outcome) -> None:
         summary.add(outcome)

@@ -12,9 +12,20 @@ from kvloom.core.verbs import Pin, Prefix, PrepRecv
 from kvloom.router.program import Program, load_program
 from kvloom.sim.answer import Answer
 from kvloom.sim.crew import Crew
-from kvloom.sim.faults import Death, Fault, GatewayLoss, Mishaps, Ordeal, Order, Switch
+from kvloom.sim.faults import (
+    Death,
+    Fault,
+    GatewayLoss,
+    Mishaps,
+    Ordeal,
+    Order,
+    Relocation,
+    SchedulerLoss,
+    Switch,
+)
 from kvloom.sim.faulty_wire import FaultyWire
 from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.fleet_wire import FleetWire, SchedulerProcess
 from kvloom.sim.gateway import Gateway
 from kvloom.sim.host import Host
 from kvloom.sim.journal import Journal
@@ -49,11 +60,14 @@ class World:
         self._program = _load(ordeal.program)
         self._up = asyncio.Event()
         self._crew = Crew(self._crashed)
+        self._scheduler = self._make_scheduler()
 
     async def start(self) -> None:
         for host in self.hosts.values():
             host.start()
         await self._open_gateway()
+        if self._scheduler is not None:
+            self._scheduler.start()
 
     async def play(self, most: float) -> list[Answer]:
         """All that is to happen, for `most` seconds. Returns the answers that are still waited for."""
@@ -61,11 +75,17 @@ class World:
         faults = [
             self._crew.spawn(self._befall(number, fault)) for number, fault in enumerate(self.ordeal.faults)
         ]
-        await asyncio.wait([*clients, *faults], timeout=most)
+        await asyncio.wait(clients, timeout=most)
+        if self._scheduler is not None:
+            self._scheduler.kill()  # it has nothing to order about any more
+        if faults:
+            await asyncio.wait(faults, timeout=most)
         return [answer for answer in self.answers if answer.fate == "waits"]
 
     def calm(self) -> None:
-        """Nothing goes wrong any more."""
+        """Nothing goes wrong any more, and nobody orders requests about."""
+        if self._scheduler is not None:
+            self._scheduler.kill()
         for mishaps in self._mishaps:
             mishaps.calm()
 
@@ -84,6 +104,14 @@ class World:
     def _wire(self, host: Host) -> FaultyWire:
         mishaps = self._fates(f"to {host.name}")
         return self._parts.wire(host, self._clock, self.ordeal.delay, mishaps, self._journal, self._crashed)
+
+    def _make_scheduler(self) -> SchedulerProcess | None:
+        given, clock, journal = self.ordeal.rescheduling, self._clock, self._journal
+        if given is None:
+            return None
+        mishaps = self._fates("of the fleet")
+        wire = FleetWire(lambda: self.gateway, clock, self.ordeal.delay, mishaps, journal, self._crashed)
+        return SchedulerProcess(given, wire, clock, journal, self._crashed)
 
     def _fates(self, of: str) -> Mishaps:
         made = Mishaps(f"{self.ordeal.seed}/{len(self._mishaps)}/{of}", self.ordeal.rates)
@@ -114,6 +142,10 @@ class World:
                 await self._die(fault)
             case GatewayLoss():
                 await self._lose_gateway(fault)
+            case SchedulerLoss():
+                await self._lose_scheduler(fault)
+            case Relocation():
+                await self._relocate(fault)
             case Switch():
                 self._program = _load(fault)
                 self._journal("program", "", fault.program, dict(fault.options))
@@ -143,6 +175,24 @@ class World:
             self._crew.spawn(gateway.lose())
             await self._clock.sleep(loss.down)
             await self._open_gateway()
+
+    async def _lose_scheduler(self, loss: SchedulerLoss) -> None:
+        if self._scheduler is not None:
+            self._journal.count("schedulers lost")
+            self._scheduler.kill()
+            await self._clock.sleep(loss.down)
+            self._scheduler.start()
+
+    async def _relocate(self, order: Relocation) -> None:
+        asked = [
+            answer.client.body.request for answer in self.answers if answer.tokens and answer.over is None
+        ]
+        if self.gateway is not None and asked:
+            request = asked[int(order.which * len(asked))]
+            names = list(self.hosts)
+            first = names.index(order.unit)
+            units = [*names[first:], *names[:first]]
+            await asyncio.wait([self.gateway.spawn(self.gateway.move(request, units))])
 
     async def _order(self, name: str, order: Order) -> None:
         gateway = self.gateway

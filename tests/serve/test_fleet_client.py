@@ -1,0 +1,83 @@
+"""How the fleet scheduler reaches a gateway, and what it makes of one that it does not reach."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvloom.api.auth import Keys
+from kvloom.core.errors import Unavailable
+from kvloom.core.replicas import Steps
+from kvloom.core.rescheduling import Pair, Pairs
+from kvloom.serve.connection import ClientConnection
+from kvloom.serve.fleet_client import FleetClient
+from kvloom.serve.server import Server
+from tests.api.fleet import Administered, administered
+
+PAIRS = Pairs(pairs=(Pair("unit-0", "unit-1"),), seconds=1.5)
+
+
+@asynccontextmanager
+async def gateway() -> AsyncIterator[tuple[str, Administered]]:
+    """Its URL. API keys are set, and no admin key."""
+    fleet = administered(keys=Keys({"asker": None}, secret="fleet"))
+    listener, ready = socket.create_server(("127.0.0.1", 0)), asyncio.Event()
+    url = "http://{}:{}".format(*listener.getsockname())
+    server = Server(fleet.app, connection=ClientConnection, grace=1, ready=ready.set)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(server.serve([listener]))
+        await ready.wait()
+        yield url, fleet
+        server.end()
+
+
+def test_it_asks_and_tells_with_the_fleets_secret() -> None:
+    async def test() -> None:
+        async with gateway() as (url, fleet):
+            client = FleetClient(url, secret="fleet")
+            assert (await client.state()).loads["unit-0"].free_blocks == 8
+            await client.pair(PAIRS)
+            await client.scale(Steps(start=("unit-2",)))
+            assert fleet.paired == [PAIRS]
+            with pytest.raises(Unavailable, match=r"the gateway refuses /admin/fleet: .*admin key"):
+                await FleetClient(url, secret="asker").state()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (None, "cannot be reached"),
+        (b"", "cannot be reached"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "cannot be reached"),
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "an answer of unknown length"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "cannot be read"),
+        (b"HTTP/1.1 500 No\r\ncontent-length: 2\r\n\r\nno", "refuses /admin/fleet: no"),
+    ],
+)
+def test_a_gateway_that_does_not_answer_well(said: bytes | None, why: str) -> None:
+    """It is none, hangs up, or says what is no answer."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said or b"")
+        writer.close()
+
+    async def test() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = FleetClient(f"http://127.0.0.1:{port}", secret="s")
+        if said is None:
+            server.close()
+        with pytest.raises(Unavailable, match=re.escape(why)) as error:
+            await client.state()
+        assert "\n" not in error.value.message
+        server.close()
+
+    asyncio.run(test())

@@ -1,0 +1,122 @@
+"""Broken moves, and what is not given back: the laws' checks see it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.core.request import StartGenerate
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.spec import EngineSpec, ModelSpec
+from kvloom.cost.shape import ModelShape
+from kvloom.fleet.thresholds import Thresholds
+from kvloom.sim.chaos import Verdict, run_ordeal
+from kvloom.sim.faults import Client, Ordeal, Relocation, SchedulerLoss, Switch
+from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.laws import NO_STARVATION, NOTHING_LEAKS, SAME_TOKENS
+from kvloom.sim.ordeal import VOCAB, Evenly
+from kvloom.sim.rescheduling import Rescheduling
+from kvloom.sim.world import Parts
+from tests.sim.breakers import DeafWire, LyingWire, PinningHost, RestlessWire, SmearingHost
+
+LOST, BACK = (SchedulerLoss(0.0, 60.0),), (SchedulerLoss(0.0, 0.3),)
+
+
+def ordeal(
+    program: str = "data_parallel", count: int = 3, leaves: float | None = None, **more: object
+) -> Ordeal:
+    """Two units of one model, and so many clients with forty tokens each to come, a second or two."""
+    shape = ModelShape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, vocab=VOCAB)
+    units = tuple(
+        SimulatedUnit(
+            EngineSpec(
+                models=(ModelSpec(name="m", path="", max_context=100),),
+                kv_bytes=160 * 128,
+                block_bytes=128,
+                policy="fcfs",
+                max_running=4,
+                max_waiting=8,
+                chunk_tokens=64,
+                threads=1,
+                unit=f"unit-{i}",
+                lease=120.0,
+            ),
+            {"m": shape},
+            1,
+            Evenly(3e-3),
+            bandwidth=1e6,
+            stride=1,
+        )
+        for i in range(2)
+    )
+    asked = [
+        StartGenerate(
+            model="m",
+            request=f"ask-{i}",
+            prompt=[i % 2 * 50 + at for at in range(20)],
+            sampling=SamplingParams(max_tokens=40, seed=i),
+            n=1 + i % 2,
+        )
+        for i in range(count)
+    ]
+    clients = tuple(Client(0.1 * i, body, leaves=leaves) for i, body in enumerate(asked))
+    return Ordeal(1, units, {"m": 100}, Switch(0.0, program, {}), clients, **more)  # type: ignore[arg-type]
+
+
+def moving() -> Ordeal:
+    """Each of them is ordered from one unit to the other, and back."""
+    return ordeal(faults=tuple(Relocation(0.5 + 0.1 * i, i % 3 / 3, "unit-0") for i in range(8)))
+
+
+def told(verdict: Verdict, law: str) -> str:
+    return "".join(f"{one.what}\n" for one in verdict.broken if one.law == law)
+
+
+def test_requests_are_moved_to_and_fro() -> None:
+    verdict = run_ordeal(moving())
+    assert not verdict.broken
+    assert verdict.counts["requests moved"] >= 5
+
+
+def test_requests_follow_pairs_and_go_on_without_a_scheduler() -> None:
+    """From one unit to the other, which is idle then, and back."""
+
+    def run(*losses: SchedulerLoss) -> Verdict:
+        always = Rescheduling(0.1, Thresholds(1e3, 1e3))
+        verdict = run_ordeal(ordeal(count=1, rescheduling=always, faults=losses))
+        assert not verdict.broken
+        return verdict
+
+    moves = [run(*losses).counts["requests moved"] for losses in ((), LOST, BACK)]
+    assert moves[0] >= moves[2] > moves[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "law", "says"),
+    [
+        (Parts(wire=LyingWire), SAME_TOKENS, "alone it is"),
+        (Parts(wire=DeafWire), NO_STARVATION, "has waited for 60 s"),
+        (Parts(host=SmearingHost), SAME_TOKENS, "not its own"),
+    ],
+)
+def test_a_broken_move_is_seen(parts: Parts, law: str, says: str) -> None:
+    verdict = run_ordeal(moving(), parts=parts)
+    assert says in told(verdict, law), verdict.broken
+
+
+def test_a_request_that_did_not_stand_still_has_the_same_stream() -> None:
+    """What both ends tell is told once."""
+    assert not run_ordeal(moving(), parts=Parts(wire=RestlessWire)).broken
+
+
+@pytest.mark.parametrize(
+    ("program", "parts", "what"),
+    [
+        ("disaggregate", Parts(wire=DeafWire), "used_blocks of m are left"),
+        ("tests.sim.programs:pinning", Parts(host=PinningHost), "pinned_blocks of m are left"),
+    ],
+)
+def test_what_only_a_lease_gives_back_is_seen(program: str, parts: Parts, what: str) -> None:
+    """Where all is well, nothing is left to leases."""
+    leaving = ordeal(program, leaves=0.05 if program == "disaggregate" else 0.5)
+    assert not run_ordeal(leaving).broken
+    assert what in told(run_ordeal(leaving, parts=parts), NOTHING_LEAKS)
