@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from kvloom.core.errors import Conflict, OutOfBlocks
+from kvloom.core.address import KVForm
+from kvloom.core.errors import BadRequest, Conflict, OutOfBlocks
+from kvloom.core.weaving import Borrow
 from kvloom.engine.engine import Engine
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
@@ -229,5 +233,24 @@ def test_what_is_lent_is_promised(paths: tuple[Path, Path]) -> None:
             with pytest.raises(Conflict, match="lends already"):
                 cold.weaving.lend(hot.weaving.terms(MODEL, 1))
             cold.pool.check()
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize(
+    "change", [{"block_bytes": 1 << 14}, {"tokens_per_block": 64}, {"dtype": "bfloat16"}, {"head_dim": 8}]
+)
+def test_a_form_that_is_not_of_these_blocks_is_refused(
+    paths: tuple[Path, Path], change: dict[str, int | str]
+) -> None:
+    """Else a token's place would lie outside of the block that was lent for it."""
+
+    async def serve() -> None:
+        async with weaving(spec_of({"cold": paths[1]}, threads=1)) as cold:
+            form = replace(KVForm.of(cold.pool.caches["cold"].geometry, "float32"), **change)
+            terms = Borrow(model="m", pid=os.getpid(), form=form, heads=4, rows=2, width=2, pages=2)
+            with pytest.raises(BadRequest, match="cannot be exchanged"):
+                cold.weaving.lend(terms)
+            assert cold.pool.lent == 0
 
     asyncio.run(serve())

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 
+from kvloom.core.address import KVForm
 from kvloom.core.arrays import I32
 from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, Conflict
@@ -121,10 +122,9 @@ class Weaving:
         """Blocks for another unit's model, which count as promised; asked again, the same. Raises
         OutOfBlocks where too many would be, Conflict where something is lent, BadRequest where `borrow`
         makes no sense."""
-        form = borrow.form
-        geometry = Geometry(form.layers, form.kv_heads, form.head_dim, 4, form.block_bytes)
-        if geometry.tokens_per_block != form.tokens_per_block:
-            raise BadRequest(f"weave: pages of {form.tokens_per_block} tokens of {form.dtype}; want float32")
+        form, own = borrow.form, next(iter(self._queues.values())).form
+        geometry = Geometry(form.layers, form.kv_heads, form.head_dim, 4, own.block_bytes)
+        KVForm.of(geometry, "float32").refuse_unlike(form, model=borrow.model)
         if self._terms is not None and self._terms[0] == borrow:
             return self._terms[1]
         if self._lent is not None:

@@ -38,10 +38,6 @@ class BorrowedBlocks:
         )
         self._room = Room.of(address, 0, address.end, own=self._peer, peer=self._peer)
         self._blocks = address.block_map.ravel()
-        if self._peer.block_bytes != form.block_bytes:
-            raise BadRequest(
-                f"loan: blocks of {self._peer.block_bytes} bytes; here they have {form.block_bytes}"
-            )
         self.pages = loan.pages
         self.tasks = TaskSender(self._peer, loan.mailbox, patience)
         made, asked = self.tasks.form, (loan.pages, form.layers, borrow.heads, form.kv_heads, form.head_dim)
