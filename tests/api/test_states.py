@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.api.app import create_app
 from kvloom.core.errors import Unavailable
-from kvloom.core.service import Service
+from kvloom.core.service import NO_PROCESS, Service
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from tests.api.fleet import Curt
@@ -28,13 +28,17 @@ def bring(router: Router, name: str, state: Service, stack: ExitStack) -> None:
         stack.callback(unit.end_call)
     if state == "restarting":
         stack.enter_context(unit.restarts())
+    if state in ("away", "starting"):
+        unit.leave()
+        unit.gone()
+    if state == "starting":
+        unit.come()
 
 
 def told(path: str, *states: Service) -> httpx.Response:
     """By a gateway whose units are in these states."""
     engines = {
-        f"unit-{number}": GONE if state in ("down", "restarting") else Curt()
-        for number, state in enumerate(states)
+        f"unit-{number}": GONE if state in NO_PROCESS else Curt() for number, state in enumerate(states)
     }
 
     async def asked() -> httpx.Response:
@@ -56,6 +60,9 @@ def told(path: str, *states: Service) -> httpx.Response:
         (("down", "up"), "ok"),
         (("restarting", "up", "draining"), "ok"),
         (("restarting", "drained", "down"), "restarting"),
+        (("away", "starting"), "starting"),
+        (("away", "drained"), "away"),
+        (("away", "up"), "ok"),
     ],
 )
 def test_health(states: tuple[Service, ...], status: str) -> None:
@@ -74,7 +81,7 @@ def test_no_unit_takes_requests() -> None:
 
 def test_metrics() -> None:
     """A unit that is drained still tells what it holds."""
-    states: tuple[Service, ...] = ("up", "drained", "draining", "down", "restarting")
+    states: tuple[Service, ...] = ("up", "drained", "draining", *NO_PROCESS)
     lines = told("/metrics", *states).text.splitlines()
     assert "kvloom_engines_up 1.0" in lines
     for number, state in enumerate(states):
@@ -82,4 +89,4 @@ def test_metrics() -> None:
             line = f'kvloom_unit_state{{state="{other}",unit="unit-{number}"}} {float(other == state)}'
             assert line in lines
         tells = f'kvloom_kv_blocks{{unit="unit-{number}"}} 8.0' in lines
-        assert tells == (state not in ("down", "restarting"))
+        assert tells == (state not in NO_PROCESS)

@@ -53,7 +53,7 @@ def test_two_units_become_one_under_load(tmp_path: Path, capsys: pytest.CaptureF
     folder.mkdir()
     with fleet(str(file), folder=folder) as running:
         url = running.wait_until_ready()
-        with streams(url, 200, a=2, b=2) as ended:
+        with streams(url, 200, a=1, b=1) as ended:
             assert main(["replan", str(plan), "--url", url]) == 0
             assert "nothing is changed yet" in capsys.readouterr().out
             assert main(["replan", str(plan), "--url", url, "--apply"]) == 0

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 LONGEST_DRAIN: Final = 3600  # seconds
 
 Service = Literal["up", "down", "draining", "drained", "restarting", "starting", "away"]
-NO_PROCESS: Final = ("down", "restarting", "starting", "away")  # perhaps: nobody is asked there
+NO_PROCESS: Final[tuple[Service, ...]] = ("down", "restarting", "starting", "away")  # or none that answers
 
 
 class UnitState(Struct, frozen=True, kw_only=True):
