@@ -138,3 +138,22 @@ def test_it_waits_for_a_restart_that_somebody_else_has_asked_for_before_its_gate
                 assert (await told(one))[-1] == ("gateway", "restarted")
 
     run(test)
+
+
+def test_units_that_come_and_go_are_left_alone() -> None:
+    """One that has no process needs no new one, nor does one that is about to lose it."""
+
+    async def test() -> None:
+        async with drained(3) as played:
+            played.starts.set()
+            units = played.fleets.router.units
+            units["a"].leave()
+            units["b"].leave()
+            units["b"].gone()
+            one, _ = rolling(played, "gateway")
+            async with one:
+                one.begin()
+                await told(one)
+                assert played.ends == ["c"]
+
+    run(test)

@@ -66,6 +66,11 @@ class Drains:
             problem=unit.problem.message if unit.problem else "",
         )
 
+    def stays(self, name: str) -> bool:
+        """It is there, has a process, and is not about to lose it."""
+        unit = self._router.units.get(name)
+        return unit is not None and unit.presence == "here"
+
     async def drain(self, name: str, seconds: float | None = None) -> UnitState:
         """Give the unit no new request, and wait for what runs there; what runs for longer goes on. Raises
         Conflict while it is being restarted, or has no process, and where it is admitted before the wait is
@@ -145,7 +150,7 @@ class Drains:
             raise Conflict(f"{name} is being restarted; it takes requests once it has")
 
     def _refuse_absent(self, name: str) -> None:
-        if self._router.units[name].presence != "here":
+        if not self.stays(name):
             raise Conflict(f"{name} has no process, or is about to lose it; start it first")
 
     def _tell(self) -> None:

@@ -13,7 +13,6 @@ from kvloom.core.service import RestartStep, Service
 from kvloom.router.drains import Drains
 
 _TAKEN_OUT: Final = ("draining", "drained")  # by hand, and so they stay
-_NO_PROCESS: Final = ("away", "starting")
 
 
 class Rolling:
@@ -80,7 +79,7 @@ class Rolling:
     async def _run(self, seconds: float | None) -> None:
         try:
             for name in [state.name for state in self._drains.states]:
-                if self._state(name) not in _NO_PROCESS:
+                if self._drains.stays(name):
                     await self._step(name, lambda name: self._unit(name, seconds))
             for component in self._beside:
                 await self._step(component, self._component)
