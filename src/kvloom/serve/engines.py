@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvloom.core.spec import EngineSpec
-from kvloom.serve.roles import Roles
 from kvloom.serve.supervised import Role, Supervised
 
 
@@ -16,13 +15,13 @@ class Engines:
         self,
         specs: Sequence[EngineSpec],
         first: Sequence[str],
-        roles: Roles,
+        role: Callable[[EngineSpec], Role],
         supervise: Callable[[Role], Supervised],
     ) -> None:
         self.specs = {spec.unit: spec for spec in specs}
-        self._roles = roles
+        self._role = role
         self._supervise = supervise
-        self.running = {name: supervise(roles.engine(self.specs[name])) for name in first}
+        self.running = {name: supervise(role(self.specs[name])) for name in first}
         self._ending: dict[str, Supervised] = {}
 
     @property
@@ -36,7 +35,7 @@ class Engines:
 
     async def start(self, spec: EngineSpec) -> None:
         """Give a unit that has none a process; keep it alive until it is stopped, or cannot be started."""
-        process = self.running[spec.unit] = self._supervise(self._roles.engine(spec))
+        process = self.running[spec.unit] = self._supervise(self._role(spec))
         ending = self._ending.get(spec.unit)
         if ending is not None:
             await ending.ended()
@@ -52,7 +51,8 @@ class Engines:
             process.end()
         if (ending := self._ending.get(unit)) is not None:
             await ending.ended()
-            self._ending.pop(unit, None)
+            if self._ending.get(unit) is ending:
+                del self._ending[unit]
 
     def forget(self, unit: str) -> None:
         """One that has no process is not to get one any more."""

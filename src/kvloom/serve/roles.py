@@ -7,16 +7,14 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvloom.config import Config
 from kvloom.core.spec import EngineSpec, SchedulerSpec
+from kvloom.serve.engines import Engines
 from kvloom.serve.health import answers
 from kvloom.serve.orders import EngineOrder, GatewayOrder, SchedulerOrder, Standing
 from kvloom.serve.supervised import Role
-
-if TYPE_CHECKING:
-    from kvloom.serve.engines import Engines
 
 ENGINE: Final = "kvloom.serve.engine_process"
 GATEWAY: Final = "kvloom.serve.gateway_process"

@@ -63,7 +63,7 @@ class Supervisor:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._announced = False
         self._standing = Standing()
-        self._engines = Engines(config.engines, config.first, self._roles, self._supervise)
+        self._engines = Engines(config.engines, config.first, self._roles.engine, self._supervise)
         role = self._roles.gateway(lambda: self._standing, self._engines)
         self._gateways = Gateways(role, self._supervise, seconds=config.drain)
         self._scheduler: Supervised | None = None  # until there is a fleet
