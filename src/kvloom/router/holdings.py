@@ -13,7 +13,7 @@ from kvloom.router.replica import Replica
 What = Literal["room", "work", "pin"]
 T = TypeVar("T")
 
-_REFUSALS: Final = (BadRequest, UnknownModel, QueueFull, OutOfBlocks)  # after them nothing is held
+REFUSALS: Final = (BadRequest, UnknownModel, QueueFull, OutOfBlocks)  # after them nothing is held
 RELEASE_SECONDS: Final = 2.0  # for engines to be told that a request is over; leases do it where that fails
 
 
@@ -43,7 +43,7 @@ class Holdings:
         try:
             async with replica.reached():
                 yield
-        except _REFUSALS:
+        except REFUSALS:
             self.let_go(replica, what, name)
             raise
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from kvloom.core.errors import KvloomError
 from kvloom.core.verbs import Prepared, PrepRecv, RemoteSend
+from kvloom.router.holdings import REFUSALS
 from kvloom.router.replica import Replica
 
 
@@ -60,6 +61,6 @@ class Room:
         asked, self._asked = self._asked, None
         if asked is not None:
             await asyncio.wait([asked])
-            with suppress(KvloomError):
-                asked.result()
-                await self._target.client.abort(self.name)
+            if not isinstance(asked.exception(), REFUSALS):
+                with suppress(KvloomError):
+                    await self._target.client.abort(self.name)
