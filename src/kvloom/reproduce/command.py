@@ -10,7 +10,7 @@ ABOUT = """\
 Run the experiments of a paper in virtual time, with kvloom's own engines, policies, pools and router
 programs, and print what the paper found beside what is found here. No GPU is needed."""
 
-PAPERS: Final = ("microserving", "muxserve")
+PAPERS: Final = ("llumnix", "microserving", "muxserve")
 
 
 def add(commands: Any) -> None:
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         metavar="N",
-        help="only this figure, or table-N; may be given again",
+        help="only this figure, table-N or section-N; may be given again",
     )
     reproduce.add_argument(
         "--scale", choices=("small", "full"), default="full", help="small is for a quick look (full)"

@@ -20,20 +20,33 @@ Prompts = Callable[[int, Ask], list[int]]  # the token ids of an ask, by its num
 
 
 async def play(
-    server: Generator, asks: Iterable[Ask], prompts: Prompts, clock: Clock, tell: Callable[[Outcome], None]
+    server: Generator,
+    asks: Iterable[Ask],
+    prompts: Prompts,
+    clock: Clock,
+    tell: Callable[[Outcome], None],
+    *,
+    interval: int = FEW_FRAMES,
 ) -> None:
-    """Open loop: each ask goes out at its time, whatever became of those before. Asks come in order."""
+    """Open loop: each ask goes out at its time, whatever became of those before. Asks come in order.
+    interval: tokens a frame."""
     begin = clock.now()
     async with asyncio.TaskGroup() as group:
         for number, ask in enumerate(asks):
             wait = begin + ask.at - clock.now()
             if wait > 0:
                 await clock.sleep(wait)
-            group.create_task(_play(server, number, ask, prompts, clock, tell))
+            group.create_task(_play(server, number, ask, prompts, clock, tell, interval))
 
 
 async def _play(
-    server: Generator, number: int, ask: Ask, prompts: Prompts, clock: Clock, tell: Callable[[Outcome], None]
+    server: Generator,
+    number: int,
+    ask: Ask,
+    prompts: Prompts,
+    clock: Clock,
+    tell: Callable[[Outcome], None],
+    interval: int,
 ) -> None:
     body = StartGenerate(
         model=ask.model,
@@ -41,7 +54,7 @@ async def _play(
         prompt=prompts(number, ask),
         sampling=SamplingParams(max_tokens=ask.output, seed=number),
         priority=ask.priority,
-        interval=FEW_FRAMES,
+        interval=interval,
     )
     begin, first, last, tokens, cached, problem = clock.now(), None, None, 0, 0, ""
     try:

@@ -1,0 +1,114 @@
+"""One system under one load: how long its requests took, and how often they moved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvloom.core.arrays import F64
+from kvloom.reproduce.llumnix.setup import VOCAB
+from kvloom.router.program import load_program
+from kvloom.sim.clock import LoopClock
+from kvloom.sim.fleet import SimulatedUnit, simulated
+from kvloom.sim.loop import run_virtual
+from kvloom.sim.play import play
+from kvloom.sim.rescheduling import Rescheduling
+from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.prompts import Prompts
+
+INTERVAL: Final = 16  # tokens a frame: what a router knows of a request that is to move
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """program: that dispatches. rescheduling: None where no request moves."""
+
+    name: str
+    program: str
+    rescheduling: Rescheduling | None = None
+
+
+ROUND_ROBIN: Final = System("round-robin", "data_parallel")
+INFAAS: Final = System("INFaaS++", "infaas")
+LLUMNIX: Final = System("Llumnix", "freest", Rescheduling())
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds: mean and P99."""
+
+    mean: float
+    p99: float
+
+    @staticmethod
+    def of(seconds: F64) -> Times:
+        return Times(float(seconds.mean()), float(np.quantile(seconds, 0.99)))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """prefill: to the first token. decode: between tokens, of the requests that had two. request: to the
+    last. preemptions: in all; moved, stayed: moves that were made, and that came to nothing."""
+
+    prefill: Times
+    decode: Times
+    request: Times
+    preemptions: int
+    moved: int
+    stayed: int
+
+
+def play_point(
+    system: System, units: list[SimulatedUnit], asks: Iterable[Ask], tell: Callable[[Outcome], None]
+) -> Point:
+    """Raises RuntimeError where a request is not answered."""
+    return _Play(tell).run(system, units, asks)
+
+
+def play_outcomes(
+    system: System, units: list[SimulatedUnit], asks: Iterable[Ask], tell: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Of every request, as they ended. Raises RuntimeError where one is not answered."""
+    playing = _Play(tell)
+    playing.run(system, units, asks)
+    return playing.outcomes
+
+
+class _Play:
+    def __init__(self, tell: Callable[[Outcome], None]) -> None:
+        self._tell = tell
+        self.outcomes: list[Outcome] = []
+
+    def run(self, system: System, units: list[SimulatedUnit], asks: Iterable[Ask]) -> Point:
+        return run_virtual(self._main(system, units, asks))
+
+    async def _main(self, system: System, units: list[SimulatedUnit], asks: Iterable[Ask]) -> Point:
+        clock, program = LoopClock(asyncio.get_running_loop()), load_program(system.program, {})
+        async with simulated(units, program, rescheduling=system.rescheduling) as fleet:
+            await play(fleet.server, asks, Prompts(VOCAB), clock, self._add, interval=INTERVAL)
+            loads = [await engine.load() for engine in fleet.engines.values()]
+            mover = fleet.rescheduler
+            return Point(
+                *latencies(self.outcomes),
+                preemptions=sum(one.preemptions_total for load in loads for one in load.models.values()),
+                moved=mover.moved if mover else 0,
+                stayed=mover.stayed if mover else 0,
+            )
+
+    def _add(self, outcome: Outcome) -> None:
+        if outcome.error:
+            raise RuntimeError(f"a request at {outcome.ask.at:.3f} s failed: {outcome.error}")
+        self.outcomes.append(outcome)
+        self._tell(outcome)
+
+
+def latencies(outcomes: Iterable[Outcome]) -> tuple[Times, Times, Times]:
+    """To the first token, between tokens, to the last."""
+    rows = [(one.first, one.per_token, one.end) for one in outcomes]
+    first, between, last = zip(*rows, strict=True)
+    steps = [seconds for seconds in between if seconds is not None]
+    return Times.of(np.array(first)), Times.of(np.array(steps)), Times.of(np.array(last))

@@ -1,0 +1,40 @@
+"""The curves of figure 11, which are read where they lie and are no part of kvloom."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from kvloom.core.errors import ConfigError
+
+FOLDER: Final = "KVLOOM_DATA"  # the variable that names where the file is
+NAME: Final = "llumnix_fig11.json"
+
+
+class Curves(Struct, frozen=True):
+    """By workload, measure and system: (requests a second, value)."""
+
+    figures: dict[str, dict[str, dict[str, list[tuple[float, float]]]]] = {}
+
+    def at(self, traffic: str, measure: str, system: str, rate: float) -> float | None:
+        """None where nothing was published, or the file is not here."""
+        curve = self.figures.get(traffic, {}).get(measure, {}).get(system, [])
+        return next((value for at, value in curve if abs(at - rate) < 1e-6), None)
+
+
+def read_curves() -> Curves:
+    """Empty where the variable is not set. Raises ConfigError."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return Curves()
+    path = Path(folder, NAME)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Curves)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {FOLDER} names a folder with {NAME}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not the curves of figure 11: {error}") from error

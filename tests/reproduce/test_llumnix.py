@@ -1,0 +1,109 @@
+"""Llumnix's experiments at small scale: its set-up, what is published, and what is measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvloom.core.errors import ConfigError
+from kvloom.cost.shapes import find_shape
+from kvloom.cost.work import Work
+from kvloom.reproduce.llumnix.downtime import RECOMPUTED, downtime, figure_10
+from kvloom.reproduce.llumnix.point import INFAAS, LLUMNIX, ROUND_ROBIN, Point, Times
+from kvloom.reproduce.llumnix.priorities import section_64
+from kvloom.reproduce.llumnix.published import Curves, read_curves
+from kvloom.reproduce.llumnix.serving import TRAFFICS, Run, figure_11, report_of
+from kvloom.reproduce.llumnix.setup import HOST, LONG, MODEL, POOL, SHAREGPT, SHORT, make_units
+from kvloom.workload.arrivals import gamma
+
+CURVES = """{"source": "a test", "figures": {"ShareGPT": {"prefill_p99_s": {"Llumnix": [[7.0, 1.5]]}}}}"""
+
+
+def quiet(what: str, part: float) -> None:
+    """Tells nobody."""
+
+
+def test_an_instance_has_the_papers_room_in_pages_of_one_block() -> None:
+    [unit] = make_units(1)
+    shape = find_shape(MODEL)
+    assert unit.shapes[MODEL].kv_bytes == shape.kv_bytes == 524_288
+    geometry = unit.shapes[MODEL].geometry(unit.spec.block_bytes)
+    assert (geometry.blocks_per_page, geometry.tokens_per_block) == (1, 16)
+    assert unit.spec.kv_bytes == POOL * shape.kv_bytes
+
+
+def test_a_prefill_takes_what_the_paper_has_and_a_step_waits_for_the_host() -> None:
+    cost = make_units(1)[0].cost
+    for length, paper in zip((256, 512, 1024, 2048, 4096, 8192), RECOMPUTED, strict=True):
+        seconds = cost.seconds(Work.prefill(MODEL, 1.0, [length]))
+        assert seconds == pytest.approx(paper / 1e3, rel=0.1)
+    assert cost.seconds(Work.decode(MODEL, 1.0, [256])) > HOST + 13.5e9 / 0.6e12
+
+
+def test_the_same_requests_come_at_every_rate_only_faster() -> None:
+    slow, fast = (list(SHAREGPT.asks(rate, 50)) for rate in (7.0, 14.0))
+    assert [(one.prompt, one.output) for one in slow] == [(one.prompt, one.output) for one in fast]
+    assert slow[-1].at == pytest.approx(2 * fast[-1].at)
+    bursts = list(replace(SHORT, gaps=gamma(8), urgent=0.1).asks(26.0, 500))
+    assert 20 < sum(ask.priority == -1 for ask in bursts) < 90
+    assert max(ask.prompt + ask.output for traffic in TRAFFICS for ask in traffic.asks(7.0, 500)) < POOL
+
+
+def test_curves_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVLOOM_DATA", raising=False)
+    assert read_curves() == Curves()
+    monkeypatch.setenv("KVLOOM_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match="No such file"):
+        read_curves()
+    (tmp_path / "llumnix_fig11.json").write_text(CURVES[:40])
+    with pytest.raises(ConfigError, match="not the curves"):
+        read_curves()
+    (tmp_path / "llumnix_fig11.json").write_text(CURVES)
+    assert read_curves().at("ShareGPT", "prefill_p99_s", "Llumnix", 7.0) == 1.5
+    assert read_curves().at("ShareGPT", "prefill_p99_s", "Llumnix", 7.5) is None
+
+
+def run(system: str, rate: float, prefill: float, decode: float) -> Run:
+    known = {one.name: one for one in (ROUND_ROBIN, INFAAS, LLUMNIX)}
+    point = Point(Times(0.1, prefill), Times(0.04, decode), Times(9.0, 50.0), 5, 3, 1)
+    return Run(LONG, rate, known[system], point)
+
+
+def test_claims_say_at_which_rate_they_hold() -> None:
+    runs = [
+        run("INFaaS++", 2.6, 2.0, 0.10),
+        run("Llumnix", 2.6, 2.1, 0.05),
+        run("INFaaS++", 3.0, 8.0, 0.10),
+        run("Llumnix", 3.0, 2.0, 0.10),
+    ]
+    curves = Curves({"L-L": {"decode_p99_s": {"Llumnix": [(3.0, 0.1209)]}}})
+    report = report_of(runs, curves)
+    assert [claim.verdict for claim in report.claims] == ["fails", "holds", "holds"]
+    assert "0.95× as short at the least (2.6 req/s), 4.00× at the most (3)" in report.claims[0].found
+    [told] = [cell for cell in report.cells if cell.paper is not None]
+    assert (told.column, told.ours) == ("P99 decode, ms", 100.0)
+    assert told.paper == pytest.approx(120.9)
+    assert len(report.grids[0].rows) == 4
+
+
+def test_figure_11_and_priorities_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVLOOM_DATA", raising=False)
+    told: list[float] = []
+    report = figure_11("small", lambda what, part: told.append(part))
+    assert told == sorted(told)
+    assert told[-1] == pytest.approx(1.0)
+    assert {row[2] for row in report.grids[0].rows} == {"round-robin", "INFaaS++", "Llumnix"}
+    assert all(cell.paper is None and cell.ours > 0 for cell in report.cells)
+    told.clear()
+    cells = section_64("small", lambda what, part: told.append(part)).cells
+    assert told == sorted(told)
+    assert len(cells) == 4
+
+
+def test_a_move_is_shorter_than_a_step_whatever_the_length() -> None:
+    for length in (256, 4096):
+        wait, step = downtime(length)
+        assert 0 < wait < step / 2
+    assert [claim.verdict for claim in figure_10("small", quiet).claims][1] == "holds"
