@@ -14,11 +14,13 @@ import itertools
 import logging
 import os
 import random
+import re
 import secrets
 import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -103,7 +105,7 @@ class Fought:
     tokens: int = 0
     kills: int = 0
     moves: int = 0
-    stayed: int = 0
+    stayed: Counter[str] = field(default_factory=Counter)  # why, without numbers
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
@@ -272,8 +274,8 @@ async def _move(router: Router, names: list[str], seed: int, fought: Fought) -> 
         try:
             await router.move(draw.choice(running), draw.choice(names))
             fought.moves += 1
-        except KvloomError:
-            fought.stayed += 1
+        except KvloomError as error:
+            fought.stayed[type(error).__name__ + ": " + re.sub(r"\S*\d\S*", "…", error.message)] += 1
 
 
 def _unlike(body: StartGenerate, one: Answer, other: Answer) -> list[str]:
@@ -328,8 +330,10 @@ def main() -> None:
     fought = asyncio.run(fight(effort, console))
     console.print(
         f"{fought.streams} streams of {fought.tokens} tokens in {fought.seconds:.0f} s: {fought.kills} "
-        f"kills, {fought.moves} moves ({fought.stayed} stayed), {len(fought.wrong)} wrong"
+        f"kills, {fought.moves} moves ({fought.stayed.total()} stayed), {len(fought.wrong)} wrong"
     )
+    for why, times in fought.stayed.most_common(SHOWN):
+        console.print(f"  {times} stayed: {why}", markup=False, style="dim")
     for line in fought.wrong[:SHOWN]:
         console.print(f"  {line}", markup=False, style="red")
     sys.exit(1 if fought.wrong else 0)

@@ -138,7 +138,7 @@ async def abort(scene: Scene) -> None:
 
 
 async def abort_choice(scene: Scene) -> None:
-    await scene.w.router.abort("r", 0)
+    await scene.w.router.abort("r", scene.body.n - 1)
 
 
 async def hang_up(scene: Scene) -> None:
@@ -274,15 +274,17 @@ async def _quiet(scene: Scene) -> None:
 
 
 def _check(scene: Scene, event: str) -> None:
-    answer, whole = scene.w.answers["r"], expected(scene.w.units[2].executor, scene.body)
+    answer, last = scene.w.answers["r"], scene.body.n - 1
+    whole = expected(scene.w.units[2].executor, scene.body)
     if event not in STOPPED:
         assert answer.tokens == whole
     for choice, tokens in answer.tokens.items():
         assert tokens == whole[choice][: len(tokens)]
-        if event != "abort" and not (event == "abort of a choice" and choice == 0) and event != "hang up":
+        if event != "abort" and not (event == "abort of a choice" and choice == last) and event != "hang up":
             assert tokens == whole[choice]
-    if event != "hang up":
-        assert len(answer.ends) == scene.body.n
+    assert len(answer.ends) == scene.body.n or event == "hang up"
+    if event in ("abort", "abort of a choice"):
+        assert answer.ends[last].reason == "abort"
 
 
 async def _all_free(w: World, *, leases: bool) -> bool:
