@@ -38,7 +38,7 @@ def kept_alive(url: str) -> Iterator[list[int]]:
 
     def work() -> None:
         line = http.client.HTTPConnection(urlsplit(url).netloc, timeout=DEADLINE)
-        ask = json.dumps({"model": "llama", "prompt": [1, 2], "max_tokens": 2, "ignore_eos": True})
+        ask = json.dumps({"model": "llama", "prompt": [1, 2], "max_tokens": 16, "ignore_eos": True})
         while not over.is_set():
             line.request("POST", "/v1/completions", ask, {"content-type": "application/json"})
             answer = line.getresponse()
@@ -65,7 +65,7 @@ def test_a_rolling_restart_loses_nothing(tmp_path: Path, capsys: pytest.CaptureF
         url = running.wait_until_ready()
         running.wait_for("scheduler | answers")
         before = running.children()
-        with streams(url, 150, llama=2, qwen2=1) as ended, kept_alive(url) as statuses:
+        with streams(url, 150, llama=1, qwen2=1) as ended, kept_alive(url) as statuses:
             with ThreadPoolExecutor() as pool:
                 rolling = pool.submit(main, ["restart", "--rolling", "--url", url])
                 while "restarting" not in states(url).values():

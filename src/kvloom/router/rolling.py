@@ -9,7 +9,7 @@ from typing import Final, Self
 
 from kvloom.core.clock import Clock
 from kvloom.core.errors import Conflict, KvloomError, Unavailable
-from kvloom.core.service import RestartStep, Service
+from kvloom.core.service import RestartStep
 from kvloom.router.drains import Drains
 
 _TAKEN_OUT: Final = ("draining", "drained")  # by hand, and so they stay
@@ -101,16 +101,14 @@ class Rolling:
 
     async def _unit(self, name: str, seconds: float | None) -> None:
         """One that somebody has taken out of service stays out."""
-        if self._state(name) in _TAKEN_OUT:
+        if self._drains.state(name).state in _TAKEN_OUT:
             await self._drains.drain(name, seconds)
             await self._new_process(name)
             return
         after = await self._drains.restart(name, seconds)
-        if after.state != "up":
+        if after.state == "down":
             why = f": {after.problem}" if after.problem else ""
-            raise Unavailable(
-                f"{name} is {after.state} with its new process{why}; the others stay as they are"
-            )
+            raise Unavailable(f"{name} is down with its new process{why}; the others stay as they are")
 
     async def _component(self, name: str) -> None:
         if name == self._beside[-1]:
@@ -123,10 +121,6 @@ class Rolling:
         except KvloomError:
             self._leaving = False
             raise
-
-    def _state(self, name: str) -> Service:
-        states = {state.name: state.state for state in self._drains.states}
-        return states.get(name, "away")  # units may go meanwhile
 
     def _tell(self, *steps: RestartStep) -> None:
         self._steps += steps
