@@ -160,8 +160,9 @@ def test_a_start_that_fails_is_told_and_tried_again_later() -> None:
             waiting = asyncio.create_task(ask(router, body()))
             await turns()
             await scheduler.step()
-            with pytest.raises(Unavailable, match="no unit that serves m is up"):
+            with pytest.raises(Unavailable, match=r"is up \(of a, which failed to start\)"):
                 await waiting
+            assert played.fleets.router.units["a"].problem is played.orders.problem
             await scheduler.step()
             assert played.orders.done == ["stop a", "start a"]
             played.orders.problem = None

@@ -83,10 +83,14 @@ class Fleet:
     def _candidates(self, among: Sequence[Replica] | None) -> Sequence[Replica]:
         candidates = self.up if among is None else among
         if not candidates:
-            names = ", ".join(replica.name for replica in self.replicas)
+            names = ", ".join(_called(replica) for replica in self.replicas)
             raise Unavailable(f"no unit that serves {self.model} is up (of {names})", retry_after=1)
         return candidates
 
     def _chosen(self, replica: Replica) -> Replica:
         replica.turn = 1 + max(one.turn for one in self.replicas)
         return replica
+
+
+def _called(replica: Replica) -> str:
+    return f"{replica.name}, which failed to start" if replica.failed else replica.name

@@ -53,6 +53,11 @@ class Replica:
         return self._unit.up
 
     @property
+    def failed(self) -> bool:
+        """Its unit could not be started just now."""
+        return not self._unit.may_start
+
+    @property
     def awaited(self) -> bool:
         return self._unit.awaited
 

@@ -204,8 +204,8 @@ class Roster:
                 unit.come()
                 try:
                     await self._processes.start(self._specs[unit.name])
-                except KvloomError:
-                    unit.gone()
+                except KvloomError as error:
+                    unit.failed(error)
                     raise
             await unit.arrive()
         finally:

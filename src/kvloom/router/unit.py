@@ -198,13 +198,18 @@ class Unit:
         self._changed()
 
     def gone(self, presence: Presence = "away") -> None:
-        """It has no process any more, or could not get one. removed: nor will it."""
-        if self.presence == "starting":
-            self._failed_at = self._clock.now()
+        """It has no process any more. removed: nor will it."""
         self.presence = presence
+        self.problem = None
         self.up = False
         self._to_be_asked.clear()
         self._changed()
+
+    def failed(self, problem: KvloomError) -> None:
+        """It could not get one."""
+        self._failed_at = self._clock.now()
+        self.gone()
+        self.problem = problem
 
     def come(self) -> None:
         """It is about to have a process."""
@@ -225,7 +230,8 @@ class Unit:
 
     def _lose(self, error: Exception) -> None:
         self.up = False
-        self.problem = error if isinstance(error, KvloomError) else None
+        if self.presence != "ending":
+            self.problem = error if isinstance(error, KvloomError) else None
         self._lost(self)
         if not self.withdrawn:
             self._to_be_asked.set()
