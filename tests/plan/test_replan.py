@@ -12,7 +12,7 @@ from kvloom.admin.gateway import Gateway, ServerError
 from kvloom.core.errors import ConfigError
 from kvloom.core.placement import Placement
 from kvloom.core.service import UnitState
-from kvloom.core.spec import EngineSpec, ModelSpec
+from kvloom.core.spec import EngineSpec, ModelSpec, WeaveSpec
 from kvloom.cost.shapes import find_shape
 from kvloom.plan.files import write_plan
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
@@ -192,6 +192,13 @@ def test_units_on_several_nodes_or_a_gpu(file: Path) -> None:
     write_plan(file, plan)
     with pytest.raises(ConfigError, match="units on cuda:0"):
         replan(file, Played(spec("unit-0", "a", "b", device="cuda:0")), apply=True)
+
+
+def test_units_that_borrow(file: Path) -> None:
+    write_plan(file, planned("a", "b"))
+    woven = spec("unit-0", "a", weave=WeaveSpec("unit-1", 0.5, 0.3, 0.1))
+    with pytest.raises(ConfigError, match="unit-0 borrow"):
+        replan(file, Played(woven, spec("unit-1", "b")), apply=True)
 
 
 def test_names_that_nobody_has() -> None:

@@ -38,6 +38,9 @@ def read_target(file: Path, plan: Plan, fleet: Placement) -> Target:
             f"{file}: {', '.join(fleet.scaled)} come and go by themselves (`replicas` is a range); a plan is "
             "for a fleet whose `replicas` are numbers"
         )
+    woven = [spec.unit for spec in (*fleet.units, *fleet.away) if spec.weave]
+    if woven:
+        raise ConfigError(f"{file}: {', '.join(woven)} borrow (`weave`); plans are for units that do not")
     _check_devices(file, plan, fleet)
     every = (*fleet.units, *fleet.away)
     known = {model.name: model for unit in every for model in unit.models}
