@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from kvloom.core.job import Job
-from kvloom.core.request import EndEvent, StartGenerate
+from kvloom.core.request import EndEvent, Made, StartGenerate
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import Policy
 from kvloom.core.verbs import Offer, PrepRecv, RemoteSend
@@ -61,10 +61,12 @@ async def running(
             await engine.stop()
 
 
-async def ask(engine: Engine, name: str, prompt: list[int], most: int, model: str = "small") -> list[float]:
+async def ask(
+    engine: Engine, name: str, prompt: list[int], most: int, model: str = "small", made: Sequence[Made] = ()
+) -> list[float]:
     """When the first and the last event came, of which the last is an EndEvent."""
-    sampling = SamplingParams(max_tokens=most, seed=1)
-    body, times = StartGenerate(model=model, request=name, prompt=prompt, sampling=sampling), []
+    sampling, times = SamplingParams(max_tokens=most, seed=1), []
+    body = StartGenerate(model=model, request=name, prompt=prompt, sampling=sampling, made=list(made))
     async for frame in engine.start_generate(body):
         times += [asyncio.get_running_loop().time() for _ in frame]
         last = frame[-1] if frame else None
@@ -139,3 +141,16 @@ def test_who_asks_for_the_load_cuts_nothing_and_sees_every_block() -> None:
     assert later == offers == ["it", None]  # at the end too little of it is left
     assert jobs > 10
     assert longer == 1
+
+
+def test_a_page_that_is_to_be_copied_is_copied_before_a_stride() -> None:
+    """It is held until the copy's job has ended, and a pool just large enough has no room for both."""
+
+    async def main(stride: int) -> float:
+        async with running([replace(unit("a", ["small"], blocks=33), stride=stride)]) as [engine]:
+            await ask(engine, "first", list(range(12)), 1)
+            made = [Made(0, [7])]  # as of a request that has moved here: it decodes at once
+            return (await ask(engine, "second", list(range(12)), 116, made=made))[-1]
+
+    stepped, strode = (run_virtual(main(stride)) for stride in STRIDES)
+    assert strode == pytest.approx(stepped)

@@ -48,6 +48,8 @@ class Strides:
             return 1
         if queue.waiting and not self._goes_on(view, action):
             return 1
+        if queue.cache.shares_a_tail([sequence.id for sequence, _ in batch]):
+            return 1  # the page that is copied is held until this job has ended
         limit = queue.card.context_length
         steps = min(most, *(sequence.strides(limit) for sequence, _ in batch))
         room = queue.cache.blocks_for_each([sequence.id for sequence, _ in batch], steps)

@@ -166,6 +166,10 @@ class ModelCache:
         helds = [self._table.held[sequence] for sequence in sequences]
         return self._table.need_each(helds, count) * self.geometry.blocks_per_page
 
+    def shares_a_tail(self, sequences: Sequence[int]) -> bool:
+        """Whether the next token of one of these goes into a page that others hold, so that it is copied."""
+        return any(self._table.shares_tail(self._table.held[sequence]) for sequence in sequences)
+
     def begin_forward(self, sequences: Sequence[int], appends: Sequence[int]) -> Plan:
         """Take the blocks for `appends[i]` more tokens of each sequence and plan all layers."""
         helds = [self._table.idle(sequence) for sequence in sequences]
