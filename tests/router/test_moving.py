@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest, KvloomError, QueueFull, Unavailable
-from kvloom.core.request import Event, StartGenerate
+from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
+from kvloom.core.request import EndEvent, Event, StartGenerate
 from kvloom.core.verbs import RemoteSend, Sent
 from kvloom.router import moving
 from kvloom.router.moving import Move, Stage
@@ -238,3 +238,43 @@ def test_illegal_steps() -> None:
     for stage in Stage:
         with pytest.raises(ValueError, match="handed cannot become"):
             move.become(stage)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_target_that_refused_a_move_may_still_be_asked(broken: bool) -> None:
+    """broken: the source answers that it has failed to resume, which ends nobody else's requests."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            source, target = (unit.engine for unit in w.units)
+            runs, begins, resumes = source.start_generate, target.start_generate, source.resume
+            fails = asyncio.Event()
+
+            async def failing(body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+                async for frame in runs(body):
+                    yield [EndEvent(0, "error", message="worn out")] if fails.is_set() else frame
+                    if fails.is_set():
+                        return
+
+            async def full(_: StartGenerate) -> AsyncGenerator[list[Event], None]:
+                raise OutOfBlocks("full just now")
+                yield []
+
+            async def resume(request: str) -> None:
+                await resumes(request)
+                if broken:
+                    raise KvloomError("the engine failed")
+
+            source.start_generate, target.start_generate = failing, full  # type: ignore[method-assign,assignment]
+            source.resume = resume  # type: ignore[method-assign]
+            body = generate(prompt(9), max_tokens=LONG)
+            task = w.ask(body)
+            await w.until("r", 3)
+            with pytest.raises(OutOfBlocks, match="full just now"):
+                await w.router.move("r", "unit-1")
+            target.start_generate = begins  # type: ignore[method-assign]
+            fails.set()
+            await task
+            w.check(body)
+
+    run(test)

@@ -222,7 +222,7 @@ class Call:
         """Go on at `target` as `name` after `made`, once `source` has told the last of it. Raises
         KvloomError, and all is as it was, where the target does not let it in or the request has gone on
         otherwise."""
-        before = self.name
+        before, refused = self.name, target in self.refused
         moved = self._generate(target, 0, made, name)
         try:
             if await anext(moved, None) is None:
@@ -234,6 +234,8 @@ class Call:
         except BaseException:
             await moved.aclose()
             self._holdings.let_go(target, "work", name)  # also where it was cancelled before it was let in
+            if not refused:
+                self.refused.discard(target)  # full for a move is not full for good
             raise
         self._moved, self.name = _Moved(moved, target, name), name
 

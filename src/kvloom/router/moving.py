@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest, OutOfBlocks, QueueFull, Unavailable
+from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.core.request import Made
 from kvloom.router.replica import Replica
 from kvloom.router.room import Room
@@ -22,6 +23,8 @@ PIECE: Final = 512  # tokens copied at a time
 PAUSE: Final = 2.0  # times what a piece has taken: until the next one
 STANDSTILL: Final = 2.0  # seconds for which it stands still at most; then it goes on where it is
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.6  # seconds until the source is told again what it has not heard
+
+_log = logging.getLogger(__name__)
 
 
 class Stage(Enum):
@@ -110,10 +113,14 @@ class Move:
     async def _settle(self, verb: Callable[[str], Coroutine[Any, Any, None]] | None) -> None:
         pause = FIRST_PAUSE
         while verb and self._call.runs(self._source, self._name):
-            with suppress(Unavailable):
+            try:
                 await verb(self._name)
                 break
-            await self._clock.sleep(pause)
+            except Unavailable:
+                await self._clock.sleep(pause)
+            except KvloomError as error:  # the end of its lease does it
+                _log.warning("request %s at %s: %s", self._name, self._source.name, error.message)
+                break
             pause = min(2 * pause, LONGEST_PAUSE)
         for room in self._rooms:
             await room.free()

@@ -16,6 +16,7 @@ from kvloom.core.ending import ending
 from kvloom.serve.orders import Order, Report
 
 LONGEST_LINE = 1 << 16
+LONGEST_REPORT = 1 << 22  # of a unit that an admin has described in as many bytes as may be
 LINE_END = re.compile(rb"\r\n|\n|\r")  # a lone return ends a state of a progress bar
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TQDM_MININTERVAL": "3"}
 
@@ -53,7 +54,7 @@ class Component:
             )
         finally:
             os.close(write)
-        reader = asyncio.StreamReader()
+        reader = asyncio.StreamReader(limit=LONGEST_REPORT)
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb")
         )
