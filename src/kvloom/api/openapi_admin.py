@@ -49,7 +49,7 @@ def admin_paths(units: Sequence[str]) -> Json:
             )
         },
         "/admin/scale": {
-            "post": _operation("scale", "Let these units come, and those go.", Steps, Steps, *_BODY)
+            "post": _operation("scale", "Let these units come, and those go.", Steps, Steps, 409, *_BODY)
         },
         "/admin/placement": {
             "get": _operation("placement", "Which units there are and may be.", None, Placement, *_ANY)
