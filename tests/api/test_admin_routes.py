@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -95,3 +98,39 @@ def test_what_the_fleet_scheduler_asks_and_tells(http: TestClient, fleet: Admini
         assert "seconds" in refused(http.post("/admin/pairs", json=pairs | {"seconds": seconds}), 400)
     refused(http.post("/admin/pairs", json={"pairs": [{"source": "unit-0"}], "seconds": 1}), 400)
     assert len(fleet.paired) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("program", b'{"name": "balanced"}'),
+        ("scale", b"{}"),
+        ("units/unit-0/drain", b"{}"),
+        ("units/unit-0/stop", b"{}"),
+        ("units/unit-0/remove", b"{}"),
+    ],
+)
+def test_an_order_whose_body_comes_once_another_gateway_takes_over(
+    fleet: Administered, path: str, body: bytes
+) -> None:
+    """The other one would never hear of it."""
+
+    async def test() -> None:
+        transport = httpx.ASGITransport(fleet.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://a", headers=KEY) as http:
+
+            async def slowly() -> AsyncIterator[bytes]:
+                yield body[:1]
+                rolled = await http.post("/admin/restart", json={})
+                assert rolled.text.count('"restarted"') == 4
+                fleet.chosen.clear()
+                fleet.drained.clear()
+                yield body[1:]
+
+            headers = {"content-type": "application/json"}
+            answer = await http.post(f"/admin/{path}", content=slowly(), headers=headers)
+            assert "another gateway is about to" in refused(answer, 409)
+            assert not fleet.chosen
+            assert not fleet.drained
+
+    asyncio.run(test())

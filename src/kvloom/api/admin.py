@@ -61,13 +61,13 @@ class Admin:
         return as_json(ProgramSpec(program.name, dict(program.options)))
 
     async def _set_program(self, request: Request) -> None:
-        self.rolling.refuse_while_leaving()
         spec = decode(request, await read_body(request, MAX_BODY), ProgramSpec)
         try:
             # somebody's module may take its time to be imported
             program = await asyncio.to_thread(load_program, spec.name, spec.options)
         except ConfigError as error:
             raise BadRequest(error.message, param="program") from error
+        self.rolling.refuse_while_leaving()  # by now: it was not yet so, perhaps, when the order began to come
         self.router.set_program(program)
         self.chosen(spec)
 
@@ -90,7 +90,7 @@ class Admin:
         return as_json(pairs)
 
     async def _scale(self, request: Request) -> Response:
-        self.rolling.refuse_while_leaving()
         steps = decode(request, await read_body(request, MAX_BODY), Steps)
+        self.rolling.refuse_while_leaving()
         await self.fleet.scale(steps)
         return as_json(steps)

@@ -79,9 +79,9 @@ class UnitOrders:
     async def _drained(
         self, request: Request, do: Callable[[str, float | None], Awaitable[UnitState]]
     ) -> Response:
-        self.rolling.refuse_while_leaving()
-        unit = self._named(request)
         body = decode(request, await read_body(request, MAX_BODY), Drain)
+        unit = self._named(request)
+        self.rolling.refuse_while_leaving()
         return as_json(await do(unit, body.seconds))
 
     async def _admit(self, request: Request) -> Response:
@@ -100,17 +100,16 @@ class UnitOrders:
         return as_json(last)
 
     async def _add(self, request: Request) -> Response:
-        self.rolling.refuse_while_leaving()
         spec = decode(request, await read_body(request, MAX_BODY), EngineSpec)
+        self.rolling.refuse_while_leaving()
         await self.roster.add(spec)
         return as_json(self.drains.state(spec.unit))
 
     async def _ordered(self, request: Request) -> str:
         """The unit, by an order that has nothing else to say."""
-        self.rolling.refuse_while_leaving()
-        unit = self._named(request)
         decode(request, await read_body(request, MAX_BODY), Admit)
-        return unit
+        self.rolling.refuse_while_leaving()
+        return self._named(request)
 
     def _named(self, request: Request) -> str:
         return self._known(request.path_params["unit"])
