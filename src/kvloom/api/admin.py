@@ -67,7 +67,7 @@ class Admin:
             program = await asyncio.to_thread(load_program, spec.name, spec.options)
         except ConfigError as error:
             raise BadRequest(error.message, param="program") from error
-        self.rolling.refuse_while_leaving()  # by now: it was not yet so, perhaps, when the order began to come
+        self.rolling.refuse_while_leaving()  # which it was not, perhaps, when the order began to come
         self.router.set_program(program)
         self.chosen(spec)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvloom.core.errors import Unavailable
+from kvloom.core.errors import Conflict, Unavailable
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import EngineSpec
 from kvloom.serve.orders import Asked, Forget, Restart, Restarted, Run, Stop, Stopped
@@ -13,43 +13,59 @@ from kvloom.serve.shelf import Shelf
 
 
 class Restarts:
-    """By component, one at a time each. Satisfies `Processes`. ask: hands the supervisor what it is asked."""
+    """Satisfies `Processes`. ask: hands the supervisor what it is asked."""
 
     def __init__(self, ask: Callable[[Asked], None], shelf: Shelf) -> None:
         self._ask = ask
         self._shelf = shelf
-        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._restarts: dict[str, asyncio.Future[None]] = {}
+        self._starts: dict[str, asyncio.Future[None]] = {}
+        self._stops: dict[str, asyncio.Future[None]] = {}
 
     async def __call__(self, component: str) -> None:
-        """Until its new process answers. Raises Unavailable where that dies instead."""
-        await self._done(component, Restart(component))
+        """Until its new process answers. Raises Unavailable where that dies instead, or is stopped meanwhile,
+        and Conflict where it is being restarted."""
+        await _done(self._restarts, component, lambda: self._ask(Restart(component)))
 
     async def start(self, spec: EngineSpec) -> None:
-        """Until the unit answers. Raises Unavailable where it dies instead."""
-        await self._done(spec.unit, Run(spec))
+        """Until the unit answers. Raises Unavailable where it dies instead, and Conflict where it is being
+        started."""
+        await _done(self._starts, spec.unit, lambda: self._ask(Run(spec)))
 
     async def stop(self, unit: str, cards: Sequence[ModelCard]) -> None:
-        """Until its process has ended."""
+        """Until its process has ended. Raises Conflict where it is about to already."""
         self._shelf.keep(unit, cards)
-        await self._done(unit, Stop(unit))
+        await _done(self._stops, unit, lambda: self._ask(Stop(unit)))
 
     def forget(self, unit: str) -> None:
         self._ask(Forget(unit))
 
-    async def _done(self, component: str, asked: Asked) -> None:
-        waiting = self._waiting[component] = asyncio.get_running_loop().create_future()
-        try:
-            self._ask(asked)
-            await waiting
-        finally:
-            del self._waiting[component]
-
     def heed(self, news: Restarted | Stopped) -> None:
-        component = news.unit if isinstance(news, Stopped) else news.component
-        waiting = self._waiting.get(component)
-        if waiting is None or waiting.done():
-            return
-        if isinstance(news, Restarted) and news.problem is not None:
-            waiting.set_exception(Unavailable(news.problem))
-        else:
-            waiting.set_result(None)
+        match news:
+            case Stopped(unit):
+                _end(self._stops, unit, None)
+                _end(self._restarts, unit, f"{unit} was stopped meanwhile")
+            case Restarted(component, problem):
+                _end(self._restarts, component, problem)
+                _end(self._starts, component, problem)
+
+
+async def _done(orders: dict[str, asyncio.Future[None]], component: str, ask: Callable[[], None]) -> None:
+    if component in orders:
+        raise Conflict(f"{component} gets or loses its process already; ask again once it has")
+    order = orders[component] = asyncio.get_running_loop().create_future()
+    try:
+        ask()
+        await order
+    finally:
+        del orders[component]
+
+
+def _end(orders: dict[str, asyncio.Future[None]], component: str, problem: str | None) -> None:
+    order = orders.get(component)
+    if order is None or order.done():
+        return
+    if problem is None:
+        order.set_result(None)
+    else:
+        order.set_exception(Unavailable(problem))
