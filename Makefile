@@ -29,7 +29,7 @@ serve: setup
 	@exec $(BIN)/kvloom serve $(ARGS)
 
 test: setup
-	@exec $(BIN)/python -m pytest $(ARGS)
+	@exec $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 check: setup
 	$(BIN)/python -m ruff check .
