@@ -196,7 +196,7 @@ def test_units_on_several_nodes_or_a_gpu(file: Path) -> None:
 
 def test_units_that_borrow(file: Path) -> None:
     write_plan(file, planned("a", "b"))
-    woven = spec("unit-0", "a", weave=WeaveSpec("unit-1", 0.5, 0.3, 0.1))
+    woven = spec("unit-0", "a", weave=WeaveSpec("unit-1", 0.5, 0.3))
     with pytest.raises(ConfigError, match="unit-0 borrow"):
         replan(file, Played(woven, spec("unit-1", "b")), apply=True)
 
