@@ -16,6 +16,7 @@ from kvloom.core.address import KVForm
 from kvloom.core.errors import BadRequest, Conflict, OutOfBlocks
 from kvloom.core.weaving import Borrow
 from kvloom.engine.engine import Engine
+from kvloom.model.executor import TorchExecutor
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
 from tests.oracle import Oracle
@@ -106,6 +107,23 @@ def test_all_are_away_and_none_is_at_home(paths: tuple[Path, Path]) -> None:
             answers = await generate(hot, asked)
             assert woven_of(hot).tokens == len(asked) * (COUNT - 1)
             return answers
+
+    check(paths[0], asked, asyncio.run(serve()))
+
+
+def test_where_nobody_is_away_a_step_is_like_any_other(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise AssertionError("the loan has been used")
+
+    monkeypatch.setattr(TorchExecutor, "_woven", fails)
+    asked = prompts(3)
+
+    async def serve() -> list[Answer]:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 0.0)
+            return await generate(hot, asked)
 
     check(paths[0], asked, asyncio.run(serve()))
 

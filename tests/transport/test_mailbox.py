@@ -3,20 +3,28 @@ it."""
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvloom.core.errors import BadRequest, QueueFull, Unavailable
+from kvloom.transport.lender import Lending
 from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.mailbox import End
 from tests.transport.loans import (
     GEOMETRY,
     HEADS,
+    LENT,
+    ROWS,
+    WIDTH,
     Lender,
+    asked,
     begin,
     borrowed,
     lender_elsewhere,
@@ -77,6 +85,40 @@ def test_two_processes_through_the_wrap() -> None:
             for layer in range(GEOMETRY.layers):
                 _ask(loan, 2, layer, float(i))
         loan.tasks.close()
+
+
+def test_a_borrower_that_has_left_gets_nothing_done_on_the_loan_that_it_left() -> None:
+    """Else one that is given it again, and counts iterations anew, would have an old sheet's rows."""
+    with lender_here() as made:
+        loan = borrowed(made.lending.loan)
+        begin(loan, [3])
+        thread = threading.Thread(target=_echo_all, args=(made, 1, frozenset()))
+        thread.start()
+        _ask(loan, 1, 0, 1.0)
+        thread.join(20)
+        loan.tasks.close()
+        again = borrowed(made.lending.loan)
+        begin(again, [16], version=2)
+        again.tasks.post(0, np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32), 1.0, 0, 0.0)
+        assert made.lending.receiver.next() is None
+
+
+def test_a_lender_whose_ledger_is_full_keeps_no_mailbox() -> None:
+    with lender_here() as made:
+        for _ in range(7):  # of eight; the lender has one
+            made.transport.open(0, 1)
+        gc.collect()
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(QueueFull, match="reservations are open"):
+            Lending(asked(os.getpid()), LENT, made.transport)
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("change", [{"rows": ROWS + 1}, {"width": WIDTH - 1}, {"heads": HEADS * 2}])
+def test_a_mailbox_for_another_model_is_refused(change: dict[str, int]) -> None:
+    with lender_here() as made, pytest.raises(BadRequest, match="the mailbox of lender is for another model"):
+        BorrowedBlocks(replace(asked(os.getpid()), **change), made.lending.loan, 1.0)
 
 
 def test_several_tasks_at_a_time_and_no_more_than_there_are_slots() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvloom.core.arrays import I64
 from kvloom.core.job import Job, JobResult, Phase, PromptRow, SampleRow
+from kvloom.core.weaving import Away
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence
 
@@ -43,9 +44,11 @@ def compose(
 ) -> Flight:
     """Plan and describe one job. steps: of a decode job. Raises OutOfBlocks, with nothing changed, where the
     pool is short."""
-    away = None
+    away: Away | None = None
     if queue.woven is not None and phase is Phase.DECODE:
         batch, plan, away = queue.woven.plan(batch, queue.spare)
+        if not (away.plan.sequences or away.moves):
+            away = None  # the device may take its fastest way
     else:
         plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
     tokens: list[I64] = []

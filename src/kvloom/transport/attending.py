@@ -15,7 +15,7 @@ from kvloom.transport.word import MASK
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """What tasks of one iteration are over, checked and out of the borrower's reach: lengths [B], tables [B,
-    width] of pages, map [pages, layers, kv_heads] of own blocks, all of them lent. slot_page, slot_offset
+    P] of pages, map [pages, layers, kv_heads] of own blocks, all of them lent. slot_page, slot_offset
     [B]: where the new token goes."""
 
     lengths: I32
@@ -61,11 +61,12 @@ class TaskReceiver:
         return self._memory.left.get() != End.NONE
 
     def next(self) -> Task | None:
-        """The task to be done next, if there is one. Raises BadRequest where it cannot be one of a borrower
-        that keeps to the rules."""
+        """The task to be done next, if there is one, and the borrower has not left: one that comes after that
+        counts iterations anew. Raises BadRequest where it cannot be one of a borrower that keeps to the
+        rules."""
         posted = self._memory.posted.get()
         waiting = (posted - self._done) & MASK
-        if not waiting:
+        if not waiting or self.left:
             return None
         form = self._memory.form
         if waiting > form.slots:
@@ -83,10 +84,9 @@ class TaskReceiver:
         number = (self._done + 1) & MASK
         return Task(number, slot, layer, scale, max(0, window), softcap, self._sheet)
 
-    def answer(self, task: Task, verdict: End = End.NONE) -> None:
-        """Its output is there, or never will be."""
+    def answer(self, task: Task) -> None:
+        """Its output is there."""
         memory = self._memory
-        memory.verdicts[task.slot] = verdict
         self._done = task.number
         memory.done.swap(task.number)
         if memory.waiting.get():
@@ -114,11 +114,13 @@ class TaskReceiver:
                 f"weave: iteration {iteration} has a sheet of {told}, {rows} rows, {changed} pages"
             )
         self._take(memory.changed[:changed].copy())
-        lengths, tables = memory.lengths[:rows].copy(), memory.tables[:rows].copy()
+        lengths = memory.lengths[:rows].copy()
         most = form.width * self._page_tokens
         if lengths.min() < 1 or lengths.max() > most:
             raise BadRequest(f"weave: rows of {lengths.min()} to {lengths.max()} tokens; want 1 to {most}")
-        used = np.arange(form.width) < -(-lengths // self._page_tokens)[:, None]
+        counts = -(-lengths // self._page_tokens)
+        tables = memory.tables[:rows, : counts.max()].copy()
+        used = np.arange(tables.shape[1]) < counts[:, None]
         tables[~used] = 0
         pages = tables[used]
         if not _inside(pages, form.pages) or not self._known[pages].all():

@@ -43,6 +43,7 @@ class Lending:
             start,
         )
         self.receiver = TaskReceiver(self.mailbox.memory, blocks, form.tokens_per_block)
+        self._transport = transport
         runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))
         digest = digest_of(
             model=borrow.model,
@@ -53,8 +54,11 @@ class Lending:
             where=transport.endpoint.where,
             prompt=(),
         )
-        self._transport = transport
-        self._ticket = transport.open(0, digest)
+        try:
+            self._ticket = transport.open(0, digest)
+        except BaseException:
+            self.mailbox.close()
+            raise
         self.loan = Loan(
             peer=transport.endpoint, ticket=self._ticket, pages=pages, blocks=runs, mailbox=self.mailbox.place
         )

@@ -13,6 +13,7 @@ from kvloom.core.arrays import I32
 from kvloom.core.errors import BadRequest
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.kernels.block_copy import copy_blocks
+from kvloom.transport.mailbox import MailboxForm
 from kvloom.transport.peer import Peer
 from kvloom.transport.plane import PIECE
 from kvloom.transport.room import Room
@@ -40,8 +41,18 @@ class BorrowedBlocks:
         self._blocks = address.block_map.ravel()
         self.pages = loan.pages
         self.tasks = TaskSender(self._peer, loan.mailbox, patience)
-        made, asked = self.tasks.form, (loan.pages, form.layers, borrow.heads, form.kv_heads, form.head_dim)
-        if (made.pages, made.layers, made.heads, made.kv_heads, made.head_dim) != asked:
+        made = self.tasks.form
+        asked = MailboxForm(
+            made.slots,
+            borrow.rows,
+            borrow.width,
+            loan.pages,
+            form.layers,
+            borrow.heads,
+            form.kv_heads,
+            form.head_dim,
+        )
+        if made != asked:
             raise BadRequest(f"loan: the mailbox of {loan.peer.unit} is for another model")
         self._copying = threading.Lock()  # a ledger's locks do not keep one process' threads apart
 

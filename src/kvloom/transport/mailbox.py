@@ -7,10 +7,10 @@ two slots, so that a slot stays count mod slots when they do.
     borrower                                   lender
     sheet ──┐ once an iteration
     q, k, v ├─> posted ────────────────────>  looks at `posted`; runs the task
-    note  ──┘                                  out, verdict ─> done ──> the borrower takes `out`
+    note  ──┘                                           out ─> done ──> the borrower takes `out`
 
 What the borrower writes may be anything: the lender copies sheet and note before it checks them (see
-`receiving.py`), and q, k and v are numbers, of which nothing is decided.
+`attending.py`), and q, k and v are numbers, of which nothing is decided.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Mailbox:
 
     borrower: posted, waiting, left; head, lengths [rows], tables [rows, width], changed [pages],
         map [pages, layers, kv_heads], notes [slots], qkv [slots, rows, heads + 2 kv_heads, head_dim].
-    lender: done, asleep, over; verdicts [slots], out [slots, rows, heads, head_dim].
+    lender: done, asleep, over; out [slots, rows, heads, head_dim].
     """
 
     def __init__(self, fd: int, form: MailboxForm) -> None:
@@ -105,7 +105,6 @@ class Mailbox:
         self.changed: I32 = parts["changed"]
         self.map: I32 = parts["map"]
         self.notes: AnyArray = parts["notes"]
-        self.verdicts: I32 = parts["verdicts"]
         self.qkv: npt.NDArray[np.float32] = parts["qkv"]
         self.out: npt.NDArray[np.float32] = parts["out"]
 
@@ -119,7 +118,6 @@ def _layout(form: MailboxForm) -> dict[str, tuple[tuple[int, ...], np.dtype[np.v
         "changed": ((form.pages,), ints),
         "map": ((form.pages, form.layers, form.kv_heads), ints),
         "notes": ((form.slots,), NOTE),
-        "verdicts": ((form.slots,), ints),
         "qkv": ((form.slots, form.rows, form.heads + 2 * form.kv_heads, form.head_dim), floats),
         "out": ((form.slots, form.rows, form.heads, form.head_dim), floats),
     }

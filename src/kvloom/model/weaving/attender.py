@@ -31,7 +31,7 @@ class Attender:
     rules; not by `close`. From then on no lent block is touched."""
 
     def __init__(self, lending: Lending, arena: Arena, borrower: int, ended: Callable[[str], None]) -> None:
-        """borrower: its process' id. Raises ProcessLookupError where it is gone."""
+        """borrower: its process' id. Raises OSError where it is gone."""
         self._receiver = lending.receiver
         self._mailbox = lending.mailbox.memory
         self._arena = arena
@@ -73,16 +73,22 @@ class Attender:
                 self._free.notify_all()
 
     def close(self) -> None:
-        """Take no more tasks; when it returns, none is under way."""
+        """Take no more tasks; when it returns, none is under way. The thread ends a moment later."""
         with self._mine:
             self._end(End.CLOSED, None)
         with self._free:
             self._free.notify_all()
         self._mailbox.posted.wake()
-        self._thread.join()
-        os.close(self._process)
 
     def _idle(self) -> None:
+        try:
+            self._watch()
+        finally:
+            with self._mine:
+                self._end(End.FAILED, "this unit failed to look for tasks")
+            os.close(self._process)
+
+    def _watch(self) -> None:
         while not self._over:
             with self._free:
                 if self._working:

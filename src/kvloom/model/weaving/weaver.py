@@ -53,9 +53,11 @@ class TorchWeaver:
             self._executor.attender = Attender(
                 lending, self._executor.arena, borrow.pid, lambda why: _tell(loop, ended, why)
             )
-        except ProcessLookupError as error:
+        except OSError as error:
             lending.close()
-            raise Unavailable(f"weave: process {borrow.pid}, which wants to borrow, is gone") from error
+            raise Unavailable(
+                f"weave: process {borrow.pid}, which wants to borrow, cannot be watched: {error.strerror}"
+            ) from error
         self._lending = lending
         return lending.loan
 
