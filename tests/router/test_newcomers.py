@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvloom.core.errors import BadRequest, Conflict, Unavailable, UnknownModel
+from kvloom.core.errors import BadRequest, Conflict, QueueFull, Unavailable, UnknownModel
 from kvloom.core.replicas import Scale
 from tests.router.fleets import ask, ask_well, body, run, turns
 from tests.router.ledger import card
@@ -61,6 +61,23 @@ def test_newcomers_answer_who_waits_already() -> None:
             router.units.remove("z")
             with pytest.raises(UnknownModel):
                 await ask(router, body())
+
+    run(test)
+
+
+def test_a_newcomer_is_asked_where_all_others_refuse() -> None:
+    """It came while one of them had yet to answer."""
+
+    async def test() -> None:
+        async with staged(1, TO_ZERO) as played:
+            router, [first] = played.fleets.router, played.fleets.engines
+            first.refusal = QueueFull("the queue is full")
+            asking = asyncio.create_task(ask_well(router, body()))
+            unit = router.units.add("z", played.fleets.world.engine("z"))
+            arriving = asyncio.create_task(unit.arrive())
+            await asking
+            await arriving
+            assert [call.unit for call in played.fleets.journal if call.verb == "start_generate"] == [*"az"]
 
     run(test)
 
@@ -130,7 +147,7 @@ def test_one_that_dies_or_speaks_another_way_is_not_added() -> None:
             with pytest.raises(Conflict, match="m differs in vocab_size"):
                 await played.roster.add(spec("y"))
             assert played.orders.done == ["start z", "forget z", "start y", "stop y", "forget y"]
-            for name in ("../z", "", "z/z", "z" * 65):
+            for name in ("../z", "", "z/z", "z" * 65, "gateway", "scheduler"):
                 with pytest.raises(BadRequest, match="is no name"):
                     await played.roster.add(spec(name))
             with pytest.raises(Conflict, match="comes and goes by itself"):

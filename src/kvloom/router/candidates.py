@@ -31,7 +31,7 @@ class Candidates:
     def go_on_after(self, error: KvloomError) -> None:
         """Raises `error` where nobody is left to ask."""
         call, failures = self._call, self._failures
-        self.fleet = fleet = failures.keep(self.fleet, error)
+        self.fleet = fleet = failures.keep(self._with_newcomers(), error)
         over = call.aborted and call.let_in  # its ends are told next
         if not (over or (failures.may_go_on(error) and (fleet.up or failures.awaited(fleet)))):
             raise error

@@ -20,6 +20,7 @@ from kvloom.router.router import Router
 from kvloom.router.unit import Unit
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")  # it becomes part of a path
+_TAKEN: Final = ("gateway", "scheduler")  # by the fleet's other components
 
 _log = logging.getLogger(__name__)
 
@@ -115,9 +116,10 @@ class Roster:
         """A unit that was not there, until it takes requests. Raises what its process died of, and Conflict
         where it serves something else under a name that another unit serves: then it is not there."""
         name, units = spec.unit, self._router.units
-        if not _NAME.fullmatch(name):
+        if name in _TAKEN or not _NAME.fullmatch(name):
             raise BadRequest(
-                f"unit: {name[:80]!r} is no name; letters, digits and .-_ are right", param="unit"
+                f"unit: {name[:80]!r} is no name for a unit; another one of letters, digits and .-_ is right",
+                param="unit",
             )
         if name in units:
             raise Conflict(f"there is a unit {name} already; another name is right")

@@ -23,8 +23,8 @@ class Kept:
         self._tell(self.standing)
 
     def leaving(self, units: frozenset[str]) -> None:
-        """These units are to lose their processes from now on."""
-        self.standing = replace(self.standing, leaving=units)
+        """These units are to lose their processes from now on. One that gets another takes requests."""
+        self.standing = replace(self.standing, leaving=units, drained=self.standing.drained - units)
         self._tell(self.standing)
 
     def drained(self, units: frozenset[str]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
 from kvloom.config import Config
 from kvloom.core.spec import EngineSpec, SchedulerSpec
 from kvloom.serve.engines import Engines
@@ -85,7 +87,7 @@ class Roles:
             drain=self._config.drain,
             patience=self._config.patience,
             beside=("scheduler", "gateway") if scheduled else ("gateway",),
-            standing=standing,
+            standing=replace(standing, leaving=standing.leaving - engines.away),
         )
 
     def _socket(self, unit: str) -> str:
