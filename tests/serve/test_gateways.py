@@ -86,7 +86,11 @@ def test_an_heir_takes_over_and_the_old_one_ends_by_itself(tmp_path: Path) -> No
             left = gateways.hand_over()
             assert (left, gateways.current, gateways.heir) == (old, heir, None)
             assert gateways.has_left(old)
+            alone = asyncio.create_task(gateways.alone())
+            await asyncio.sleep(0)
+            assert not alone.done()
             await gateways.see_off(old)
+            await alone
             assert old.state is State.ENDED
             assert old.orders[-1] == Restarted("gateway")  # type: ignore[attr-defined]
             assert gateways.every == [heir]

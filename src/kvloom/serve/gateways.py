@@ -32,6 +32,11 @@ class Gateways:
     def has_left(self, process: Supervised) -> bool:
         return process in self._left
 
+    async def alone(self) -> None:
+        """Until all that have left have ended: they have requests that the present one cannot see."""
+        for gateway in tuple(self._left):
+            await gateway.ended()
+
     async def tell(self, news: News) -> None:
         """Those too that have left: what they were ordered before may wait for it."""
         for gateway in (self.current, *self._left):

@@ -179,6 +179,7 @@ class Supervisor:
             await self._gateways.tell(Restarted(spec.unit))
 
     async def _stop(self, unit: str) -> None:
+        await self._gateways.alone()
         await self._engines.stop(unit)
         await self._gateways.tell(Stopped(unit))
         await self._gateways.tell(Away(self._engines.away))
