@@ -49,6 +49,8 @@ def test_of_several_groups_that_serve_a_model_the_first_is_started() -> None:
         assert carried_out(steps, both) == Steps(start=tuple(started))
     starting = both | {"x": replace(both["x"], starting=1)}
     assert not decide({}, Period(), 0.0, BAND, starting, {"m": 1}).steps
+    stuck = both | {"x": replace(both["x"], away=())}  # as when its units have failed to start
+    assert carried_out(decide({}, Period(), 0.0, BAND, stuck, {"m": 1}).steps, stuck) == Steps(start=("c",))
     none = {"x": replace(both["x"], away=())}
     assert carried_out(decide({}, Period(), 0.0, BAND, none, {"m": 1}).steps, none) == Steps()
 

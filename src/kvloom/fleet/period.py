@@ -33,7 +33,7 @@ def decide(
     waiting: Mapping[str, int] | None = None,
 ) -> Period:
     """loads: of the units that have reported; the others take no part. now: in seconds. waiting: requests
-    that nobody can answer yet, by model; of several groups that serve it the first has to."""
+    that nobody can answer yet, by model; of several groups that serve it the first that can has to."""
     free = {name: freeness(load) for name, load in loads.items()}
     outside: dict[str, Outside] = {}
     steps: dict[str, Step] = {}
@@ -48,7 +48,7 @@ def decide(
             outside[name] = watched
         if step:
             steps[name] = step
-        if group.starting or isinstance(step, Start):
+        if group.starting or (isinstance(step, Start) and group.away):
             wanted -= group.models
     return Period(pair(loads, free, last.pairs, thresholds), outside, steps)
 
