@@ -143,6 +143,23 @@ def test_who_asks_for_the_load_cuts_nothing_and_sees_every_block() -> None:
     assert longer == 1
 
 
+def test_who_asks_what_could_move_does_not_wait_for_one_stride_after_the_other() -> None:
+    """Of two models, either one's next step would be another stride while the other's ends."""
+
+    async def main(stride: int) -> tuple[float, str | None]:
+        async with running([replace(unit("a"), stride=stride)]) as [engine], asyncio.TaskGroup() as group:
+            for model in SHAPES:
+                group.create_task(ask(engine, model, [3] * 8, 200, model))
+            await asyncio.sleep(0.05)
+            load, began = await engine.load(), asyncio.get_running_loop().time()
+            offered = await engine.offer(Offer(destination=load))
+            return asyncio.get_running_loop().time() - began, offered.request
+
+    (_, stepped), (waited, strode) = (run_virtual(main(stride)) for stride in STRIDES)
+    assert strode == stepped in SHAPES
+    assert waited < 0.01  # virtual seconds: some steps
+
+
 def test_a_page_that_is_to_be_copied_is_copied_before_a_stride() -> None:
     """It is held until the copy's job has ended, and a pool just large enough has no room for both."""
 

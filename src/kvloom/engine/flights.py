@@ -96,7 +96,7 @@ class Flights:
         if queue.relieve(self.jobs):
             return True
         batch = queue.decode_batch()
-        steps = self._strides.steps(view, action, batch)
+        steps = 1 if self._settling else self._strides.steps(view, action, batch)
         return self._start(queue, Phase.DECODE, action.share, batch, steps)
 
     def _start(
