@@ -249,7 +249,8 @@ def test_auto_is_shared_out(folder: Path, text: str, memory: list[int], threads:
         (
             "program: balanced\nunits: [{models: [a, b]}, {models: [a], tensor_parallel: 2}]",
             "units.1.tensor_parallel: 2 ranks, whose K and V are neither sent nor received, under the "
-            "program balanced, which moves them; cache_aware, data_parallel, freest, infaas, least_loaded are right",
+            "program balanced, which moves them; cache_aware, data_parallel, freest, infaas, least_loaded "
+            "are right",
         ),
         (
             "threads: 2\nunits: [{models: [a, b], threads: 3}]",

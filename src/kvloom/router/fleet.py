@@ -38,7 +38,7 @@ class Fleet:
         return self._by_reports(freest, among)
 
     def emptiest(self, among: Sequence[Replica] | None = None) -> Replica:
-        """The one whose unit has least of its memory in use, what waits there counted: known as `freest` is."""
+        """The one whose unit has least memory in use, what waits there counted: known as `freest` is."""
         return self._by_reports(infaas, among)
 
     def _by_reports(self, dispatch: Dispatch[Replica], among: Sequence[Replica] | None) -> Replica:

@@ -3,6 +3,6 @@ from kvloom.router.fleet import Fleet
 
 
 async def infaas(call: Call, fleet: Fleet) -> Frames:
-    """INFaaS++ (Llumnix, section 6.1): each request goes to the replica whose unit has least memory in use."""
+    """INFaaS++ (Llumnix, section 6.1): each request goes where the unit has least memory in use."""
     async for frame in call.start_generate(fleet.emptiest()):
         yield frame
