@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.core.errors import Conflict, Unavailable
-from kvloom.serve.orders import Asked, Restart, Restarted, Run, Stop, Stopped
+from kvloom.serve.orders import Asked, Back, Restart, Restarted, Run, Stop, Stopped
 from kvloom.serve.restarts import Restarts
 from kvloom.serve.shelf import Shelf
 from tests.router.roster import spec
@@ -23,10 +23,15 @@ def test_each_order_has_its_own_news(tmp_path: Path) -> None:
     async def test() -> None:
         one, asked = restarts(tmp_path)
         starting = asyncio.create_task(one.start(spec("a")))
+        alive = asyncio.create_task(one.start(spec("d")))  # it is about to come back by itself
         restarting = asyncio.create_task(one("b"))
         stopping = asyncio.create_task(one.stop("c", []))
         await asyncio.sleep(0)
-        assert asked == [Run(spec("a")), Restart("b"), Stop("c")]
+        assert asked == [Run(spec("a")), Run(spec("d")), Restart("b"), Stop("c")]
+        one.heed(Back("b"))
+        one.heed(Back("d"))
+        await alive
+        assert not restarting.done()
         one.heed(Restarted("c"))  # news of another time
         one.heed(Restarted("nobody"))
         one.heed(Restarted("a", "a ended with exit code 3 as it started"))

@@ -89,7 +89,9 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
             case Away(units):
                 roster.heed(units)
             case Back(unit):
-                tasks.create_task(router.units[unit].ask())
+                restarts.heed(news)
+                if unit in router.units:
+                    tasks.create_task(router.units[unit].ask())
             case Retire():
                 server.retire(order.drain)
 

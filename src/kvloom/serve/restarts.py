@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kvloom.core.errors import Conflict, Unavailable
 from kvloom.core.request import ModelCard
 from kvloom.core.spec import EngineSpec
-from kvloom.serve.orders import Asked, Forget, Restart, Restarted, Run, Stop, Stopped
+from kvloom.serve.orders import Asked, Back, Forget, Restart, Restarted, Run, Stop, Stopped
 from kvloom.serve.shelf import Shelf
 
 
@@ -40,11 +40,13 @@ class Restarts:
     def forget(self, unit: str) -> None:
         self._ask(Forget(unit))
 
-    def heed(self, news: Restarted | Stopped) -> None:
+    def heed(self, news: Restarted | Stopped | Back) -> None:
         match news:
             case Stopped(unit):
                 _end(self._stops, unit, None)
                 _end(self._restarts, unit, f"{unit} was stopped meanwhile")
+            case Back(unit):  # it had a process already, which died before it was asked for
+                _end(self._starts, unit, None)
             case Restarted(component, problem):
                 _end(self._restarts, component, problem)
                 _end(self._starts, component, problem)
