@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import PlainValidator
 
 from kvloom.config_errors import nearest
-from kvloom.config_fields import Part, Section, no_bool
+from kvloom.config_fields import Auto, Part, Section
 from kvloom.core.spec import Plane, WeaveSpec
 
 _CPU: Final = "cpu"
 
 
+def _share(value: Any) -> float | Auto:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{str(value)[:40]}; a number from 0 to 1, or `auto`, is right")
+    return float(value)
+
+
 class WeaveConfig(Section):
     """The unit `cold` lends `part` of its pool to the one model of `hot`, and attends over it; `share` of the
-    hot unit's sequences are there."""
+    hot unit's sequences are there. With `auto` it is such that decode steps of `cold` take at most `bound`
+    longer."""
 
     hot: str
     cold: str
-    share: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = 0.45
+    share: Annotated[float | Auto, PlainValidator(_share)] = 0.45
     part: Part = 0.3
+    bound: Part = 0.15
 
 
 class WovenUnit(NamedTuple):
@@ -52,4 +62,4 @@ def weave_units(
             raise ValueError(
                 f"weave.{i}.hot: {one.hot} has {units[one.hot].models} models; a unit of one is right"
             )
-    return {one.hot: WeaveSpec(one.cold, one.share, one.part) for one in relations}
+    return {one.hot: WeaveSpec(one.cold, one.share, one.part, one.bound) for one in relations}

@@ -121,7 +121,7 @@ _UNIT: tuple[tuple[str, str, Callable[[UnitLoad], int]], ...] = (
     ("kvloom_kv_blocks_lent", "KV blocks lent to another unit.", lambda load: load.lent_blocks),
     ("kvloom_kv_block_bytes", "Bytes of a KV block.", lambda load: load.block_bytes),
 )
-_GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], float]], ...] = (
     ("kvloom_requests_waiting", "Requests in the engine's queue.", lambda load: load.waiting),
     ("kvloom_requests_running", "Requests the engine works on.", lambda load: load.running),
     ("kvloom_kv_blocks_used", "KV blocks the model's requests and pins hold.", lambda load: load.used_blocks),
@@ -131,6 +131,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
         lambda load: load.cached_blocks,
     ),
     ("kvloom_away_sequences", "Sequences whose KV another unit holds.", lambda load: load.away),
+    ("kvloom_away_share", "Share of the sequences that is to be away.", lambda load: load.away_share),
+    ("kvloom_step_seconds", "What a decode step takes, a running median.", lambda load: load.step_seconds),
     ("kvloom_pinned_blocks", "KV blocks that pins keep.", lambda load: load.pinned_blocks),
     ("kvloom_kv_blocks_quota", "KV blocks the model may hold.", lambda load: load.quota_blocks),
 )
@@ -209,7 +211,7 @@ class _EngineLoads:
         return gauge
 
     def _by_model(
-        self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[ModelLoad], int]
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[ModelLoad], float]
     ) -> Metric:
         for unit, load in self._loads.items():
             for model, one in load.models.items():

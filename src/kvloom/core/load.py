@@ -22,8 +22,9 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     is page_blocks blocks and holds page_tokens tokens. levels: those at which something runs.
     cached_tokens_total: tokens that were not computed because they were cached here, before anyone sent them
     for the request itself. received_tokens_total: tokens whose K and V peers have written here. away:
-    sequences whose K and V are lent room by another unit; away_tokens_total: tokens for which it
-    attended."""
+    sequences whose K and V are lent room by another unit; away_tokens_total: tokens for which it attended;
+    away_share: of the sequences that run, those that are to be away. step_seconds: what a decode step takes
+    of late, a median; 0 where there was none."""
 
     waiting: int
     running: int
@@ -46,6 +47,8 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     levels: tuple[LevelLoad, ...] = ()
     away: int = 0
     away_tokens_total: int = 0
+    away_share: float = 0.0
+    step_seconds: float = 0.0
 
     @property
     def token_blocks(self) -> float:

@@ -32,12 +32,14 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
 
 class WeaveSpec(Struct, frozen=True):
-    """The unit `cold` lends `part` of its pool to this unit's model, and `share` of its sequences are
-    there."""
+    """The unit `cold` lends `part` of its pool to this unit's model, and `share` of its sequences are there;
+    `auto` is as many as help, while the decode steps of `cold` take at most `bound` longer than alone: 0.15
+    is 15 %."""
 
     cold: str
-    share: float
+    share: float | Literal["auto"]
     part: float
+    bound: float = 0.15
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):

@@ -110,6 +110,8 @@ class Engine:
                 self.weaving.give_back_all()
                 return
             self._tuner.adapt()
+            if not self._stopping:
+                self.weaving.look(self._flights.lacks, self._flights.jobs)
             while not self._stopping and self._flights.begin():
                 pass
             if not self._flights.landed:

@@ -6,11 +6,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from kvloom.core.job import Executor, JobResult, Phase
 from kvloom.core.spec import EngineSpec
 from kvloom.engine.batching import POLICIES
-from kvloom.engine.batching.view import Preempt, Prefill, UnitView
+from kvloom.engine.batching.view import Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.flight import Flight, compose
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
@@ -80,6 +81,13 @@ class Flights:
             self._settling.append(settling)
             await settling
 
+    def lacks(self, blocks: int) -> bool:
+        """Whether the policy would do something else, were there `blocks` more: somebody waits for them, or
+        is about to give way."""
+        view = self._view()
+        richer = replace(view, free_blocks=view.free_blocks + blocks)
+        return not same_turn(self._policy(view), self._policy(richer))
+
     def begin(self) -> bool:
         """Do as the policy says. False where that is nothing, or needs a running job's end first."""
         view = self._view()
@@ -140,6 +148,8 @@ class Flights:
                 queue.cache.end_forward(flight.job.plan)
                 if queue.woven is not None and flight.job.away is not None:
                     flight, result = self._woven(queue.woven, flight, result)
+                if flight.job.phase is Phase.DECODE:
+                    queue.pace.note(result.seconds / steps)
                 queue.finished(flight.job, len(result.tokens), steps, self.jobs)
                 self._requests.land(flight, result, self.jobs)
                 if len(queue.running) < running:

@@ -24,16 +24,24 @@ class Llumlet:
         self._levels = levels
 
     def offer(self, body: Offer) -> Offered:
+        """Who is at home goes before who is away, whose leaving frees no block here, and whose K and V are
+        computed again."""
         besides = frozenset(body.besides)
-        candidates = (one for one in self._candidates() if one.request not in besides)
-        chosen = choose(candidates, body.destination, floor=body.floor)
-        return Offered(request=chosen.request if chosen else None)
+        for home in (True, False):
+            candidates = (one for one in self._candidates(home=home) if one.request not in besides)
+            chosen = choose(candidates, body.destination, floor=body.floor)
+            if chosen is not None:
+                return Offered(request=chosen.request)
+        return Offered(request=None)
 
-    def _candidates(self) -> Iterator[Candidate]:
-        """Requests of which every choice that has not ended decodes."""
+    def _candidates(self, *, home: bool) -> Iterator[Candidate]:
+        """Requests of which every choice that has not ended decodes. home: those of which all are; else those
+        of which some are away."""
         for stream in self._requests.streams:
             live = stream.live
-            if isinstance(stream.id, str) and live and all(_decodes(sequence) for sequence in live):
+            if not isinstance(stream.id, str) or not live or not all(map(_decodes, live)):
+                continue
+            if all(map(self._queues[stream.body.model].is_here, live)) == home:
                 yield Candidate(
                     request=stream.id,
                     model=stream.body.model,

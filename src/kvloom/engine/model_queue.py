@@ -13,6 +13,7 @@ from kvloom.core.address import KVForm
 from kvloom.core.job import Job, Phase
 from kvloom.core.request import ModelCard
 from kvloom.engine.batching.view import ModelView
+from kvloom.engine.pace import Pace
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.engine.woven import Woven
 from kvloom.kv.cache import ModelCache
@@ -52,6 +53,7 @@ class ModelQueue:
         self.output_tokens = 0
         self.preemptions = 0
         self.away_tokens = 0
+        self.pace = Pace()
         self._changes = 0  # of what a view tells, but for the cache's
         self._seen: tuple[tuple[int, int, int], ModelView, int | None] | None = None
 

@@ -37,6 +37,8 @@ def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
         decode_jobs_total=queue.jobs[Phase.DECODE],
         away=queue.woven.away if queue.woven else 0,
         away_tokens_total=queue.away_tokens,
+        away_share=queue.woven.share if queue.woven else 0.0,
+        step_seconds=queue.pace.seconds,
         levels=_running(queue, levels) if levels else (),
     )
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from kvloom.core.address import KVForm
 from kvloom.core.arrays import I32
 from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest, Conflict
+from kvloom.core.errors import BadRequest, Conflict, OutOfBlocks
 from kvloom.core.geometry import Geometry
+from kvloom.core.job import Phase
 from kvloom.core.weaving import Borrow, Loan, Weaver
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.promises import Promises
@@ -20,6 +21,7 @@ from kvloom.kv.pool import Pool
 
 _log = logging.getLogger(__name__)
 _AGAIN = 0.02  # seconds until a loan that its borrower copies into is recalled again
+_QUIET = 10.0  # seconds without a loan, once own models have needed its blocks
 
 
 class Weaving:
@@ -45,6 +47,25 @@ class Weaving:
         self._terms: tuple[Borrow, Loan] | None = None  # of what is lent
         self._ends = asyncio.Event()  # of a loan to an own model
         self.due: float | None = None  # when a recall is tried again
+        self._quiet = 0.0  # until when nothing is lent
+
+    def look(self, lacks: Callable[[int], bool], now: int) -> None:
+        """Before every decision. lacks: whether an own model waits for so many blocks more. Then those that
+        are lent come back, and who has borrowed knows that it is short. now: jobs that the unit has
+        started."""
+        if self._lent is not None and self.due is None and lacks(self._promises.lent):
+            _log.info("own models need the blocks that are lent: they come back")
+            self._quiet = self._clock.now() + _QUIET
+            self.recall()
+        for model, queue in self._queues.items():
+            woven = queue.woven
+            if woven is None:
+                continue
+            if woven.withdrawn and not queue.active[Phase.DECODE]:
+                self.give_back(model, now)
+                self._ends.set()
+            elif not woven.short:
+                woven.short = lacks(self._pool.total)
 
     # -- borrowing ------------------------------------------------------------------------------------
 
@@ -89,13 +110,21 @@ class Weaving:
         woven.share = share
         self._wake()
 
-    def give_back(self, model: str) -> None:
-        """No sequence of it is in a job. What is away is computed again."""
+    def withdrawn(self, model: str) -> None:
+        """The lender says that it has its blocks back: between two steps, the loan is over here too."""
+        woven = self.loan(model)
+        if woven is not None:
+            woven.withdrawn = True
+            self._wake()
+
+    def give_back(self, model: str, now: int = 0) -> None:
+        """No sequence of it is in a decode step. What is away is computed again. now: jobs that the unit has
+        started."""
         queue = self._queues[model]
         woven = queue.woven
         if woven is not None:
             for sequence in [s for s in queue.running if woven.has(s)]:
-                queue.put_back(sequence, 0)
+                queue.put_back(sequence, now)
             queue.woven = None
             self._able.give_back(model)
 
@@ -120,8 +149,8 @@ class Weaving:
 
     def lend(self, borrow: Borrow) -> Loan:
         """Blocks for another unit's model, which count as promised; asked again, the same. Raises
-        OutOfBlocks where too many would be, Conflict where something is lent, BadRequest where `borrow`
-        makes no sense."""
+        OutOfBlocks where too many would be, or own models have needed them of late, Conflict where something
+        is lent, BadRequest where `borrow` makes no sense."""
         form, own = borrow.form, next(iter(self._queues.values())).form
         geometry = Geometry(form.layers, form.kv_heads, form.head_dim, 4, own.block_bytes)
         KVForm.of(geometry, "float32").refuse_unlike(form, model=borrow.model)
@@ -129,6 +158,8 @@ class Weaving:
             return self._terms[1]
         if self._lent is not None:
             raise Conflict("weave: this unit lends already; one loan at a time")
+        if (rest := self._quiet - self._clock.now()) > 0:
+            raise OutOfBlocks(f"lend: own models have needed the blocks; ask again in {rest:.0f} s")
         count = borrow.pages * geometry.blocks_per_page
         if not self._promises.within(count):
             raise self._promises.refusal("lend", count)

@@ -49,9 +49,16 @@ class Woven:
         self.went = 0  # sequences, ever
         self.came = 0
         self.tokens = 0  # computed away, ever
+        self.short = False  # requests have waited for blocks since this was last unset
+        self.withdrawn = False  # by the lender, it says
         self._ended = ended
         self._step_away: Plan | None = None  # of the step that runs
         self._moving: list[tuple[Sequence, bool]] = []  # in it; True: out
+
+    @property
+    def roomy(self) -> bool:
+        """A sixteenth of the loan, at least, is free for more."""
+        return 16 * self.pool.available >= self.pool.total and len(self._away) < self.rows
 
     @property
     def away(self) -> int:

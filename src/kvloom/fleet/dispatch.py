@@ -55,7 +55,7 @@ def _with_level(levels: tuple[LevelLoad, ...], level: Level, sequences: int) -> 
 
 def _memory(load: UnitLoad) -> float:
     wanted = sum(m.used_blocks + m.begun_blocks + m.waiting_blocks for m in load.models.values())
-    return wanted / load.total_blocks
+    return (wanted + load.lent_blocks) / load.total_blocks
 
 
 def _least(

@@ -6,7 +6,7 @@ waits behind another; and infinity, if it is the request that is made up to empt
 the sum is ever used, and a unit reports sums. With several models over one pool, in blocks of the pool:
 
 - What is held is each block once, however many sequences share it; pins and reservations count, because no
-  request can have what they keep.
+  request can have what they keep. So do blocks lent to another unit, as long as they are.
 - A prompt that is being computed takes its blocks piece by piece, while the paper's engine takes all at once.
   So what it has yet to take counts as held.
 - Each model has a queue of its own, and what is ahead in one does not hold the others up. So the first that
@@ -26,8 +26,8 @@ from kvloom.core.load import UnitLoad
 
 
 def held(load: UnitLoad) -> int:
-    """Blocks that what runs here has taken, and has yet to take for its prompts."""
-    return sum(model.used_blocks + model.begun_blocks for model in load.models.values())
+    """Blocks that what runs here has taken, and has yet to take for its prompts, and those that are lent."""
+    return load.lent_blocks + sum(model.used_blocks + model.begun_blocks for model in load.models.values())
 
 
 def demanded(load: UnitLoad) -> int:

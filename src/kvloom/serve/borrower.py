@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from kvloom.core.clock import Clock
@@ -10,8 +13,10 @@ from kvloom.core.errors import KvloomError, OutOfBlocks
 from kvloom.core.load import UnitLoad
 from kvloom.core.spec import WeaveSpec
 from kvloom.core.weaving import Borrow, Loan
+from kvloom.engine.share import Look, Share, Slowdown, adapted
 from kvloom.engine.weaving import Weaving
 
+_PERIOD = 0.5  # seconds between two looks at what the share does
 _FIRST, _LONGEST = 0.25, 8.0  # seconds until a lender is asked again; each time twice as long
 _log = logging.getLogger(__name__)
 
@@ -34,6 +39,8 @@ class Borrower:
         self._spec = spec
         self._lender = lender
         self._clock = clock
+        self._share = Share()
+        self._slowdown = Slowdown()
 
     async def run(self) -> None:
         """For ever."""
@@ -47,7 +54,10 @@ class Borrower:
                 await self._clock.sleep(wait)
                 wait = min(2 * wait, _LONGEST)
             told = ""
-            await self._weaving.over(self._model)
+            if self._spec.share == "auto":
+                await self._adapt()
+            else:
+                await self._weaving.over(self._model)
             await self._clock.sleep(_FIRST)  # the lender has to notice that this unit has left
 
     async def _tried(self) -> str | None:
@@ -59,8 +69,41 @@ class Borrower:
             if not pages:
                 raise OutOfBlocks(f"weave: {self._spec.part:g} of {load.total_blocks} blocks hold no page")
             terms = self._weaving.terms(self._model, pages)
-            self._weaving.borrow(terms, await self._lender.lend(terms), self._spec.share)
+            share = 0.0 if self._spec.share == "auto" else self._spec.share
+            self._weaving.borrow(terms, await self._lender.lend(terms), share)
         except KvloomError as error:
             return error.message
         _log.info("%s has borrowed %d pages from %s", self._model, pages, self._spec.cold)
         return None
+
+    async def _adapt(self) -> None:
+        """Look at what the share does once a period, and set it, until the loan is over."""
+        self._share = replace(self._share, value=0.0)
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PERIOD):
+                    await self._weaving.over(self._model)
+                    return
+            try:
+                load = await self._lender.load()
+            except KvloomError as error:
+                _log.warning("%s does not tell its load: %s", self._spec.cold, error.message)
+                load = None
+            self._look(load)
+
+    def _look(self, load: UnitLoad | None) -> None:
+        """load: the lender's; None where it does not answer, and nobody knows how it fares."""
+        woven = self._weaving.loan(self._model)
+        if woven is None:
+            return
+        short, woven.short = woven.short and woven.roomy, False
+        if load is None:
+            look = Look(short, None)
+        else:
+            slowdown = self._slowdown.seen(load, away=woven.away > 0 or woven.share > 0)
+            look = Look(short, slowdown, pressed=not load.lent_blocks)
+        if look.pressed:
+            self._weaving.withdrawn(self._model)
+        self._share = adapted(self._share, look, self._spec.bound)
+        if self._share.value != woven.share:
+            self._weaving.set_share(self._model, self._share.value)

@@ -129,3 +129,10 @@ class Preempt:
 
 
 Action = Prefill | Decode | Preempt
+
+
+def same_turn(one: Action | None, other: Action | None) -> bool:
+    """Whether they are for the same thing, whatever it takes of compute and of blocks."""
+    if one is None or other is None:
+        return one is other
+    return type(one) is type(other) and one.model == other.model
