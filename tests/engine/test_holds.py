@@ -212,3 +212,30 @@ def test_it_ends_in_the_step_after_which_it_was_to_stand_still() -> None:
                     await holding
 
     run(test)
+
+
+@pytest.mark.parametrize("ending", ["resume", "abort", "hang up"])
+def test_what_stands_still_keeps_what_it_has_until_it_is_over(ending: str) -> None:
+    """Nobody takes its blocks, however many are wanted; then they are as good as any."""
+
+    async def test() -> None:
+        async with units(1) as [unit]:
+            engine, pool = unit.engine, unit.engine.pool
+            reader = Reader(unit, generate(prompt(20), request="it", max_tokens=30))
+            await reader.until(4)
+            await engine.hold("it")
+            kept = pool.total - pool.available
+            assert kept > 0
+            if ending == "resume":
+                await engine.resume("it")
+                await reader.task
+            elif ending == "abort":
+                await engine.abort("it")
+            else:
+                reader.task.cancel()
+            await asyncio.wait([reader.task])
+            await turns()
+            assert pool.available == pool.total
+            pool.check()
+
+    run(test)

@@ -148,6 +148,7 @@ class Engine:
         self._stopping = True
         for request in self._requests.ids:
             self._requests.cancel(request, "error", "the engine is stopping")
+            self._holds.let_go(str(request))
         self._reservations.release_all()
         self._pins.unpin_all()
         self.weaving.recall()
@@ -185,6 +186,7 @@ class Engine:
                 if over:
                     return
         finally:
+            self._holds.let_go(body.request)
             if not stream.ended:
                 self._requests.close(stream, "abort")
                 self._called()
@@ -195,6 +197,7 @@ class Engine:
             self._reservations.release(request)
             self._shipping.abort(request)
             self._pins.unpin(request)
+            self._holds.let_go(request)
         self._called()
 
     async def prep_recv(self, body: PrepRecv) -> Prepared:

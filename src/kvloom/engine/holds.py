@@ -1,4 +1,8 @@
-"""Requests that stand still between two steps: to be sent from, or to go on elsewhere."""
+"""Requests that stand still between two steps: to be sent from, or to go on elsewhere.
+
+What they have computed is kept for them meanwhile: a unit that gives requests away is short of blocks, and
+would have to compute it anew.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Status
 from kvloom.engine.stream import Stream
+from kvloom.kv.prefix import PinnedPath, PrefixTree
 
 
 class Holds:
@@ -33,6 +38,7 @@ class Holds:
         self._lease = lease
         self._jobs = jobs
         self._due: dict[str, float] = {}  # by request, those that have ended meanwhile too
+        self._kept: dict[str, list[tuple[PrefixTree, PinnedPath]]] = {}
 
     @property
     def due(self) -> float | None:
@@ -45,8 +51,14 @@ class Holds:
         for request in [request for request, due in self._due.items() if due <= now]:
             del self._due[request]
             stream = self._requests.stream(request)
+            self.let_go(request)
             if stream is not None:
                 self._go_on(stream)
+
+    def let_go(self, request: str) -> None:
+        """It is over, or goes on: nothing is kept for it."""
+        for tree, path in self._kept.pop(request, ()):
+            tree.unpin(path)
 
     async def hold(self, request: str) -> Standing:
         """Raises BadRequest where the request is not here, or has ended, or a choice has yet to begin."""
@@ -60,9 +72,13 @@ class Holds:
         if not live or not all(sequence.output_length for sequence in live):
             problem = "has a choice without a token; ask once each has one" if live else "has ended"
             raise BadRequest(f"request {stream.id} {problem}", param="request")
+        kept = self._kept.setdefault(stream.body.request, [])
         for sequence in live:
             if sequence.status is not Status.HELD:
                 self._queues[sequence.model].release(sequence, Status.HELD)
+                tree = self._queues[sequence.model].cache.prefixes
+                if path := tree.pin(sequence.tokens.list()):
+                    kept.append((tree, path))
         self._due[stream.body.request] = self._clock.now() + self._lease
         return Standing(made=[Made(sequence.choice, sequence.tokens.output.tolist()) for sequence in live])
 
@@ -75,6 +91,7 @@ class Holds:
             await self._requests.errands.do(stream, lambda: self._go_on(stream))
 
     def _go_on(self, stream: Stream) -> None:
+        self.let_go(stream.body.request)
         for sequence in stream.live:
             if sequence.status is Status.HELD:
                 sequence.become(Status.WAITING)
