@@ -21,13 +21,13 @@ from kvloom.api.auth import Keys
 from kvloom.core.clock import WallClock
 from kvloom.core.errors import ConfigError
 from kvloom.core.replicas import Steps
-from kvloom.router.client import HttpEngineClient
 from kvloom.router.drains import Drains
 from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.rolling import Rolling
 from kvloom.router.roster import Roster
 from kvloom.router.router import Router
+from kvloom.serve.clients import Clients
 from kvloom.serve.connection import ClientConnection
 from kvloom.serve.kept import Kept
 from kvloom.serve.orders import (
@@ -98,14 +98,11 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
     loop = asyncio.get_running_loop()
     parent.watch(Path(order.sockets), lambda news: soon(loop, heed, news))
     async with AsyncExitStack() as stack:
-
-        async def connect(unit: str) -> HttpEngineClient:
-            url = order.engines.get(unit, f"unix://{order.sockets}/{unit}.sock")
-            return await stack.enter_async_context(HttpEngineClient(url, secret=order.secret))
-
         clock = WallClock()
+        clients = Clients(order.engines, order.sockets, order.secret)
+        await stack.enter_async_context(clients)  # closed last: those below call engines to their end
         router = Router(
-            {unit: await connect(unit) for unit in order.engines},
+            {unit: await clients.of(unit) for unit in order.engines},
             program,
             clock,
             withdrawn=standing.drained,
@@ -118,7 +115,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
             specs=order.specs,
             groups=order.groups,
             processes=restarts,
-            connect=connect,
+            connect=clients.of,
             changed=kept.leaving,
             memory=order.memory,
             cores=order.cores,
