@@ -74,10 +74,10 @@ def test_keys_with_priorities(folder: Path) -> None:
     config = load(folder, M + "api_key_file: keys.txt")
     assert config.api_keys() == {"alpha": -10, "beta": None, "gamma": 5}
     for line, said in (
-        ("alpha beta", "the key alph… has more behind it; nothing, or `priority=-1`, is right"),
+        ("alpha beta", "the key a… has more behind it; nothing, or `priority=-1`, is right"),
         ("alpha priority=high", "has more behind it"),
         ("alpha priority=-9999999999", "has more behind it"),
-        ("alpha\nalpha priority=1", "the key alph… stands there twice"),
+        ("alpha\nalpha priority=1", "the key a… stands there twice"),
     ):
         file.write_text(line)
         assert said in refused(folder, M + "api_key_file: keys.txt")

@@ -37,8 +37,8 @@ def read_api_keys(path: Path) -> dict[str, int | None]:
 
 
 def _shown(key: str) -> str:
-    """Enough of it to find it by."""
-    return f"the key {key[:4]}…"
+    """Enough of it to find it by, and no more than a quarter."""
+    return f"the key {key[: min(4, len(key) // 4)]}…"
 
 
 def _priority(path: Path, key: str, rest: list[str]) -> int | None:
