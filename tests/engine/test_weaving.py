@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from torch import Tensor
 
 from kvloom.core.address import KVForm
+from kvloom.core.arrays import I64
 from kvloom.core.errors import BadRequest, Conflict, OutOfBlocks
-from kvloom.core.weaving import Borrow
+from kvloom.core.job import Job
+from kvloom.core.weaving import Away, Borrow
 from kvloom.engine.engine import Engine
 from kvloom.model.executor import TorchExecutor
 from tests.checkpoints import VOCAB, make_checkpoint
@@ -187,6 +190,33 @@ def test_the_cold_unit_wants_its_blocks_back(paths: tuple[Path, Path], when: int
             return answers
 
     check(paths[0], asked, asyncio.run(serve()))
+
+
+def test_a_step_that_fails_ends_the_loan(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that it has posted may be done at any time, in blocks that others would have by then."""
+    asked, steps = prompts(4), 0
+    real = TorchExecutor._woven
+
+    def fails_once(self: TorchExecutor, job: Job, away: Away, kept: I64) -> tuple[Tensor, str | None]:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            raise RuntimeError("a broken kernel")
+        return real(self, job, away, kept)
+
+    monkeypatch.setattr(TorchExecutor, "_woven", fails_once)
+
+    async def test() -> None:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 1.0)
+            failed = await generate(hot, asked)
+            assert {end.reason for answer in failed for end in answer.ends.values()} == {"error"}
+            assert hot.weaving.loan(MODEL) is None
+            await until(lambda: cold.pool.lent == 0)
+            lend(hot, cold, 1.0)
+            check(paths[0], asked, await generate(hot, asked))
+
+    asyncio.run(test())
 
 
 def test_a_request_that_is_aborted_while_it_is_away_leaves_nothing(paths: tuple[Path, Path]) -> None:

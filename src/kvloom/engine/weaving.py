@@ -154,6 +154,8 @@ class Weaving:
         form, own = borrow.form, next(iter(self._queues.values())).form
         geometry = Geometry(form.layers, form.kv_heads, form.head_dim, 4, own.block_bytes)
         KVForm.of(geometry, "float32").refuse_unlike(form, model=borrow.model)
+        if self.due is not None:
+            raise Conflict("weave: the last loan is not back yet; ask again in a moment")
         if self._terms is not None and self._terms[0] == borrow:
             return self._terms[1]
         if self._lent is not None:

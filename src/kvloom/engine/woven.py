@@ -117,8 +117,10 @@ class Woven:
         return set(), []
 
     def fail(self) -> None:
-        """The step has failed, and with it its sequences."""
+        """The step has failed, and with it its sequences. So is the loan over: a task that nobody collects may
+        still be written to its blocks."""
         self._undo()
+        self._ended("a step has failed")
 
     def remove(self, sequence: Sequence) -> None:
         """It gives up what it has away."""
