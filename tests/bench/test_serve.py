@@ -108,7 +108,7 @@ def test_ctrl_c_hangs_up_and_writes_nothing(workload: Path) -> None:
         (("workload", "make", "small.yaml"), ["-o"]),
         (("workload", "make", "small.jsonl", "-o", "x"), ["small.jsonl", "a spec, in YAML or JSON"]),
         (("workload", "make", "nowhere.yaml", "-o", "x"), ["nowhere.yaml", "No such file"]),
-        (("workload", "make", "bad.yaml", "-o", "x"), ["bad.yaml: rate: -3", "more than 0"]),
+        (("workload", "make", "bad.yaml", "-o", "x"), ["bad.yaml: rate: -3", "1e-09 or more"]),
         (("workload", "make", "small.yaml", "-o", "x", "--seed", "-1"), ["seed: -1", "0 or more"]),
         (("workload", "make", "small.yaml", "-o", "no/x"), ["no/x", "a path that can be written"]),
         (("workload", "make", "empty.yaml", "-o", "x"), ["empty.yaml: asks for nothing"]),
