@@ -117,8 +117,8 @@ class Woven:
         return set(), []
 
     def fail(self) -> None:
-        """The step has failed, and with it its sequences. So is the loan over: a task that nobody collects may
-        still be written to its blocks."""
+        """The step has failed, and with it its sequences. So is the loan over: what nobody collects of a task
+        may still be written to its blocks."""
         self._undo()
         self._ended("a step has failed")
 
