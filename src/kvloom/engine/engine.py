@@ -11,7 +11,7 @@ from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, Unavailable
 from kvloom.core.job import Executor
 from kvloom.core.load import UnitLoad
-from kvloom.core.request import Event, ModelCard, StartGenerate
+from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate
 from kvloom.core.spec import EngineSpec
 from kvloom.core.transport import Transport
 from kvloom.core.verbs import (
@@ -182,6 +182,9 @@ class Engine:
             yield []
             while True:
                 frame, over = await stream.frame()
+                if self._stopping and any(map(_failed, frame)):
+                    yield [event for event in frame if not _failed(event)]
+                    raise Unavailable("the engine is stopping")  # another process may go on with it
                 yield frame
                 if over:
                     return
@@ -269,3 +272,7 @@ class Engine:
             draining=self._stopping,
             lent_blocks=self.pool.lent,
         )
+
+
+def _failed(event: Event) -> bool:
+    return isinstance(event, EndEvent) and event.reason == "error"

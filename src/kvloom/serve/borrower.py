@@ -54,10 +54,7 @@ class Borrower:
                 await self._clock.sleep(wait)
                 wait = min(2 * wait, _LONGEST)
             told = ""
-            if self._spec.share == "auto":
-                await self._adapt()
-            else:
-                await self._weaving.over(self._model)
+            await self._watch()
             await self._clock.sleep(_FIRST)  # the lender has to notice that this unit has left
 
     async def _tried(self) -> str | None:
@@ -76,8 +73,8 @@ class Borrower:
         _log.info("%s has borrowed %d pages from %s", self._model, pages, self._spec.cold)
         return None
 
-    async def _adapt(self) -> None:
-        """Look at what the share does once a period, and set it, until the loan is over."""
+    async def _watch(self) -> None:
+        """Ask the lender how it fares once a period, until the loan is over."""
         self._share = replace(self._share, value=0.0)
         while True:
             with suppress(TimeoutError):
@@ -96,14 +93,15 @@ class Borrower:
         woven = self._weaving.loan(self._model)
         if woven is None:
             return
-        short, woven.short = woven.short and woven.roomy, False
-        if load is None:
-            look = Look(short, None)
-        else:
-            slowdown = self._slowdown.seen(load, away=woven.away > 0 or woven.share > 0)
-            look = Look(short, slowdown, pressed=not load.lent_blocks)
-        if look.pressed:
+        pressed = load is not None and not load.lent_blocks  # or it is another process, which knows no loan
+        if pressed:
             self._weaving.withdrawn(self._model)
+        if self._spec.share != "auto":
+            return
+        short, woven.short = woven.short and woven.roomy, False
+        away = woven.away > 0 or woven.share > 0
+        slowdown = self._slowdown.seen(load, away=away) if load else None
+        look = Look(short, slowdown, pressed=pressed)
         self._share = adapted(self._share, look, self._spec.bound)
         if self._share.value != woven.share:
             self._weaving.set_share(self._model, self._share.value)
