@@ -18,6 +18,7 @@ from kvloom.core.request import EndEvent, Event, PromptEvent, StartGenerate, Tok
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
 from kvloom.core.transport import Transport
+from kvloom.core.weaving import Weaver
 from kvloom.engine.engine import Engine
 from kvloom.model.parallel.executor import load_executor
 from kvloom.serve.engine_process import open_transport
@@ -83,10 +84,10 @@ async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def running_over(
-    spec: EngineSpec, executor: RealExecutor, transport: RealTransport
+    spec: EngineSpec, executor: RealExecutor, transport: RealTransport, weaver: Weaver | None = None
 ) -> AsyncIterator[Engine]:
     """The same over an executor and a transport that are there already; both are closed."""
-    engine = Engine(executor, transport, spec, WallClock())
+    engine = Engine(executor, transport, spec, WallClock(), weaver)
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())
         try:
@@ -96,6 +97,7 @@ async def running_over(
     transport.close_all()
     executor.close()
     engine.pool.check()
+    assert engine.pool.lent == 0
     assert engine.pool.available == engine.pool.total
 
 

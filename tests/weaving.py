@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from kvloom.core.clock import WallClock
 from kvloom.core.spec import EngineSpec
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.engine.engine import Engine
@@ -21,7 +20,7 @@ from kvloom.model.executor import TorchExecutor
 from kvloom.model.parallel.executor import load_executor
 from kvloom.model.weaving.weaver import TorchWeaver
 from kvloom.serve.engine_process import open_transport
-from tests.engines import ask, body, spec_of
+from tests.engines import ask, body, running_over, spec_of
 
 MODEL = "m"  # of the hot unit
 PAGES = 40  # that are lent
@@ -36,18 +35,9 @@ async def weaving(spec: EngineSpec, patience: float = 20.0) -> AsyncIterator[Eng
     executor = load_executor(spec)
     assert isinstance(executor, TorchExecutor)
     transport = open_transport(spec, executor.arena)
-    engine = Engine(executor, transport, spec, WallClock(), TorchWeaver(executor, transport, patience))
-    async with asyncio.TaskGroup() as group:
-        group.create_task(engine.run())
-        try:
-            yield engine
-        finally:
-            await engine.stop()
-    transport.close_all()
-    executor.close()
-    engine.pool.check()
-    assert engine.pool.lent == 0
-    assert engine.pool.available == engine.pool.total
+    weaver = TorchWeaver(executor, transport, patience)
+    async with running_over(spec, executor, transport, weaver) as engine:
+        yield engine
 
 
 async def until(holds: Callable[[], bool]) -> None:

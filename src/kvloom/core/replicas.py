@@ -35,10 +35,9 @@ class GroupSpec(Struct, frozen=True):
 
 
 class Group(Struct, frozen=True):
-    """The same as it stands. starting: those that are
-    about to have a process. away: those that can be given one now, in this order; those that were to lose
-    theirs, and still have it, come first. models: what each serves. idle: seconds since the last request
-    ended there."""
+    """The same as it stands. starting: those that are about to have a process. away: those that can be given
+    one now, in this order; those that were to lose theirs, and still have it, come first. models: what each
+    serves. idle: seconds since the last request ended there."""
 
     units: frozenset[str]
     scale: Scale
