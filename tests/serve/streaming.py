@@ -25,8 +25,8 @@ def states(url: str) -> dict[str, str]:
     return {unit["name"]: unit["state"] for unit in call(url, "/admin/units")}
 
 
-def said(url: str, model: str, seed: int, tokens: int) -> str:
-    """A stream's text, to its end."""
+def streamed(url: str, model: str, seed: int, tokens: int) -> urllib.request.Request:
+    """What asks for a stream."""
     ask = {
         "model": model,
         "prompt": [1, 2, 3],
@@ -37,8 +37,12 @@ def said(url: str, model: str, seed: int, tokens: int) -> str:
         "stream": True,
     }
     headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(ask).encode(), headers)
-    with urllib.request.urlopen(request, timeout=DEADLINE) as response:
+    return urllib.request.Request(f"{url}/v1/completions", json.dumps(ask).encode(), headers)
+
+
+def said(url: str, model: str, seed: int, tokens: int) -> str:
+    """A stream's text, to its end."""
+    with urllib.request.urlopen(streamed(url, model, seed, tokens), timeout=DEADLINE) as response:
         events = [line.removeprefix(b"data: ").strip() for line in response if line.strip()]
     assert events[-1] == b"[DONE]", events[-1]
     return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])

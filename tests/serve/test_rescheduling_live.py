@@ -9,10 +9,10 @@ import threading
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from tests.checkpoints import make_checkpoint
 from tests.processes import DEADLINE, Fleet, fleet, leaves_nothing
+from tests.serve.streaming import call, streamed
 
 MOST = 1200  # tokens of a stream: many times what a move takes
 CONFIG = """
@@ -21,14 +21,6 @@ models: {{llama: {path}}}
 rescheduling: {{period: 50ms}}
 units: [{{models: [llama], replicas: 2}}]
 """
-
-
-def call(url: str, path: str, body: object = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(url + path, data, headers)
-    with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
-        return json.load(answer)
 
 
 class Streams:
@@ -46,17 +38,7 @@ class Streams:
         return said
 
     def _said(self, seed: int, under_way: threading.Event) -> str:
-        ask = {
-            "model": "llama",
-            "prompt": [1, 2, 3],
-            "max_tokens": MOST,
-            "ignore_eos": True,
-            "temperature": 0.9,
-            "seed": seed,
-            "stream": True,
-        }
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{self._url}/v1/completions", json.dumps(ask).encode(), headers)
+        request = streamed(self._url, "llama", seed, MOST)
         pieces: list[str] = []
         try:
             with urllib.request.urlopen(request, timeout=DEADLINE) as response:
