@@ -9,12 +9,9 @@ import pytest
 
 from kvloom.core.request import StartGenerate, TokenEvent
 from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import EngineSpec, ModelSpec
-from kvloom.cost.shape import ModelShape
 from kvloom.sim.answer import Answer
 from kvloom.sim.chaos import run_ordeal
 from kvloom.sim.faults import Client, Ordeal, Switch
-from kvloom.sim.fleet import SimulatedUnit
 from kvloom.sim.laws import (
     CONSERVATION,
     EXACTLY_ONCE,
@@ -24,7 +21,7 @@ from kvloom.sim.laws import (
     SAME_TOKENS,
     check_answer,
 )
-from kvloom.sim.ordeal import VOCAB, Evenly, draw_ordeal
+from kvloom.sim.ordeal import draw_ordeal
 from kvloom.sim.world import Parts
 from tests.sim.breakers import (
     FaintingHost,
@@ -36,6 +33,7 @@ from tests.sim.breakers import (
     StutteringWire,
     UnfencedHost,
 )
+from tests.sim.small_units import small_units
 
 
 @pytest.fixture(autouse=True)
@@ -83,29 +81,7 @@ def test_what_no_stream_may_do() -> None:
 
 def crossing() -> Ordeal:
     """A client leaves while its K and V are on their way to a small unit, whose next one gets the blocks."""
-    shape = ModelShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, vocab=VOCAB)
-    units = tuple(
-        SimulatedUnit(
-            EngineSpec(
-                models=(ModelSpec(name="m", path="", max_context=80),),
-                kv_bytes=blocks * 128,
-                block_bytes=128,
-                policy="fcfs",
-                max_running=4,
-                max_waiting=8,
-                chunk_tokens=64,
-                threads=1,
-                unit=f"unit-{i}",
-                lease=1.0,
-            ),
-            {"m": shape},
-            1,
-            Evenly(1e-3),
-            bandwidth=3e3,
-            stride=1,
-        )
-        for i, blocks in enumerate((100, 20))
-    )
+    units = small_units((100, 20), 1e-3, layers=1, context=80, lease=1.0, bandwidth=3e3)
     asked = [
         StartGenerate(
             model="m",

@@ -6,17 +6,14 @@ import pytest
 
 from kvloom.core.request import StartGenerate
 from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import EngineSpec, ModelSpec
-from kvloom.cost.shape import ModelShape
 from kvloom.fleet.thresholds import Thresholds
 from kvloom.sim.chaos import Verdict, run_ordeal
 from kvloom.sim.faults import Client, Ordeal, Relocation, SchedulerLoss, Switch
-from kvloom.sim.fleet import SimulatedUnit
 from kvloom.sim.laws import NO_STARVATION, NOTHING_LEAKS, SAME_TOKENS
-from kvloom.sim.ordeal import VOCAB, Evenly
 from kvloom.sim.rescheduling import Rescheduling
 from kvloom.sim.world import Parts
 from tests.sim.breakers import DeafWire, LyingWire, PinningHost, RestlessWire, SmearingHost
+from tests.sim.small_units import small_units
 
 LOST, BACK = (SchedulerLoss(0.0, 60.0),), (SchedulerLoss(0.0, 0.3),)
 
@@ -25,29 +22,7 @@ def ordeal(
     program: str = "data_parallel", count: int = 3, leaves: float | None = None, **more: object
 ) -> Ordeal:
     """Two units of one model, and so many clients with forty tokens each to come, a second or two."""
-    shape = ModelShape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, vocab=VOCAB)
-    units = tuple(
-        SimulatedUnit(
-            EngineSpec(
-                models=(ModelSpec(name="m", path="", max_context=100),),
-                kv_bytes=160 * 128,
-                block_bytes=128,
-                policy="fcfs",
-                max_running=4,
-                max_waiting=8,
-                chunk_tokens=64,
-                threads=1,
-                unit=f"unit-{i}",
-                lease=120.0,
-            ),
-            {"m": shape},
-            1,
-            Evenly(3e-3),
-            bandwidth=1e6,
-            stride=1,
-        )
-        for i in range(2)
-    )
+    units = small_units((160, 160), 3e-3, layers=2, context=100, lease=120.0, bandwidth=1e6)
     asked = [
         StartGenerate(
             model="m",

@@ -1,0 +1,40 @@
+"""Units of one little model `m`, for runs whose every step is laid down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvloom.core.spec import EngineSpec, ModelSpec
+from kvloom.cost.shape import ModelShape
+from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.ordeal import VOCAB, Evenly
+
+
+def small_units(
+    blocks: Sequence[int], step: float, *, layers: int, context: int, lease: float, bandwidth: float
+) -> tuple[SimulatedUnit, ...]:
+    """One of so many blocks each. step: seconds of a job, and of a token. lease: seconds. bandwidth: bytes/s
+    between them."""
+    shape = ModelShape(layers=layers, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, vocab=VOCAB)
+    return tuple(
+        SimulatedUnit(
+            EngineSpec(
+                models=(ModelSpec(name="m", path="", max_context=context),),
+                kv_bytes=count * 128,
+                block_bytes=128,
+                policy="fcfs",
+                max_running=4,
+                max_waiting=8,
+                chunk_tokens=64,
+                threads=1,
+                unit=f"unit-{i}",
+                lease=lease,
+            ),
+            {"m": shape},
+            1,
+            Evenly(step),
+            bandwidth=bandwidth,
+            stride=1,
+        )
+        for i, count in enumerate(blocks)
+    )
