@@ -78,7 +78,7 @@ def test_what_the_cache_spared_it_is_told_as_of_where_it_began() -> None:
             await w.ask(first)
             task = w.ask(generate(prompt(16) + prompt(9, first=5), max_tokens=LONG))
             await w.until("r", 2)
-            [source] = [i for i in range(2) if w.router._calls["r"].running is w.replica(i)]
+            [source] = [i for i in range(2) if w.router._calls["r"].course.running is w.replica(i)]
             await w.router.move("r", f"unit-{1 - source}")
             await task
             assert w.answers["r"].ends[0].cached_tokens == (16 if source == 0 else 0)

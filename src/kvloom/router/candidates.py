@@ -63,6 +63,6 @@ class Candidates:
         found = [one for one in self._now().replicas if one not in self._seen]
         if found:
             self._seen.update(found)
-            fit = [one for one in found if one.card.context_length >= self._call.needs]
+            fit = [one for one in found if one.card.context_length >= self._call.course.needs]
             self.fleet = replace(self.fleet, replicas=(*self.fleet.replicas, *fit))
         return self.fleet

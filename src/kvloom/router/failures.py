@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from kvloom.core.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable
-from kvloom.router.call import Call, Lost
+from kvloom.router.call import Call
+from kvloom.router.course import Lost
 from kvloom.router.fleet import Fleet
 from kvloom.router.replica import Replica
 
@@ -31,7 +32,7 @@ class Failures:
             self._deaths += call.let_in
         if call.aborted or self._deaths > DEATHS:
             return False
-        return isinstance(error, _ELSEWHERE) or not (call.refused or call.progress.begun)
+        return isinstance(error, _ELSEWHERE) or not (call.course.refused or call.progress.begun)
 
     def keep(self, fleet: Fleet, error: KvloomError) -> Fleet:
         """Without the replicas that have refused the request, but for those that will be others when they
@@ -39,8 +40,8 @@ class Failures:
         connection to that one broke it may be another process already."""
         call = self._call
         broke = call.let_in and isinstance(error, Unavailable)
-        refused = {one for one in call.refused if not (broke or self.awaits(one))}
-        short = {one for one in fleet.replicas if one.card.context_length < call.needs}
+        refused = {one for one in call.course.refused if not (broke or self.awaits(one))}
+        short = {one for one in fleet.replicas if one.card.context_length < call.course.needs}
         return fleet.without(refused | short)
 
     def awaits(self, replica: Replica) -> bool:

@@ -72,6 +72,10 @@ class Fleet:
         held = self.index.match(self.model, prompt)
         return {replica: held[replica.name] for replica in self.up if replica.name in held}
 
+    def to_compute(self, prompt: Sequence[int], replica: Replica, begin: int, end: int) -> int:
+        """Tokens of prompt[begin:end] that `replica` probably has not cached."""
+        return max(0, end - max(begin, self.matched(prompt).get(replica, 0)))
+
     def note(self, prompt: Sequence[int], replica: Replica) -> None:
         """`replica` holds the prompt now, or soon."""
         if len(self.replicas) > 1:

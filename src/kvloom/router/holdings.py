@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, UnknownModel
+from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
 from kvloom.router.replica import Replica
 
 What = Literal["room", "work", "pin"]
@@ -27,9 +27,10 @@ class _Held(NamedTuple):
 
 class Holdings:
     """Of one request, which may have several ids at a time: one that moves has another where it goes. tasks:
-    where giving back runs on when the request is cancelled."""
+    where giving back runs on when the request is cancelled. aborted: its caller wants no more of it."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.aborted = False
         self._tasks = tasks
         self._held: list[_Held] = []
         self._asked: dict[asyncio.Future[Any], Replica] = {}  # what reserves, and is not answered yet
@@ -37,7 +38,10 @@ class Holdings:
 
     @asynccontextmanager
     async def asking(self, replica: Replica, what: What, name: str) -> AsyncIterator[None]:
-        """Something is held at `replica` from here on, unless it refuses."""
+        """Something is held at `replica` from here on, unless it refuses. Raises Unavailable where the
+        request was aborted."""
+        if self.aborted:
+            raise Unavailable("the request was aborted")
         self._held.append(_Held(replica, what, name))
         replica.begin_call()
         try:
@@ -74,6 +78,7 @@ class Holdings:
 
     async def abort(self, choice: int | None) -> None:
         """End the request, or one choice of it, wherever something is held."""
+        self.aborted = self.aborted or choice is None
         for replica, name in self._places:
             await _end_at(replica, name, choice)
 

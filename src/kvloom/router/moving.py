@@ -112,7 +112,7 @@ class Move:
 
     async def _settle(self, verb: Callable[[str], Coroutine[Any, Any, None]] | None) -> None:
         pause = FIRST_PAUSE
-        while verb and self._call.runs(self._source, self._name):
+        while verb and self._call.course.runs(self._source, self._name):
             try:
                 await verb(self._name)
                 break
@@ -182,7 +182,7 @@ class Move:
 
     def _made(self) -> list[Made]:
         made = self._call.progress.made
-        here = self._call.runs(self._source, self._name)
+        here = self._call.course.runs(self._source, self._name)
         if not (here and made and all(one.tokens for one in made)):
             raise BadRequest(f"request {self._name} is not decoding", param="request")
         return made

@@ -142,7 +142,7 @@ class Router:
         """Let a request that decodes go on at another unit; its caller sees nothing of it. Raises KvloomError
         where it stays."""
         call, unit = self._calls.get(request), self._units.get(to)
-        source = call.running if call else None
+        source = call.course.running if call else None
         target = unit.replicas.get(call.model) if call and unit else None
         if call is None or source is None:
             raise BadRequest(f"request {request} does not run here", param="request")
@@ -151,7 +151,7 @@ class Router:
             raise BadRequest(f"request {request} cannot go to {to}: {where}", param="to")
         if not target.up:
             raise BadRequest(f"request {request} cannot go to {to}: it takes no requests", param="to")
-        if target.card.context_length < call.needs:
+        if target.card.context_length < call.course.needs:
             raise BadRequest(f"request {request} may not fit {to}: its contexts are shorter", param="to")
         if call.moving:
             raise BadRequest(f"request {request} moves already", param="request")
