@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -27,7 +28,8 @@ class Worker(ABC, Generic[Order]):
         self._closing = False
         self._over: str | None = None  # why there is no thread any more
         self._refusing = threading.Lock()
-        # a daemon: no process waits for it at its end
+        # A daemon, or a process that forgets to close would wait for it for ever. It ends before Python does:
+        # one that comes back from C++ for the GIL later than that takes the process down.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, shipment: Delivery, parcel: Parcel | None) -> None:
@@ -44,6 +46,7 @@ class Worker(ABC, Generic[Order]):
 
     def close(self) -> None:
         """End the thread. Shipments that have not arrived fail."""
+        atexit.unregister(self.close)
         self._closing = True
         self._queue.put(None)
         self._thread.join()
@@ -51,6 +54,7 @@ class Worker(ABC, Generic[Order]):
     # for those that say what the thread does
 
     def _start(self) -> None:
+        atexit.register(self.close)
         self._thread.start()
 
     @abstractmethod
