@@ -1,0 +1,67 @@
+"""How long an offloaded attention waits for the operator that runs when it arrives, and into how many parts
+operators are split so that it waits less (Weaver, section 4.2).
+
+It arrives anywhere in an iteration of the unit that is to do it, so it meets operator i with probability T_i
+over the sum of all T, and has to wait for the rest of it, uniform in [0, T_i]. All times here are in one
+unit, whichever. `ahead` is c = K − N: what the asking unit has to do itself meanwhile, less what the task
+takes. A wait that is shorter than that stalls nobody; below zero it counts as zero.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import repeat
+
+
+def conditional_wait(times: Sequence[float], ahead: float) -> float:
+    """E[W | W > c], the paper's objective (equations 1 and 3): Σ (T² − c²) / (2 Σ (T − c)) over T > c. 0
+    where no operator is longer than c."""
+    c = max(0.0, ahead)
+    longer = [t for t in times if t > c]
+    if not longer:
+        return 0.0
+    return sum(t * t - c * c for t in longer) / (2 * sum(t - c for t in longer))
+
+
+def expected_stall(times: Sequence[float], ahead: float) -> float:
+    """E[max(0, W − c)], by which the asking unit is held up: Σ (T − c)² over T > c, over 2 Σ T. At c = 0 that
+    is E[W]."""
+    c, whole = max(0.0, ahead), sum(times)
+    return sum((t - c) ** 2 for t in times if t > c) / (2 * whole) if whole > 0 else 0.0
+
+
+def split(
+    times: Sequence[float], ahead: float, most: float, limits: Sequence[int] | None = None
+) -> list[int]:
+    """Algorithm 1: while the expected stall is more than `most`, and the longest operator longer than c, cut
+    that into halves. Returns the parts of each operator. limits: the most that it can have, if there is one.
+
+    Parts of one operator are to be of one size, whatever halves they came from: as many of one size stall
+    less. The paper compares its estimate with 5 % of the asking unit's mean iteration; a stall comes once a
+    layer, so `most` is that over the layers.
+    """
+    c, whole = max(0.0, ahead), sum(times)
+    parts = [1] * len(times)
+    left = 2 * whole * most  # of the sum of squares
+    squares = sum((t - c) ** 2 for t in times if t > c)
+    longest = [(-t, i) for i, t in enumerate(times)]
+    heapq.heapify(longest)
+    bounds = limits if limits is not None else list(repeat(1 << 30, len(times)))
+    while squares > left and longest:
+        size, i = -longest[0][0], longest[0][1]
+        if size <= c:
+            break
+        if parts[i] >= bounds[i]:
+            heapq.heappop(longest)
+            continue
+        squares -= (size - c) ** 2 - 2 * max(0.0, size / 2 - c) ** 2
+        parts[i] += 1
+        heapq.heapreplace(longest, (-size / 2, i))
+        heapq.heappush(longest, (-size / 2, i))
+    return parts
+
+
+def cut(times: Sequence[float], parts: Sequence[int]) -> list[float]:
+    """The times of all parts."""
+    return [t / n for t, n in zip(times, parts, strict=True) for _ in range(n)]
