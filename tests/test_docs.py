@@ -16,7 +16,8 @@ from kvloom.api.schemas import GenerationBody
 from kvloom.api.schemas_chat import ChatBody
 from kvloom.api.schemas_completion import CompletionBody
 from kvloom.cli import make_parser
-from kvloom.config import Config, ModelConfig
+from kvloom.config import Config
+from kvloom.config_models import ModelConfig
 from kvloom.config_units import UnitConfig
 from kvloom.core.clock import WallClock
 from kvloom.core.errors import KvloomError

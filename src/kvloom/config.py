@@ -37,10 +37,12 @@ from kvloom.config_fields import (
     no_bool,
 )
 from kvloom.config_keys import read_api_keys, read_keys
+from kvloom.config_models import ModelConfig
 from kvloom.config_rescheduling import Rescheduling, ReschedulingConfig
 from kvloom.config_units import (
     CPU,
     Device,
+    Engine,
     UnitConfig,
     check_ranks,
     first,
@@ -53,14 +55,13 @@ from kvloom.config_units import (
 from kvloom.config_weaving import WeaveConfig, WovenUnit, weave_units
 from kvloom.core.errors import ConfigError
 from kvloom.core.replicas import GroupSpec
-from kvloom.core.spec import Dtype, EngineSpec, Plane, Policy, SchedulerSpec
+from kvloom.core.spec import EngineSpec, Plane, Policy, SchedulerSpec, WeaveSpec
 from kvloom.machine import Machine
 from kvloom.sizes import show_size
 
 DEMO: Final = Path(__file__).parent / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
 Keys = TypeVar("Keys")
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
 
 
@@ -68,25 +69,6 @@ def _power_of_two(size: int) -> int:
     if size < 64 or size & (size - 1):
         raise ValueError(f"{size} bytes; a power of two and at least 64 is right, as `16KiB`")
     return size
-
-
-class ModelConfig(Section):
-    """A model: `path` is a checkpoint directory or a hub id. Short form: just the path."""
-
-    path: str
-    dtype: Dtype = "auto"
-    rate: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e9)] = 1.0
-    max_context: Count | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
-
-    @field_validator("path")
-    @classmethod
-    def _exists(cls, value: str, info: ValidationInfo) -> str:
-        return resolve_model(value, Surroundings.of(info).folder)
 
 
 class Config(Section):
@@ -185,28 +167,32 @@ class Config(Section):
             self.transport,
         )
         self._engines = tuple(
-            EngineSpec(
-                unit=engine.name,
-                models=tuple(
-                    engine.unit.spec(name, self.models[name].model_dump()) for name in engine.unit.models
-                ),
-                kv_bytes=pool,
-                block_bytes=self.block_bytes,
-                policy=engine.unit.policy or self.policy,
-                max_running=self.max_running,
-                max_waiting=self.max_waiting,
-                chunk_tokens=self.chunk_tokens,
-                threads=threads,
-                priorities=self.priorities,
-                lease=self.lease,
-                transport=self.transport,
-                tensor_parallel=engine.unit.tensor_parallel,
-                device=device,
-                weave=woven.get(engine.name),
-            )
+            self._spec(engine, pool, threads, device, woven.get(engine.name))
             for engine, pool, threads, device in zip(engines, pools, cores, devices, strict=True)
         )
         return self
+
+    def _spec(
+        self, engine: Engine, pool: int, threads: int, device: str, weave: WeaveSpec | None
+    ) -> EngineSpec:
+        unit = engine.unit
+        return EngineSpec(
+            unit=engine.name,
+            models=tuple(unit.spec(name, self.models[name].model_dump()) for name in unit.models),
+            kv_bytes=pool,
+            block_bytes=self.block_bytes,
+            policy=unit.policy or self.policy,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            chunk_tokens=self.chunk_tokens,
+            threads=threads,
+            priorities=self.priorities,
+            lease=self.lease,
+            transport=self.transport,
+            tensor_parallel=unit.tensor_parallel,
+            device=device,
+            weave=weave,
+        )
 
     @property
     def folder(self) -> Path:
@@ -241,23 +227,6 @@ class Config(Section):
     def scheduler_for(self, engines: Iterable[EngineSpec]) -> SchedulerSpec | None:
         """Where the fleet has become these."""
         return self.rescheduling.scheduler(engines, self.groups) if self.rescheduling else None
-
-
-def resolve_model(value: str, folder: Path) -> str:
-    """The checkpoint directory `value` names from `folder`, or the hub id that it is. Raises ValueError."""
-    if not value.strip() or "\0" in value:
-        raise ValueError(f"{value!r} is no path and no hub id")
-    path = folder / Path(value).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(
-                f"{path} holds no config.json; the directory of a Hugging Face checkpoint is right"
-            )
-        return str(path.resolve())
-    if value.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(value):
-        kind = "is a file" if path.is_file() else "does not exist"
-        raise ValueError(f"{path} {kind}; a checkpoint directory or a hub id `org/name` is right")
-    return value
 
 
 def _keys(key: str, file: Path | None, read: Callable[[Path], Keys], none: Keys) -> Keys:

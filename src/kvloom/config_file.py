@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from kvloom.config import Config, build_config, demo_settings, resolve_model
+from kvloom.config import Config, build_config, demo_settings
+from kvloom.config_models import resolve_model
 from kvloom.config_plan import read_plan_settings
 from kvloom.core.errors import ConfigError
 from kvloom.machine import Machine

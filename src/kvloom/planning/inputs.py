@@ -9,10 +9,10 @@ from typing import Annotated, Final
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from kvloom.config import resolve_model
 from kvloom.config_errors import explain, nearest
 from kvloom.config_fields import Section, Size, Some, no_bool
 from kvloom.config_file import read_yaml
+from kvloom.config_models import resolve_model
 from kvloom.core.errors import ConfigError
 from kvloom.cost.devices import find_device
 from kvloom.cost.measured import Measured
