@@ -120,8 +120,8 @@ class Pair:
         return mean(self.gaps(since, until)) / mean(self.gaps(since - QUIET, since)) - 1
 
     def called(self, since: float, *verbs: str) -> float:
-        """When the first of these was called since."""
-        return next(when for verb, when in self.calls if verb in verbs and when >= since)
+        """When it was called first since then: the first of these verbs that was called at all."""
+        return next(when for want in verbs for verb, when in self.calls if verb == want and when >= since)
 
 
 @asynccontextmanager
