@@ -20,7 +20,10 @@ import numpy as np
 import pytest
 
 INSTALLED = importlib.util.find_spec("triton") is not None
-_KERNELS = "activation", "copy", "decode", "merge", "norm", "prefill", "rotary", "write"
+_KERNELS = (
+    *("activation", "ask", "copy", "decode", "merge", "norm", "poll", "prefill", "rotary", "serve"),
+    "write",
+)
 
 
 class _Watch(MetaPathFinder):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from enum import IntEnum
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,33 +26,18 @@ from msgspec import Struct
 
 from kvloom.core.arrays import I32, AnyArray
 from kvloom.core.errors import ConfigError
+from kvloom.kernels.mail import HEAD, LINE, NOTE, WORDS, End
 from kvloom.kv import memfd
 from kvloom.transport.peer import Count, Memory
 from kvloom.transport.word import Word
 
+__all__ = ["HEAD", "NOTE", "START", "WHAT", "End", "Mailbox", "MailboxForm", "OwnMailbox", "Place", "size_of"]
+
 WHAT = "mailbox"
-_LINE = 64
-_WORDS = ("posted", "done", "asleep", "waiting", "left", "over")
-NOTE = np.dtype(
-    [
-        ("iteration", "<u4"),
-        ("layer", "<i4"),
-        ("rows", "<i4"),
-        ("window", "<i4"),
-        ("scale", "<f8"),
-        ("softcap", "<f8"),
-    ]
-)
-HEAD = np.dtype([("iteration", "<u4"), ("rows", "<i4"), ("changed", "<i4")])
-
-
-class End(IntEnum):
-    """Why a side takes no more part. None: it does."""
-
-    NONE = 0
-    CLOSED = 1  # it wants no more
-    FORGED = 2  # the other's writings cannot be
-    FAILED = 3  # it could not compute
+START: Final = (1 << 32) - 1000  # of counters: they wrap soon, not first after days
+_INTS: Final = np.dtype("<i4")
+_FLOATS: Final = np.dtype("<f4")
+_DOUBLES: Final = np.dtype("<f8")
 
 
 class MailboxForm(Struct, frozen=True, array_like=True):
@@ -80,7 +65,7 @@ class Place(Struct, frozen=True, array_like=True):
 class Mailbox:
     """The memory, mapped for as long as this lives. Writers, by field:
 
-    borrower: posted, waiting, left; head, lengths [rows], tables [rows, width], changed [pages],
+    borrower: posted, waiting, left; head, pace [2], lengths [rows], tables [rows, width], changed [pages],
         map [pages, layers, kv_heads], notes [slots], qkv [slots, rows, heads + 2 kv_heads, head_dim].
     lender: done, asleep, over; out [slots, rows, heads, head_dim].
     """
@@ -91,15 +76,14 @@ class Mailbox:
         memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         base = memory.ctypes.data
         self.posted, self.done, self.asleep, self.waiting, self.left, self.over = (
-            Word(base + i * _LINE) for i in range(len(_WORDS))
+            Word(base + i * LINE) for i in range(len(WORDS))
         )
-        parts: dict[str, AnyArray] = {}
-        at = len(_WORDS) * _LINE
-        for name, (shape, dtype) in _layout(form).items():
-            size = int(np.prod(shape)) * dtype.itemsize
-            parts[name] = memory[at : at + size].view(dtype).reshape(shape)
-            at += _padded(size)
+        parts: dict[str, AnyArray] = {
+            name: memory[part.at : part.at + part.size].view(part.dtype).reshape(part.shape)
+            for name, part in layout(form).items()
+        }
         self.head: AnyArray = parts["head"]
+        self.pace: npt.NDArray[np.float64] = parts["pace"]
         self.lengths: I32 = parts["lengths"]
         self.tables: I32 = parts["tables"]
         self.changed: I32 = parts["changed"]
@@ -109,37 +93,61 @@ class Mailbox:
         self.out: npt.NDArray[np.float32] = parts["out"]
 
 
-def _layout(form: MailboxForm) -> dict[str, tuple[tuple[int, ...], np.dtype[np.void] | np.dtype[np.generic]]]:
-    ints, floats = np.dtype("<i4"), np.dtype("<f4")
-    return {
+class Part(NamedTuple):
+    """An array of a mailbox: bytes from `at` on."""
+
+    at: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.void] | np.dtype[np.generic]
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+def layout(form: MailboxForm, values: np.dtype[np.generic] = _FLOATS) -> dict[str, Part]:
+    """Where its arrays are, after its words; each begins a cache line. values: of q, k, v and the output."""
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype[np.void] | np.dtype[np.generic]]] = {
         "head": ((1,), HEAD),
-        "lengths": ((form.rows,), ints),
-        "tables": ((form.rows, form.width), ints),
-        "changed": ((form.pages,), ints),
-        "map": ((form.pages, form.layers, form.kv_heads), ints),
+        "pace": ((2,), _DOUBLES),
+        "lengths": ((form.rows,), _INTS),
+        "tables": ((form.rows, form.width), _INTS),
+        "changed": ((form.pages,), _INTS),
+        "map": ((form.pages, form.layers, form.kv_heads), _INTS),
         "notes": ((form.slots,), NOTE),
-        "qkv": ((form.slots, form.rows, form.heads + 2 * form.kv_heads, form.head_dim), floats),
-        "out": ((form.slots, form.rows, form.heads, form.head_dim), floats),
+        "qkv": ((form.slots, form.rows, form.heads + 2 * form.kv_heads, form.head_dim), values),
+        "out": ((form.slots, form.rows, form.heads, form.head_dim), values),
     }
+    parts: dict[str, Part] = {}
+    at = len(WORDS) * LINE
+    for name, (shape, dtype) in shapes.items():
+        parts[name] = Part(at, shape, dtype)
+        at += _padded(parts[name].size)
+    return parts
 
 
-def size_of(form: MailboxForm) -> int:
+def size_of(form: MailboxForm, values: np.dtype[np.generic] = _FLOATS) -> int:
     """Bytes."""
-    sizes = (int(np.prod(shape)) * dtype.itemsize for shape, dtype in _layout(form).values())
-    return len(_WORDS) * _LINE + sum(map(_padded, sizes))
+    last = layout(form, values)["out"]
+    return last.at + _padded(last.size)
+
+
+def refuse_slots(form: MailboxForm) -> None:
+    """Raises ConfigError where a slot would not stay count mod slots when counters wrap."""
+    if form.slots & (form.slots - 1) or not form.slots:
+        raise ConfigError(f"a mailbox of {form.slots} slots; want a power of two")
 
 
 def _padded(size: int) -> int:
-    return -(-size // _LINE) * _LINE
+    return -(-size // LINE) * LINE
 
 
 class OwnMailbox:
     """The lender's: made here, open to the borrower as long as its descriptor is."""
 
-    def __init__(self, form: MailboxForm, start: int = 0) -> None:
+    def __init__(self, form: MailboxForm, start: int = START) -> None:
         """start: what the counters begin with. Raises ConfigError where the system gives no memory."""
-        if form.slots & (form.slots - 1) or not form.slots:
-            raise ConfigError(f"a mailbox of {form.slots} slots; want a power of two")
+        refuse_slots(form)
         self._fd = memfd.create(WHAT)
         try:
             os.posix_fallocate(self._fd, 0, size_of(form))

@@ -22,14 +22,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kvloom.kernels.mail import LINE, NOTE, WORDS, Desk, Lent, Mail, Pad
 from kvloom.kernels.reference import Activation, block_view
 from kvloom.kernels.triton.activation import gated_launch
+from kvloom.kernels.triton.ask import collect_launch, post_launch
 from kvloom.kernels.triton.copy import copy_launch, copy_pages_launch
 from kvloom.kernels.triton.decode import Workspace, decode_launches
 from kvloom.kernels.triton.launch import Launch
 from kvloom.kernels.triton.norm import norm_launch
 from kvloom.kernels.triton.prefill import prefill_launch
 from kvloom.kernels.triton.rotary import rotate_launch
+from kvloom.kernels.triton.serve import serve_launch
 from kvloom.kernels.triton.write import write_launch
 
 Named = tuple[str, Launch]
@@ -100,6 +103,30 @@ def _others() -> Iterator[Named]:
     yield "copy gather", copy_launch(memory, memory, ids, None, **layout)
 
 
+def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
+    """Both ends of a loan to a model of 4 KV heads and 8 layers."""
+    slots, rows, kv_heads, device = 2, 64, 4, torch.device("meta")
+    heads = group * kv_heads
+    mail = Mail(
+        words=_empty(len(WORDS), LINE // 4),
+        head=_empty(1, 3),
+        lengths=_empty(rows),
+        tables=_empty(rows, 64),
+        map=_empty(1024, 8, kv_heads),
+        notes=_empty(slots, NOTE.itemsize // 4),
+        qkv=_empty(slots, rows, heads + 2 * kv_heads, head_dim, dtype=dtype),
+        out=_empty(slots, rows, heads, head_dim, dtype=dtype),
+    )
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
+    name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
+    lent = Lent(_empty(mail.map.numel()), arena)
+    yield f"serve {name}", serve_launch(mail, Desk(3, 0, device), lent)
+    q, k = (_empty(rows, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
+    pad = Pad(0, device)
+    yield f"post {name}", post_launch(mail, pad, q, k, k, 3, head_dim**-0.5)
+    yield f"collect {name}", collect_launch(mail, pad, q, 1000)
+
+
 def served() -> Iterator[Named]:
     """A launch of each kernel for each dtype and head size, and for the forms of attention."""
     for head_dim in (64, 80, 96, 128, 256):
@@ -112,6 +139,9 @@ def served() -> Iterator[Named]:
         yield from _around(dtype, 128)
     yield from _around(torch.bfloat16, 80)
     yield from _others()
+    yield from _weaving(torch.bfloat16, 128, group=4)
+    yield from _weaving(torch.float16, 256, group=8)
+    yield from _weaving(torch.float32, 64, group=4)
 
 
 def source(launch: Launch) -> ASTSource:

@@ -24,12 +24,66 @@ DTYPES = (*HALVES, torch.float32)
 
 
 @triton.jit
-def attend_tile(  # type: ignore[no-untyped-def]
+def attend_tokens(  # type: ignore[no-untyped-def]
     sums,  # [M, DIMS] float32
     norm,  # [M] float32
     best,  # [M] float32
     q,  # [M, DIMS]
     query,  # [M] int32, the positions of q
+    positions,  # [TILE] int32
+    rows,  # [TILE] int64, where their K begins in the arena
+    held,  # [TILE], which of them are read
+    arena,
+    scale,
+    bound,
+    window,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    EDGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The online softmax's step (Milakov and Gimelshein, 2018; FlashAttention-2, algorithm 1) over a tile of
+    tokens. Only an EDGE tile has tokens that some query does not see, or that are not read. With SOFTCAP a
+    bound of 0 is none."""
+    dims = tl.arange(0, DIMS)
+    at = arena + rows[:, None] + dims[None, :]
+    if EDGE:
+        valid = held[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(at, mask=valid, other=0.0)
+        v = tl.load(at + PAGE_TOKENS * HEAD_DIM, mask=valid, other=0.0)
+    elif DIMS > HEAD_DIM:
+        valid = (dims < HEAD_DIM)[None, :]
+        k = tl.load(at, mask=valid, other=0.0)
+        v = tl.load(at + PAGE_TOKENS * HEAD_DIM, mask=valid, other=0.0)
+    else:
+        k = tl.load(at)
+        v = tl.load(at + PAGE_TOKENS * HEAD_DIM)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP:  # bound · tanh, from exp2 alone
+        scores = tl.where(bound > 0, bound - 2 * bound / (tl.exp2(scores) + 1), scores)
+    if EDGE:
+        seen = (positions[None, :] <= query[:, None]) & held[None, :]
+        if WINDOW:
+            seen = seen & (positions[None, :] > query[:, None] - window)
+        scores = tl.where(seen, scores, LOWEST)
+    top = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - top[:, None])
+    shrink = tl.exp2(best - top)
+    norm = norm * shrink + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
+    return sums, norm, top
+
+
+@triton.jit
+def attend_tile(  # type: ignore[no-untyped-def]
+    sums,
+    norm,
+    best,
+    q,
+    query,
     first,  # the tile's first position
     end,  # no position from here on is read
     arena,
@@ -49,44 +103,20 @@ def attend_tile(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The online softmax's step (Milakov and Gimelshein, 2018; FlashAttention-2, algorithm 1) over tokens
-    [first, first + TILE). Only an EDGE tile has tokens that some query does not see."""
+    """`attend_tokens` over tokens [first, first + TILE), found through the page tables."""
     positions = first + tl.arange(0, TILE)
-    dims = tl.arange(0, DIMS)
+    inside = positions < end
     if EDGE:
-        inside = positions < end
         page = tl.load(table + positions // PAGE_TOKENS, mask=inside, other=0)
         block = tl.load(block_map + page.to(tl.int64) * map_page, mask=inside, other=0)
     else:
         page = tl.load(table + positions // PAGE_TOKENS)
         block = tl.load(block_map + page.to(tl.int64) * map_page)
     rows = block.to(tl.int64) * arena_block + (positions % PAGE_TOKENS) * HEAD_DIM
-    at = arena + rows[:, None] + dims[None, :]
-    if EDGE:
-        valid = inside[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(at, mask=valid, other=0.0)
-        v = tl.load(at + PAGE_TOKENS * HEAD_DIM, mask=valid, other=0.0)
-    elif DIMS > HEAD_DIM:
-        valid = (dims < HEAD_DIM)[None, :]
-        k = tl.load(at, mask=valid, other=0.0)
-        v = tl.load(at + PAGE_TOKENS * HEAD_DIM, mask=valid, other=0.0)
-    else:
-        k = tl.load(at)
-        v = tl.load(at + PAGE_TOKENS * HEAD_DIM)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if SOFTCAP:  # bound · tanh, from exp2 alone
-        scores = bound - 2 * bound / (tl.exp2(scores) + 1)
-    if EDGE:
-        seen = (positions[None, :] <= query[:, None]) & (positions < end)[None, :]
-        if WINDOW:
-            seen = seen & (positions[None, :] > query[:, None] - window)
-        scores = tl.where(seen, scores, LOWEST)
-    top = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.exp2(scores - top[:, None])
-    shrink = tl.exp2(best - top)
-    norm = norm * shrink + tl.sum(weights, 1)
-    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
-    return sums, norm, top
+    return attend_tokens(
+        sums, norm, best, q, query, positions, rows, inside, arena, scale, bound, window,
+        PAGE_TOKENS, HEAD_DIM, DIMS, EDGE, WINDOW, SOFTCAP, PRECISION,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

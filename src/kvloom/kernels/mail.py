@@ -1,0 +1,152 @@
+"""A mailbox' memory, as processors of any kind read and write it: its words, its records, and its arrays as
+tensors.
+
+Each word has one writer and a cache line of its own. Counters have 32 bits and wrap; a ring has a power of
+two slots, so that a slot stays count mod slots when they do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MASK: Final = 0xFFFFFFFF
+LINE: Final = 64  # bytes of a cache line
+WORDS: Final = ("posted", "done", "asleep", "waiting", "left", "over")
+NOTE: Final = np.dtype(
+    [
+        ("iteration", "<u4"),
+        ("layer", "<i4"),
+        ("rows", "<i4"),
+        ("window", "<i4"),
+        ("scale", "<f8"),
+        ("softcap", "<f8"),
+        ("posted", "<i8"),  # when it was, in nanoseconds of the host's monotonic clock; 0 for nobody knows
+    ]
+)
+HEAD: Final = np.dtype([("iteration", "<u4"), ("rows", "<i4"), ("changed", "<i4")])
+
+
+class End(IntEnum):
+    """Why a side takes no more part. None: it does."""
+
+    NONE = 0
+    CLOSED = 1  # it wants no more
+    FORGED = 2  # the other's writings cannot be
+    FAILED = 3  # it could not compute
+
+
+class Trouble(IntEnum):
+    """Why a borrower on a device goes on without its lender, besides the lender's own `End`."""
+
+    LATE = 16  # it has not answered within the looks that were allowed
+    FULL = 17  # as many tasks as there are slots are not collected yet, or a task has more rows than fit
+    WRONG = 18  # it has done tasks that nobody has posted
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """words [words, LINE / 4], head [1, 3], lengths [rows], tables [rows, width], map [pages, layers,
+    kv_heads] and notes [slots, NOTE's size / 4] are int32; qkv [slots, rows, heads + 2 kv_heads, D] and out
+    [slots, rows, heads, D] have the model's dtype."""
+
+    words: Tensor
+    head: Tensor
+    lengths: Tensor
+    tables: Tensor
+    map: Tensor
+    notes: Tensor
+    qkv: Tensor
+    out: Tensor
+
+    @property
+    def slots(self) -> int:
+        return self.qkv.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.out.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.map.shape[2]
+
+    def word(self, name: str) -> Tensor:
+        """One of WORDS: [1] int32."""
+        return self.words[WORDS.index(name), :1]
+
+    @property
+    def places(self) -> Tensor:
+        """iteration, layer, rows and window of each note: [slots, 4] int32."""
+        return self.notes[:, :4]
+
+    @property
+    def scoring(self) -> Tensor:
+        """scale and softcap of each note: [slots, 2] float64."""
+        first = NOTE.fields["scale"][1] // 8  # type: ignore[index]
+        return self.notes.view(torch.float64)[:, first : first + 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What a borrower may name: own blocks [n] int32, in its order, of arena [blocks, 2, T, D]."""
+
+    blocks: Tensor
+    arena: Tensor
+
+
+_DESK: Final = ("done", "over", "owner")
+
+
+class Desk:
+    """What a lender's device keeps for itself of one loan: which task it has done last, why it takes no more,
+    which lane is at a task; and for each lane what the programs of its launch have agreed on, and how many
+    have ended. A lane's launches run one after the other.
+
+    words: [3, 16] int32; lanes: [lanes, 16] int32, the decision first, then the count.
+    """
+
+    def __init__(self, lanes: int, start: int, device: torch.device) -> None:
+        """start: what the mailbox' counters begin with."""
+        self.words = torch.zeros(len(_DESK), LINE // 4, dtype=torch.int32, device=device)
+        self.lanes = torch.zeros(lanes, LINE // 4, dtype=torch.int32, device=device)
+        self.done.fill_(signed(start))
+
+    @property
+    def done(self) -> Tensor:
+        return self.words[0, :1]
+
+    @property
+    def over(self) -> Tensor:
+        """An `End`."""
+        return self.words[1, :1]
+
+    @property
+    def owner(self) -> Tensor:
+        """Of the task that is being done: the lane's number from 1 on."""
+        return self.words[2, :1]
+
+
+class Pad:
+    """What a borrower's device keeps for itself of one loan: words [4] int32, tasks posted and collected, an
+    `End` or a `Trouble`, and how many programs of the launch have ended; step [3] int32, written once an
+    iteration: its number, its rows that are away, and which row is the first of them."""
+
+    def __init__(self, start: int, device: torch.device) -> None:
+        self.words = torch.zeros(4, dtype=torch.int32, device=device)
+        self.step = torch.zeros(3, dtype=torch.int32, device=device)
+        self.words[:2] = signed(start)
+
+    @property
+    def status(self) -> Tensor:
+        return self.words[2:3]
+
+
+def signed(count: int) -> int:
+    """A counter as an int32 holds it."""
+    return ((count & MASK) ^ (1 << 31)) - (1 << 31)

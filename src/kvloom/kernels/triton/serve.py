@@ -1,0 +1,207 @@
+"""The lender's poll: look for a task of the borrower, and do it at once (Weaver, section 4.1).
+
+Launched after an operator, also from a recording. Its programs agree on whether there is a task, share its
+rows out, and the last of them tells that it is done. Each launch does one task at most.
+
+Nothing that the borrower writes is believed. It may change between two looks, and a compiler may load a value
+twice: so every id is clamped to what is lent on its way into an address, whatever else is decided about it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvloom.kernels.mail import LINE, WORDS, Desk, End, Lent, Mail
+from kvloom.kernels.triton.launch import Launch, check, power_of_two
+from kvloom.kernels.triton.poll import MASK, after, ahead, blame, is_last, look, look_here, tell, tell_here
+from kvloom.kernels.triton.tile import DTYPES, LOWEST, attend_tokens
+
+_PROGRAMS = 32  # of a launch: a part of the multiprocessors is left to whoever else runs
+_TILE_BYTES = 32 << 10  # of K and V
+_CHANGING = ("posted", "done", "left", "over", "desk", "lane", "me", "looks")
+
+_UNDECIDED = tl.constexpr(0)
+_NOTHING = tl.constexpr(1)
+_TASK = tl.constexpr(2)
+_FORGED = tl.constexpr(int(End.FORGED))
+_DONE, _OVER, _OWNER = tl.constexpr(0), tl.constexpr(LINE // 4), tl.constexpr(LINE // 2)
+_COUNT = tl.constexpr(1)
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _decide(posted, left, desk, lane, me, looks, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """→ what the launch's programs do: the first to decide decides for all. A task is the lane's alone."""
+    done, seen, decision = look_here(desk + _DONE), look(posted), look_here(lane)
+    while (seen == done) & (decision == _UNDECIDED) & (looks > 0):
+        looks -= 1
+        done, seen, decision = look_here(desk + _DONE), look(posted), look_here(lane)
+    choice = me * 0 + _NOTHING
+    if (seen != done) & (decision == _UNDECIDED):
+        owner = tl.atomic_cas(desk + _OWNER, 0, me, sem="acq_rel", scope="gpu")
+        if (owner == 0) | (owner == me):
+            waiting = ahead(look(posted), look_here(desk + _DONE))  # another lane may have been at it
+            if (waiting != 0) & (look_here(desk + _OVER) == 0) & (look(left) == 0):
+                choice = _TASK
+                if waiting > SLOTS:
+                    blame(desk + _OVER, _FORGED)
+    decided = tl.atomic_cas(lane, _UNDECIDED, choice, sem="acq_rel", scope="gpu")
+    return tl.where(decided == _UNDECIDED, choice, decided)
+
+
+@triton.jit
+def _block(  # type: ignore[no-untyped-def]
+    mapped, lent, page, layer, kv_head, valid, PAGES: tl.constexpr, LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr, LENT: tl.constexpr,
+):  # fmt: skip
+    """→ own blocks of pages as the borrower counts them, lent ones in any case; and whether they were
+    named."""
+    inside = tl.minimum(tl.maximum(page, 0), PAGES - 1).to(tl.int64)
+    named = tl.load(mapped + (inside * LAYERS + layer) * KV_HEADS + kv_head, mask=valid, other=0)
+    block = tl.load(lent + tl.minimum(tl.maximum(named, 0), LENT - 1), mask=valid, other=0)
+    return block.to(tl.int64), (page >= 0) & (page < PAGES) & (named >= 0) & (named < LENT)
+
+
+@triton.jit
+def _serve_row(  # type: ignore[no-untyped-def]
+    out, qkv, arena, table, mapped, lent, layer, length, kv_head, scale, bound, window, arena_block,
+    PAGES: tl.constexpr, LAYERS: tl.constexpr, LENT: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Append K and V of one KV head, and attend with its queries. → whether all pages were lent; where not,
+    there is no output."""
+    dims, row = tl.arange(0, DIMS), tl.arange(0, ROWS)
+    kind = arena.dtype.element_ty
+    inside = dims < HEAD_DIM
+    page = look(table + (length - 1) // PAGE_TOKENS)
+    block, good = _block(mapped, lent, page, layer, kv_head, True, PAGES, LAYERS, KV_HEADS, LENT)
+    to = arena + block * arena_block + (length - 1) % PAGE_TOKENS * HEAD_DIM + dims
+    new = qkv + (KV_HEADS * GROUP + kv_head) * HEAD_DIM + dims
+    tl.store(to, tl.load(new, mask=inside).to(kind), mask=inside & good)
+    new += KV_HEADS * HEAD_DIM
+    tl.store(to + PAGE_TOKENS * HEAD_DIM, tl.load(new, mask=inside).to(kind), mask=inside & good)
+    tl.debug_barrier()  # other threads read it
+
+    heads = kv_head * GROUP + row
+    valid = (row < GROUP)[:, None] & inside[None, :]
+    places = (heads * HEAD_DIM)[:, None] + dims[None, :]
+    q = tl.load(qkv + places, mask=valid, other=0.0).to(kind)
+    query = tl.zeros([ROWS], tl.int32) + length
+    sums = tl.zeros([ROWS, DIMS], tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    best = tl.full([ROWS], LOWEST, tl.float32)
+    wrong = tl.zeros([TILE], tl.int32)
+    start = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    for first in range(start, length, TILE):
+        positions = first + tl.arange(0, TILE)
+        there = positions < length
+        pages = tl.load(table + positions // PAGE_TOKENS, mask=there, other=0)
+        blocks, named = _block(mapped, lent, pages, layer, kv_head, there, PAGES, LAYERS, KV_HEADS, LENT)
+        wrong += (there & (named == 0)).to(tl.int32)
+        rows = blocks * arena_block + positions % PAGE_TOKENS * HEAD_DIM
+        sums, norm, best = attend_tokens(
+            sums, norm, best, q, query, positions, rows, there, arena, scale, bound, 0,
+            PAGE_TOKENS, HEAD_DIM, DIMS, True, False, True, PRECISION,
+        )  # fmt: skip
+    good = good & (tl.sum(wrong, 0) == 0)
+    result = sums / tl.where(norm > 0, norm, 1.0)[:, None]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=valid & good)
+    return good
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _serve(  # type: ignore[no-untyped-def]
+    posted, done, left, over, desk, lane, head, lengths, tables, mapped, places, scoring, qkv, out, lent,
+    arena, me, looks, arena_block, note_words, qkv_slot, qkv_row, out_slot, out_row, scoring_slot,
+    SLOTS: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr, PAGES: tl.constexpr, LAYERS: tl.constexpr,
+    LENT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program does every n-th pair of row and KV head, of n programs."""
+    decided = _decide(posted, left, desk, lane, me, looks, SLOTS)
+    if (decided == _TASK) & (look_here(desk + _OVER) == 0):
+        slot = (look_here(desk + _DONE).to(tl.int64) & MASK) % SLOTS
+        note = places + slot * note_words
+        layer, rows, window = look(note + 1), look(note + 2), look(note + 3)
+        fits = (look(note) == look(head)) & (rows == look(head + 1)) & (rows > 0) & (rows <= MOST)
+        fits = fits & (layer >= 0) & (layer < LAYERS)
+        scale = tl.load(scoring + slot * scoring_slot).to(tl.float32)
+        cap = tl.load(scoring + slot * scoring_slot + 1).to(tl.float32)
+        scale *= tl.where(cap > 0, 2 * _LOG2E / tl.where(cap > 0, cap, 1.0), _LOG2E)
+        pairs = tl.where(fits, rows, 0) * KV_HEADS
+        for pair in range(tl.program_id(0), pairs, tl.num_programs(0)):
+            row, kv_head = pair // KV_HEADS, pair % KV_HEADS
+            length = look(lengths + row)
+            good = (length >= 1) & (length <= WIDTH * PAGE_TOKENS)
+            if good:
+                good = _serve_row(
+                    out + slot * out_slot + row * out_row, qkv + slot * qkv_slot + row * qkv_row, arena,
+                    tables + row * WIDTH, mapped, lent, layer, length, kv_head, scale,
+                    tl.where(cap > 0, cap * _LOG2E, 0.0), window, arena_block,
+                    PAGES, LAYERS, LENT, KV_HEADS, GROUP, ROWS, TILE, PAGE_TOKENS, HEAD_DIM, DIMS, PRECISION,
+                )  # fmt: skip
+            fits = fits & good
+        if fits == 0:
+            blame(desk + _OVER, _FORGED)
+    if is_last(lane + _COUNT):
+        if decided == _TASK:
+            why = look_here(desk + _OVER)
+            if why != 0:
+                tell(over, why)
+            else:
+                number = after(look_here(desk + _DONE))
+                tell_here(desk + _DONE, number)
+                tell(done, number)
+        tell_here(lane, _UNDECIDED)
+        tl.atomic_cas(desk + _OWNER, me, 0, sem="release", scope="gpu")
+
+
+def serve_launch(
+    mail: Mail, desk: Desk, lent: Lent, lane: int = 0, looks: int = 0, programs: int = _PROGRAMS
+) -> Launch:
+    """How `serve` is launched."""
+    (pages, layers, kv_heads), (slots, rows, heads, head_dim) = mail.map.shape, mail.out.shape
+    tokens, dims = lent.arena.shape[2], max(16, power_of_two(head_dim))
+    check("arena", lent.arena, -1, 2, tokens, head_dim, dtypes=DTYPES)
+    check("lent", lent.blocks, pages * layers * kv_heads, dtypes=(torch.int32,))
+    check("qkv", mail.qkv, slots, rows, heads + 2 * kv_heads, head_dim, dtypes=DTYPES)
+    if heads % kv_heads or lent.arena.stride()[1:] != (tokens * head_dim, head_dim, 1):
+        raise ValueError(
+            f"arena: {heads} heads over {kv_heads}, strides {lent.arena.stride()}: want a multiple, and "
+            "blocks that are contiguous"
+        )
+    exact = lent.arena.dtype == torch.float32
+    words = {name: mail.word(name) for name in WORDS if name in ("posted", "done", "left", "over")}
+    arguments: dict[str, Any] = words | {
+        **{"desk": desk.words, "lane": desk.lanes[lane], "me": lane + 1, "looks": looks},
+        **{"head": mail.head, "lengths": mail.lengths, "tables": mail.tables, "mapped": mail.map},
+        **{"places": mail.places, "scoring": mail.scoring, "qkv": mail.qkv, "out": mail.out},
+        **{"lent": lent.blocks, "arena": lent.arena, "arena_block": lent.arena.stride(0)},
+        **{"note_words": mail.notes.stride(0), "scoring_slot": mail.scoring.stride(0)},
+        **{"qkv_slot": mail.qkv.stride(0), "qkv_row": mail.qkv.stride(1)},
+        **{"out_slot": mail.out.stride(0), "out_row": mail.out.stride(1)},
+        **{"SLOTS": slots, "MOST": rows, "WIDTH": mail.tables.shape[1], "PAGES": pages, "LAYERS": layers},
+        **{"LENT": len(lent.blocks), "KV_HEADS": kv_heads, "GROUP": heads // kv_heads},
+        **{"ROWS": max(16, power_of_two(heads // kv_heads)), "PAGE_TOKENS": tokens, "HEAD_DIM": head_dim},
+        **{"DIMS": dims, "TILE": max(16, min(128, _TILE_BYTES // (2 * dims * lent.arena.itemsize)))},
+        **{"PRECISION": "ieee" if exact else "tf32"},
+    }
+    return Launch(_serve, (programs,), arguments, warps=4, stages=3)
+
+
+def serve(
+    mail: Mail, desk: Desk, lent: Lent, lane: int = 0, looks: int = 0, programs: int = _PROGRAMS
+) -> None:
+    """Do the task that waits in a lender's mailbox, if there is one: append k and v of its rows to lent
+    blocks, attend, write the output, count `done` on. Where none waits, look for `looks` times more.
+
+    Where a task names what is not lent, or what cannot be, `over` becomes `End.FORGED` in desk and mailbox,
+    and no task is taken from then on; nor while `over` is anything else, or the borrower has left. lane: of
+    launches that come one after the other, from 0 on; those of several lanes may run at the same time.
+    """
+    serve_launch(mail, desk, lent, lane, looks, programs).run()

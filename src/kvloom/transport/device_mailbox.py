@@ -1,0 +1,117 @@
+"""A mailbox in a device's memory: the words and arrays of `mailbox.py`, worked by kernels on both sides.
+
+The lender makes it, and exports it as it does its arena; the borrower maps it. Neither host looks into it but
+for the sheet, which the borrower's writes once an iteration.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Final, Literal
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from kvloom.core.arrays import I32
+from kvloom.core.errors import BadRequest, ConfigError
+from kvloom.kernels.mail import LINE, WORDS, Mail, Pad, signed
+from kvloom.transport.cuda_ipc_memory import DeviceMemory
+from kvloom.transport.mailbox import START, MailboxForm, layout, refuse_slots, size_of
+
+_Dtype = Literal["bfloat16", "float16", "float32"]
+_VALUES: Final[dict[str, np.dtype[np.generic]]] = {
+    "bfloat16": np.dtype("<u2"),
+    "float16": np.dtype("<u2"),
+    "float32": np.dtype("<f4"),
+}
+
+_ARRAYS: Final = ("head", "lengths", "tables", "map", "notes", "qkv", "out")
+
+
+class DevicePlace(Struct, frozen=True, array_like=True):
+    """Where a mailbox is: `handle` as `DeviceMemory` of process `pid` has exported it; q, k, v and the output
+    are of `dtype`."""
+
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    handle: Annotated[bytes, Meta(max_length=1 << 10)]
+    form: MailboxForm
+    dtype: _Dtype
+
+
+def mail_of(memory: Tensor, form: MailboxForm, dtype: _Dtype) -> Mail:
+    """`memory`, flat bytes, as kernels take it."""
+    words = memory[: len(WORDS) * LINE].view(torch.int32).view(len(WORDS), -1)
+    parts = {
+        name: memory[part.at : part.at + part.size]
+        .view(getattr(torch, dtype) if name in ("qkv", "out") else torch.int32)
+        .view(*part.shape, *(() if part.dtype.names is None else (part.dtype.itemsize // 4,)))
+        for name, part in layout(form, _VALUES[dtype]).items()
+        if name in _ARRAYS
+    }
+    return Mail(words, **parts)
+
+
+class OwnDeviceMailbox:
+    """The lender's: made here, and there for as long as this is."""
+
+    def __init__(self, form: MailboxForm, dtype: _Dtype, device: torch.device, start: int = START) -> None:
+        """start: what the counters begin with. Raises ConfigError where the device has no memory for it."""
+        refuse_slots(form)
+        self.form = form
+        self._dtype: _Dtype = dtype
+        size = size_of(form, _VALUES[dtype])
+        try:
+            self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"weave: {device} gives no {size:,} bytes for a mailbox") from error
+        self.mail = mail_of(self.memory, form, dtype)
+        for name in ("posted", "done"):
+            self.mail.word(name).fill_(signed(start))
+
+    def place(self, device: DeviceMemory) -> bytes:
+        """For the borrower. Raises ConfigError where the memory cannot be shared."""
+        return msgspec.msgpack.encode(
+            DevicePlace(os.getpid(), device.export(self.memory), self.form, self._dtype)
+        )
+
+
+class BorrowedMailbox:
+    """The borrower's end."""
+
+    def __init__(self, place: bytes, unit: str, device: DeviceMemory) -> None:
+        """unit: the lender, for errors. Raises BadRequest for a place that never was one, Unavailable for one
+        that is gone."""
+        try:
+            where = msgspec.msgpack.decode(place, type=DevicePlace)
+            refuse_slots(where.form)
+        except (msgspec.MsgspecError, ConfigError) as error:
+            raise BadRequest(f"mailbox: that of {unit} cannot be read: {error}") from error
+        memory = device.map(where.handle)
+        if memory.numel() != size_of(where.form, _VALUES[where.dtype]):
+            raise BadRequest(f"mailbox: that of {unit} contradicts itself")
+        self.form = where.form
+        self.mail = mail_of(memory, where.form, where.dtype)
+        self.pad = Pad(int(self.mail.word("posted")), memory.device)
+        self._iteration = 0
+
+    def begin(self, lengths: I32, tables: I32, changed: I32, rows: I32, first: int) -> None:
+        """What the tasks that follow are over, on the current stream, once all before are collected: lengths
+        [B], the new token counted, tables [B, P]; rows [n, layers, kv_heads] of the page map that have
+        changed, of pages changed [n], blocks as the loan counts them. first: which row of q, k and v is the
+        first of them. Raises BadRequest where the mailbox takes fewer rows or pages."""
+        form, mail = self.form, self.mail
+        count, width = tables.shape
+        if not 0 < count <= form.rows or width > form.width:
+            raise BadRequest(
+                f"weave: {count} rows of {width} pages; want {form.rows} of {form.width} at most"
+            )
+        self._iteration = signed(self._iteration + 1)
+        here = self.pad.step.device
+        mail.map[torch.from_numpy(changed).long().to(here)] = torch.from_numpy(rows).to(here)
+        mail.lengths[:count] = torch.from_numpy(lengths).to(here)
+        mail.tables[:count, :width] = torch.from_numpy(tables).to(here)
+        mail.head[0] = torch.tensor([self._iteration, count, len(changed)], dtype=torch.int32).to(here)
+        self.pad.step.copy_(torch.tensor([self._iteration, count, first], dtype=torch.int32))

@@ -1,0 +1,223 @@
+"""The kernels that work a mailbox, in Triton's interpreter: against their twins, and against attention as it
+should be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvloom.kernels import mail_reference
+from kvloom.kernels.mail import End, Trouble, signed
+from kvloom.kernels.triton import ask, serve
+from tests.kernels.loaned import LAYERS, PAGES, WIDTH, WRAPS, Loaned, Shape, scale_of
+
+CLOSE = {"float32": 2e-5, "float16": 4e-3}
+SHAPES = {
+    "plain": Shape(),
+    "one query a head, one head": Shape(kv_heads=1, group=1, rows=1),
+    "many queries, odd size": Shape(kv_heads=1, group=5, head_dim=24),
+    "half precision": Shape(dtype="float16"),
+    "a page a tile": Shape(tokens=20, rows=2),
+}
+
+
+def both(shape: Shape, **how: Any) -> tuple[Loaned, Loaned]:
+    """Two loans in the same state."""
+    return Loaned(shape, **how), Loaned(shape, **how)
+
+
+def same(one: Loaned, other: Loaned) -> None:
+    close = CLOSE[one.shape.dtype]
+    for (name, found), wanted in zip(one.state().items(), other.state().values(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=close, atol=close, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 2.0)])
+def test_a_task_like_its_twin_and_like_attention(name: str, window: int, softcap: float) -> None:
+    shape = SHAPES[name]
+    loan, twin = both(shape, seed=len(name))
+    lengths = [1, 2 * shape.tokens, shape.tokens + 1][: shape.rows]
+    form = scale_of(shape), window, softcap
+    for one in (loan, twin):
+        one.begin(lengths, first=1)
+    q, k, v = loan.rows(len(lengths) + 2)
+    ask.post(loan.mail, loan.pad, q, k, v, 1, *form, programs=2)
+    mail_reference.post(twin.mail, twin.pad, q, k, v, 1, *form)
+    same(loan, twin)
+    serve.serve(loan.mail, loan.desk, loan.lent, lane=1, programs=2)
+    mail_reference.serve(twin.mail, twin.desk, twin.lent, lane=1)
+    same(loan, twin)
+    out, other = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+    ask.collect(loan.mail, loan.pad, out, 0, programs=2)
+    mail_reference.collect(twin.mail, twin.pad, other, 0)
+    same(loan, twin)
+    close = CLOSE[shape.dtype]
+    torch.testing.assert_close(out, other, rtol=close, atol=close, equal_nan=True)
+    wanted = loan.wanted(1, q, k, v, *form)
+    torch.testing.assert_close(out[1:-1].double(), wanted, rtol=close, atol=close)
+    assert out[[0, -1]].isnan().all()
+    assert not int(loan.pad.status)
+
+
+def test_nothing_posted_is_nothing_done() -> None:
+    loan, before = both(Shape())
+    for one in (loan, before):
+        one.begin([2, 3])
+    serve.serve(loan.mail, loan.desk, loan.lent, programs=3)
+    serve.serve(loan.mail, loan.desk, loan.lent, looks=4, programs=2)
+    same(loan, before)
+
+
+def _set(name: str, value: int, *at: int) -> Callable[[Loaned], object]:
+    def change(loan: Loaned) -> None:
+        getattr(loan.mail, name)[at] = value
+
+    return change
+
+
+def _used(name: str, value: int) -> Callable[[Loaned], object]:
+    """In the map, the entry of the first page of the second row; in the tables, that page."""
+
+    def change(loan: Loaned) -> None:
+        if name == "map":
+            loan.mail.map[int(loan.mail.tables[1, 0]), 1, 0] = value
+        else:
+            loan.mail.tables[1, 0] = value
+
+    return change
+
+
+_COUNT = PAGES * LAYERS * 2
+FORGERIES: dict[str, Callable[[Loaned], object]] = {
+    "no tokens": _set("lengths", 0, 0),
+    "fewer tokens than none": _set("lengths", -(2**31), 1),
+    "more tokens than pages": _set("lengths", WIDTH * 4 + 1, 0),
+    "a page that is none": _used("tables", PAGES),
+    "a page far out": _used("tables", 2**31 - 1),
+    "a negative page": _used("tables", -1),
+    "a block beyond the loan": _used("map", _COUNT),
+    "a block far out": _used("map", 2**31 - 1),
+    "a negative block": _used("map", -(2**31)),
+    "a sheet of another iteration": _set("head", 9, 0, 0),
+    "a sheet of other rows": _set("head", 1, 0, 1),
+    "a task of another iteration": _set("notes", -5, 0, 0),
+    "a layer that is none": _set("notes", LAYERS, 0, 1),
+    "a negative layer": _set("notes", -1, 0, 1),
+    "no rows": lambda loan: (_set("notes", 0, 0, 2)(loan), _set("head", 0, 0, 1)(loan))[0],
+    "more rows than fit": lambda loan: (_set("notes", 4, 0, 2)(loan), _set("head", 4, 0, 1)(loan))[0],
+    "more tasks than slots": lambda loan: loan.mail.word("posted").add_(3),
+    "tasks taken back": lambda loan: loan.mail.word("posted").sub_(2),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_what_cannot_be_ends_the_loan_and_touches_nothing_else(name: str) -> None:
+    loan, twin = both(Shape())
+    start = signed(WRAPS)
+    for one in (loan, twin):
+        one.begin([3, 6])
+        q, k, v = one.rows(2)
+        mail_reference.post(one.mail, one.pad, q, k, v, 1, 1.0)
+        FORGERIES[name](one)
+    others = torch.ones(len(loan.lent.arena), dtype=torch.bool)
+    others[loan.lent.blocks.long()] = False
+    serve.serve(loan.mail, loan.desk, loan.lent, programs=2)
+    mail_reference.serve(twin.mail, twin.desk, twin.lent, programs=2)
+    same(loan, twin)
+    assert loan.lent.arena[others].isnan().all()
+    assert int(loan.mail.word("over")) == int(loan.desk.over) == End.FORGED
+    assert int(loan.mail.word("done")) == int(loan.desk.done) == start
+    assert not int(loan.desk.owner)
+    FORGERIES["more tasks than slots"](loan)
+    serve.serve(loan.mail, loan.desk, loan.lent, programs=2)  # none is taken any more
+    assert int(loan.mail.word("done")) == start
+    ask.collect(loan.mail, loan.pad, q, 5, programs=2)
+    assert int(loan.pad.status) == End.FORGED
+    assert not q.any()
+
+
+def posted(shape: Shape = Shape()) -> tuple[Loaned, torch.Tensor]:  # noqa: B008 - frozen
+    loan = Loaned(shape)
+    loan.begin([3, 6])
+    q, k, v = loan.rows(2)
+    ask.post(loan.mail, loan.pad, q, k, v, 0, 1.0, programs=2)
+    return loan, torch.full_like(q, torch.nan)
+
+
+def test_a_lender_that_does_not_answer_is_late_and_no_row_is_left_over() -> None:
+    loan, out = posted()
+    ask.collect(loan.mail, loan.pad, out, 3, programs=2)
+    assert int(loan.pad.status) == Trouble.LATE
+    assert not out.any()
+    before = loan.box.memory.clone()
+    ask.post(loan.mail, loan.pad, *loan.rows(2), 0, 1.0, programs=2)
+    assert torch.equal(before, loan.box.memory)  # it is of no more use
+
+
+def test_a_lender_that_counts_wrongly_is_not_believed() -> None:
+    loan, out = posted()
+    loan.mail.word("done").add_(2)
+    ask.collect(loan.mail, loan.pad, out, 3, programs=2)
+    assert int(loan.pad.status) == Trouble.WRONG
+    assert not out.any()
+
+
+def test_an_answer_that_comes_while_it_is_waited_for() -> None:
+    loan, out = posted()
+
+    def answer() -> None:
+        loan.mail.out.fill_(5)
+        loan.mail.word("done").add_(1)
+
+    timer = threading.Timer(0.05, answer)
+    timer.start()
+    ask.collect(loan.mail, loan.pad, out, 1_000_000, programs=2)
+    timer.join()
+    assert not int(loan.pad.status)
+    assert (out == 5).all()
+
+
+def test_no_more_tasks_than_slots() -> None:
+    loan, _ = posted()
+    ask.post(loan.mail, loan.pad, *loan.rows(2), 1, 1.0, programs=2)
+    assert not int(loan.pad.status)
+    before = loan.box.memory.clone()
+    ask.post(loan.mail, loan.pad, *loan.rows(2), 0, 1.0, programs=2)
+    assert int(loan.pad.status) == Trouble.FULL
+    assert torch.equal(before, loan.box.memory)
+
+
+@pytest.mark.parametrize("word", ["left", "over"])
+def test_who_has_left_gets_nothing_done(word: str) -> None:
+    """Nor does who lends, once it has ended the loan."""
+    loan, _ = posted()
+    (loan.mail.word("left") if word == "left" else loan.desk.over).fill_(End.CLOSED)
+    before = loan.box.memory.clone()
+    serve.serve(loan.mail, loan.desk, loan.lent, programs=2)
+    assert torch.equal(before, loan.box.memory)
+
+
+def test_a_task_that_another_lane_is_at_is_left_to_it() -> None:
+    loan, _ = posted()
+    loan.desk.owner.fill_(2)
+    before = loan.box.memory.clone()
+    serve.serve(loan.mail, loan.desk, loan.lent, lane=0, programs=2)
+    assert torch.equal(before, loan.box.memory)
+    assert int(loan.desk.owner) == 2
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    loan = Loaned(Shape())
+    _, k, v = loan.rows(2)
+    with pytest.raises(ValueError, match="q: want"):
+        ask.post(loan.mail, loan.pad, k, k, v, 0, 1.0)
+    with pytest.raises(ValueError, match="out: want"):
+        ask.collect(loan.mail, loan.pad, k, 1)
+    other = Loaned(Shape(head_dim=24))
+    with pytest.raises(ValueError, match="arena: want"):
+        serve.serve(loan.mail, loan.desk, other.lent)
