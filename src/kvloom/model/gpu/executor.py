@@ -19,10 +19,12 @@ from kvloom.core.job import Job, JobResult, Phase
 from kvloom.core.plan import PageCopy
 from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.kv.arena import Store
+from kvloom.model.gpu.attender import DeviceAttender
 from kvloom.model.gpu.device import Device
 from kvloom.model.gpu.graphs import Buffers, DecodeSteps, buckets_up_to
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.partitions import Lane
+from kvloom.model.gpu.polling import PolledSteps
 from kvloom.model.gpu.sampling import Draws
 from kvloom.model.gpu.staging import Sent, Staging, widened
 from kvloom.model.gpu.state import Places, PrefillState
@@ -54,6 +56,8 @@ class GpuExecutor:
         self._slots: list[_Slot] = []
         self._idle: list[_Slot] = []
         self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
+        self._buffers: dict[Lane, Buffers] = {}
+        self._polled: PolledSteps | None = None
         self._reason = ""
         self._breaks = asyncio.Event()
 
@@ -71,13 +75,17 @@ class GpuExecutor:
             for tokens in (*(1 << i for i in range(longest.bit_length())), longest):
                 self._rehearse(model, tokens)
         for i, lane in enumerate(self._device.partitions.lanes):
-            buffers = Buffers(most_running, pages, self._device.torch)
+            buffers = self._buffers[lane] = Buffers(most_running, pages, self._device.torch)
             for name, model in self._models.items():
                 progress(f"recording decode steps of {name} ({i + 1}/{len(self._device.partitions.lanes)})")
                 steps = self._steps[name, lane] = DecodeSteps(model, lane, buffers)
                 for rows in buckets_up_to(most_running):
                     if not steps.record(rows):
                         break
+
+    def lend(self, attender: DeviceAttender | None) -> None:
+        """From the next job on forwards poll for its tasks; with None, none does."""
+        self._polled = PolledSteps(attender, self._models, self._buffers) if attender else None
 
     @property
     def cards(self) -> dict[str, ModelCard]:
@@ -160,7 +168,8 @@ class GpuExecutor:
         self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws
     ) -> tuple[Tensor, Sent]:
         """→ logits [samples and prompts, V], and what was sent."""
-        steps = self._steps[job.model, lane]
+        polled = self._polled
+        steps = polled.steps(job, lane) if polled else self._steps[job.model, lane]
         arrays = steps.arrays(job) | _kept(job) | draws.arrays | model.copies(job.plan.copies)
         sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
         model.copy_pages(sent)
@@ -192,7 +201,8 @@ class GpuExecutor:
             for send in plan.sends:
                 send.shipment.put(send.parcel(plan.page_map, layer))
 
-        return _prefill(model, sent.arrays, written), sent
+        poll = self._polled.attender.poller(lane) if self._polled else _nothing
+        return _prefill(model, sent.arrays, written, poll), sent
 
     def _rehearse(self, model: DeviceModel, tokens: int) -> None:
         """A prefill of so many tokens that are written nowhere, and a copy of no tokens."""
@@ -211,15 +221,21 @@ class GpuExecutor:
         with torch.inference_mode(), lane.entered():
             sent = Staging(self._device).send(arrays)
             model.copy_pages(sent)
-            _prefill(model, sent.arrays, lambda layer: None)
+            _prefill(model, sent.arrays, lambda layer: None, _nothing)
         lane.mark().wait()
 
 
-def _prefill(model: DeviceModel, arrays: dict[str, Tensor], written: Callable[[int], None]) -> Tensor:
+def _nothing() -> None:
+    """Between two operators."""
+
+
+def _prefill(
+    model: DeviceModel, arrays: dict[str, Tensor], written: Callable[[int], None], poll: Callable[[], None]
+) -> Tensor:
     places = Places(
         model.arena, model.page_map.blocks, arrays["tables"], arrays["slot_page"], arrays["slot_offset"]
     )
-    state = PrefillState(model.operations, places, arrays["starts"], arrays["begins"], written)
+    state = PrefillState(model.operations, places, arrays["starts"], arrays["begins"], written, poll)
     return model.logits(arrays["tokens"], arrays["positions"], state, arrays["kept"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,10 +34,11 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 class Buffers:
     """What all recordings of a lane read and write: they run one after the other.
 
-    inputs: bytes; tables: [B, P] int32.
+    rows: sequences of the largest batch. inputs: bytes; tables: [B, P] int32.
     """
 
     def __init__(self, rows: int, pages: int, device: torch.device) -> None:
+        self.rows = rows
         self.inputs = torch.zeros(Layout(_arrays(rows)).size, dtype=torch.uint8, device=device)
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self._logits = torch.empty(0, dtype=torch.uint8, device=device)
@@ -58,12 +59,16 @@ class _Step:
 
 
 class DecodeSteps:
-    """A batch runs by the smallest recording that holds it; where there is none, as it is."""
+    """A batch runs by the smallest recording that holds it; where there is none, as it is. poll: called
+    around each layer's attention, and recorded with it."""
 
-    def __init__(self, model: DeviceModel, lane: Lane, buffers: Buffers) -> None:
+    def __init__(
+        self, model: DeviceModel, lane: Lane, buffers: Buffers, poll: Callable[[], None] = lambda: None
+    ) -> None:
         self._model = model
         self._lane = lane
         self._buffers = buffers
+        self._poll = poll
         self._pages = model.geometry.pages(model.card.context_length)
         self._steps: list[_Step] = []  # the smallest first
 
@@ -86,8 +91,12 @@ class DecodeSteps:
         except RuntimeError as error:
             _log.warning("%s decodes without graphs: %s", model.card.name, " ".join(str(error).split())[:200])
             return False
-        self._steps.insert(0, _Step(rows, recording, logits))
+        self._steps = sorted([*self._steps, _Step(rows, recording, logits)], key=lambda step: step.rows)
         return True
+
+    def recorded(self, rows: int) -> bool:
+        """Whether there is a recording of just this size."""
+        return any(step.rows == rows for step in self._steps)
 
     def arrays(self, job: Job) -> dict[str, AnyArray]:
         """What `run` needs on the device; those of a recording come first, as they lie in its inputs."""
@@ -123,7 +132,7 @@ class DecodeSteps:
         places = Places(
             model.arena, model.page_map.blocks, tables, inputs["slot_page"], inputs["slot_offset"]
         )
-        state = DecodeState(model.operations, places, inputs["lengths"], self._lane.compute)
+        state = DecodeState(model.operations, places, inputs["lengths"], self._lane.compute, self._poll)
         return model.logits(inputs["tokens"], inputs["positions"], state)
 
 

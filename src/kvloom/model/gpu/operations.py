@@ -9,16 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvloom.kernels import reference
+from kvloom.kernels import mail_reference, reference
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """As the twins in `kernels/reference.py` say. workspace: (batch, heads, kv_heads, head_dim,
-    multiprocessors, longest, device) → what a decode step's attention is to split its work in, or None for
-    no splitting."""
+    """As the twins in `kernels/reference.py` and `kernels/mail_reference.py` say. workspace: (batch, heads,
+    kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's attention is to split its
+    work in, or None for no splitting."""
 
     write_kv: Callable[..., None]
     decode_attention: Callable[..., None]
@@ -27,6 +27,7 @@ class Operations:
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     gated: Callable[[Tensor, Activation], Tensor]
+    serve: Callable[..., None]
     workspace: Callable[[int, int, int, int, int, int, torch.device], Any]
 
 
@@ -51,13 +52,23 @@ def plain_operations() -> Operations:
         reference.rms_norm,
         rotate,
         reference.gated,
+        mail_reference.serve,
         nothing,
     )
 
 
 def triton_operations() -> Operations:
     """Imported here alone: triton reads its environment when it is."""
-    from kvloom.kernels.triton import activation, copy, decode, norm, prefill, rotary, write  # noqa: PLC0415
+    from kvloom.kernels.triton import (  # noqa: PLC0415
+        activation,
+        copy,
+        decode,
+        norm,
+        prefill,
+        rotary,
+        serve,
+        write,
+    )
 
     def workspace(
         batch: int,
@@ -79,5 +90,6 @@ def triton_operations() -> Operations:
         norm.rms_norm,
         rotary.rotate,
         activation.gated,
+        serve.serve,
         workspace,
     )

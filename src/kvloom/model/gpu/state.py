@@ -29,14 +29,23 @@ class _State:
     """What `kvloom_attention` calls: `attend` writes K and V of the new tokens, and attends over the
     pages."""
 
-    def __init__(self, operations: Operations, places: Places, written: Callable[[int], None]) -> None:
-        """written: called after each layer's write, on whose stream it is."""
+    def __init__(
+        self,
+        operations: Operations,
+        places: Places,
+        written: Callable[[int], None],
+        poll: Callable[[], None],
+    ) -> None:
+        """written: called after each layer's write, on whose stream it is. poll: called before and after each
+        layer's attention, where others may have something to do."""
         self._operations = operations
         self._places = places
         self._written = written
+        self._poll = poll
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]."""
+        self._poll()
         places = self._places
         self._operations.write_kv(
             places.arena, places.page_map, layer, k, v, places.slot_page, places.slot_offset
@@ -44,6 +53,7 @@ class _State:
         self._written(layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._over_pages(out, layer, q, scoring)
+        self._poll()
         return out
 
     def _over_pages(self, out: Tensor, layer: int, q: Tensor, scoring: Scoring) -> None:
@@ -53,8 +63,15 @@ class _State:
 class DecodeState(_State):
     """One new token a sequence. lengths: [B] int32, the new token counted; 0 for a row that is padding."""
 
-    def __init__(self, operations: Operations, places: Places, lengths: Tensor, multiprocessors: int) -> None:
-        super().__init__(operations, places, lambda layer: None)
+    def __init__(
+        self,
+        operations: Operations,
+        places: Places,
+        lengths: Tensor,
+        multiprocessors: int,
+        poll: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(operations, places, lambda layer: None, poll)
         self._lengths = lengths
         self._multiprocessors = multiprocessors
         self._workspace: Any = None
@@ -83,8 +100,9 @@ class PrefillState(_State):
         starts: Tensor,
         begins: Tensor,
         written: Callable[[int], None] = lambda layer: None,
+        poll: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(operations, places, written)
+        super().__init__(operations, places, written, poll)
         self._starts = starts
         self._begins = begins
 

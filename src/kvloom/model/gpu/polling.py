@@ -1,0 +1,37 @@
+"""Decode steps of a unit that lends: recorded with its polls in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvloom.core.job import Job
+from kvloom.model.gpu.attender import DeviceAttender
+from kvloom.model.gpu.graphs import Buffers, DecodeSteps, buckets_up_to
+from kvloom.model.gpu.model import DeviceModel
+from kvloom.model.gpu.partitions import Lane
+
+
+class PolledSteps:
+    """For one loan: recordings have its mailbox' address. Each is made when a batch first needs it, by a
+    thread that holds the lane's lock."""
+
+    def __init__(
+        self, attender: DeviceAttender, models: Mapping[str, DeviceModel], buffers: Mapping[Lane, Buffers]
+    ) -> None:
+        self.attender = attender
+        self._models = models
+        self._buffers = buffers
+        self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
+        self._plain: set[str] = set()  # models that cannot be recorded
+
+    def steps(self, job: Job, lane: Lane) -> DecodeSteps:
+        """With a recording of the job's size, where the model can be recorded."""
+        known = self._steps.get((job.model, lane))
+        if known is None:
+            model, poll = self._models[job.model], self.attender.poller(lane)
+            known = self._steps[job.model, lane] = DecodeSteps(model, lane, self._buffers[lane], poll)
+        sizes = buckets_up_to(self._buffers[lane].rows)
+        rows = min((size for size in sizes if size >= job.tokens.size), default=0)
+        if rows and job.model not in self._plain and not known.recorded(rows) and not known.record(rows):
+            self._plain.add(job.model)
+        return known
