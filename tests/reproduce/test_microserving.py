@@ -24,7 +24,7 @@ from kvloom.reproduce.microserving.setup import (
     synthetic,
     units,
 )
-from kvloom.sim.fleet import LATENCY
+from kvloom.sim.unit import LATENCY
 from kvloom.workload.ask import Ask, Outcome
 
 LAYER_BYTES = find_shape(MODEL).kv_bytes // find_shape(MODEL).layers  # of a token

@@ -15,9 +15,10 @@ from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import SimulatedUnit, simulated
+from kvloom.sim.fleet import simulated
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import Prompts, play
+from kvloom.sim.unit import SimulatedUnit
 from kvloom.workload.ask import Ask, Outcome, Segment
 
 SHAPES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,6 +74,17 @@ block_bytes: 4KiB
 models: {one: made/up, two: made/up}
 """
 
+ELASTIC = """\
+threads: 2
+kv_memory: 16MiB
+block_bytes: 4KiB
+program: freest
+rescheduling: {period: 100ms, out: 2000, into: 2000}
+models: {one: made/up, two: made/up}
+units:
+  - {models: [one, two], threads: 1, replicas: {least: 1, most: 2, low: 1e7, high: 1e8, seconds: 1s}}
+"""
+
 
 def write_files(folder: Path) -> None:
     """A plan and a config with a profile, the workloads for each, and others that are wrong."""
@@ -83,10 +95,18 @@ def write_files(folder: Path) -> None:
     (folder / "later.json").write_text(json.dumps(json.loads(plan) | {"version": 99}))
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "three.yaml").write_text(CONFIG.replace("two:", "three:"))
+    (folder / "elastic.yaml").write_text(ELASTIC)
+    still = ELASTIC.replace("rescheduling: {period: 100ms, out: 2000, into: 2000}", "rescheduling: none")
+    (folder / "still.yaml").write_text(re.sub(r"replicas: {.*?}", "replicas: 2", still))
+    (folder / "ranks.yaml").write_text(
+        re.sub(r"replicas: {.*?}", "tensor_parallel: 2", still).replace("1, t", "2, t")
+    )
     write_profile(make_profile(), folder / "profile.json")
     write_profile(replace(make_profile(), hosted=HOSTED), folder / "hosted.json")
     (folder / "small.yaml").write_text(SPEC)
     (folder / "others.yaml").write_text(SPEC.replace("[a, b]", "[a, c]"))
     (folder / "measured.yaml").write_text(SPEC.replace("[a, b]", "[one, two]").replace("400", "20"))
+    long = SPEC.replace("[a, b]", "[one, two]").replace("[2, 40]", "[150, 300]").replace("400", "6")
+    (folder / "long.yaml").write_text(long)
     (folder / "empty.yaml").write_text(SPEC.replace("requests: 40", "seconds: 0.0000001"))
     (folder / "bad.yaml").write_text(SPEC.replace("rate: 400", "rate: -4"))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from kvloom.core.spec import EngineSpec, ModelSpec
 from kvloom.cost.shape import ModelShape
-from kvloom.sim.fleet import SimulatedUnit
 from kvloom.sim.ordeal import VOCAB, Evenly
+from kvloom.sim.unit import SimulatedUnit
 
 
 def small_units(

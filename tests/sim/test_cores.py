@@ -76,3 +76,21 @@ def test_who_waits_may_give_up_and_may_ask_for_more() -> None:
         waiting.cancel()
 
     assert when(1, act) == {"more": 5.0}
+
+
+def test_who_leaves_takes_nothing_any_more() -> None:
+    async def act(cores: Cores, note: Callable[[str], Callable[[], None]]) -> None:
+        staying, going = cores.thread(), cores.thread()
+        told = list[float]()
+
+        def wish() -> float:
+            return 1.0
+
+        cores.join(wish, lambda: told.append(asyncio.get_running_loop().time()))
+        assert cores.over == 0.0
+        cores.leave(going, wish)
+        assert cores.over == -1.0
+        staying.after(1.0, note("staying"))
+        assert not told
+
+    assert when(1, act) == {"staying": 1.0}

@@ -17,8 +17,8 @@ from kvloom.core.shipment import Parcel, PlannedSend
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
 from kvloom.sim.executor import JobFailed, ModelledExecutor
-from kvloom.sim.fleet import simulated_card
 from kvloom.sim.loop import run_virtual
+from kvloom.sim.unit import simulated_card
 
 LAYERS = 4
 SHAPE = ModelShape(layers=LAYERS, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=64, vocab=100)

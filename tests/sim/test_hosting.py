@@ -14,10 +14,11 @@ from kvloom.cost.profile import Hosted, Role, Stalled
 from kvloom.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import SimulatedUnit, simulated
+from kvloom.sim.fleet import simulated
 from kvloom.sim.hosting import HostedMachine
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import play
+from kvloom.sim.unit import SimulatedUnit
 from kvloom.workload.ask import Ask, Outcome
 from tests.cost.test_hosting import doing, hosting, pressed
 from tests.sim.fleets import asks, outcomes, prompt_of, unit

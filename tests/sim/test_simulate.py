@@ -42,6 +42,7 @@ BAD = [
     (("config.yaml", "--profile", "nowhere"), ["nowhere: No such file"]),
     (("config.yaml", "--profile", "profile.json"), ["asks for a, which no unit serves; one, two"]),
     (("three.yaml", "--profile", "profile.json"), ["the profile has no three, but one, two"]),
+    (("ranks.yaml", "--profile", "profile.json"), ["unit-0: tensor_parallel 2", "cannot be simulated; 1"]),
 ]
 STOPS = """
 import signal
@@ -88,6 +89,29 @@ def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path("out.html").read_text()
     assert page.startswith("<!doctype html>")
     assert results.title in page
+
+
+def test_what_a_config_says_of_moves_and_replicas_holds_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """A second unit comes as soon as the first is not idle, and gets some of what runs there."""
+    config = ("elastic.yaml", "--profile", "profile.json")
+    results = simulated(*config, workload="long.yaml")
+    check_all(results, "long.yaml")
+    told = results.upheaval
+    assert told is not None
+    assert told.moved
+    assert (told.least, told.most) == (1, 2)
+    assert 1 < told.units < 2
+    shown = f"{told.moved:,} requests moved, {told.stayed:,} could not; {told.units:.2f} units in the mean"
+    assert shown in capsys.readouterr().out
+    assert simulated(*config, workload="long.yaml") == results
+
+
+def test_nothing_moves_where_the_config_says_so_or_where_there_is_one_unit() -> None:
+    for config, moved in (("still.yaml", None), ("config.yaml", None)):
+        results = simulated(config, "--profile", "profile.json", workload="measured.yaml")
+        check_all(results, "measured.yaml")
+        assert results.upheaval is not None
+        assert results.upheaval.moved is moved
 
 
 def test_a_machine_that_was_measured() -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from kvloom.core.load import UnitLoad
 from kvloom.core.spec import Policy
-from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.unit import SimulatedUnit
 from tests.sim.fleets import asks, outcomes, unit
 
 

@@ -18,9 +18,9 @@ from kvloom.core.verbs import Offer, PrepRecv, RemoteSend
 from kvloom.engine.engine import Engine
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.executor import JobFailed, NoContent
-from kvloom.sim.fleet import SimulatedUnit, modelled_executor
 from kvloom.sim.links import ModelledPlane, TimedLink
 from kvloom.sim.loop import run_virtual
+from kvloom.sim.unit import SimulatedUnit, modelled_executor
 from tests.sim.fleets import SHAPES, unit
 
 STRIDES = [1, 4096]

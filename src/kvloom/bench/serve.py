@@ -25,7 +25,7 @@ from kvloom.sizes import parse_seconds
 from kvloom.workload.objectives import Within
 from kvloom.workload.page import page
 from kvloom.workload.results import Results, write_text
-from kvloom.workload.shown import show_seconds
+from kvloom.workload.shown import show_seconds, show_upheaval
 from kvloom.workload_source import open_workload
 
 SERVER_ERROR, INTERRUPTED = 1, 130
@@ -69,6 +69,8 @@ def show(results: Results, console: Console) -> None:
     console.print(results_table(results))
     for kind, count in sorted(results.errors.items(), key=lambda pair: -pair[1])[:MOST_ERRORS]:
         console.print(Text(f"{count:,} × {kind}", style="red"), soft_wrap=True)
+    if results.upheaval is not None:
+        console.print(Text(show_upheaval(results.upheaval), style="dim"), soft_wrap=True)
     if (late := results.lateness) is not None:
         told = f"requests were sent {show_seconds(late.p99)} late (P99), {show_seconds(late.most)} at most"
         console.print(Text(told, style="yellow" if late.p99 > LATE else "dim"), soft_wrap=True)

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvloom.bench.serve import INTERRUPTED, SERVER_ERROR, WIDTH, check_outputs, show
 from kvloom.config_file import load_config
+from kvloom.config_rescheduling import ReschedulingConfig
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import ProgramSpec
 from kvloom.cost.hosting import Hosting
@@ -22,8 +23,10 @@ from kvloom.cost.profile import read_profile
 from kvloom.machine import Machine
 from kvloom.plan.files import read_plan
 from kvloom.router.program import load_program
-from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.fleet import PATIENCE
+from kvloom.sim.rescheduling import Rescheduling, rescheduling
 from kvloom.sim.run import check_models, scaled, simulate
+from kvloom.sim.unit import SimulatedUnit
 from kvloom.sim.units import measured_hosting, measured_units, planned_units
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.files import Workload
@@ -43,11 +46,11 @@ def simulate_command(options: argparse.Namespace) -> int:
             raise ConfigError(f"--rate-scale and --slo-scale: {scale:g}; more than 0 is right")
     check_outputs(options.json, options.html)
     sys.path.append(str(options.fleet.absolute().parent))  # where a program of one's own is looked for
-    units, program, hosting = _fleet(options)
+    fleet = _fleet(options)
     workload = open_workload(options.workload)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     try:
-        results = _run(options, units, program, hosting, workload, console)
+        results = _run(options, fleet, workload, console)
     except KeyboardInterrupt:
         print("kvloom: interrupted; nothing was written", file=sys.stderr)
         return INTERRUPTED
@@ -60,42 +63,61 @@ def simulate_command(options: argparse.Namespace) -> int:
     return 0 if answered else SERVER_ERROR
 
 
-def _fleet(options: argparse.Namespace) -> tuple[list[SimulatedUnit], ProgramSpec, Hosting | None]:
-    """What there is to serve with, the program, and what the machine does besides."""
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """What there is to serve with. hosting: what the machine does besides jobs, where that was measured."""
+
+    units: list[SimulatedUnit]
+    program: ProgramSpec
+    hosting: Hosting | None = None
+    rescheduling: Rescheduling | None = None
+    patience: float = PATIENCE
+
+
+def _fleet(options: argparse.Namespace) -> _Fleet:
     path: Path = options.fleet
-    if path.suffix.lower() == ".json":
-        for option, given in (("--client-here", options.client_here), ("--profile", options.profile)):
-            if given:
-                raise ConfigError(
-                    f"{option}: a plan's devices are not here; a config and its profile are right"
-                )
-        units, hosting = planned_units(read_plan(path), options.policy or "adbs"), None
-        program = ProgramSpec("least_loaded")
-    else:
-        if options.profile is None:
-            raise ConfigError(f"{path}: --profile FILE is needed too, which `kvloom profile` writes")
-        config = load_config(path, {}, {}, Machine.here())
-        profile = read_profile(options.profile)
-        units, hosting = measured_units(config, profile), measured_hosting(profile)
-        program = config.program
+    fleet = _planned(options, path) if path.suffix.lower() == ".json" else _configured(options, path)
     if options.policy:
-        units = [replace(u, spec=msgspec.structs.replace(u.spec, policy=options.policy)) for u in units]
-    return units, ProgramSpec(options.program) if options.program else program, hosting
+        policy = options.policy
+        units = [replace(u, spec=msgspec.structs.replace(u.spec, policy=policy)) for u in fleet.units]
+        fleet = replace(fleet, units=units)
+    return replace(fleet, program=ProgramSpec(options.program)) if options.program else fleet
 
 
-def _run(
-    options: argparse.Namespace,
-    units: list[SimulatedUnit],
-    program: ProgramSpec,
-    hosting: Hosting | None,
-    workload: Workload,
-    console: Console,
-) -> Results:
+def _planned(options: argparse.Namespace, path: Path) -> _Fleet:
+    """Its requests move as they do where `kvloom serve` is given a plan."""
+    for option, given in (("--client-here", options.client_here), ("--profile", options.profile)):
+        if given:
+            raise ConfigError(f"{option}: a plan's devices are not here; a config and its profile are right")
+    units = planned_units(read_plan(path), options.policy or "adbs")
+    scheduler = ReschedulingConfig().scheduler([unit.spec for unit in units], {})
+    moving = rescheduling(scheduler) if scheduler else None
+    return _Fleet(units, ProgramSpec("least_loaded"), rescheduling=moving)
+
+
+def _configured(options: argparse.Namespace, path: Path) -> _Fleet:
+    if options.profile is None:
+        raise ConfigError(f"{path}: --profile FILE is needed too, which `kvloom profile` writes")
+    config = load_config(path, {}, {}, Machine.here())
+    profile = read_profile(options.profile)
+    away = frozenset(spec.unit for spec in config.engines) - frozenset(config.first)
+    scheduler = config.scheduler
+    return _Fleet(
+        measured_units(config, profile),
+        config.program,
+        measured_hosting(profile),
+        rescheduling(scheduler, config.groups, away) if scheduler else None,
+        config.patience,
+    )
+
+
+def _run(options: argparse.Namespace, fleet: _Fleet, workload: Workload, console: Console) -> Results:
     def asks() -> Iterator[Ask]:
         found = workload.asks()
         return found if options.rate_scale == 1.0 else faster(found, options.rate_scale)
 
     traffic = Traffic(asks())
+    units = fleet.units
     check_models(traffic.models, units)
     vocab = min(shape.vocab for unit in units for shape in unit.shapes.values())
     prompts = Prompts(min(vocab, workload.header.vocab), workload.header.seed)
@@ -110,13 +132,15 @@ def _run(
 
         return simulate(
             units,
-            load_program(program.name, program.options),
+            load_program(fleet.program.name, fleet.program.options),
             asks(),
             prompts,
             Summary(objectives),
             title=f"{workload.header.name} on {options.fleet.name}, simulated",
             seed=options.seed,
             tell=tell,
-            hosting=hosting,
+            hosting=fleet.hosting,
             client_here=options.client_here,
+            rescheduling=fleet.rescheduling,
+            patience=fleet.patience,
         )

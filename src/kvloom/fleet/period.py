@@ -10,8 +10,9 @@ from kvloom.core.replicas import Group, Steps
 from kvloom.core.rescheduling import Pair
 from kvloom.fleet.freeness import freeness
 from kvloom.fleet.pairing import pair
-from kvloom.fleet.scaling import Drain, Outside, Start, Step, rescale
+from kvloom.fleet.scaling import Drain, Outside, Start, Step, Usage, rescale
 from kvloom.fleet.thresholds import Thresholds
+from kvloom.fleet.usage import virtual_usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,11 @@ def decide(
     thresholds: Thresholds,
     groups: Mapping[str, Group] | None = None,
     waiting: Mapping[str, int] | None = None,
+    usage: Usage = virtual_usage,
 ) -> Period:
     """loads: of the units that have reported; the others take no part. now: in seconds. waiting: requests
-    that nobody can answer yet, by model; of several groups that serve it the first that can has to."""
+    that nobody can answer yet, by model; of several groups that serve it the first that can has to. usage: by
+    which the number of replicas follows."""
     free = {name: freeness(load) for name, load in loads.items()}
     outside: dict[str, Outside] = {}
     steps: dict[str, Step] = {}
@@ -42,7 +45,14 @@ def decide(
         own = {unit: loads[unit] for unit in group.units if unit in loads}
         waits = not wanted.isdisjoint(group.models)
         watched, step = rescale(
-            own, group.starting, last.outside.get(name), now, group.scale, waits=waits, idle=group.idle
+            own,
+            group.starting,
+            last.outside.get(name),
+            now,
+            group.scale,
+            waits=waits,
+            idle=group.idle,
+            usage=usage,
         )
         if watched:
             outside[name] = watched

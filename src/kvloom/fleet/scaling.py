@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,8 @@ from kvloom.core.load import UnitLoad
 from kvloom.core.replicas import Scale
 from kvloom.fleet.freeness import batch
 from kvloom.fleet.usage import virtual_usage
+
+Usage = Callable[[UnitLoad], float]  # blocks of a unit's pool that count as taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,14 @@ class Drain:
 Step = Start | Drain
 
 
-def mean_freeness(loads: Mapping[str, UnitLoad]) -> float:
+def mean_freeness(loads: Mapping[str, UnitLoad], usage: Usage = virtual_usage) -> float:
     """Of the units that do not drain, in decode steps: each one's weighted by its batch, which is all free
     memory over all batches. So an idle unit counts with what it has, and not as infinity; ∞ where all are
     idle, or there is none."""
     left, step = 0.0, 0.0
     for load in loads.values():
         if not load.draining:
-            left += (load.total_blocks - virtual_usage(load)) * load.block_bytes
+            left += (load.total_blocks - usage(load)) * load.block_bytes
             step += batch(load) * load.block_bytes
     return left / step if step else math.inf
 
@@ -57,6 +59,7 @@ def rescale(
     *,
     waits: bool = False,
     idle: float = 0.0,
+    usage: Usage = virtual_usage,
 ) -> tuple[Outside | None, Step | None]:
     """What to do now, and what to hand in the next time. loads: of one unit's replicas; starting: replicas
     that do not report yet; waits: requests wait for one; idle: seconds since there was any. Too few or too
@@ -70,7 +73,7 @@ def rescale(
     unused = not scale.least and not waits and idle >= scale.idle
     if serving and (unused or (count > scale.most and spare)):
         return None, Drain(fewest_running(serving))
-    outside = _watched(mean_freeness(serving), outside, now, scale) if serving else None
+    outside = _watched(mean_freeness(serving, usage), outside, now, scale) if serving else None
     if outside is None or now - outside.since < scale.seconds:
         return outside, None
     if outside.side == "low" and count < scale.most:

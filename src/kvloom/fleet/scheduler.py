@@ -11,7 +11,9 @@ from kvloom.core.errors import KvloomError
 from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pairs
 from kvloom.fleet.period import Period, carried_out, decide
+from kvloom.fleet.scaling import Usage
 from kvloom.fleet.thresholds import Thresholds
+from kvloom.fleet.usage import virtual_usage
 
 STANDS: Final = 3  # periods for which pairs stand where no others are told
 
@@ -31,15 +33,22 @@ class Fleet(Protocol):
 
 class FleetScheduler:
     """Knows nothing but the last period, so that one which starts anew goes on where another has ended.
-    period: seconds."""
+    period: seconds. usage: by which the number of replicas follows."""
 
     def __init__(
-        self, fleet: Fleet, clock: Clock, *, period: float = 0.5, thresholds: Thresholds | None = None
+        self,
+        fleet: Fleet,
+        clock: Clock,
+        *,
+        period: float = 0.5,
+        thresholds: Thresholds | None = None,
+        usage: Usage | None = None,
     ) -> None:
         self._fleet = fleet
         self._clock = clock
         self._period = period
         self._thresholds = thresholds or Thresholds()
+        self._usage = usage or virtual_usage
         self._last = Period()
         self._reached = True
 
@@ -60,8 +69,10 @@ class FleetScheduler:
     async def step(self) -> Period:
         """One period."""
         state = await self._fleet.state()
-        now = self._clock.now()
-        self._last = decide(state.loads, self._last, now, self._thresholds, state.groups, state.waiting)
+        now, last, thresholds = self._clock.now(), self._last, self._thresholds
+        self._last = decide(
+            state.loads, last, now, thresholds, state.groups, state.waiting, usage=self._usage
+        )
         await self._fleet.pair(Pairs(pairs=self._last.pairs, seconds=STANDS * self._period))
         steps = carried_out(self._last.steps, state.groups)
         if steps.start or steps.stop:

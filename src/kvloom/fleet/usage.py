@@ -35,6 +35,12 @@ def demanded(load: UnitLoad) -> int:
     return sum(model.head_blocks for model in load.models.values())
 
 
+def wanted(load: UnitLoad) -> int:
+    """Blocks that are held, and those that all which waits needs: memory load, as INFaaS++ has it (Llumnix,
+    section 6.1)."""
+    return held(load) + sum(model.waiting_blocks for model in load.models.values())
+
+
 def headroom(load: UnitLoad) -> float:
     """Blocks that stay free for priorities."""
     running: Counter[int] = Counter()

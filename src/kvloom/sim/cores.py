@@ -28,6 +28,11 @@ class Cores:
         """A device: how many cores its jobs use now, and whom to tell when what they can have has changed."""
         self._devices.append((wish, changed))
 
+    def leave(self, thread: Thread, wish: Wish) -> None:
+        """These want nothing any more."""
+        self._threads.remove(thread)
+        self._devices = [one for one in self._devices if one[0] != wish]
+
     @property
     def over(self) -> float:
         """How many more want to run than there are cores; negative where some are idle."""

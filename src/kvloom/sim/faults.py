@@ -10,8 +10,8 @@ from typing import Final, Literal
 from kvloom.core.request import StartGenerate
 from kvloom.core.spec import Option
 from kvloom.router.failures import DEATHS
-from kvloom.sim.fleet import SimulatedUnit
 from kvloom.sim.rescheduling import Rescheduling
+from kvloom.sim.unit import SimulatedUnit
 
 LATEST: Final = 6.0  # seconds that anything on a wire may be late
 KEEPING: Final = ("pin", "reserve")  # orders that hold something until its lease has run out

@@ -12,9 +12,9 @@ from kvloom.sim.crew import Crashed, Crew
 from kvloom.sim.device import WatchedDevice
 from kvloom.sim.executor import Content, ModelledExecutor
 from kvloom.sim.faults import Mishaps
-from kvloom.sim.fleet import SimulatedUnit, modelled_executor
 from kvloom.sim.journal import Journal
 from kvloom.sim.links import ModelledPlane, ModelledTransport, TimedLink
+from kvloom.sim.unit import SimulatedUnit, modelled_executor
 from kvloom.sim.witness import Witness
 
 T = TypeVar("T")

@@ -62,7 +62,14 @@ class HostedUnit:
 
     def join(self, changed: Callable[[], None]) -> None:
         """changed: jobs that run are to ask anew for what they lose."""
-        self._machine.cores.join(lambda: self._jobs, changed)
+        self._machine.cores.join(self._wish, changed)
+
+    def leave(self) -> None:
+        """Its engine has ended."""
+        self._machine.cores.leave(self.loop.thread, self._wish)
+
+    def _wish(self) -> float:
+        return self._jobs
 
     def running(self, cores: float) -> None:
         """So many are used by jobs from now on."""
@@ -91,16 +98,23 @@ class HostedWire(ModelledWire):
     """Calls to a hosted engine: a request waits for its loop, and so do its frames. It takes no time of its
     own, which is in what both ends were measured to do."""
 
-    def __init__(self, engine: EngineClient, clock: Clock, delay: float, loop: Worker) -> None:
-        super().__init__(engine, clock, delay)
+    def __init__(
+        self,
+        reach: Callable[[], EngineClient],
+        clock: Clock,
+        delay: float,
+        loop: Callable[[], Worker],
+    ) -> None:
+        super().__init__(reach, clock, delay)
         self._loop = loop
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        await self._loop.take_request()
-        async with aclosing(self._engine.start_generate(body)) as frames:
+        loop = self._loop()
+        await loop.take_request()
+        async with aclosing(self._reach().start_generate(body)) as frames:
             async for frame in frames:
                 if frame:
-                    await self._loop.passed()
+                    await loop.passed()
                 yield frame
 
 

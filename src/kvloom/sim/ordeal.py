@@ -26,8 +26,8 @@ from kvloom.sim.faults import (
     SchedulerLoss,
     Switch,
 )
-from kvloom.sim.fleet import SimulatedUnit
 from kvloom.sim.rescheduling import Rescheduling
+from kvloom.sim.unit import SimulatedUnit
 
 VOCAB: Final = 500
 LEASES: Final = (1.0, 2.0, 4.0)  # seconds

@@ -15,6 +15,7 @@ from kvloom.core.sampling import SamplingParams
 from kvloom.workload.ask import Ask, Outcome
 
 FEW_FRAMES: Final = 1024  # tokens a frame: only the first and the last one's times are told
+MOVING_FRAMES: Final = 16  # where requests move: a router knows of one what it was told
 
 Prompts = Callable[[int, Ask], list[int]]  # the token ids of an ask, by its number
 

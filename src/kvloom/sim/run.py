@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
+from msgspec.structs import replace
+
 from kvloom.core.errors import ConfigError
 from kvloom.cost.hosting import Hosting
 from kvloom.cost.work import Work
 from kvloom.router.program import Program
 from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import SimulatedUnit, simulated
+from kvloom.sim.fleet import PATIENCE, SimulatedFleet, simulated
 from kvloom.sim.hosting import HostedMachine
 from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import Prompts, play
+from kvloom.sim.play import FEW_FRAMES, MOVING_FRAMES, Prompts, play
 from kvloom.sim.rescheduling import Rescheduling
+from kvloom.sim.unit import SimulatedUnit
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.objectives import Scaled
-from kvloom.workload.results import Results
+from kvloom.workload.results import Results, Upheaval
 from kvloom.workload.summary import Summary
 
 
@@ -34,23 +37,41 @@ def simulate(
     hosting: Hosting | None = None,
     client_here: bool = False,
     rescheduling: Rescheduling | None = None,
+    patience: float = PATIENCE,
 ) -> Results:
     """Add all outcomes to `summary`, telling each. seed: of the order of what happens at one moment. hosting:
     the work besides jobs of the one machine that all units are on; client_here: the asking too. rescheduling:
-    of the fleet scheduler; None where there is none."""
+    of the fleet scheduler; None where there is none. patience: the router's."""
 
     def add(outcome: Outcome) -> None:
         summary.add(outcome)
         tell(outcome)
 
-    async def main() -> None:
+    async def main() -> Upheaval:
         clock = LoopClock(asyncio.get_running_loop())
         machine = HostedMachine(hosting, client_here=client_here) if hosting else None
-        async with simulated(units, program, machine=machine, rescheduling=rescheduling) as fleet:
-            await play(fleet.server, asks, prompts, clock, add)
+        frames = MOVING_FRAMES if rescheduling else FEW_FRAMES
+        async with simulated(
+            units, program, machine=machine, rescheduling=rescheduling, patience=patience
+        ) as fleet:
+            await play(fleet.server, asks, prompts, clock, add, interval=frames)
+            return await upheaval(fleet)
 
-    run_virtual(main(), seed=seed)
-    return summary.results("simulation", title)
+    upheaved = run_virtual(main(), seed=seed)
+    return replace(summary.results("simulation", title), upheaval=upheaved)
+
+
+async def upheaval(fleet: SimulatedFleet) -> Upheaval:
+    """So far."""
+    mover, census = fleet.rescheduler, fleet.processes.census
+    return Upheaval(
+        preempted=await fleet.processes.preemptions(),
+        moved=mover.moved if mover else None,
+        stayed=mover.stayed if mover else None,
+        units=census.mean,
+        least=census.least,
+        most=census.most,
+    )
 
 
 def scaled(units: Sequence[SimulatedUnit], scale: float) -> Scaled:

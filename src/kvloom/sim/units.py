@@ -14,7 +14,7 @@ from kvloom.cost.measured import Measured
 from kvloom.cost.profile import Profile
 from kvloom.cost.roofline import Roofline
 from kvloom.plan.plan import Plan, PlannedUnit
-from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.unit import SimulatedUnit, start_seconds
 
 BLOCK_BYTES: Final = 16 << 10
 PARTS: Final = 10  # that a GPU's compute is shared out in, as MuxServe does
@@ -60,11 +60,12 @@ def _planned(unit: PlannedUnit, policy: Policy) -> SimulatedUnit:
         overload=OVERLOAD,
     )
     device = find_device(unit.device)
-    return SimulatedUnit(spec, shapes, PARTS, Roofline(device, unit.gpus, shapes), bandwidth=device.host)
+    cost, start = Roofline(device, unit.gpus, shapes), start_seconds(shapes.values())
+    return SimulatedUnit(spec, shapes, PARTS, cost, bandwidth=device.host, start=start)
 
 
 def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
-    """Raises ConfigError where a model of the config was not measured."""
+    """Raises ConfigError where a model of the config was not measured, and for ranks."""
     return [_measured(spec, profile) for spec in config.engines]
 
 
@@ -74,6 +75,11 @@ def measured_hosting(profile: Profile) -> Hosting | None:
 
 
 def _measured(spec: EngineSpec, profile: Profile) -> SimulatedUnit:
+    if spec.tensor_parallel > 1:
+        raise ConfigError(
+            f"{spec.unit}: tensor_parallel {spec.tensor_parallel}: a profile has no ranks, so they cannot be "
+            "simulated; 1 is right"
+        )
     missing = [model.name for model in spec.models if model.name not in profile.shapes]
     if missing:
         raise ConfigError(
@@ -82,4 +88,5 @@ def _measured(spec: EngineSpec, profile: Profile) -> SimulatedUnit:
         )
     shapes = {model.name: profile.shapes[model.name] for model in spec.models}
     cost = Measured(profile, spec.threads)
-    return SimulatedUnit(spec, shapes, spec.threads, cost, overhead=cost.between)
+    start = start_seconds(shapes.values())
+    return SimulatedUnit(spec, shapes, spec.threads, cost, overhead=cost.between, start=start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -29,58 +29,59 @@ T = TypeVar("T")
 
 
 class ModelledWire:
-    """Satisfies `EngineClient`. delay: seconds of one way. A stream's frames come without one, so that they
-    keep their distances; its first one has both ways behind it."""
+    """Satisfies `EngineClient`. reach: the engine that there is now; raises Unavailable where there is none.
+    delay: seconds of one way. A stream's frames come without one, so that they keep their distances; its
+    first one has both ways behind it."""
 
-    def __init__(self, engine: EngineClient, clock: Clock, delay: float) -> None:
-        self._engine = engine
+    def __init__(self, reach: Callable[[], EngineClient], clock: Clock, delay: float) -> None:
+        self._reach = reach
         self._clock = clock
         self._delay = delay
 
-    async def _there_and_back(self, call: Awaitable[T]) -> T:
+    async def _there_and_back(self, call: Callable[[EngineClient], Awaitable[T]]) -> T:
         await self._clock.sleep(self._delay)
-        answer = await call
+        answer = await call(self._reach())
         await self._clock.sleep(self._delay)
         return answer
 
     async def models(self) -> list[ModelCard]:
-        return await self._there_and_back(self._engine.models())
+        return await self._there_and_back(lambda engine: engine.models())
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         await self._clock.sleep(2 * self._delay)
-        async with aclosing(self._engine.start_generate(body)) as frames:
+        async with aclosing(self._reach().start_generate(body)) as frames:
             async for frame in frames:
                 yield frame
 
     async def abort(self, request: str, choice: int | None = None) -> None:
-        await self._there_and_back(self._engine.abort(request, choice))
+        await self._there_and_back(lambda engine: engine.abort(request, choice))
 
     async def prep_recv(self, body: PrepRecv) -> Prepared:
-        return await self._there_and_back(self._engine.prep_recv(body))
+        return await self._there_and_back(lambda engine: engine.prep_recv(body))
 
     async def remote_send(self, body: RemoteSend) -> Sent:
-        return await self._there_and_back(self._engine.remote_send(body))
+        return await self._there_and_back(lambda engine: engine.remote_send(body))
 
     async def renew(self, request: str) -> Lease:
-        return await self._there_and_back(self._engine.renew(request))
+        return await self._there_and_back(lambda engine: engine.renew(request))
 
     async def pin(self, body: Pin) -> Pinned:
-        return await self._there_and_back(self._engine.pin(body))
+        return await self._there_and_back(lambda engine: engine.pin(body))
 
     async def unpin(self, request: str) -> Held:
-        return await self._there_and_back(self._engine.unpin(request))
+        return await self._there_and_back(lambda engine: engine.unpin(request))
 
     async def hold(self, request: str) -> Standing:
-        return await self._there_and_back(self._engine.hold(request))
+        return await self._there_and_back(lambda engine: engine.hold(request))
 
     async def resume(self, request: str) -> None:
-        await self._there_and_back(self._engine.resume(request))
+        await self._there_and_back(lambda engine: engine.resume(request))
 
     async def offer(self, body: Offer) -> Offered:
-        return await self._there_and_back(self._engine.offer(body))
+        return await self._there_and_back(lambda engine: engine.offer(body))
 
     async def evict(self, body: Prefix) -> Held:
-        return await self._there_and_back(self._engine.evict(body))
+        return await self._there_and_back(lambda engine: engine.evict(body))
 
     async def load(self) -> UnitLoad:
-        return await self._there_and_back(self._engine.load())
+        return await self._there_and_back(lambda engine: engine.load())

@@ -24,13 +24,13 @@ from kvloom.sim.faults import (
     Switch,
 )
 from kvloom.sim.faulty_wire import FaultyWire
-from kvloom.sim.fleet import SimulatedUnit
 from kvloom.sim.fleet_wire import FleetWire, SchedulerProcess
 from kvloom.sim.gateway import Gateway
 from kvloom.sim.host import Host
 from kvloom.sim.journal import Journal
 from kvloom.sim.laws import Broken, check_pool
 from kvloom.sim.links import ModelledPlane
+from kvloom.sim.unit import SimulatedUnit
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Final
 from kvloom.workload.axis import Axis
 from kvloom.workload.page_style import COLOURS, STYLE
 from kvloom.workload.results import CURVE, Latency, Results, Tally
-from kvloom.workload.shown import show_number, show_seconds
+from kvloom.workload.shown import show_number, show_seconds, show_upheaval
 from kvloom.workload.svg import Curve, area_chart, line_chart
 
 MOST_STRETCHES: Final = 48  # of a course, as it is drawn
@@ -57,7 +57,10 @@ def _head(results: Results) -> str:
     late = ""
     if results.lateness is not None:
         late = f" The client sent its requests {show_seconds(results.lateness.p99)} late (P99)."
-    return f"<h1>{escape(results.title)}</h1><p>{said}{show_seconds(results.seconds)}.{late}</p>"
+    upheaval = ""
+    if results.upheaval is not None:
+        upheaval = f" On the way: {show_upheaval(results.upheaval)}."
+    return f"<h1>{escape(results.title)}</h1><p>{said}{show_seconds(results.seconds)}.{late}{upheaval}</p>"
 
 
 def _tiles(total: Tally) -> str:

@@ -52,9 +52,24 @@ class Course(Struct, frozen=True, kw_only=True):
     tokens: list[float]
 
 
+class Upheaval(Struct, frozen=True, kw_only=True):
+    """What became of requests and units on the way. preempted: choices that were put back for want of blocks,
+    each time. moved, stayed: running requests that went over to another unit, and that could not; None where
+    there was no fleet scheduler. units: that had a process, or were about to, in the mean over the run; least
+    and most of them."""
+
+    preempted: int
+    moved: int | None
+    stayed: int | None
+    units: float
+    least: int
+    most: int
+
+
 class Results(Struct, frozen=True, kw_only=True):
     """seconds: from the start to the last answer. width: seconds of a course's stretches. errors: how many of
-    each kind. lateness: by how many seconds a client sent its requests too late; None where there is none."""
+    each kind. lateness: by how many seconds a client sent its requests too late; None where there is none.
+    upheaval: None where it is not known."""
 
     kvloom_results: Annotated[int, Meta(ge=1)] = VERSION
     source: Literal["benchmark", "simulation"]
@@ -66,6 +81,7 @@ class Results(Struct, frozen=True, kw_only=True):
     courses: dict[str, Course]
     errors: dict[str, int]
     lateness: Latency | None = None
+    upheaval: Upheaval | None = None
 
     def save(self, path: Path) -> None:
         """Raises ConfigError."""

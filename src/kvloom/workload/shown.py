@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvloom.workload.results import Upheaval
+
 
 def show_seconds(seconds: float) -> str:
     """`1.23 ms`, `45.6 s`: three digits."""
@@ -10,6 +12,16 @@ def show_seconds(seconds: float) -> str:
     if seconds == 0:
         return "0 s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"
+
+
+def show_upheaval(found: Upheaval) -> str:
+    """`preempted 3 times; 12 requests moved, 1 could not; 2.4 units in the mean, 1 to 4`."""
+    parts = [f"preempted {found.preempted:,} times"]
+    if found.moved is not None:
+        parts.append(f"{found.moved:,} requests moved, {found.stayed or 0:,} could not")
+    if found.least != found.most:
+        parts.append(f"{found.units:.2f} units in the mean, {found.least} to {found.most}")
+    return "; ".join(parts)
 
 
 def show_number(value: float) -> str:

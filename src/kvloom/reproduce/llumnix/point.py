@@ -13,10 +13,11 @@ from kvloom.core.arrays import F64
 from kvloom.reproduce.llumnix.setup import VOCAB
 from kvloom.router.program import load_program
 from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import SimulatedUnit, simulated
+from kvloom.sim.fleet import simulated
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import play
 from kvloom.sim.rescheduling import Rescheduling
+from kvloom.sim.unit import SimulatedUnit
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 
@@ -52,7 +53,8 @@ class Times:
 @dataclass(frozen=True, slots=True)
 class Point:
     """prefill: to the first token. decode: between tokens, of the requests that had two. request: to the
-    last. preemptions: in all; moved, stayed: moves that were made, and that came to nothing."""
+    last. preemptions: in all; moved, stayed: moves that were made, and that came to nothing. units: instances
+    that there were, in the mean until the last answer."""
 
     prefill: Times
     decode: Times
@@ -60,6 +62,7 @@ class Point:
     preemptions: int
     moved: int
     stayed: int
+    units: float
 
 
 def play_point(
@@ -90,13 +93,13 @@ class _Play:
         clock, program = LoopClock(asyncio.get_running_loop()), load_program(system.program, {})
         async with simulated(units, program, rescheduling=system.rescheduling) as fleet:
             await play(fleet.server, asks, Prompts(VOCAB), clock, self._add, interval=INTERVAL)
-            loads = [await engine.load() for engine in fleet.engines.values()]
-            mover = fleet.rescheduler
+            mover, processes = fleet.rescheduler, fleet.processes
             return Point(
                 *latencies(self.outcomes),
-                preemptions=sum(one.preemptions_total for load in loads for one in load.models.values()),
+                preemptions=await processes.preemptions(),
                 moved=mover.moved if mover else 0,
                 stayed=mover.stayed if mover else 0,
+                units=processes.census.mean,
             )
 
     def _add(self, outcome: Outcome) -> None:

@@ -22,7 +22,7 @@ from kvloom.cost.shape import ModelShape
 from kvloom.cost.shapes import find_shape
 from kvloom.cost.work import CostModel, Work
 from kvloom.reproduce.report import Scale
-from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.unit import SimulatedUnit, start_seconds
 from kvloom.workload.arrivals import Gaps, Steps, arrivals, poisson
 from kvloom.workload.ask import Ask
 from kvloom.workload.stand_ins import STAND_INS, Sides
@@ -76,7 +76,14 @@ def make_units(count: int = INSTANCES, levels: tuple[Level, ...] = ()) -> list[S
         priorities=levels,
     )
     return [
-        SimulatedUnit(structs.replace(spec, unit=f"gpu-{i}"), {MODEL: pages}, 1, cost, bandwidth=LINK)
+        SimulatedUnit(
+            structs.replace(spec, unit=f"gpu-{i}"),
+            {MODEL: pages},
+            1,
+            cost,
+            bandwidth=LINK,
+            start=start_seconds([shape]),
+        )
         for i in range(count)
     ]
 

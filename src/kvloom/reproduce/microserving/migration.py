@@ -16,9 +16,10 @@ from kvloom.cost.shapes import find_shape
 from kvloom.reproduce.microserving.setup import DATA_PARALLEL, MODEL, VOCAB, units
 from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
 from kvloom.router.program import load_program
-from kvloom.sim.fleet import SimulatedUnit, simulated, timed_link
+from kvloom.sim.fleet import simulated
 from kvloom.sim.links import Link
 from kvloom.sim.loop import run_virtual
+from kvloom.sim.unit import SimulatedUnit, timed_link
 from kvloom.workload.ask import Ask
 from kvloom.workload.prompts import Prompts
 

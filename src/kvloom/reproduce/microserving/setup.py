@@ -20,8 +20,8 @@ from kvloom.plan.cluster import MeshKind
 from kvloom.plan.memory import pool_bytes
 from kvloom.reproduce.report import Scale
 from kvloom.router.program import load_program
-from kvloom.sim.fleet import SimulatedUnit
 from kvloom.sim.run import simulate
+from kvloom.sim.unit import SimulatedUnit
 from kvloom.workload.arrivals import Steps, arrivals, poisson
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts

@@ -14,9 +14,10 @@ from kvloom.reproduce.muxserve.systems import System, make_units
 from kvloom.reproduce.report import Scale, Tell
 from kvloom.router.program import load_program
 from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import SimulatedFleet, SimulatedUnit, simulated
+from kvloom.sim.fleet import SimulatedFleet, simulated
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import play
+from kvloom.sim.unit import SimulatedUnit
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 

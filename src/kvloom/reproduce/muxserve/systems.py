@@ -19,7 +19,7 @@ from kvloom.plan.search import Effort
 from kvloom.planning.inputs import DeviceCosts
 from kvloom.reproduce.muxserve.runtime import Hosted, UnderMPS, hosted
 from kvloom.reproduce.muxserve.setup import ALONE, Served, cluster
-from kvloom.sim.fleet import SimulatedUnit
+from kvloom.sim.unit import SimulatedUnit
 from kvloom.sim.units import OVERLOAD, planned_units
 
 Placer = Callable[[Sequence[Served], Estimator, Sequence[Nodes]], Plan]

@@ -1,0 +1,207 @@
+"""What scheduling costs with 64 instances as the rate of requests rises (section 6.6).
+
+Instances, links and time are virtual; the scheduler's, router's and engines' own calls are the real ones, and
+what is told of them is CPU time of this machine. In virtual time they take none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from time import thread_time
+from typing import Final
+
+import numpy as np
+
+from kvloom.core.clock import Clock
+from kvloom.core.replicas import Steps
+from kvloom.core.rescheduling import FleetState, Pairs
+from kvloom.fleet.scheduler import FleetScheduler
+from kvloom.reproduce.llumnix.point import INTERVAL
+from kvloom.reproduce.llumnix.setup import SHORT, VOCAB, make_units
+from kvloom.reproduce.report import Grid, Report, Scale, Tell
+from kvloom.router.call import Call, Frames
+from kvloom.router.fleet import Fleet
+from kvloom.router.program import Program
+from kvloom.router.rescheduling import Rescheduler
+from kvloom.sim.clock import LoopClock
+from kvloom.sim.fleet import SimulatedFleet, simulated
+from kvloom.sim.loop import run_virtual
+from kvloom.sim.play import play
+from kvloom.workload.ask import Outcome
+from kvloom.workload.prompts import Prompts
+
+STRESSED: Final = 64  # instances
+RATES: Final = (32.0, 64.0, 96.0, 128.0, 160.0)  # requests a second; sixteen instances take 36 of S-S
+REQUESTS: Final = 3000
+PERIOD: Final = 0.5  # seconds: the scheduler's, and a report's
+
+_HEADS: Final = (
+    "req/s", "to dispatch a request", "P99", "a period", "longest", "to report a unit's load",
+    "of a core, in all", "decode", "moved",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Meter:
+    """CPU seconds of single calls."""
+
+    spent: list[float] = field(default_factory=list)
+
+    def measure(self, call: Callable[[], None]) -> None:
+        began = thread_time()
+        call()
+        self.spent.append(thread_time() - began)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.spent) / len(self.spent)
+
+    def quantile(self, part: float) -> float:
+        return float(np.quantile(self.spent, part))
+
+
+@dataclass(frozen=True, slots=True)
+class Stress:
+    """rate: requests a second. decode: mean seconds between tokens, in virtual time."""
+
+    rate: float
+    dispatch: Meter
+    period: Meter
+    report: Meter
+    decode: float
+    moved: int
+
+    @property
+    def core(self) -> float:
+        """Of one core: requests, periods, and a report of each unit for the router and one for a period."""
+        reports = 2 * STRESSED * self.report.mean
+        return self.rate * self.dispatch.mean + (self.period.mean + reports) / PERIOD
+
+
+class Watched:
+    """Satisfies the fleet scheduler's `Fleet`: between a state and the pairs that follow on it nothing runs
+    but the scheduler."""
+
+    def __init__(self, fleet: Rescheduler, meter: Meter) -> None:
+        self._fleet = fleet
+        self._meter = meter
+        self._began = 0.0
+
+    async def state(self) -> FleetState:
+        state = await self._fleet.state()
+        self._began = thread_time()
+        return state
+
+    async def pair(self, pairs: Pairs) -> None:
+        self._meter.spent.append(thread_time() - self._began)
+        await self._fleet.pair(pairs)
+
+    async def scale(self, steps: Steps) -> None:
+        await self._fleet.scale(steps)
+
+
+def section_66(scale: Scale, tell: Tell) -> Report:
+    """64 instances at rising rates."""
+    rates, requests = (RATES, REQUESTS) if scale == "full" else (RATES[:1], 60)
+    found = []
+    for at, rate in enumerate(rates):
+        part = _part(tell, at, len(rates))
+        found.append(stress(rate, requests, part))
+    return report_of(found)
+
+
+def _part(tell: Tell, at: int, of: int) -> Tell:
+    return lambda what, part: tell(what, (at + part) / of)
+
+
+def stress(rate: float, requests: int, tell: Tell) -> Stress:
+    """Raises RuntimeError where a request is not answered."""
+    return run_virtual(_Stress(rate, requests, tell).main())
+
+
+class _Stress:
+    def __init__(self, rate: float, requests: int, tell: Tell) -> None:
+        self._rate = rate
+        self._requests = requests
+        self._tell = tell
+        self._over = count(1)
+        self._dispatch, self._period, self._report = Meter(), Meter(), Meter()
+        self._steps: list[float] = []
+
+    async def main(self) -> Stress:
+        clock = LoopClock(asyncio.get_running_loop())
+        units = make_units(STRESSED)
+        async with (
+            simulated(units, Program("freest, timed", self._freest, {})) as fleet,
+            Rescheduler(fleet.router, clock) as rescheduler,
+            asyncio.TaskGroup() as group,
+        ):
+            scheduler = FleetScheduler(Watched(rescheduler, self._period), clock, period=PERIOD)
+            watching = [group.create_task(scheduler.run()), group.create_task(self._ask(fleet, clock))]
+            asks = SHORT.asks(self._rate, self._requests)
+            await play(fleet.server, asks, Prompts(VOCAB), clock, self._add, interval=INTERVAL)
+            for task in watching:
+                task.cancel()
+        return Stress(
+            self._rate,
+            self._dispatch,
+            self._period,
+            self._report,
+            sum(self._steps) / len(self._steps),
+            rescheduler.moved,
+        )
+
+    async def _freest(self, call: Call, fleet: Fleet) -> Frames:
+        """The program that is shipped, and what its choice costs."""
+        chosen = []
+        self._dispatch.measure(lambda: chosen.append(fleet.freest()))
+        async for frame in call.start_generate(chosen[0]):
+            yield frame
+
+    async def _ask(self, fleet: SimulatedFleet, clock: Clock) -> None:
+        """Each engine for its load once a second, which takes nobody's time here."""
+        while True:
+            for engine in fleet.engines.values():
+                began = thread_time()
+                await engine.load()
+                self._report.spent.append(thread_time() - began)
+            await clock.sleep(1.0)
+
+    def _add(self, outcome: Outcome) -> None:
+        if outcome.error:
+            raise RuntimeError(f"a request at {outcome.ask.at:.3f} s failed: {outcome.error}")
+        if outcome.per_token is not None:
+            self._steps.append(outcome.per_token)
+        self._tell(f"{self._rate:g} req/s", next(self._over) / self._requests)
+
+
+def report_of(found: Sequence[Stress]) -> Report:
+    return Report(
+        name="section 6.6",
+        title=f"{STRESSED} instances under stress: S-S",
+        grids=(
+            Grid(
+                title="ours, CPU time of scheduling, means where nothing else is said",
+                heads=_HEADS,
+                rows=tuple(_rows(found)),
+            ),
+        ),
+    )
+
+
+def _rows(found: Sequence[Stress]) -> Iterator[tuple[str, ...]]:
+    for one in found:
+        yield (
+            f"{one.rate:g}",
+            f"{one.dispatch.mean * 1e6:.0f} µs",
+            f"{one.dispatch.quantile(0.99) * 1e6:.0f} µs",
+            f"{one.period.mean * 1e3:.2f} ms",
+            f"{one.period.quantile(1.0) * 1e3:.1f} ms",
+            f"{one.report.mean * 1e6:.0f} µs",
+            f"{one.core:.1%}",
+            f"{one.decode * 1e3:.1f} ms",
+            f"{one.moved:,}",
+        )

@@ -1,0 +1,147 @@
+"""The engines of a fleet in virtual time: which units have one, and how they come by it and lose it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvloom.core.client import EngineClient
+from kvloom.core.clock import Clock
+from kvloom.core.errors import Unavailable
+from kvloom.core.request import ModelCard
+from kvloom.core.spec import EngineSpec, WeaveSpec
+from kvloom.engine.borrower import Borrower
+from kvloom.engine.engine import Engine
+from kvloom.sim.census import Census
+from kvloom.sim.hosting import HostedMachine, HostedUnit, HostedWire, Worker
+from kvloom.sim.links import Link, ModelledPlane, ModelledTransport
+from kvloom.sim.loom import LenderWire, Loom
+from kvloom.sim.unit import SimulatedUnit, modelled_executor
+from kvloom.sim.wire import ModelledWire
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One engine from its start to its end. host: where its own work counts. borrowing: of who borrows."""
+
+    engine: Engine
+    transport: ModelledTransport
+    host: HostedUnit | None
+    running: asyncio.Task[None]
+    borrowing: asyncio.Task[None] | None
+
+    async def stop(self) -> None:
+        await self.engine.stop()
+        if self.borrowing is not None:
+            self.borrowing.cancel()
+
+
+class ModelledProcesses:
+    """Satisfies the roster's `Processes`. tasks: of the engines that run. delay: of the wire, in seconds, one
+    way. link: a unit's way out. machine: what all units run on, where its own work counts. engines: by unit,
+    those that run now. census: of units that have a process, or are about to."""
+
+    def __init__(
+        self,
+        units: Mapping[str, SimulatedUnit],
+        clock: Clock,
+        tasks: asyncio.TaskGroup,
+        *,
+        delay: float,
+        link: Callable[[SimulatedUnit], Link],
+        machine: HostedMachine | None,
+    ) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.census = Census(clock)
+        self._units = units
+        self._clock = clock
+        self._tasks = tasks
+        self._delay = delay
+        self._link = link
+        self._machine = machine
+        self._plane = ModelledPlane()
+        self._loom = Loom(unit.spec for unit in units.values())
+        self._processes: dict[str, Process] = {}
+        self._preempted = 0  # by engines that have ended
+
+    def begin(self, names: Collection[str]) -> None:
+        """These have a process at once."""
+        for name in names:
+            self.census.more()
+            self._launch(name)
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Takes as long as the unit's model has to be loaded."""
+        self.census.more()
+        try:
+            await self._clock.sleep(self._units[spec.unit].start)
+        except asyncio.CancelledError:
+            self.census.less()
+            raise
+        self._launch(spec.unit)
+
+    async def stop(self, unit: str, cards: Sequence[ModelCard]) -> None:
+        process = self._processes[unit]
+        await process.stop()
+        await asyncio.wait([process.running])
+        self._preempted += await _preemptions(process.engine)
+        self._plane.kill(process.transport)
+        if process.host is not None:
+            process.host.leave()
+        del self._processes[unit], self.engines[unit]
+        self.census.less()
+
+    def forget(self, unit: str) -> None:
+        """It has no process, and nobody keeps its cards."""
+
+    async def end(self) -> None:
+        """Of all that run; their loops end when their jobs have."""
+        for process in self._processes.values():
+            await process.stop()
+
+    async def preemptions(self) -> int:
+        """So far, by all engines that there were."""
+        return self._preempted + sum([await _preemptions(engine) for engine in self.engines.values()])
+
+    async def client(self, unit: str) -> EngineClient:
+        """Of whatever engine the unit has when it is called."""
+
+        def reach() -> Engine:
+            return self._reached(unit).engine
+
+        def loop() -> Worker:
+            host = self._reached(unit).host
+            assert host is not None
+            return host.loop
+
+        if self._machine is None:
+            return ModelledWire(reach, self._clock, self._delay)
+        return HostedWire(reach, self._clock, self._delay, loop)
+
+    def _launch(self, name: str) -> None:
+        unit = self._units[name]
+        host = self._machine.unit(unit.overhead) if self._machine else None
+        executor = modelled_executor(unit, host=host)
+        transport = self._plane.join(name, executor.blocks, self._link(unit))
+        weaver = self._loom.weaver(unit, executor, transport)
+        engine = self.engines[name] = Engine(executor, transport, unit.spec, self._clock, weaver)
+        running, weave = self._tasks.create_task(engine.run()), unit.spec.weave
+        borrowing = self._tasks.create_task(self._borrow(engine, unit.spec, weave)) if weave else None
+        self._processes[name] = Process(engine, transport, host, running, borrowing)
+
+    async def _borrow(self, engine: Engine, spec: EngineSpec, weave: WeaveSpec) -> None:
+        """For ever."""
+        lender = LenderWire(lambda: self._reached(weave.cold).engine, self._clock, self._delay)
+        await Borrower(engine.weaving, spec.models[0].name, weave, lender, self._clock).run()
+
+    def _reached(self, unit: str) -> Process:
+        process = self._processes.get(unit)
+        if process is None:
+            raise Unavailable(f"{unit} has no process", retry_after=1)
+        return process
+
+
+async def _preemptions(engine: Engine) -> int:
+    load = await engine.load()
+    return sum(model.preemptions_total for model in load.models.values())
