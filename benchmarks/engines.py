@@ -46,15 +46,15 @@ async def engines(
             path = str(Path(folder) / unit / "engine.sock")
             Path(path).parent.mkdir()
             component = await Component.start(unit, ENGINE)
-            stack.push_async_callback(_end, component)
+            stack.push_async_callback(ending, component)
             spec = spec_of(shape, unit, kv_bytes=kv_bytes, threads=threads)
             await component.order(EngineOrder(spec=spec, socket=path, secret=secret))
-            await _ready(component)
+            await ready(component)
             clients.append(await stack.enter_async_context(HttpEngineClient(f"unix://{path}", secret=secret)))
         yield clients
 
 
-async def _ready(component: Component) -> None:
+async def ready(component: Component) -> None:
     async for report in component.reports():
         if isinstance(report, Refused):
             raise RuntimeError(report.message)
@@ -63,6 +63,6 @@ async def _ready(component: Component) -> None:
     raise RuntimeError(f"{component.name} did not start")
 
 
-async def _end(component: Component) -> None:
+async def ending(component: Component) -> None:
     component.terminate()
     await component.ended()

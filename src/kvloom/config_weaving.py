@@ -9,7 +9,7 @@ from pydantic import PlainValidator
 
 from kvloom.config_errors import nearest
 from kvloom.config_fields import Auto, Part, Section
-from kvloom.core.spec import Plane, WeaveSpec
+from kvloom.core.spec import Control, Plane, Splitting, WeaveSpec
 
 _CPU: Final = "cpu"
 
@@ -25,13 +25,18 @@ def _share(value: Any) -> float | Auto:
 class WeaveConfig(Section):
     """The unit `cold` lends `part` of its pool to the one model of `hot`, and attends over it; `share` of the
     hot unit's sequences are there. With `auto` it is such that decode steps of `cold` take at most `bound`
-    longer."""
+    longer. `control`, `split` and `waits` say how soon `cold` attends (Weaver, section 4): between which of
+    its own doings it looks for tasks, whether it splits operators for that, and how much of a step of `hot`
+    waiting may take."""
 
     hot: str
     cold: str
     share: Annotated[float | Auto, PlainValidator(_share)] = 0.45
     part: Part = 0.3
     bound: Part = 0.15
+    control: Control = "operators"
+    split: Splitting = "auto"
+    waits: Part = 0.05
 
 
 class WovenUnit(NamedTuple):
@@ -62,4 +67,7 @@ def weave_units(
             raise ValueError(
                 f"weave.{i}.hot: {one.hot} has {units[one.hot].models} models; a unit of one is right"
             )
-    return {one.hot: WeaveSpec(one.cold, one.share, one.part, one.bound) for one in relations}
+    return {
+        one.hot: WeaveSpec(one.cold, one.share, one.part, one.bound, one.control, one.split, one.waits)
+        for one in relations
+    }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvloom.core.arrays import I64
 from kvloom.core.geometry import Geometry
+from kvloom.core.plan import Plan
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.model.attention import ForwardState
@@ -27,10 +28,17 @@ class Batch:
         for sequence in self._sequences:
             self._cache.add_sequence(sequence)
 
-    def forward(self, forward: Forward, tokens: I64, appends: Sequence[int], kept: I64) -> Tensor:
+    def forward(
+        self,
+        forward: Forward,
+        tokens: I64,
+        appends: Sequence[int],
+        kept: I64,
+        state: Callable[[Plan, Tensor], ForwardState] = ForwardState,
+    ) -> Tensor:
         """Append `appends[i]` tokens to each sequence → logits of the rows `kept`."""
         plan = self._cache.begin_forward(self._sequences, list(appends))
         with torch.inference_mode():
-            logits = forward(tokens, kept, ForwardState(plan, self._view))
+            logits = forward(tokens, kept, state(plan, self._view))
         self._cache.end_forward(plan)
         return logits[: len(kept)]

@@ -23,6 +23,7 @@ from tests.transport.loans import (
     LENT,
     PAGES,
     Lender,
+    asked,
     begin,
     borrowed,
     lender_here,
@@ -38,7 +39,7 @@ def attending() -> Iterator[tuple[Lender, Attender, list[str]]]:
     with lender_here() as made:
         random = np.random.default_rng(3).standard_normal(made.arena.bytes.numel() // 4, np.float32)
         made.arena.bytes.view(torch.float32).copy_(torch.from_numpy(random))
-        attender = Attender(made.lending, made.arena, os.getpid(), ends.append)
+        attender = Attender(made.lending, made.arena, asked(os.getpid()), ends.append)
         try:
             yield made, attender, ends
         finally:
@@ -123,7 +124,7 @@ def test_a_borrower_that_forges_loses_the_loan() -> None:
 def test_a_borrower_that_leaves_is_noticed() -> None:
     left = threading.Event()
     with lender_here() as made:
-        attender = Attender(made.lending, made.arena, os.getpid(), lambda _: left.set())
+        attender = Attender(made.lending, made.arena, asked(os.getpid()), lambda _: left.set())
         borrowed(made.lending.loan).tasks.close()
         assert left.wait(20)
         attender.close()

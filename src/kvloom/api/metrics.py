@@ -187,10 +187,25 @@ class _EngineLoads:
             for unit, load in self._loads.items():
                 gauge.add_metric([unit], of_unit(load))
             yield gauge
+        yield self._waits()
         for name, text, value in _GAUGES:
             yield self._by_model(GaugeMetricFamily(name, text, labels=["unit", "model"]), value)
         for name, text, value in _TOTALS:
             yield self._by_model(CounterMetricFamily(name, text, labels=["unit", "model"]), value)
+
+    def _waits(self) -> Metric:
+        """Of units that lend."""
+        gauge = GaugeMetricFamily(
+            "kvloom_weave_wait_seconds",
+            "What a task of another unit waits for, by the model and as measured.",
+            labels=["unit", "wait", "source"],
+        )
+        for unit, load in self._loads.items():
+            waits = load.waits
+            for name in ("wait", "beyond", "stall") if waits else ():
+                gauge.add_metric([unit, name, "measured"], getattr(waits, name))
+                gauge.add_metric([unit, name, "expected"], getattr(waits, f"expected_{name}"))
+        return gauge
 
     def _states(self) -> Metric:
         states = GaugeMetricFamily(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from kvloom.core.priority import Level
+
 
 class LevelLoad(Struct, frozen=True, kw_only=True):
     """One level of execution priority: sequences that run, and tokens of room that they have together beside
@@ -60,9 +62,28 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
         return -(-tokens // self.page_tokens) * self.page_blocks
 
 
+class Waits(Struct, frozen=True, kw_only=True):
+    """Of a unit that attends for another: how long the last tasks waited, in seconds, from being posted to
+    their begin, and by the queueing model should have (`core/splitting.py`). ahead: what the asking unit has
+    to do meanwhile, less `service`, what a task takes. wait: on average; beyond: of those that waited longer
+    than `ahead`; stall: by which they waited longer, on average over all. parts: that an iteration of own
+    models is split into, at most."""
+
+    tasks_total: int
+    ahead: float
+    parts: int
+    service: float
+    wait: float
+    beyond: float
+    stall: float
+    expected_wait: float
+    expected_beyond: float
+    expected_stall: float
+
+
 class UnitLoad(Struct, frozen=True, kw_only=True):
     """draining: what runs here is to end or to go elsewhere, and nothing is to come. lent_blocks: those that
-    another unit has for a while."""
+    another unit has for a while. priorities: the levels of execution priority that are told apart here."""
 
     total_blocks: int
     free_blocks: int
@@ -71,6 +92,8 @@ class UnitLoad(Struct, frozen=True, kw_only=True):
     models: dict[str, ModelLoad]
     draining: bool = False
     lent_blocks: int = 0
+    waits: Waits | None = None
+    priorities: tuple[Level, ...] = ()
 
     @property
     def running(self) -> int:

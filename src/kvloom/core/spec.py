@@ -11,6 +11,8 @@ from kvloom.core.priority import Level
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["adbs", "fcfs", "round-robin", "partitioned"]
 Quotas = Literal["adaptive", "fixed"]
+Control = Literal["operators", "iterations"]
+Splitting = Literal["auto", "none"]
 Plane = Literal["shm", "nixl"]
 Option = bool | int | float | str | list[str]
 
@@ -34,12 +36,17 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 class WeaveSpec(Struct, frozen=True):
     """The unit `cold` lends `part` of its pool to this unit's model, and `share` of its sequences are there;
     `auto` is as many as help, while the decode steps of `cold` take at most `bound` longer than alone: 0.15
-    is 15 %."""
+    is 15 %. control: when `cold` looks for tasks, between its operators or between its iterations. split:
+    whether it splits operators, until tasks are expected to hold a step of this unit up by no more than
+    `waits` of it."""
 
     cold: str
     share: float | Literal["auto"]
     part: float
     bound: float = 0.15
+    control: Control = "operators"
+    split: Splitting = "auto"
+    waits: float = 0.05
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,9 @@ from msgspec import Meta, Struct
 
 from kvloom.core.address import Endpoint, KVForm, Ticket
 from kvloom.core.arrays import I32
+from kvloom.core.load import Waits
 from kvloom.core.plan import Plan
+from kvloom.core.spec import Control, Splitting
 
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 
@@ -19,7 +21,7 @@ _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 class Borrow(Struct, frozen=True, kw_only=True):
     """A model asks for blocks for its sequences, and for attention over them. pid: of the process that asks.
     form: of its K and V. heads: of q, a multiple of form.kv_heads. rows: sequences a step, at most. width:
-    pages of the longest sequence. pages: how many are wanted."""
+    pages of the longest sequence. pages: how many are wanted. control, split and waits: as in WeaveSpec."""
 
     model: str
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -28,6 +30,9 @@ class Borrow(Struct, frozen=True, kw_only=True):
     rows: _Size
     width: _Size
     pages: _Size
+    control: Control = "operators"
+    split: Splitting = "auto"
+    waits: Annotated[float, Meta(ge=0, le=1)] = 0.05
 
 
 class Loan(Struct, frozen=True, kw_only=True):
@@ -59,6 +64,9 @@ class Weaver(Protocol):
         """Attend for another unit over these own blocks; ended: called once on this loop, with the reason,
         where that unit ends it. Raises BadRequest where `borrow` makes no sense, Conflict where there is a
         loan, Unavailable where its process is gone."""
+
+    def waits(self) -> Waits | None:
+        """Of the tasks that this unit does for another; None where it lends nothing."""
 
     def recall(self) -> bool:
         """The loan is over. True: nobody uses its blocks any more. False: ask again, in milliseconds."""

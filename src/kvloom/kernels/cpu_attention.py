@@ -13,6 +13,7 @@ from kvloom.kernels.rows import copy_row, norm_row, rotate_row
 from kvloom.kernels.vector import LANES, address_of, fetch_add, read, read_int, write
 
 _LINE = 64
+ALL = 1 << 60  # more items than there are
 
 
 class AttentionArguments(ctypes.Structure):
@@ -75,9 +76,9 @@ def _enter(a, b, first_head, end_head):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def attend(a, counters):  # type: ignore[no-untyped-def]
+def attend(a, counters, most):  # type: ignore[no-untyped-def]
     """Online softmax, a tile of tokens at a time; an item is a span of KV heads of a sequence. `counters` is
-    the address of a's `next` and `done`.
+    the address of a's `next` and `done`. Takes `most` items, and returns whether there may be more.
 
     Heads go inside tiles, for the blocks of a page are likelier neighbours in memory than those of a head.
     Scratch is scores [group, TILE] and, for each head, sums [group, D] of V weighted by exp(score - best),
@@ -92,7 +93,7 @@ def attend(a, counters):  # type: ignore[no-untyped-def]
     all_best = all_sums + a.span * group * row
     all_norm = all_best + a.span * group * 4
 
-    items = a.batch * a.spans
+    items, taken = a.batch * a.spans, 0
     item = fetch_add(counters, 1)
     while item < items:
         b, first_head, end_head, position, length = _open(a, item)
@@ -124,13 +125,17 @@ def attend(a, counters):  # type: ignore[no-untyped-def]
             for i in range(0, row, 4):
                 write(at + i, read(all_sums + r * row + i) * share)
         fetch_add(counters + 8, 1)
+        taken += 1
+        if taken == most:
+            break
         item = fetch_add(counters, 1)
     scratch[0] = 0  # numba frees an array after its last use, and addresses are none
+    return taken == most
 
 
 @kernel(AttentionArguments)
 def attend_all(pointer):  # type: ignore[no-untyped-def]
-    attend(carray(pointer, 1)[0], address_of(pointer))
+    attend(carray(pointer, 1)[0], address_of(pointer), ALL)
 
 
 def span_of(batch: int, kv_heads: int, threads: int) -> int:

@@ -31,7 +31,7 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _acquire(context: Any, word: Any) -> Any:
+def acquire(context: Any, word: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         found = builder.load_atomic(_pointer(builder, values[0]), "acquire", 4)
         return builder.zext(found, ir.IntType(64))
@@ -40,7 +40,7 @@ def _acquire(context: Any, word: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _release(context: Any, word: Any, value: Any) -> Any:
+def release(context: Any, word: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         narrow = builder.trunc(values[1], ir.IntType(32))
         builder.store_atomic(narrow, _pointer(builder, values[0]), "release", 4)
@@ -50,7 +50,7 @@ def _release(context: Any, word: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _exchange(context: Any, word: Any, value: Any) -> Any:
+def exchange(context: Any, word: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         narrow = builder.trunc(values[1], ir.IntType(32))
         found = builder.atomic_rmw("xchg", _pointer(builder, values[0]), narrow, "seq_cst")
@@ -59,36 +59,55 @@ def _exchange(context: Any, word: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def take(context: Any, word: Any) -> Any:
+    """1, and store it, where the word is 0; else 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        zero, one = ir.Constant(ir.IntType(32), 0), ir.Constant(ir.IntType(32), 1)
+        found = builder.cmpxchg(_pointer(builder, values[0]), zero, one, "seq_cst", "seq_cst")
+        return builder.zext(builder.extract_value(found, 1), ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
 @kernel(SignalArguments)
 def look(pointer):  # type: ignore[no-untyped-def]
     """The word, with acquire order, into `value`."""
     a = carray(pointer, 1)[0]
-    a.value = _acquire(a.word)
+    a.value = acquire(a.word)
 
 
 @kernel(SignalArguments)
 def tell(pointer):  # type: ignore[no-untyped-def]
     """Store `value` with release order."""
     a = carray(pointer, 1)[0]
-    _release(a.word, a.value)
+    release(a.word, a.value)
 
 
 @kernel(SignalArguments)
 def swap(pointer):  # type: ignore[no-untyped-def]
     """Store `value`; then it is what was there. No load after it is done before it."""
     a = carray(pointer, 1)[0]
-    a.value = _exchange(a.word, a.value)
+    a.value = exchange(a.word, a.value)
+
+
+@kernel(SignalArguments)
+def try_take(pointer):  # type: ignore[no-untyped-def]
+    """Store 1 where the word is 0; `value` says whether it was."""
+    a = carray(pointer, 1)[0]
+    a.value = take(a.word)
 
 
 @kernel(SignalArguments)
 def spin(pointer):  # type: ignore[no-untyped-def]
     """Load the word until it is not `value`, or `spins` times; the last that was seen into `value`."""
     a = carray(pointer, 1)[0]
-    found = _acquire(a.word)
+    found = acquire(a.word)
     turns = 0
     while found == a.value and turns < a.spins:
         turns += 1
         if turns > _SPINS:
             _yield()
-        found = _acquire(a.word)
+        found = acquire(a.word)
     a.value = found

@@ -99,6 +99,11 @@ def read_int(builder: Any, address: Any) -> Any:
     return builder.sext(builder.load(_pointer(builder, address, _i32), align=4), _i64)
 
 
+@_operation(types.float64, types.int64)
+def read_double(builder: Any, address: Any) -> Any:
+    return builder.load(_pointer(builder, address, ir.DoubleType()), align=8)
+
+
 @_operation(types.int64, types.int64, types.int64)
 def fetch_add(builder: Any, address: Any, value: Any) -> Any:
     """What was written before is seen by whoever adds, or observes, later."""

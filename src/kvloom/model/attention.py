@@ -14,6 +14,7 @@ from kvloom.core.arrays import I64
 from kvloom.core.errors import ConfigError
 from kvloom.core.plan import PageCopy, Plan
 from kvloom.kernels import cpu, reference
+from kvloom.model.weaving.split import Split
 
 NAME = "kvloom"
 _KNOWN = {"dropout", "position_ids", "kv", "is_causal"}  # asked for, and harmless to leave out
@@ -65,6 +66,11 @@ class ForwardState:
     def layered(self) -> bool:
         """True where each layer is to call `attend`, whatever a model could do at once."""
         return False
+
+    @property
+    def polled(self) -> Split | None:
+        """Into what parts operators are split, so that others, who may have something to do, wait less."""
+        return None
 
     def poll(self) -> None:
         """Between two operators, where others may have something to do."""

@@ -119,14 +119,21 @@ class TorchExecutor:
     def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
         """Logits of the rows `kept` [R]: [R or more, V]. slot: of the thread that this is."""
         view, forward, attender = self._views[job.model], self._models[job.model].forward, self.attender
-        if attender is None or not attender.lively():
+        polls = attender is not None and not attender.launches and attender.lively()
+        if attender is None or not (polls or attender.launches):
             state = ForwardState(job.plan, view)
             state.copy_pages(job.plan.copies)
             return forward(job.tokens, kept, state)
         with attender.polled():
-            state = PolledState(job.plan, view, attender)
+            state = (
+                PolledState(job.plan, view, attender, attender.split(job.model))
+                if polls
+                else ForwardState(job.plan, view)
+            )
             state.copy_pages(job.plan.copies)
-            return forward(job.tokens, kept, state)
+            logits = forward(job.tokens, kept, state)
+            attender.poll()
+            return logits
 
     def _woven(self, job: Job, away: Away, kept: I64) -> tuple[Tensor, str | None]:
         """Logits, and why those of the rows away, and of what was moved, mean nothing."""

@@ -13,6 +13,7 @@ from kvloom.core.arrays import I64
 from kvloom.kernels.cpu_step import (
     COUNTERS,
     GELU,
+    OPERATORS,
     STAGES,
     SWISH,
     LayerArguments,
@@ -26,8 +27,10 @@ from kvloom.model.linear import PackedLinear, TiedLinear
 from kvloom.model.norm import FusedRMSNorm
 from kvloom.model.panels import Panels, panels_of
 from kvloom.model.parallel.modules import Gathered, Summed
+from kvloom.model.weaving.split import Split
 
 FEW_ROWS = 96  # more are faster by oneDNN's products, layer by layer
+_ATTENTION = 1  # its stage in a layer
 _KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
 
 
@@ -47,6 +50,7 @@ class FewRows:
         self._size, first = embedding.weight.shape[1], layers[0]
         self._vocab = head.weight.shape[0] if isinstance(head, TiedLinear) else head.out_features
         self._widths = (panels[0].count * PANEL, first.heads.q * first.heads.size, panels[2].count * PANEL)
+        self._most = self._limits(layers, panels)
         self._layers = (LayerArguments * len(layers))(
             *(
                 LayerArguments(
@@ -68,6 +72,14 @@ class FewRows:
             norm=_norm(norm),
             head=panels[-1].fields,
         )
+
+    def _limits(self, layers: Sequence[DecoderLayer], panels: Sequence[Panels]) -> list[int]:
+        """Panels of each product, KV heads of each attention."""
+        most = list[int]()
+        for i, layer in enumerate(layers):
+            qkv, o, gate, _, down = (one.count for one in panels[5 * i : 5 * i + 5])
+            most += (qkv, layer.heads.kv, o, gate, down)
+        return [*most, -(-self._vocab // PANEL)]
 
     @classmethod
     def of(
@@ -96,8 +108,19 @@ class FewRows:
     def takes(self, tokens: I64, kept: I64) -> bool:
         return max(tokens.size, kept.size) <= FEW_ROWS
 
-    def __call__(self, tokens: I64, kept: I64, now: turns.Turns, threads: int) -> Tensor:
-        """tokens [B], kept [R]; `now`, the attention's records of this forward → logits [R, V]."""
+    def limits(self, rows: int) -> list[int]:
+        """Into how many parts the operators of a step can be split at most, stage by stage."""
+        return [rows * most if i % OPERATORS == _ATTENTION else most for i, most in enumerate(self._most)]
+
+    def attention_parts(self, split: Split | None) -> int:
+        """Those that the attention of some layer is split into."""
+        return 1 if split is None else int(split.parts[_ATTENTION::OPERATORS].max())
+
+    def __call__(
+        self, tokens: I64, kept: I64, now: turns.Turns, threads: int, split: Split | None = None
+    ) -> Tensor:
+        """tokens [B], kept [R]; `now`, the attention's records of this forward → logits [R, V]. split: where
+        others' tasks may come, and was told of this step's limits."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
@@ -112,7 +135,13 @@ class FewRows:
         call.mixed, call.mixed_row = mixed.data_ptr(), mixed.stride(0) * 4
         call.inner, call.inner_row = inner.data_ptr(), inner.stride(0) * 4
         call.logits, call.logits_row = logits.data_ptr(), logits.stride(0) * 4
-        step(call, threads)
+        if split is None:
+            step(call, threads)
+        else:
+            call.poll, call.threads = split.poll, threads
+            call.parts, call.times = split.parts.ctypes.data, split.times.ctypes.data
+            step(call, threads)
+            split.end()
         return logits[:, : self._vocab]
 
 

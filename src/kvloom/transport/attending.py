@@ -11,6 +11,8 @@ from kvloom.core.errors import BadRequest
 from kvloom.transport.mailbox import End, Mailbox
 from kvloom.transport.word import MASK
 
+_LONGEST = 10.0  # seconds that are believed of anything
+
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
@@ -28,11 +30,13 @@ class Sheet:
 @dataclass(frozen=True, slots=True)
 class Task:
     """Attention of the last token of each row of `sheet` in one layer. slot: where its q, k and v are, and
-    its output goes."""
+    its output goes. posted: when, in nanoseconds of the monotonic clock, as the borrower says."""
 
     number: int
     slot: int
+    iteration: int
     layer: int
+    posted: int
     scale: float
     window: int
     softcap: float
@@ -40,7 +44,8 @@ class Task:
 
 
 class TaskReceiver:
-    """For one thread at a time."""
+    """For one thread at a time. done: the number of the last task that is. As the borrower says, in seconds:
+    meanwhile, what it has to do itself while it waits for a task; period, from one iteration to the next."""
 
     def __init__(self, mailbox: Mailbox, lent: I32, page_tokens: int) -> None:
         """lent: [pages · layers · kv_heads] own blocks, in the order in which the borrower counts them."""
@@ -50,8 +55,10 @@ class TaskReceiver:
         form = mailbox.form
         self._map: I32 = np.zeros((form.pages, form.layers, form.kv_heads), np.int32)
         self._known = np.zeros(form.pages, np.bool_)
-        self._done = mailbox.done.get()
+        self.done = mailbox.done.get()
         self._iteration = -1
+        self.meanwhile = 0.0
+        self.period = 0.0
         nothing = np.zeros(0, np.int32)
         self._sheet = Sheet(nothing, nothing.reshape(0, 0), self._map, nothing, nothing)
 
@@ -65,14 +72,14 @@ class TaskReceiver:
         counts iterations anew. Raises BadRequest where it cannot be one of a borrower that keeps to the
         rules."""
         posted = self._memory.posted.get()
-        waiting = (posted - self._done) & MASK
+        waiting = (posted - self.done) & MASK
         if not waiting or self.left:
             return None
         form = self._memory.form
         if waiting > form.slots:
             raise BadRequest(f"weave: {waiting} tasks wait in a mailbox of {form.slots}")
-        slot = self._done % form.slots
-        iteration, layer, rows, window, scale, softcap = self._memory.notes[slot].item()
+        slot = self.done % form.slots
+        iteration, layer, rows, window, scale, softcap, since = self._memory.notes[slot].item()
         if iteration != self._iteration:
             self._sheet = self._read(iteration)
             self._iteration = iteration
@@ -81,13 +88,14 @@ class TaskReceiver:
                 f"weave: a task of layer {layer} over {rows} rows; the model has {form.layers} layers, and "
                 f"the iteration {len(self._sheet.lengths)} rows"
             )
-        number = (self._done + 1) & MASK
-        return Task(number, slot, layer, scale, max(0, window), softcap, self._sheet)
+        number = (self.done + 1) & MASK
+        sheet = self._sheet
+        return Task(number, slot, iteration, layer, since, scale, max(0, window), softcap, sheet)
 
     def answer(self, task: Task) -> None:
         """Its output is there."""
         memory = self._memory
-        self._done = task.number
+        self.done = task.number
         memory.done.swap(task.number)
         if memory.waiting.get():
             memory.done.wake()
@@ -102,7 +110,7 @@ class TaskReceiver:
         memory = self._memory
         memory.asleep.swap(1)
         if memory.left.get() == End.NONE:
-            memory.posted.sleep(self._done, seconds)
+            memory.posted.sleep(memory.done.get(), seconds)
         memory.asleep.set(0)
 
     def _read(self, iteration: int) -> Sheet:
@@ -113,6 +121,7 @@ class TaskReceiver:
             raise BadRequest(
                 f"weave: iteration {iteration} has a sheet of {told}, {rows} rows, {changed} pages"
             )
+        self.meanwhile, self.period = (_seconds(told) for told in memory.pace.tolist())
         self._take(memory.changed[:changed].copy())
         lengths = memory.lengths[:rows].copy()
         most = form.width * self._page_tokens
@@ -137,6 +146,11 @@ class TaskReceiver:
             raise BadRequest(f"weave: a block beyond the {len(self._lent)} that are lent")
         self._map[pages] = self._lent[blocks]
         self._known[pages] = True
+
+
+def _seconds(told: float) -> float:
+    """A number that anybody may have written."""
+    return min(told, _LONGEST) if told > 0 else 0.0
 
 
 def _inside(ids: AnyArray, count: int) -> bool:

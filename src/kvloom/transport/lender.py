@@ -8,7 +8,7 @@ from kvloom.core.errors import BadRequest
 from kvloom.core.transport import Transport
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.transport.attending import TaskReceiver
-from kvloom.transport.mailbox import MailboxForm, OwnMailbox
+from kvloom.transport.mailbox import START, MailboxForm, OwnMailbox
 
 SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing
 
@@ -17,7 +17,7 @@ class Lending:
     """Blocks lent to one model of one other unit, for as long as its ticket is open."""
 
     def __init__(
-        self, borrow: Borrow, blocks: I32, transport: Transport, *, slots: int = SLOTS, start: int = 0
+        self, borrow: Borrow, blocks: I32, transport: Transport, *, slots: int = SLOTS, start: int = START
     ) -> None:
         """blocks: [pages · layers · kv_heads] of the own arena. start: of the mailbox' counters. Raises
         BadRequest where `borrow` makes no sense, QueueFull where the ledger is full, ConfigError where

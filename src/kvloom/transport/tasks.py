@@ -10,11 +10,13 @@ import numpy.typing as npt
 
 from kvloom.core.arrays import I32, I64
 from kvloom.core.errors import BadRequest, QueueFull, Unavailable
-from kvloom.transport.mailbox import WHAT, End, Mailbox, Place, size_of
+from kvloom.transport.mailbox import START, WHAT, End, Mailbox, Place, size_of
 from kvloom.transport.peer import Peer
 from kvloom.transport.word import MASK
 
 _SPINS = 20_000  # looks before the thread sleeps; all but the first of them offer the core to others
+_NEW = 0.05  # weight of a number in a mean
+_LONG = 1.0  # seconds between two iterations, beyond which there was nothing to do
 _SLICE = 0.02  # seconds of sleep between two looks at whether the lender lives
 _ENDS = {
     End.CLOSED: "wants its blocks back",
@@ -23,6 +25,16 @@ _ENDS = {
 }
 
 Floats = npt.NDArray[np.float32]
+
+
+class Mean:
+    """Of the last numbers, the newest counting most."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def take(self, number: float) -> None:
+        self.value = (1 - _NEW) * self.value + _NEW * number if self.value else number
 
 
 class TaskSender:
@@ -37,8 +49,12 @@ class TaskSender:
         self._memory = _mapped(peer, place)
         self.form = self._memory.form
         self._posted = self._memory.posted.get()
-        self._iteration = 0
+        self._iteration = START
         self._rows = 0
+        self._begun = 0.0  # the iteration
+        self._went = 0.0  # the last task
+        self._meanwhile = Mean()
+        self._period = Mean()
         self._sent: I64 = np.zeros(
             self.form.pages, np.int64
         )  # versions of the map's rows; real ones are 1 or more
@@ -60,6 +76,11 @@ class TaskSender:
         self._sent[changed] = versions[changed]
         self._iteration = (self._iteration + 1) & MASK
         self._rows = rows
+        now = time.monotonic()
+        if self._begun and now - self._begun < _LONG:
+            self._period.take(now - self._begun)
+        self._begun = now
+        memory.pace[:] = self._meanwhile.value, self._period.value
         memory.head[0] = (self._iteration, rows, len(changed))
 
     def post(self, layer: int, qkv: Floats, scale: float, window: int, softcap: float) -> int:
@@ -71,18 +92,22 @@ class TaskSender:
             raise QueueFull(f"weave: {self.form.slots} tasks wait at {self._unit} already", retry_after=1)
         slot = self._posted % self.form.slots
         memory.qkv[slot, : self._rows] = qkv
-        memory.notes[slot] = (self._iteration, layer, self._rows, window, scale, softcap)
+        now = time.monotonic_ns()
+        memory.notes[slot] = (self._iteration, layer, self._rows, window, scale, softcap, now)
         self._posted = (self._posted + 1) & MASK
         memory.posted.swap(self._posted)  # a full barrier: who is not asleep now looks once more before it is
         if memory.asleep.get():
             memory.posted.wake()
+        self._went = now / 1e9
         return self._posted
 
     def collect(self, task: int, out: Floats) -> None:
         """Wait for a task's output, into out [B, heads, D]. Raises Unavailable where the lender is gone,
         gives up, or takes longer than is waited for."""
         memory = self._memory
-        due = time.monotonic() + self._patience
+        now = time.monotonic()
+        self._meanwhile.take(now - self._went)
+        due = now + self._patience
         done = memory.done.spin((task - 1) & MASK, _SPINS)
         while not self._is_done(task, done):
             self._refuse_over()

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from kvloom.core.errors import ConfigError
-from kvloom.kernels.signals import SignalArguments, look, spin, swap, tell
+from kvloom.kernels.signals import SignalArguments, look, spin, swap, tell, try_take
 
 MASK = 0xFFFFFFFF
 _CALLS = {"x86_64": 202, "aarch64": 98}
@@ -26,14 +26,19 @@ class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-@cache
-def _futex() -> Any:
+def futex_number() -> int:
+    """Of the system call. Raises ConfigError where this kind of machine has none that is known here."""
     machine = platform.machine()
     if machine not in _CALLS:
         raise ConfigError(f"weave: this machine is {machine}; want one of {', '.join(_CALLS)}")
+    return _CALLS[machine]
+
+
+@cache
+def _futex() -> Any:
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
-    number = ctypes.c_long(_CALLS[machine])
+    number = ctypes.c_long(futex_number())
 
     def futex(address: int, operation: int, value: int, timeout: Any) -> int:
         found: int = call(
@@ -54,27 +59,33 @@ class Word:
     """At `address`, a multiple of 4, for as long as the caller keeps the memory. Any thread may use it."""
 
     def __init__(self, address: int) -> None:
-        self._address = address
+        self.address = address
 
     def get(self) -> int:
         """With acquire order: what its writer stored before is seen from here on."""
-        call = SignalArguments(self._address, 0, 0)
+        call = SignalArguments(self.address, 0, 0)
         look(call, 1)
         return int(call.value)
 
     def set(self, value: int) -> None:
         """With release order: who sees it, sees what was stored before."""
-        tell(SignalArguments(self._address, value & MASK, 0), 1)
+        tell(SignalArguments(self.address, value & MASK, 0), 1)
 
     def swap(self, value: int) -> int:
         """Store, and return what was there; what is read after this is read after the store is seen."""
-        call = SignalArguments(self._address, value & MASK, 0)
+        call = SignalArguments(self.address, value & MASK, 0)
         swap(call, 1)
         return int(call.value)
 
+    def try_take(self) -> bool:
+        """Store 1 where it is 0, and say whether it was."""
+        call = SignalArguments(self.address, 0, 0)
+        try_take(call, 1)
+        return bool(call.value)
+
     def spin(self, seen: int, spins: int) -> int:
         """Look until it is another than `seen`, `spins` times at most, without the GIL."""
-        call = SignalArguments(self._address, seen & MASK, spins)
+        call = SignalArguments(self.address, seen & MASK, spins)
         spin(call, 1)
         return int(call.value)
 
@@ -82,11 +93,11 @@ class Word:
         """Until `wake`, at most so long; not at all where it is another than `seen`. May return early."""
         whole = int(seconds)
         limit = _Timespec(whole, int((seconds - whole) * 1e9))
-        if _futex()(self._address, _WAIT, seen & MASK, ctypes.byref(limit)) < 0:
+        if _futex()(self.address, _WAIT, seen & MASK, ctypes.byref(limit)) < 0:
             reason = ctypes.get_errno()
             if reason not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
                 raise OSError(reason, os.strerror(reason))
 
     def wake(self) -> None:
         """All who sleep on it."""
-        _futex()(self._address, _WAKE, 0x7FFFFFFF, None)
+        _futex()(self.address, _WAKE, 0x7FFFFFFF, None)

@@ -6,44 +6,70 @@ import logging
 import os
 import select
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from statistics import fmean
 
 import torch
 
 from kvloom.core.errors import BadRequest
-from kvloom.kernels.cpu_attention import AttentionArguments, attend_all, span_of
+from kvloom.core.load import Waits
+from kvloom.core.splitting import conditional_wait, expected_stall
+from kvloom.core.weaving import Borrow
+from kvloom.kernels.cpu_attention import attend_all
 from kvloom.kv.arena import Arena
-from kvloom.transport.attending import Task
+from kvloom.model.weaving.polling import Polling
+from kvloom.model.weaving.split import Rule, Split
 from kvloom.transport.lender import Lending
 from kvloom.transport.mailbox import End
 
 _log = logging.getLogger(__name__)
 _LIVELY = 64  # forwards that poll after a task has come
 _SLICE = 0.05  # seconds of rest between two looks at whether the borrower lives
+_RECENT = 16  # forwards whose operators the expected wait is told of
 
 
 class Attender:
     """One loan's tasks, each done by whoever finds it: a forward of our own models, which polls between its
-    operators (`polled`), or, while none does, a thread that sleeps until there is a task.
+    operators or their parts (`polled`), or, while none does, a thread that sleeps until there is a task.
 
     ended: called once, on any thread, with the reason, when the borrower has left, is gone or breaks the
     rules; not by `close`. From then on no lent block is touched."""
 
-    def __init__(self, lending: Lending, arena: Arena, borrower: int, ended: Callable[[str], None]) -> None:
-        """borrower: its process' id. Raises OSError where it is gone."""
+    def __init__(self, lending: Lending, arena: Arena, borrow: Borrow, ended: Callable[[str], None]) -> None:
+        """borrow: its terms, and its process' id. Raises OSError where that is gone."""
         self._receiver = lending.receiver
         self._mailbox = lending.mailbox.memory
-        self._arena = arena
+        self._terms = borrow
         self._ended = ended
-        self._process = os.pidfd_open(borrower)
-        self._mine = threading.Lock()  # over a task, and over `over`
-        self._over = False
+        self._process = os.pidfd_open(borrow.pid)
+        self._polling = Polling(self._mailbox, arena, self._receiver.done, self._check)
+        self._over = False  # set with the polling's lock
         self._lively = 0
         self._working = 0
+        self._splits: dict[str, Split] = {}  # by own model
+        self._recent: deque[list[float]] = deque(maxlen=_RECENT)  # seconds of each part, by forward
         self._free = threading.Condition()
         self._thread = threading.Thread(target=self._idle, name="weave", daemon=True)
         self._thread.start()
+
+    @property
+    def launches(self) -> bool:
+        """Tasks wait for the host: forwards do not poll (the paper's baseline, control by the CPU)."""
+        return self._terms.control == "iterations"
+
+    def split(self, model: str) -> Split:
+        """Of an own model's steps."""
+        found = self._splits.get(model)
+        if found is None:
+            found = self._splits[model] = Split(self._polling.address, self._rule, self.landed)
+        return found
+
+    def landed(self, times: list[float]) -> None:
+        """A forward has polled after each of these times, in seconds."""
+        self._recent.append(times)
 
     def lively(self) -> bool:
         """Whether the forward that is to begin had better poll: a task has come lately. Without, a forward
@@ -54,11 +80,19 @@ class Attender:
 
     def poll(self) -> None:
         """Do what is there, unless another thread is at it."""
-        if self._mine.acquire(blocking=False):
+        threads = torch.get_num_threads()
+        if threads == 1:
+            self._polling.once()
+        elif self._polling.taken():
             try:
-                self._serve(torch.get_num_threads())
+                self._serve(threads)
             finally:
-                self._mine.release()
+                self._polling.free()
+
+    @property
+    def busy(self) -> int:
+        """Nanoseconds that tasks have taken."""
+        return int(self._polling.record.busy)
 
     @contextmanager
     def polled(self) -> Iterator[None]:
@@ -72,19 +106,47 @@ class Attender:
                 self._working -= 1
                 self._free.notify_all()
 
+    def waits(self) -> Waits:
+        """How long the last tasks have waited, and how long by the model they should have."""
+        served, ahead = self._polling.served(), self._ahead()
+        times = [time for forward in tuple(self._recent) for time in forward]
+        beyond = [wait for wait in served.waits if wait > ahead]
+        return Waits(
+            tasks_total=self._polling.tasks,
+            ahead=ahead,
+            parts=max((len(forward) for forward in tuple(self._recent)), default=0),
+            service=_mean(served.services),
+            wait=_mean(served.waits),
+            beyond=_mean(beyond),
+            stall=_mean([max(0.0, wait - ahead) for wait in served.waits]),
+            expected_wait=expected_stall(times, 0.0),
+            expected_beyond=conditional_wait(times, ahead),
+            expected_stall=expected_stall(times, ahead),
+        )
+
     def close(self) -> None:
         """Take no more tasks; when it returns, none is under way. The thread ends a moment later."""
-        with self._mine:
+        with self._polling.held():
             self._end(End.CLOSED, None)
         with self._free:
             self._free.notify_all()
         self._mailbox.posted.wake()
 
+    def _ahead(self) -> float:
+        """K − N of the paper, not below 0."""
+        return max(0.0, self._receiver.meanwhile - _mean(self._polling.served().services))
+
+    def _rule(self) -> Rule | None:
+        if self._terms.split == "none" or not self._receiver.period:
+            return None
+        layers = self._mailbox.form.layers
+        return Rule(self._ahead(), self._terms.waits * self._receiver.period / layers)
+
     def _idle(self) -> None:
         try:
             self._watch()
         finally:
-            with self._mine:
+            with self._polling.held():
                 self._end(End.FAILED, "this unit failed to look for tasks")
             os.close(self._process)
 
@@ -98,10 +160,10 @@ class Attender:
                     resting = True
             if resting:
                 self._receiver.rest(_SLICE)
-            with self._mine:
-                if not self._working:
-                    self._serve(1)
-                if not self._over and (self._receiver.left or self._gone()):
+            if not self._working:
+                self._polling.once()
+            if self._receiver.left or self._gone():
+                with self._polling.held():
                     self._end(End.CLOSED, "the borrower has left")
 
     def _gone(self) -> bool:
@@ -109,13 +171,34 @@ class Attender:
         poll.register(self._process, select.POLLIN)
         return bool(poll.poll(0))
 
-    def _serve(self, threads: int) -> None:
-        """Under the lock."""
-        try:
-            while not self._over and (task := self._receiver.next()) is not None:
+    def _check(self) -> int:
+        """Under the lock, called by a kernel: what is there is the first task of an iteration, or forged."""
+        self._receiver.done = self._polling.record.done
+        with self._guarded():
+            task = None if self._over else self._receiver.next()
+            if task is not None:
                 self._lively = _LIVELY
-                attend_all(self._arguments(task, threads), threads)
+                self._polling.prepare(task)
+                return 0
+        return 1
+
+    def _serve(self, threads: int) -> None:
+        """Under the lock: what kernels do, but on all threads of a forward."""
+        self._receiver.done = self._polling.record.done
+        with self._guarded():
+            while not self._over and (task := self._receiver.next()) is not None:
+                begun = time.monotonic_ns()
+                self._lively = _LIVELY
+                attend_all(self._polling.arguments(task, threads), threads)
                 self._receiver.answer(task)
+                self._polling.record.done = task.number
+                self._polling.note(task, begun)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Under the lock. Whatever goes wrong ends the loan."""
+        try:
+            yield
         except BadRequest as error:
             self._end(End.FORGED, error.message)
         except Exception:  # noqa: BLE001 -- the borrower would wait
@@ -130,20 +213,6 @@ class Attender:
                 with suppress(RuntimeError):  # the loop that it would tell is closed
                     self._ended(reason)
 
-    def _arguments(self, task: Task, threads: int) -> AttentionArguments:
-        """Append and attend in one: q and k come turned and normalised."""
-        form, sheet, size = self._mailbox.form, task.sheet, self._mailbox.form.head_dim * 4
-        qkv, out = self._mailbox.qkv[task.slot], self._mailbox.out[task.slot]
-        q = qkv.ctypes.data
-        k = q + form.heads * size
-        view = self._arena.view(form.head_dim, torch.float32)
-        rows, span = len(sheet.lengths), span_of(len(sheet.lengths), form.kv_heads, threads)
-        return AttentionArguments(
-            0, 0, out.ctypes.data, out.strides[0], size, q, qkv.strides[0], size,
-            view.data_ptr(), self._arena.block_bytes, view.shape[2], form.head_dim,
-            sheet.map.ctypes.data + task.layer * form.kv_heads * 4, sheet.map.strides[0],
-            sheet.tables.ctypes.data, sheet.tables.strides[0], sheet.lengths.ctypes.data,
-            rows, form.kv_heads, form.heads // form.kv_heads, task.window, span, -(-form.kv_heads // span),
-            task.scale, task.softcap,
-            k, k + form.kv_heads * size, sheet.slot_page.ctypes.data, sheet.slot_offset.ctypes.data,
-        )  # fmt: skip
+
+def _mean(values: list[float]) -> float:
+    return fmean(values) if values else 0.0

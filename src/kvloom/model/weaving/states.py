@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -14,26 +15,34 @@ from kvloom.core.errors import KvloomError
 from kvloom.core.weaving import Away, Move
 from kvloom.model.attention import ForwardState, Scoring
 from kvloom.model.weaving.attender import Attender
+from kvloom.model.weaving.split import Split
 from kvloom.transport.loan import BorrowedBlocks
 
 
 @dataclass(slots=True)
 class PolledState(ForwardState):
-    """Of a unit that lends: between its operators it looks for tasks."""
+    """Of a unit that lends: between its operators, or their parts, it looks for tasks."""
 
     attender: Attender
+    split: Split
+    pieces: list[float] = field(default_factory=list)  # seconds between looks
+    _last: tuple[int, int] = (0, 0)
 
     @property
-    def layered(self) -> bool:
-        return True
+    def polled(self) -> Split:
+        return self.split
 
     def poll(self) -> None:
+        began, busy = self._last
         self.attender.poll()
+        self._last = time.monotonic_ns(), self.attender.busy
+        if began:
+            self.pieces.append(max(0, self._last[0] - began - (self._last[1] - busy)) / 1e9)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        self.attender.poll()
+        self.poll()
         out = ForwardState.attend(self, layer, q, k, v, scoring)
-        self.attender.poll()
+        self.poll()
         return out
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvloom.core.arrays import I32
 from kvloom.core.errors import BadRequest, Conflict, Unavailable
+from kvloom.core.load import Waits
 from kvloom.core.transport import Transport
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.model.executor import TorchExecutor
@@ -51,7 +52,7 @@ class TorchWeaver:
         lending = Lending(borrow, blocks, self._transport)
         try:
             self._executor.attender = Attender(
-                lending, self._executor.arena, borrow.pid, lambda why: _tell(loop, ended, why)
+                lending, self._executor.arena, borrow, lambda why: _tell(loop, ended, why)
             )
         except OSError as error:
             lending.close()
@@ -60,6 +61,10 @@ class TorchWeaver:
             ) from error
         self._lending = lending
         return lending.loan
+
+    def waits(self) -> Waits | None:
+        attender = self._executor.attender
+        return attender and attender.waits()
 
     def recall(self) -> bool:
         attender, self._executor.attender = self._executor.attender, None

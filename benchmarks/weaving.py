@@ -1,0 +1,288 @@
+"""What weaving costs and brings, on two engine processes with a core each.
+
+python -m benchmarks.weaving [--quick]. Both serve shape A and decode; the hot one has part of its attention
+done by the cold one. Weaver's figure 7a: its time a token where the cold one looks for tasks between
+iterations, between operators, and with operators split, and the cold one's beside each. Then what tasks wait
+by the queueing model and as measured, for several plans; and what the hot one makes with a quarter of the
+pool that its load needs, alone and with a loan. All in turn, round by round, in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
+from pathlib import Path
+from statistics import median
+
+from msgspec.structs import replace
+from rich.console import Console
+
+from benchmarks.engines import MODEL, ending, ready, spec_of
+from benchmarks.report import Cell, Finding, Report, this_machine
+from kvloom.core.load import ModelLoad, UnitLoad, Waits
+from kvloom.core.request import StartGenerate
+from kvloom.core.sampling import SamplingParams
+from kvloom.core.spec import EngineSpec, WeaveSpec
+from kvloom.router.client import HttpEngineClient
+from kvloom.serve.component import Component
+from kvloom.serve.orders import EngineOrder
+from kvloom.serve.roles import ENGINE
+
+HOT, COLD = "hot", "cold"
+CORES = {HOT: 0, COLD: 1}
+WHOLE, BLOCK = 1 << 30, 16 << 10  # bytes
+PAGE, PAGE_BLOCKS = 32, 144  # tokens; of shape A
+PROMPT, OUTPUT, WARM = 64, 64, 12  # tokens; OUTPUT: of those that come and go
+SHARE = 0.45  # the paper's best
+QUARTER = 0.75  # away, where home holds a quarter
+LENT = 0.3
+PATIENCE = 60.0
+
+VARIANTS: dict[str, WeaveSpec | None] = {
+    "dedicated": None,
+    "control between iterations": WeaveSpec(COLD, SHARE, LENT, control="iterations", split="none"),
+    "between operators": WeaveSpec(COLD, SHARE, LENT, split="none"),
+    "operators split, 5 %": WeaveSpec(COLD, SHARE, LENT),
+    "split, 2 %": WeaveSpec(COLD, SHARE, LENT, waits=0.02),
+    "split, 1 %": WeaveSpec(COLD, SHARE, LENT, waits=0.01),
+}
+ALONE, HOST, OPERATORS, SPLIT = list(VARIANTS)[:4]
+SCARCE: dict[str, WeaveSpec | None] = {
+    "a quarter of the pool, dedicated": None,
+    "a quarter of the pool, woven": WeaveSpec(COLD, QUARTER, LENT),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """hot, cold: sequences at a time. tokens: of each hot one, in a measurement; seconds: of one with a
+    quarter of the pool."""
+
+    rounds: int = 3
+    hot: int = 16
+    cold: int = 8
+    tokens: int = 64
+    seconds: float = 10.0
+
+
+QUICK = Effort(rounds=1, tokens=12, seconds=3.0)
+
+
+@dataclass(slots=True)
+class Found:
+    """Of one variant, a number a round: milliseconds a token, tokens/s; waits of the last task or so."""
+
+    hot: list[float] = field(default_factory=list)
+    cold: list[float] = field(default_factory=list)
+    rate: list[float] = field(default_factory=list)
+    waits: list[Waits] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def engine(spec: EngineSpec, folder: Path, secret: str) -> AsyncIterator[HttpEngineClient]:
+    """On a core of its own."""
+    path = folder / f"{spec.unit}.sock"
+    cores = os.sched_getaffinity(0)
+    async with AsyncExitStack() as stack:
+        os.sched_setaffinity(0, {sorted(cores)[CORES[spec.unit] % len(cores)]})  # the child inherits it
+        try:
+            component = await Component.start(spec.unit, ENGINE)
+        finally:
+            os.sched_setaffinity(0, cores)
+        stack.push_async_callback(ending, component)
+        await component.order(EngineOrder(spec=spec, socket=str(path), secret=secret))
+        await ready(component)
+        yield await stack.enter_async_context(HttpEngineClient(f"unix://{path}", secret=secret))
+
+
+async def one(client: HttpEngineClient, name: str, number: int, tokens: int) -> None:
+    """A request, told of at its end. Requests of one number have one prompt, which is cached soon."""
+    body = StartGenerate(
+        model=MODEL,
+        request=name,
+        prompt=[300 + (number * 7919 + i * 104729) % 7800 for i in range(PROMPT)],
+        sampling=SamplingParams(max_tokens=tokens, seed=number),
+        interval=1024,
+    )
+    async with aclosing(client.start_generate(body)) as frames:
+        async for _ in frames:
+            pass
+
+
+@asynccontextmanager
+async def busy(client: HttpEngineClient, sequences: int) -> AsyncIterator[None]:
+    """So many sequences at any time: who ends is followed by another, of another age."""
+
+    async def again(number: int) -> None:
+        turn, tokens = 0, 8 + number * OUTPUT // sequences
+        while True:
+            await one(client, f"b{number}-{turn}", number, tokens)
+            turn, tokens = turn + 1, OUTPUT
+
+    tasks = [asyncio.create_task(again(number)) for number in range(sequences)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(client: HttpEngineClient, holds: Callable[[UnitLoad], bool]) -> UnitLoad:
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            load = await client.load()
+            if holds(load):
+                return load
+            await asyncio.sleep(0.02)
+
+
+def steps(load: UnitLoad) -> ModelLoad:
+    return load.models[MODEL]
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The cold one, which goes on, and how to start a hot one."""
+
+    cold: HttpEngineClient
+    folder: Path
+    secret: str
+
+    @asynccontextmanager
+    async def hot(self, weave: WeaveSpec | None, kv_bytes: int) -> AsyncIterator[HttpEngineClient]:
+        spec = replace(spec_of("A", HOT, kv_bytes=kv_bytes, threads=1), weave=weave)
+        model = replace(spec.models[0], max_context=PROMPT + 2 * OUTPUT)
+        await until(self.cold, lambda load: not load.lent_blocks)
+        async with engine(replace(spec, models=(model,)), self.folder, self.secret) as client:
+            if weave is not None:
+                await until(self.cold, lambda load: load.lent_blocks > 0)
+            yield client
+
+
+async def span(units: Units, hot: HttpEngineClient, found: Found, over: Awaitable[object]) -> None:
+    """What both do while `over` lasts."""
+    began, first, before = time.perf_counter(), steps(await hot.load()), steps(await units.cold.load())
+    await over
+    load, last = await units.cold.load(), steps(await hot.load())
+    took = time.perf_counter() - began
+    found.hot.append(1e3 * took / (last.decode_jobs_total - first.decode_jobs_total))
+    found.cold.append(1e3 * took / (steps(load).decode_jobs_total - before.decode_jobs_total))
+    found.rate.append((last.output_tokens_total - first.output_tokens_total) / took)
+    if load.waits is not None:
+        found.waits.append(load.waits)
+
+
+async def paced(units: Units, weave: WeaveSpec | None, effort: Effort, found: Found) -> None:
+    """All hot sequences of one age, from their WARM-th token on."""
+    async with units.hot(weave, WHOLE) as hot:
+        count, tokens = effort.hot, 2 * WARM + effort.tokens + effort.hot
+        tasks = [asyncio.create_task(one(hot, f"h{i}", i, tokens)) for i in range(count)]
+        load = await until(hot, lambda load: steps(load).output_tokens_total >= count * WARM)
+        end = steps(load).decode_jobs_total + effort.tokens
+        away = steps(load).away
+        if weave is not None and not 0.6 * SHARE < away / count < 1.4 * SHARE:
+            raise RuntimeError(f"{away} of {count} are away; want a part of about {SHARE}")
+        await span(units, hot, found, until(hot, lambda load: steps(load).decode_jobs_total >= end))
+        await asyncio.gather(*tasks)
+
+
+async def scarce(units: Units, weave: WeaveSpec | None, effort: Effort, found: Found) -> None:
+    """Hot sequences that come and go, over a quarter of the blocks that they need."""
+    pages = effort.hot * -(-(PROMPT + OUTPUT) // PAGE) // 4
+    async with units.hot(weave, pages * PAGE_BLOCKS * BLOCK) as hot, busy(hot, effort.hot):
+        await until(hot, lambda load: steps(load).output_tokens_total >= 2 * effort.hot * OUTPUT)
+        await span(units, hot, found, asyncio.sleep(effort.seconds))
+
+
+async def measure(effort: Effort, console: Console) -> Report:
+    found = {name: Found() for name in (*VARIANTS, *SCARCE)}
+    with tempfile.TemporaryDirectory() as folder:
+        secret = secrets.token_urlsafe(16)
+        spec = spec_of("A", COLD, kv_bytes=WHOLE, threads=1)
+        async with engine(spec, Path(folder), secret) as cold, busy(cold, effort.cold):
+            units = Units(cold, Path(folder), secret)
+            for turn in range(effort.rounds):
+                for name, weave in VARIANTS.items():
+                    console.print(f"round {turn + 1}: {name}")
+                    await paced(units, weave, effort, found[name])
+                for name, weave in SCARCE.items():
+                    console.print(f"round {turn + 1}: {name}")
+                    await scarce(units, weave, effort, found[name])
+    return told(found, effort)
+
+
+def told(found: dict[str, Found], effort: Effort) -> Report:
+    columns = ["", "hot, ms a token", "cold, ms a token", "hot tokens/s", "wait, µs", "by the model"]
+    return Report(
+        name="weaving",
+        title=f"Weaving: {effort.hot} hot sequences, {effort.cold} cold ones, medians of {effort.rounds}",
+        columns=[*columns, "stall, µs", "by the model", "task, µs", "parts"],
+        rows=[_row(name, one) for name, one in found.items()],
+        findings=_findings(found),
+        machine=this_machine(),
+        raw={name: {"hot": one.hot, "cold": one.cold, "rate": one.rate} for name, one in found.items()},
+    )
+
+
+def _of(waits: list[Waits], name: str) -> float:
+    """Microseconds."""
+    return 1e6 * median(float(getattr(one, name)) for one in waits)
+
+
+def _row(name: str, found: Found) -> list[Cell]:
+    row: list[Cell] = [name, median(found.hot), median(found.cold), median(found.rate)]
+    if not found.waits:
+        return [*row, None, None, None, None, None, None]
+    names = ("wait", "expected_wait", "stall", "expected_stall", "service")
+    return [*row, *(_of(found.waits, name) for name in names), max(one.parts for one in found.waits)]
+
+
+def _findings(found: dict[str, Found]) -> list[Finding]:
+    hot = {name: median(one.hot) for name, one in found.items()}
+    cold = {name: median(one.cold) for name, one in found.items()}
+    rate = {name: median(one.rate) for name, one in found.items()}
+    few, woven = SCARCE
+    return [
+        Finding(what="hot, operators against iterations", value=hot[HOST] / hot[OPERATORS], least=3),
+        Finding(what="hot, split against operators", value=hot[OPERATORS] / hot[SPLIT], least=1.05),
+        Finding(what="cold, split against dedicated", value=cold[SPLIT] / cold[ALONE], most=1.1),
+        Finding(what="quarter of the pool, hot tokens/s", value=rate[woven] / rate[few], least=1.4),
+        Finding(what="quarter of the pool, cold", value=cold[woven] / cold[few], most=1.15),
+        *(
+            Finding(
+                what=f"wait by the model against measured, {name}",
+                value=_of(one.waits, "expected_wait") / _of(one.waits, "wait"),
+                least=0.8,
+                most=1.2,
+            )
+            for name, one in found.items()
+            if name in VARIANTS and one.waits and name != HOST
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short round: its numbers mean little")
+    parser.add_argument("--hot", type=int, help="hot sequences at a time")
+    parser.add_argument("--cold", type=int, help="cold ones")
+    options = parser.parse_args()
+    console = Console()
+    effort = QUICK if options.quick else Effort()
+    hot, cold = options.hot or effort.hot, options.cold or effort.cold
+    report = asyncio.run(measure(replace_fields(effort, hot=hot, cold=cold), console))
+    report.show(console)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

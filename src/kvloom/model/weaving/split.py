@@ -1,0 +1,62 @@
+"""Into how many parts the operators of a unit's own decode steps are split, so that another unit's tasks wait
+less (Weaver, section 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvloom.core.arrays import I64
+from kvloom.core.splitting import cut, split
+
+_AGAIN = 32  # steps after which the plan is made anew
+_NEW = 0.1  # weight of a step in the mean of an operator's time
+
+
+class Rule(NamedTuple):
+    """Seconds. ahead: what the other unit has to do meanwhile, less what a task takes; most: of expected
+    stall, once a layer."""
+
+    ahead: float
+    most: float
+
+
+class Split:
+    """Of one model's steps. Operators are the step kernel's stages. parts [S]: of each; times [S + 4]: what
+    the kernel measures, in nanoseconds, and room for its clock."""
+
+    def __init__(
+        self, poll: int, rule: Callable[[], Rule | None], landed: Callable[[list[float]], None]
+    ) -> None:
+        """poll: the address of the loan's PollArguments. rule: None while nothing is to be split. landed:
+        called after each step with the times of all parts, in seconds."""
+        self.poll = poll
+        self._rule = rule
+        self._landed = landed
+        self._means: list[float] = []
+        self._left = 1
+        self._limits: Sequence[int] = ()
+        self.parts: I64 = np.ones(0, np.int64)
+        self.times: I64 = np.zeros(0, np.int64)
+
+    def begin(self, limits: Sequence[int]) -> None:
+        """A step of operators that can have so many parts each."""
+        self._limits = limits
+        if len(self.parts) != len(limits):
+            self.parts = np.ones(len(limits), np.int64)
+            self.times = np.zeros(len(limits) + 4, np.int64)
+            self._means = []
+
+    def end(self) -> None:
+        """The step has ended. Now and then its operators are split anew."""
+        took: list[float] = (np.maximum(self.times[: len(self.parts)], 0) / 1e9).tolist()
+        means = self._means or took
+        self._means = [(1 - _NEW) * mean + _NEW * new for mean, new in zip(means, took, strict=True)]
+        self._left -= 1
+        if not self._left:
+            self._left = _AGAIN
+            rule = self._rule()
+            self.parts[:] = split(self._means, *rule, self._limits) if rule else 1
+        self._landed(cut(took, np.minimum(self.parts, self._limits).tolist()))

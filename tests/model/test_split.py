@@ -1,0 +1,148 @@
+"""A step whose operators are split computes what it does in one piece, and does others' tasks meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvloom.core.plan import Plan
+from kvloom.core.splitting import cut, split
+from kvloom.model.straight import Straight
+from kvloom.model.weaving.attender import Attender
+from kvloom.model.weaving.split import Rule, Split
+from kvloom.model.weaving.states import PolledState
+from kvloom.transport.loan import BorrowedBlocks
+from tests.checkpoints import VOCAB, make_checkpoint
+from tests.model.batches import Batch
+from tests.model.loading import load
+from tests.model.test_attender import attending
+from tests.model.test_straight import STRAIGHT, enliven
+from tests.transport.loans import GEOMETRY, HEADS, begin, borrowed
+
+_TOTAL = HEADS + 2 * GEOMETRY.kv_heads
+
+
+def polls(attender: Attender) -> type:
+    """What a forward of the model `m` is given."""
+    return lambda plan, view: PolledState(plan, view, attender, attender.split("m"))  # type: ignore[return-value]
+
+
+def post(loan: BorrowedBlocks, rows: int = 1) -> int:
+    return loan.tasks.post(0, np.ones((rows, _TOTAL, GEOMETRY.head_dim), np.float32), 1.0, 0, 0.0)
+
+
+@contextmanager
+def asking(loan: BorrowedBlocks) -> Iterator[None]:
+    """One task after the other."""
+    ends = threading.Event()
+
+    def ask() -> None:
+        lengths = [1, 2]
+        while not ends.is_set():
+            begin(loan, lengths)
+            for _ in range(4):
+                loan.tasks.collect(post(loan, 2), np.empty((2, HEADS, GEOMETRY.head_dim), np.float32))
+            lengths = [1 + (lengths[0] + 3) % 16, lengths[1] % 16 + 1]
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("architecture", sorted(STRAIGHT))
+def test_is_bit_for_bit_what_one_piece_is(architecture: str, threads: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(threads)
+    sizes = {"vocab_size": VOCAB + 13, "intermediate_size": int(rng.integers(130, 400))}
+    path = make_checkpoint(tmp_path, architecture, **sizes)
+    enliven(path)
+    model = load(path)
+    assert isinstance(model.forward, Straight)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with attending() as (made, attender, _):
+            step = attender.split("m")
+            for rows in (1, 3, 6):
+                plain, other = Batch(model.geometry, rows), Batch(model.geometry, rows)
+                with asking(borrowed(made.lending.loan)) if rows > 3 else threading.Lock():
+                    for turn in range(20):
+                        tokens = rng.integers(0, VOCAB, rows)
+                        kept = np.array([*range(0, rows, 2), rows - 1])
+                        given = (model.forward, tokens, [1] * rows, kept)
+                        with attender.polled():
+                            found = other.forward(*given, polls(attender))
+                        assert found.equal(plain.forward(*given)), (rows, turn)
+                        step.parts[:] = rng.integers(1, 9, len(step.parts))
+            assert attender.waits().tasks_total > 0
+            assert (step.times[: len(step.parts)] > 0).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_step_does_what_waits_for_it(tmp_path: Path) -> None:
+    model = load(make_checkpoint(tmp_path, "qwen2"))
+    with attending() as (made, attender, ends), attender.polled():  # so the thread does nothing
+        loan = borrowed(made.lending.loan)
+        begin(loan, [3])
+        task = post(loan)
+        batch, given = Batch(model.geometry, 2), (np.array([1, 2]), [1, 1], np.array([0, 1]))
+        batch.forward(model.forward, *given)
+        assert attender.waits().tasks_total == 0
+        batch.forward(model.forward, *given, polls(attender))
+        waits = attender.waits()
+        assert waits.tasks_total == 1
+        assert waits.wait > 0
+        assert waits.expected_wait > 0
+        assert waits.parts == 5 * model.geometry.layers + 1
+        loan.tasks.collect(task, np.empty((1, HEADS, GEOMETRY.head_dim), np.float32))
+        assert not ends
+
+
+def test_a_layer_by_layer_forward_looks_too(tmp_path: Path) -> None:
+    model = load(make_checkpoint(tmp_path, "gpt2"))
+    with attending() as (made, attender, _), attender.polled():
+        loan = borrowed(made.lending.loan)
+        begin(loan, [3])
+        post(loan)
+        states: list[PolledState] = []
+
+        def state(plan: Plan, view: Tensor) -> PolledState:
+            states.append(PolledState(plan, view, attender, attender.split("m")))
+            return states[-1]
+
+        Batch(model.geometry, 1).forward(model.forward, np.arange(5), [5], np.array([4]), state)
+        assert attender.waits().tasks_total == 1
+        assert len(states[0].pieces) == 2 * model.geometry.layers - 1
+
+
+def test_the_plan_is_algorithm_1s_over_what_was_measured() -> None:
+    rule: list[Rule | None] = [None]
+    told: list[list[float]] = []
+    step = Split(0, lambda: rule[0], told.append)
+    limits = [8, 2, 8]
+    for _ in range(40):
+        step.begin(limits)
+        step.times[:3] = 40_000, 10_000, 4_000
+        step.end()
+    assert step.parts.tolist() == [1, 1, 1]
+    assert told[-1] == pytest.approx([4e-5, 1e-5, 4e-6])
+    rule[0] = Rule(2e-6, 3e-6)
+    for _ in range(32):
+        step.begin(limits)
+        step.end()
+    assert step.parts.tolist() == split([4e-5, 1e-5, 4e-6], 2e-6, 3e-6, limits)
+    assert told[-1] == pytest.approx(cut([4e-5, 1e-5, 4e-6], step.parts.tolist()))
+    step.begin([8, 2, 8, 1])
+    assert step.parts.tolist() == [1, 1, 1, 1]
