@@ -24,6 +24,8 @@ class Constants(Struct, frozen=True, kw_only=True):
 
     bandwidth: part of the sheet's bandwidth that is reached; long reads reach 80 to 90 % on such devices.
     attention: operations of a prefill's attention take as long as so many of a product.
+    poll: seconds of an operator that looks for another unit's task: 1.8 ms over the 387 operators of a step
+    (Weaver, sections 3.1 and 5.3).
     """
 
     compute: float
@@ -38,9 +40,10 @@ class Constants(Struct, frozen=True, kw_only=True):
     sequence: float
     bandwidth: float = 0.85
     attention: float = 2.0
+    poll: float = 1.8e-3 / 387
 
 
-SET: Final = ("bandwidth", "attention")
+SET: Final = ("bandwidth", "attention", "poll")
 
 # Fitted by tools.fit_cost_model to all rows of the A100 profile that was published with MuxServe.
 FITTED: Final = Constants(

@@ -10,6 +10,7 @@ from kvloom.core.errors import ConfigError
 from kvloom.core.job import Phase
 from kvloom.cost.constants import FITTED, Constants
 from kvloom.cost.devices import Device
+from kvloom.cost.operators import Operator, Pace, layer_parts, operators_of
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
 
@@ -50,10 +51,13 @@ class _Parts:
 
     def seconds(self, compute: float, memory: float) -> float:
         """compute, memory: times as long as on the whole unit."""
-        device = hypot(compute * self.products, memory * self.weights)
-        device += compute * self.attention + memory * self.traffic + self.rest
         # the host issues ahead of the device: the slower one counts, and only near a tie both
-        return float((device**8 + self.host**8) ** 0.125)
+        return float((self.device(compute, memory) ** 8 + self.host**8) ** 0.125)
+
+    def device(self, compute: float, memory: float) -> float:
+        """Seconds for which the device is busy."""
+        products = hypot(compute * self.products, memory * self.weights)
+        return products + compute * self.attention + memory * self.traffic + self.rest
 
     def demand(self, compute: float, memory: float) -> tuple[float, float]:
         """What part of the unit's computing and of its bandwidth it uses while it runs so much slower."""
@@ -62,7 +66,7 @@ class _Parts:
 
 
 class Roofline:
-    """Satisfies `CostModel`: `gpus` devices of one node share every layer (tensor parallelism).
+    """Satisfies `Operated`: `gpus` devices of one node share every layer (tensor parallelism).
 
     Products overlap with the reading of their weights, so a step takes √(compute² + reading²) for them,
     between the larger of the two and their sum; attention, the traffic between kernels and two all-reduces a
@@ -78,6 +82,10 @@ class Roofline:
     ) -> None:
         self._full, self._ease, self._sequence = constants.full, constants.ease, constants.sequence
         self._costs = {name: _costs(shape, device, gpus, constants) for name, shape in shapes.items()}
+        self._shapes = shapes
+        self._constants = constants
+        self._memory = constants.bandwidth * device.bandwidth * gpus
+        self._compute = constants.compute * device.flops * gpus
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         own = self._parts(work)
@@ -90,6 +98,42 @@ class Roofline:
             more_compute, more_memory = self._parts(other).demand(*self._slower(other.share / crowd))
             compute, memory = compute + more_compute, memory + more_memory
         return own.seconds(slower[0] * max(1.0, compute), slower[1] * max(1.0, memory))
+
+    @property
+    def start(self) -> float:
+        """The fitted time of a layer's starts, over its operators."""
+        layer = max(self._shapes.values(), key=lambda shape: shape.layers)
+        return self._constants.kernels / sum(part.count for part in layer_parts(layer, 1.0))
+
+    @property
+    def poll(self) -> float:
+        return self._constants.poll
+
+    def shape(self, model: str) -> ModelShape:
+        return self._shapes[model]
+
+    def operators(self, work: Work) -> tuple[Operator, ...]:
+        """Their times add up to `device` above, but for all-reduces, between which nothing is looked for."""
+        shape, costs, parts = self._shapes[work.model], self._costs[work.model], self._parts(work)
+        compute, memory = self._slower(work.share)
+        attention = compute * parts.attention + memory * (parts.traffic - work.tokens * costs.passing)
+        return operators_of(
+            shape,
+            tokens=work.tokens,
+            drawn=work.drawn,
+            touched=shape.experts * (1.0 - costs.missed**work.tokens) if costs.experts else 1.0,
+            attention=attention / shape.layers,
+            start=self.start,
+            pace=Pace(compute * shape.itemsize / self._compute, memory / self._memory),
+        )
+
+    def queued(self, work: Work) -> float:
+        parts = self._parts(work)
+        return max(0.0, parts.device(*self._slower(work.share)) - parts.host)
+
+    def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
+        held = context + rows * (1 + self._sequence)
+        return self.start + held * shape.kv_bytes / self._memory / shape.layers
 
     def _slower(self, share: float) -> tuple[float, float]:
         """How many times longer computing and reading take on a share."""

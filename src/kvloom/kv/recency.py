@@ -61,11 +61,11 @@ class Recency:
         in_use: list[Node] = []
         while self.blocks > left:
             node, keeper = next(iter(self._order.items()))
-            if keeper.is_idle(node):
-                keeper.drop(node)
-            else:
+            while not keeper.is_idle(node):
                 self._order.move_to_end(node)
                 in_use.append(node)
+                node, keeper = next(iter(self._order.items()))
+            keeper.drop(node)
         for node in in_use:
             if node in self._order and not node.children:
                 self.touch(node)

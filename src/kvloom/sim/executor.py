@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
 from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.cost.work import CostModel, Work
+from kvloom.sim.loans import Loans
 
 
 class JobFailed(Exception):
@@ -80,6 +81,7 @@ class _Running:
     layers: int = 0
     step: int = 0
     steps: int = 1
+    lost: str | None = None
     tokens: list[int] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
 
@@ -120,27 +122,49 @@ class ModelledExecutor:
         self._content = content or NoContent({name: card.vocab_size for name, card in cards.items()})
         self._running: list[_Running] = []
         self._host = host
+        self.loans: Loans | None = None
         if host is not None:
-            host.join(self._pace)
+            host.join(self.pace)
+
+    @property
+    def works(self) -> list[Work]:
+        """Of the jobs that run."""
+        return [running.work for running in self._running]
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
-        loop, plan = asyncio.get_running_loop(), job.plan
-        share = min(1.0, job.share / self.compute)
-        work = Work.of(job.model, job.phase, share, plan.appends, plan.starts, len(job.samples))
-        running = _Running(job, work, loop.create_future(), loop.time(), loop.time(), steps=job.steps)
-        self._running.append(running)
-        self._content.begin(job)
-        self._changed()
+        loop = asyncio.get_running_loop()
+        running = _Running(
+            job, self._work(job), loop.create_future(), loop.time(), loop.time(), steps=job.steps
+        )
+        if self.loans is None:
+            self._begin(running)
+        else:
+            self.loans.begin(job, lambda: self._begin(running))
         return running.future
+
+    def _work(self, job: Job) -> Work:
+        """Of rows that are away only what is done here: all but their attention."""
+        plan, share = job.plan, min(1.0, job.share / self.compute)
+        work = Work.of(job.model, job.phase, share, plan.appends, plan.starts, len(job.samples))
+        rows = len(job.away.plan.sequences) if job.away else 0
+        return replace(work, batch=work.batch + rows, tokens=work.tokens + rows) if rows else work
+
+    def _begin(self, running: _Running) -> None:
+        running.since = asyncio.get_running_loop().time()
+        self._running.append(running)
+        self._content.begin(running.job)
+        self._changed()
 
     def _changed(self) -> None:
         """Other jobs run than before."""
-        if self._host is None:
-            self._pace()
-        else:
+        if self._host is not None:
             self._host.running(sum(running.job.share for running in self._running))
+        if self.loans is not None:
+            self.loans.changed()
+        elif self._host is None:
+            self.pace()
 
-    def _pace(self) -> None:
+    def pace(self) -> None:
         """What runs beside has changed, and so has the time that each job still takes."""
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -152,6 +176,8 @@ class ModelledExecutor:
             running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work.batch)
             if self._host is not None:
                 running.seconds *= self._host.slower(running.work, running.job.share)
+            if self.loans is not None:
+                running.seconds = self.loans.seconds(running.job, running.work, running.seconds)
             self._wait(running, loop)
 
     def _wait(self, running: _Running, loop: asyncio.AbstractEventLoop) -> None:
@@ -172,7 +198,7 @@ class ModelledExecutor:
                 return
             running.tokens += self._content.draw(running.job, running.step)
         except JobFailed as error:
-            self._running.remove(running)
+            self._remove(running)
             self._changed()
             running.future.set_exception(error)
             return
@@ -182,10 +208,15 @@ class ModelledExecutor:
             running.left, running.layers = 1.0, 0
             running.since, running.seconds = loop.time(), 0.0
         else:
-            self._running.remove(running)
+            self._remove(running)
         self._changed()
         if running.step == running.steps:
             self._land(running, self._result(running, loop.time()))
+
+    def _remove(self, running: _Running) -> None:
+        self._running.remove(running)
+        if self.loans is not None:
+            running.lost = self.loans.over(running.job)
 
     def _land(self, running: _Running, result: JobResult) -> None:
         if self._host is None:
@@ -205,7 +236,8 @@ class ModelledExecutor:
 
     def _result(self, running: _Running, now: float) -> JobResult:
         prompts = [TokenLogprob(0.0) for _ in running.job.prompts]
-        return JobResult(running.tokens, [None] * len(running.tokens), prompts, now - running.started)
+        seconds = now - running.started
+        return JobResult(running.tokens, [None] * len(running.tokens), prompts, seconds, running.lost)
 
     def halt(self) -> None:
         """The device is gone: no job ends any more."""

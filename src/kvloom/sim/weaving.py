@@ -1,0 +1,222 @@
+"""Weaving in virtual time: loans between modelled devices, and what they do to the jobs at both ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+
+from kvloom.core.address import KVAddress, digest_of
+from kvloom.core.arrays import I32
+from kvloom.core.errors import BadRequest, Conflict, Unavailable
+from kvloom.core.job import Job
+from kvloom.core.load import Waits
+from kvloom.core.weaving import Borrow, Loan, Move
+from kvloom.cost.operators import Operated
+from kvloom.cost.weaving import Cut, Exchange, cut_up, issued, parts_of
+from kvloom.cost.work import Work
+from kvloom.sim.executor import ModelledExecutor
+from kvloom.sim.links import ModelledTransport
+from kvloom.sim.strand import Plan, Strand, WovenStep
+
+SIGNAL: Final = 2e-6  # seconds until a word that was written into a peer's memory is seen there
+_PROFILED: Final = 1.0  # seconds between two plans of what is split
+_NOTICED: Final = 0.05  # seconds until a lender sees that its borrower has left
+
+
+class ModelledWeaver:
+    """Satisfies `Weaver` to an engine, and `Loans` to its executor. A loan is the real one's, but for time:
+    q, k and v take the links', a task the lender's device when the operator that runs there ends."""
+
+    def __init__(
+        self,
+        weavers: Mapping[bytes, ModelledWeaver],
+        executor: ModelledExecutor,
+        transport: ModelledTransport,
+        cost: Operated,
+        bandwidth: float,
+    ) -> None:
+        """weavers: of the fleet, by their endpoint's `where`. bandwidth: of the unit's way out, in bytes a
+        second."""
+        self._weavers = weavers
+        self._executor = executor
+        self._transport = transport
+        self._cost = cost
+        self._bandwidth = bandwidth
+        self._borrowed: dict[str, Strand] = {}
+        self._lent: Strand | None = None
+        self.tasks = 0.0  # seconds of own jobs that served tasks have taken
+        executor.loans = self
+
+    # -- what the engine calls --------------------------------------------------------------------------
+
+    def heads(self, model: str) -> int:
+        return self._cost.shape(model).heads
+
+    def borrow(self, borrow: Borrow, loan: Loan) -> int:
+        lender = self._weavers.get(loan.peer.where)
+        if lender is None or not lender.reached:
+            raise Unavailable(f"{loan.peer.unit} cannot be reached")
+        strand = lender._lent
+        if strand is None or strand.ticket != loan.ticket or strand.over:
+            raise Unavailable(f"loan: that of {loan.peer.unit} is over")
+        if strand.borrow != borrow:
+            raise BadRequest(f"loan: that of {loan.peer.unit} is for another model")
+        strand.borrower = self
+        self._borrowed[borrow.model] = strand
+        return loan.pages * borrow.form.layers * borrow.form.kv_heads
+
+    def give_back(self, model: str) -> None:
+        strand = self._borrowed.pop(model)
+        if strand.over is None:
+            strand.end("the borrower has left")
+            asyncio.get_running_loop().call_later(_NOTICED, strand.lender._left, strand)
+
+    def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
+        if self._lent is not None:
+            raise Conflict("weave: this unit lends already; one loan at a time")
+        form = borrow.form
+        if borrow.heads % form.kv_heads:
+            raise BadRequest(f"borrow: {borrow.heads} heads over {form.kv_heads}; want a multiple")
+        pages = len(blocks) // (form.layers * form.kv_heads)
+        runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))
+        peer = self._transport.endpoint
+        digest = digest_of(
+            model=borrow.model, form=form, begin=0, end=0, blocks=runs, where=peer.where, prompt=()
+        )
+        ticket = self._transport.open(0, digest)
+        self._lent = Strand(borrow, self, ticket, ended)
+        return Loan(peer=peer, ticket=ticket, pages=pages, blocks=runs, mailbox=b"modelled")
+
+    def recall(self) -> bool:
+        strand = self._lent
+        if strand is None:
+            return True
+        strand.end("the cold unit has its blocks back")
+        self.changed()
+        if not self._transport.close(strand.ticket):
+            return False
+        self._lent = None
+        return True
+
+    def waits(self) -> Waits | None:
+        """Nothing is measured: what is expected is what comes."""
+        return None
+
+    def _left(self, strand: Strand) -> None:
+        if self._lent is strand:
+            strand.ended("the borrower has left")
+
+    @property
+    def reached(self) -> bool:
+        return self._transport.plane.reaches(self._transport)
+
+    # -- what the executor calls --------------------------------------------------------------------------
+
+    def begin(self, job: Job, then: Callable[[], None]) -> None:
+        strand = self._borrowed.get(job.model)
+        if job.away is None or strand is None:
+            then()
+            return
+        step = strand.step = WovenStep(job, lost=strand.over)
+        if not strand.lender.reached:
+            strand.end("the cold unit is gone")
+        self._move(strand, step, deque(job.away.moves), then)
+
+    def _move(self, strand: Strand, step: WovenStep, moves: deque[Move], then: Callable[[], None]) -> None:
+        """One after the other, over the link of whoever has what is moved."""
+        if step.lost or not moves:
+            then()
+            return
+        move, lender = moves.popleft(), strand.lender
+        entry = lender._transport.entry(strand.ticket)
+        entry.copying += 1
+
+        def moved() -> None:
+            entry.copying -= 1
+            self._move(strand, step, moves, then)
+
+        size = int(np.sum(move.tokens)) * self._cost.shape(step.job.model).kv_bytes
+        link = self._transport.link if move.out else lender._transport.link
+        link.wait(size, moved)
+
+    def seconds(self, job: Job, work: Work, alone: float) -> float:
+        strand = self._borrowed.get(job.model)
+        step = strand.step if strand else None
+        found = alone
+        if strand is not None and step is not None and step.job is job and step.rows:
+            found = self._woven(strand, step, work, alone)
+        lent = self._lent.step if self._lent else None
+        if self._lent is not None and lent is not None and lent.rows and lent.seconds:
+            found = self._burdened(self._lent, lent, work, found)
+        if step is not None and step.job is job:
+            step.seconds = found
+        return found
+
+    def _woven(self, strand: Strand, step: WovenStep, work: Work, alone: float) -> float:
+        """A step whose products are for all rows, and whose attention is for those at home."""
+        assert step.job.away is not None
+        shape, away = self._cost.shape(work.model), step.job.away.plan
+        home = work.batch - step.rows
+        own = self._cost.attention(work.model, shape, home, work.context) if home else 0.0
+        counted = self._cost.attention(work.model, shape, work.batch, work.context)
+        lender = strand.lender
+        step.service = lender._cost.attention(work.model, shape, step.rows, int(away.starts.sum()))
+        row = shape.head_dim * shape.itemsize * step.rows
+        there = row * (shape.heads + 2 * shape.kv_heads) / self._bandwidth + SIGNAL
+        back = row * shape.heads / lender._bandwidth + SIGNAL
+        exchange = Exchange(own, step.service, there + back)
+        step.ahead = exchange.ahead
+        stall = exchange.stall(lender._times(strand))
+        return alone + shape.layers * (own - counted + 2 * self._cost.start + stall)
+
+    def _times(self, strand: Strand) -> list[float]:
+        """Of what runs here."""
+        return [t for work in self._executor.works for t in self._cut(strand, work).times]
+
+    def _cut(self, strand: Strand, work: Work) -> Cut:
+        """In the pieces between which a task is found."""
+        plan = strand.plans.setdefault((work.model, work.phase), Plan())
+        step, now = strand.step, asyncio.get_running_loop().time()
+        due = step is not None and step.seconds > 0 and plan.due <= now
+        if plan.work == work and not due:
+            return plan.cut
+        plan.work = work
+        if strand.borrow.control == "iterations":
+            plan.cut = issued(work, self._cost)
+            return plan.cut
+        operators = self._cost.operators(work)
+        if strand.borrow.split == "auto" and step is not None and due:
+            most = strand.borrow.waits * step.seconds / self._layers(strand, step)
+            plan.parts, plan.due = parts_of(operators, step.ahead, most), now + _PROFILED
+        plan.cut = cut_up(operators, plan.parts, self._cost)
+        return plan.cut
+
+    def _burdened(self, strand: Strand, step: WovenStep, work: Work, alone: float) -> float:
+        """An own job that looks for tasks, and stands still while one is done."""
+        served = self._layers(strand, step) * step.service / step.seconds
+        return (alone + self._cut(strand, work).more) / (1.0 - served)
+
+    def _layers(self, strand: Strand, step: WovenStep) -> int:
+        """Tasks of the step."""
+        assert strand.borrower is not None
+        return strand.borrower._cost.shape(step.job.model).layers
+
+    def changed(self) -> None:
+        """Other jobs run here than before, and so the pace of others has changed: first of those who wait for
+        this unit, then its own, then of those that it waits for."""
+        if self._lent is not None and self._lent.borrower is not None:
+            self._lent.borrower._executor.pace()
+        self._executor.pace()
+        for strand in self._borrowed.values():
+            strand.lender._executor.pace()
+
+    def over(self, job: Job) -> str | None:
+        strand = self._borrowed.get(job.model)
+        if job.away is None or strand is None or strand.step is None:
+            return None
+        lost, strand.step = strand.step.lost, None
+        return lost
