@@ -10,7 +10,7 @@ ABOUT = """\
 Run the experiments of a paper in virtual time, with kvloom's own engines, policies, pools and router
 programs, and print what the paper found beside what is found here. No GPU is needed."""
 
-PAPERS: Final = ("llumnix", "microserving", "muxserve")
+PAPERS: Final = ("llumnix", "microserving", "muxserve", "weaver")
 
 
 def add(commands: Any) -> None:

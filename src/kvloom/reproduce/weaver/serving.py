@@ -1,0 +1,206 @@
+"""How much the hot model answers, and how fast, on each platform and trace (sections 5.1 and 5.2): figures 4
+and 6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.reproduce.weaver import published
+from kvloom.reproduce.weaver.point import Load, Point, play_points
+from kvloom.reproduce.weaver.setup import AZURE, BURSTGPT, LONG, Trace
+from kvloom.reproduce.weaver.systems import DEDICATED, MUXSERVE, TEMPORAL, WEAVER, System
+
+SYSTEMS: Final[Mapping[str, tuple[System, ...]]] = {
+    "A100-40": (DEDICATED, TEMPORAL, MUXSERVE, WEAVER),
+    "L40S": (DEDICATED, TEMPORAL, WEAVER),  # without MPS, as in the paper
+}
+FLOOD: Final[Mapping[str, float]] = {
+    "A100-40": 28.0,
+    "L40S": 20.0,
+}  # requests a second: more than any answers
+SECONDS: Final[Mapping[Scale, float]] = {"full": 36.0, "small": 6.0}
+"""For which requests come, where answers are as long as Azure's; longer where these are."""
+
+LOW: Final = 5.0  # requests a second, at which nothing is short
+HIGH: Final = published.DEDICATED_MOST
+_SLIGHT: Final = 1.15  # times
+_HEADS: Final = ("", "req/s", "system", "answered", "hot, ms", "P99", "cold, ms", "P99", "batch", "pools, %")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """rate: asked for; None where it is more than can be answered."""
+
+    system: System
+    load: Load
+    rate: float | None
+    point: Point
+
+    @property
+    def where(self) -> str:
+        return f"{self.load.device}, {self.load.trace.name}"
+
+
+Plan = list[tuple[System, Load, float | None]]
+
+
+def seconds_of(trace: Trace, scale: Scale) -> float:
+    return SECONDS[scale] * trace.output / AZURE.output
+
+
+def play_all(plan: Plan, tell: Tell) -> list[Run]:
+    points = play_points([(system, load) for system, load, _ in plan], tell)
+    return [Run(*one, point) for one, point in zip(plan, points, strict=True)]
+
+
+def floods(device: str, trace: Trace, scale: Scale) -> Plan:
+    """Each system asked for more than it can answer."""
+    load = Load(device, trace, FLOOD[device], seconds_of(trace, scale))
+    return [(system, load, None) for system in SYSTEMS[device]]
+
+
+def _steady(device: str, trace: Trace, rates: Sequence[float], scale: Scale) -> Plan:
+    return [
+        (system, Load(device, trace, rate, seconds_of(trace, scale)), rate)
+        for rate in rates
+        for system in (DEDICATED, WEAVER)
+    ]
+
+
+def figure_4(scale: Scale, tell: Tell) -> Report:
+    """What each system answers at most, and how fast it is below that."""
+    cases = [(device, trace) for device in SYSTEMS for trace in (BURSTGPT, AZURE)]
+    if scale == "small":
+        cases = [("A100-40", AZURE)]
+    plan = [one for device, trace in cases for one in floods(device, trace, scale)]
+    plan += _steady("A100-40", AZURE, (LOW, HIGH), scale)
+    runs = play_all(plan, tell)
+    most = {(run.where, run.system.name): run for run in runs if run.rate is None}
+    steady = {(run.rate, run.system.name): run.point for run in runs if run.rate is not None}
+    return Report(
+        name="figure 4",
+        title="the hot model's throughput, and time a token, at 1 req/s of the cold model",
+        cells=(*_azure(most, steady), *_best(most)),
+        claims=(*_orders(most), *_paces(steady)),
+        grids=(Grid(title="All points", heads=_HEADS, rows=tuple(map(row, runs))),),
+    )
+
+
+def _azure(
+    most: Mapping[tuple[str, str], Run], steady: Mapping[tuple[float | None, str], Point]
+) -> list[Cell]:
+    where = f"A100-40, {AZURE.name}"
+    dedicated, weaver = (most[where, system.name].point for system in (DEDICATED, WEAVER))
+    at_most, high, woven = "at most", steady[HIGH, DEDICATED.name], steady[HIGH, WEAVER.name]
+    told = (
+        (at_most, "dedicated, req/s", published.DEDICATED_MOST, dedicated.hot.rate),
+        (at_most, "Weaver, req/s", published.WEAVER_MOST, weaver.hot.rate),
+        (at_most, "Weaver over dedicated", published.WEAVER_MOST / published.DEDICATED_MOST,
+         weaver.hot.rate / dedicated.hot.rate),
+        (at_most, "Weaver, batch", published.WEAVER_BATCH, weaver.hot.batch),
+        (f"{HIGH:g} req/s", "dedicated, batch", published.DEDICATED_BATCH, high.hot.batch),
+        (f"{HIGH:g} req/s", "dedicated, % of the hot pool", published.FILLED["dedicated"],
+         100 * high.filled["hot"]),
+        (f"{HIGH:g} req/s", "Weaver, % of the hot pool", published.FILLED["hot"], 100 * woven.filled["hot"]),
+        (f"{HIGH:g} req/s", "Weaver, % of the cold pool lent", published.FILLED["lent"],
+         100 * woven.filled.get("lent", 0.0)),
+    )  # fmt: skip
+    return [
+        Cell(row=f"{where}, {row}", column=column, paper=paper, ours=ours)
+        for row, column, paper, ours in told
+    ]
+
+
+def ratio(most: Mapping[tuple[str, str], Run], where: str, over: System) -> float:
+    return most[where, WEAVER.name].point.hot.rate / most[where, over.name].point.hot.rate
+
+
+def _best(most: Mapping[tuple[str, str], Run]) -> list[Cell]:
+    """The paper tells the best of its traces."""
+    places = list(dict.fromkeys(where for where, _ in most))
+    best = max(ratio(most, where, DEDICATED) for where in places)
+    cells = [
+        Cell(row="the best case", column="Weaver over dedicated", paper=published.OVER_DEDICATED, ours=best)
+    ]
+    for device, system in (("A100-40", MUXSERVE), ("L40S", TEMPORAL)):
+        found = [ratio(most, where, system) for where in places if where.startswith(device)]
+        if found:
+            paper = published.OVER_MUXSERVE[device]
+            column = f"Weaver over {system.name}"
+            cells.append(Cell(row=f"the best case, {device}", column=column, paper=paper, ours=max(found)))
+    return cells
+
+
+def _orders(most: Mapping[tuple[str, str], Run]) -> list[Claim]:
+    claims = []
+    for where in dict.fromkeys(where for where, _ in most):
+        rates = {name: run.point.hot.rate for (at, name), run in most.items() if at == where}
+        claims.append(
+            Claim(
+                said=f"{where}: Weaver answers most",
+                holds=max(rates, key=lambda name: rates[name]) == WEAVER.name,
+                found=", ".join(f"{name} {rate:.1f}" for name, rate in rates.items()) + " req/s",
+            )
+        )
+    return claims
+
+
+def _paces(steady: Mapping[tuple[float | None, str], Point]) -> list[Claim]:
+    def pair(rate: float) -> tuple[Point, Point]:
+        return steady[rate, DEDICATED.name], steady[rate, WEAVER.name]
+
+    (alone, woven), (late, better) = pair(LOW), pair(HIGH)
+    slower, more = woven.hot.tpot / alone.hot.tpot, 1e3 * (better.cold.tpot - late.cold.tpot)
+    cold = woven.cold.tpot / alone.cold.tpot if alone.cold.tpot else 1.0
+    return [
+        Claim(
+            said="at low rates the hot model's time a token is slightly longer than under dedicated",
+            holds=1.0 <= slower <= _SLIGHT,
+            found=f"{slower:.2f}× at {LOW:g} req/s",
+        ),
+        Claim(
+            said="at high rates it is shorter, by up to 39 %",
+            holds=better.hot.tpot < late.hot.tpot,
+            found=f"by {100 * (1 - better.hot.tpot / late.hot.tpot):.0f} % at {HIGH:g} req/s",
+        ),
+        Claim(
+            said="the cold model takes 1.04× as long at low rates",
+            holds=cold <= _SLIGHT,
+            found=f"{cold:.2f}×",
+        ),
+        Claim(
+            said="and 3 to 5 ms longer at high ones",
+            holds=more <= 1.25 * 5,
+            found=f"{more:.1f} ms at {HIGH:g} req/s",
+        ),
+    ]
+
+
+def row(run: Run) -> tuple[str, ...]:
+    hot, cold = run.point.hot, run.point.cold
+    pools = " ".join(f"{name} {100 * part:.0f}" for name, part in run.point.filled.items())
+    times = (f"{1e3 * seconds:.1f}" for seconds in (hot.tpot, hot.p99, cold.tpot, cold.p99))
+    asked = "more" if run.rate is None else f"{run.rate:g}"
+    return (run.where, asked, run.system.name, f"{hot.rate:.1f}", *times, f"{hot.batch:.0f}", pools)
+
+
+def figure_6(scale: Scale, tell: Tell) -> Report:
+    """Longer answers: 512 tokens in, 1,024 out, on A100."""
+    runs = play_all(floods("A100-40", LONG, scale), tell)
+    most = {(run.where, run.system.name): run for run in runs}
+    where, cold = runs[0].where, {run.system.name: run.point.cold.tpot for run in runs}
+    more = 1e3 * (cold[WEAVER.name] - cold[DEDICATED.name])
+    paper = published.LONG_OVER_MUXSERVE
+    return Report(
+        name="figure 6",
+        title="512 tokens in, 1,024 out",
+        cells=(
+            Cell(row=where, column="Weaver over MuxServe", paper=paper, ours=ratio(most, where, MUXSERVE)),
+            Cell(row=where, column="cold, ms longer at the most", paper=published.LONG_COLD, ours=more),
+        ),
+        claims=tuple(_orders(most)),
+        grids=(Grid(title="All points", heads=_HEADS, rows=tuple(map(row, runs))),),
+    )
