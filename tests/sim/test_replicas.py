@@ -132,6 +132,19 @@ def test_units_come_for_a_rush_and_go_after_it_and_no_stream_sees_it() -> None:
     assert elastic.upheaval == streamed(crowd(), rescheduling()).upheaval
 
 
+def test_what_runs_at_a_unit_that_is_one_too_many_moves() -> None:
+    """It need not wait for the end of what runs there."""
+    long = [Ask(at=0.0, model="small", prompt=9, output=240) for _ in range(MOST)]
+    fewer = Scale(least=1, most=MOST, low=0.0, high=1.0, seconds=0.0)
+    given = replace(rescheduling(fewer), period=0.02, away=frozenset())
+    streams = streamed(long, given)
+    told = streams.upheaval
+    assert told is not None
+    assert told.moved == MOST - 1
+    assert (told.least, told.most, streams.left) == (1, MOST, 1)
+    assert streams.tokens == streamed(long, None).tokens
+
+
 def test_a_model_goes_to_none_and_comes_back_when_it_is_asked_for() -> None:
     gone = Scale(least=0, most=1, seconds=0.04, idle=0.3)
     given = replace(rescheduling(), groups={"all": GroupSpec(("unit-0",), gone)})

@@ -87,6 +87,7 @@ def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (results.title, "≤ 1000×", "100.0%"):
         assert words in shown.out
     page = Path("out.html").read_text()
+    assert "On the way: preempted 0 times; 0 requests moved, 0 could not." in page
     assert page.startswith("<!doctype html>")
     assert results.title in page
 
