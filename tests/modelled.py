@@ -17,6 +17,7 @@ from kvloom.core.priority import Level
 from kvloom.core.request import ModelCard, StartGenerate, TokenLogprob
 from kvloom.core.spec import EngineSpec, ModelSpec, Policy
 from kvloom.core.transport import Transport
+from kvloom.core.weaving import Weaver
 from kvloom.engine.engine import Engine
 from kvloom.sim.witness import Witness, digest, lone_answer
 from tests.engines import Answer
@@ -162,6 +163,7 @@ def engine_over(
     max_waiting: int = 64,
     chunk_tokens: int = 16,
     priorities: tuple[Level, ...] = (),
+    weaver: Weaver | None = None,
 ) -> Engine:
     models = tuple(
         ModelSpec(name=model, path="/nowhere", rate=(rates or {}).get(model, 1.0)) for model in executor.cards
@@ -178,7 +180,7 @@ def engine_over(
         priorities=priorities,
     )
     transport = transport or Plane().join("alone", executor)
-    return Engine(executor, transport, spec, clock or JobClock(executor))
+    return Engine(executor, transport, spec, clock or JobClock(executor), weaver)
 
 
 @asynccontextmanager

@@ -14,10 +14,10 @@ from kvloom.core.clock import WallClock
 from kvloom.core.errors import OutOfBlocks
 from kvloom.core.spec import WeaveSpec
 from kvloom.core.verbs import Offer
+from kvloom.engine.borrower import Borrower
 from kvloom.engine.engine import Engine
 from kvloom.engine.share import STEP
 from kvloom.fleet.usage import virtual_usage
-from kvloom.serve.borrower import Borrower
 from tests.checkpoints import make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
 from tests.fleet.loads import model, unit
@@ -130,7 +130,7 @@ def test_who_is_at_home_is_offered_before_who_is_away(paths: tuple[Path, Path]) 
     async def serve() -> None:
         async with pair(paths) as (hot, cold):
             lend(hot, cold, 1.0, pages_of(cold, hot, 0.3))
-            woven_of(hot).rows = 1  # no other goes
+            woven_of(hot).places.rows = 1  # no other goes
             offer = Offer(destination=unit(model(size=4), names=[MODEL], blocks=100_000))
             away, home = (body(MODEL, [7] * n, max_tokens=4 * COUNT) for n in (3, 60))
             task = asyncio.create_task(ask(hot, away))

@@ -112,11 +112,12 @@ class Engine:
             self._tuner.adapt()
             if not self._stopping:
                 self.weaving.look(self._flights.lacks, self._flights.jobs)
-            while not self._stopping and self._flights.begin():
+            while not self._stopping and self._flights.begin(watched=self.weaving.watching):
                 pass
             if not self._flights.landed:
                 if self._flights.none:
                     self._shipping.give_way()
+                    self.weaving.give_way()
                 await self._rest()
             self._wake.clear()
 
@@ -271,6 +272,8 @@ class Engine:
             models={name: model_load(queue, self._spec.priorities) for name, queue in self._queues.items()},
             draining=self._stopping,
             lent_blocks=self.pool.lent,
+            waits=self.weaving.waits(),
+            priorities=self._spec.priorities,
         )
 
 

@@ -88,8 +88,9 @@ class Flights:
         richer = replace(view, free_blocks=view.free_blocks + blocks)
         return not same_turn(self._policy(view), self._policy(richer))
 
-    def begin(self) -> bool:
-        """Do as the policy says. False where that is nothing, or needs a running job's end first."""
+    def begin(self, *, watched: bool = False) -> bool:
+        """Do as the policy says. False where that is nothing, or needs a running job's end first. watched:
+        after each step something else is to be decided."""
         view = self._view()
         action = self._policy(view)
         if action is None:
@@ -104,7 +105,7 @@ class Flights:
         if queue.relieve(self.jobs):
             return True
         batch = queue.decode_batch()
-        steps = 1 if self._settling else self._strides.steps(view, action, batch)
+        steps = 1 if self._settling or watched else self._strides.steps(view, action, batch)
         return self._start(queue, Phase.DECODE, action.share, batch, steps)
 
     def _start(

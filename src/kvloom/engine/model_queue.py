@@ -55,7 +55,7 @@ class ModelQueue:
         self.away_tokens = 0
         self.pace = Pace()
         self._changes = 0  # of what a view tells, but for the cache's
-        self._seen: tuple[tuple[int, int, int], ModelView, int | None] | None = None
+        self._seen: tuple[tuple[object, ...], ModelView, int | None] | None = None
 
     @property
     def full(self) -> bool:
@@ -119,11 +119,16 @@ class ModelQueue:
         self.running.append(child)
 
     def preempt(self, now: int) -> bool:
-        """Send one sequence back; its tokens are computed again later. False where all are in jobs."""
+        """Send one sequence back; its tokens are computed again later. Where some that are away have a lower
+        priority, they go back, and it goes there in their place. False where all are in jobs."""
         victim = self.victim()
         if victim is None:
             return False
-        self.put_back(victim, now)
+        others = self.woven.places.displaced(victim) if self.woven else []
+        for sequence in others or [victim]:
+            self.put_back(sequence, now)
+        if self.woven and others:
+            self.woven.places.urge(victim)
         return True
 
     def put_back(self, sequence: Sequence, now: int) -> None:
@@ -134,12 +139,14 @@ class ModelQueue:
         self.enqueue(sequence, now)
 
     def relieve(self, now: int) -> bool:
-        """Send back those away that have no room for their next token. False where there are none."""
+        """Where some away have no room for their next token, neither there nor at home, send one back: the
+        last of them, or the last of all that have a lower priority. False where there are none."""
         if self.woven is None:
             return False
         crowded = self.woven.crowded((s for s, _ in self.decode_batch()), self.spare)
-        for sequence in crowded:
-            self.put_back(sequence, now)
+        if crowded:
+            last, victim = crowded[-1], max((s for s in self.running if not s.in_job), key=_ORDER)
+            self.put_back(victim if victim.order[0] > last.order[0] else last, now)
         return bool(crowded)
 
     def started(self, phase: Phase, now: int) -> None:
@@ -166,7 +173,29 @@ class ModelQueue:
         self.active[job.phase] -= 1
 
     def decode_batch(self) -> list[tuple[Sequence, int]]:
-        return [(s, 1) for s in self.running if not s.in_job and s.decodes]
+        """Those of the next step. Where some go out with it to make room for others, these wait for that."""
+        ready = [s for s in self.running if not s.in_job and s.decodes]
+        leaving = self._leaving(ready)
+        if not leaving:
+            return [(s, 1) for s in ready]
+        room, late = self.cache.pages.available * self.cache.geometry.blocks_per_page, set[int]()
+        for sequence in sorted(ready, key=_ORDER):
+            if self.is_here(sequence) and sequence not in leaving:
+                need = self.blocks([sequence])
+                if need <= room:
+                    room -= need
+                else:
+                    late.add(sequence.id)
+        return [(s, 1) for s in ready if s.id not in late]
+
+    def _leaving(self, ready: list[Sequence]) -> list[Sequence]:
+        """Those at home that take nothing there for their next token."""
+        return self.woven.places.urged(ready) if self.woven else []
+
+    def _takers(self, ready: list[Sequence]) -> list[int]:
+        """Those that do."""
+        leaving = self._leaving(ready)
+        return [s.id for s in ready if self.is_here(s) and s not in leaving]
 
     def victim(self) -> Sequence | None:
         """Who is preempted next: lowest priority, then latest; never one in a job, nor one that is away."""
@@ -179,14 +208,14 @@ class ModelQueue:
     @property
     def spare(self) -> int:
         """Blocks that are left once each who is here, and ready, has those for the next token."""
-        here = [s.id for s, _ in self.decode_batch() if self.is_here(s)]
+        here = self._takers([s for s, _ in self.decode_batch()])
         available = self.cache.pages.available * self.cache.geometry.blocks_per_page
         return available - self.cache.blocks_for_each(here, 1)
 
     def view(self, now: int) -> ModelView:
         """now: jobs that the unit has started. Looked at anew only where something has changed: policies are
         asked several times a job, and there may be hundreds of sequences."""
-        mark = self._changes, self.cache.changes, self.quota
+        mark = self._changes, self.cache.changes, self.quota, self.woven and self.woven.places.mark
         if self._seen is None or self._seen[0] != mark:
             self._seen = mark, *self._look()
         _, view, since = self._seen
@@ -197,8 +226,9 @@ class ModelQueue:
         """The view, and since when its head has waited."""
         idle = [s for s in self.running if not s.in_job]
         here = [s for s in idle if self.is_here(s)]
-        ready = [s for s in idle if s.decodes]
-        partial = len(idle) - len(ready)
+        decodes = [s for s in idle if s.decodes]
+        ready = [s for s, _ in self.decode_batch()]
+        partial = len(idle) - len(decodes)
         room = len(self.running) < self.max_running
         head = None
         if partial:
@@ -212,7 +242,7 @@ class ModelQueue:
             head_blocks=self.blocks([head], to_end=True) if head else 0,
             head=head.order if head else _NOBODY,
             decodable=len(ready),
-            decode_blocks=self.cache.blocks_for_each([s.id for s in here if s.decodes], 1),
+            decode_blocks=self.cache.blocks_for_each(self._takers(ready), 1),
             held=len(here),
             victim=max(map(_ORDER, here), default=_NOBODY),
             running=len(self.running),

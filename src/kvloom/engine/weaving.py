@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from kvloom.core.address import KVForm
 from kvloom.core.arrays import I32
@@ -13,6 +14,7 @@ from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, Conflict, OutOfBlocks
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Phase
+from kvloom.core.load import Waits
 from kvloom.core.weaving import Borrow, Loan, Weaver
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.promises import Promises
@@ -22,6 +24,7 @@ from kvloom.kv.pool import Pool
 _log = logging.getLogger(__name__)
 _AGAIN = 0.02  # seconds until a loan that its borrower copies into is recalled again
 _QUIET = 10.0  # seconds without a loan, once own models have needed its blocks
+SHORT: Final = 16  # jobs for which they wait for them, before it ends
 
 
 class Weaving:
@@ -48,15 +51,20 @@ class Weaving:
         self._ends = asyncio.Event()  # of a loan to an own model
         self.due: float | None = None  # when a recall is tried again
         self._quiet = 0.0  # until when nothing is lent
+        self._lacking = False  # own models are short of what is lent
+        self._lacked = (0, -SHORT)  # since when they are, and were last, counted in jobs
 
     def look(self, lacks: Callable[[int], bool], now: int) -> None:
-        """Before every decision. lacks: whether an own model waits for so many blocks more. Then those that
-        are lent come back, and who has borrowed knows that it is short. now: jobs that the unit has
-        started."""
-        if self._lent is not None and self.due is None and lacks(self._promises.lent):
-            _log.info("own models need the blocks that are lent: they come back")
-            self._quiet = self._clock.now() + _QUIET
-            self.recall()
+        """Before every decision. lacks: whether an own model waits for so many blocks more. Where that lasts
+        for a few jobs, those that are lent come back; what soon passes costs nobody a loan. And who has
+        borrowed knows that it is short. now: jobs that the unit has started."""
+        self._lacking = self._lent is not None and self.due is None and lacks(self._promises.lent)
+        if self._lacking:
+            first, last = self._lacked
+            first = first if now - last <= SHORT // 2 else now  # while a job runs, nobody seems to wait
+            self._lacked = first, now
+            if now - first >= SHORT:
+                self.give_way()
         for model, queue in self._queues.items():
             woven = queue.woven
             if woven is None:
@@ -66,6 +74,19 @@ class Weaving:
                 self._ends.set()
             elif not woven.short:
                 woven.short = lacks(self._pool.total)
+
+    @property
+    def watching(self) -> bool:
+        """Own models are short of what is lent: each step counts."""
+        return self._lacking
+
+    def give_way(self) -> None:
+        """Where own models are short of what is lent, it comes back: they have waited, or nothing runs, for
+        whose end they could."""
+        if self._lacking:
+            _log.info("own models need the blocks that are lent: they come back")
+            self._lacking, self._quiet = False, self._clock.now() + _QUIET
+            self.recall()
 
     # -- borrowing ------------------------------------------------------------------------------------
 
@@ -151,9 +172,10 @@ class Weaving:
         """Blocks for another unit's model, which count as promised; asked again, the same. Raises
         OutOfBlocks where too many would be, or own models have needed them of late, Conflict where something
         is lent, BadRequest where `borrow` makes no sense."""
-        form, own = borrow.form, next(iter(self._queues.values())).form
-        geometry = Geometry(form.layers, form.kv_heads, form.head_dim, 4, own.block_bytes)
-        KVForm.of(geometry, "float32").refuse_unlike(form, model=borrow.model)
+        form, queue = borrow.form, next(iter(self._queues.values()))
+        itemsize, own = queue.cache.geometry.itemsize, queue.form
+        geometry = Geometry(form.layers, form.kv_heads, form.head_dim, itemsize, own.block_bytes)
+        KVForm.of(geometry, own.dtype).refuse_unlike(form, model=borrow.model)
         if self.due is not None:
             raise Conflict("weave: the last loan is not back yet; ask again in a moment")
         if self._terms is not None and self._terms[0] == borrow:
@@ -174,6 +196,10 @@ class Weaving:
         self._lent, self._terms = blocks, (borrow, loan)
         self._promises.lent = count
         return loan
+
+    def waits(self) -> Waits | None:
+        """Of what this unit does for who has borrowed of it."""
+        return self._weaver.waits() if self._weaver is not None and self._lent is not None else None
 
     def recall(self) -> None:
         """Have back what is lent, now or in a moment."""

@@ -10,20 +10,18 @@ import numpy as np
 
 from kvloom.core.plan import Plan
 from kvloom.core.weaving import Away, Move
+from kvloom.engine.places import Budget, Places
 from kvloom.engine.sequence import Sequence
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
-
-_GOLDEN = 0x9E3779B97F4A7C15  # of 2⁶⁴: multiples of it fill the word evenly, however many there are
-_WORD = 1 << 64
 
 Batch = list[tuple[Sequence, int]]
 
 
 class Woven:
     """A sequence that is away has its K and V in the loan, and an empty place in the cache at home. Whether
-    it is to be away, its number says and `share`, which may be set at any time: the step after it moves those
-    that it concerns, as far as there is room where they go."""
+    it is to be away, its number says and `share`, which may be set at any time: the steps after it move those
+    that it concerns, as far as there is room where they go, and a few at a time."""
 
     def __init__(
         self,
@@ -37,15 +35,13 @@ class Woven:
     ) -> None:
         """blocks: of the loan. rows: sequences that may be away. ended: called with the reason when it is
         over."""
-        self.share = share
-        self.rows = rows
         self._home = home
         pool = Pool(
             blocks, {home.model: home.geometry}, max_sequences=rows, max_tokens={home.model: max_tokens}
         )
         self.pool = pool
         self.cache = pool.caches[home.model]
-        self._away: dict[int, Sequence] = {}
+        self.places = Places(self.cache, share, rows)
         self.went = 0  # sequences, ever
         self.came = 0
         self.tokens = 0  # computed away, ever
@@ -56,43 +52,51 @@ class Woven:
         self._moving: list[tuple[Sequence, bool]] = []  # in it; True: out
 
     @property
-    def roomy(self) -> bool:
-        """A sixteenth of the loan, at least, is free for more."""
-        return 16 * self.pool.available >= self.pool.total and len(self._away) < self.rows
+    def share(self) -> float:
+        """Of the sequences, those that are to be away."""
+        return self.places.share
+
+    @share.setter
+    def share(self, share: float) -> None:
+        self.places.share = share
 
     @property
     def away(self) -> int:
         """Sequences, now."""
-        return len(self._away)
+        return len(self.places.away)
 
     def has(self, sequence: Sequence) -> bool:
         """It is away, or on its way there."""
-        return sequence.id in self._away
-
-    def wants(self, sequence: Sequence) -> bool:
-        """Whether it is one of the share that is to be away."""
-        return (sequence.id * _GOLDEN) % _WORD < self.share * _WORD and sequence.outbound is None
+        return self.places.has(sequence)
 
     def crowded(self, ready: Iterable[Sequence], room: int) -> list[Sequence]:
-        """Those away that find room for their next token neither there nor in `room` blocks at home."""
-        return self._divide(ready, room)[2]
+        """Those away that find room for their next token neither there nor in `room` blocks at home, the
+        most urgent first."""
+        return self.places.divide(ready, room, self._home.geometry)[2]
 
     def plan(self, batch: Batch, room: int) -> tuple[Batch, Plan, Away]:
         """One decode step of `batch`, of whom none is crowded: the batch in the order of its rows, and what
         is done at home and away. room: blocks at home that the step does not need for those who are there.
-        Until it has landed, or failed, no other is planned."""
-        here = [s for s, _ in batch if not self.has(s)]
-        stay, back, _ = self._divide((s for s, _ in batch), room)
-        there = self.cache.pages.available - sum(map(self._pages, stay))
-        go: list[Sequence] = []
-        for sequence in here if self.share else ():
-            need = self.cache.geometry.pages(sequence.computed + 1)
-            if self.wants(sequence) and need <= there and len(self._away) + len(go) < self.rows:
-                there -= need
-                go.append(sequence)
-        moves = [self._move(sequence, out=False) for sequence in back]
-        moves += [self._move(sequence, out=True) for sequence in go]
-        self._moving = [(s, False) for s in back] + [(s, True) for s in go]
+        Who would have to come back, when as much as a step may copy is copied already, is not in it. Until it
+        has landed, or failed, no other is planned."""
+        places, form, sequences = self.places, self._home.geometry, [s for s, _ in batch]
+        here, first = [s for s in sequences if not self.has(s)], places.urged(sequences)
+        budget = Budget(sum(map(places.length, sequences)))
+        stay, back, _ = places.divide(sequences, room, form)
+        back = [s for s in back if budget.takes(places.length(s))]
+        room -= sum(form.blocks(s.computed + 1) for s in back)
+        called = places.called_back(stay, room, form, budget)
+        go = places.going(here, first, stay, budget)
+        stay, back = [s for s in stay if s not in called], back + called
+        self._moving, moves = [], list[Move]()
+        for sequence in back + go:
+            out = sequence not in back
+            move = self._move(sequence, out=out)
+            if move.tokens.size:
+                self._moving.append((sequence, out))
+                moves.append(move)
+            else:  # all of it is cached at home: it is there now
+                self._arrived(sequence, out=out)
         here, away = [s for s in here if s not in go] + back, stay + go
         home, lent = _step(self._home, here), _step(self.cache, away)
         self._step_away = lent if away else None
@@ -103,7 +107,7 @@ class Woven:
         Then the loan is over. Returns the ids of the sequences of which nothing counts, and those of them
         whose K and V are lost."""
         if lost is not None:
-            void = set(self._away)
+            void = set(self.places.away)
             gone = self._undo()
             self._ended(lost)
             return void, gone
@@ -111,8 +115,9 @@ class Woven:
             self.cache.end_forward(self._step_away)
             self.tokens += len(self._step_away.sequences)
         for sequence, out in self._moving:
-            self._leave(sequence, home=out)
-            self.went, self.came = self.went + out, self.came + (not out)
+            if out:  # for the next that begins like it, and for itself, where the loan ends
+                self._home.keep(sequence.id, sequence.tokens.list(), tail=True)
+            self._arrived(sequence, out=out)
         self._step_away, self._moving = None, []
         return set(), []
 
@@ -124,7 +129,8 @@ class Woven:
 
     def remove(self, sequence: Sequence) -> None:
         """It gives up what it has away."""
-        if self._away.pop(sequence.id, None) is not None:
+        self.places.forget(sequence)
+        if self.places.away.pop(sequence.id, None) is not None:
             self.cache.remove_sequence(sequence.id)
 
     def _undo(self) -> list[Sequence]:
@@ -136,11 +142,15 @@ class Woven:
         for sequence, out in self._moving:
             if not out:
                 self._leave(sequence, home=True)
-        gone = [s for s in self._away.values() if s.id not in leaving]
+        gone = [s for s in self.places.away.values() if s.id not in leaving]
         self._step_away, self._moving = None, []
-        for sequence in list(self._away.values()):
+        for sequence in list(self.places.away.values()):
             self.remove(sequence)
         return gone
+
+    def _arrived(self, sequence: Sequence, *, out: bool) -> None:
+        self._leave(sequence, home=out)
+        self.went, self.came = self.went + out, self.came + (not out)
 
     def _leave(self, sequence: Sequence, *, home: bool) -> None:
         """Give up what it holds at home, but for its place, or what it holds away."""
@@ -150,49 +160,23 @@ class Woven:
         else:
             self.remove(sequence)
 
-    def _divide(
-        self, sequences: Iterable[Sequence], room: int
-    ) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Of those away, who stays there, who comes back, because there is no room or it is not to be there
-        any more, and who finds no room."""
-        stay, back, crowded = list[Sequence](), list[Sequence](), list[Sequence]()
-        there = self.cache.pages.available
-        away = sorted((s for s in sequences if self.has(s)), key=lambda s: s.order)
-        for sequence in away:
-            need, blocks = self._pages(sequence), self._home.geometry.blocks(sequence.computed + 1)
-            if need <= there:
-                there -= need
-                stay.append(sequence)
-            elif blocks <= room:
-                room -= blocks
-                back.append(sequence)
-            else:
-                crowded.append(sequence)
-        for sequence in [s for s in stay if not self.wants(s)]:
-            blocks = self._home.geometry.blocks(sequence.computed + 1)
-            if blocks <= room:
-                room -= blocks
-                stay.remove(sequence)
-                back.append(sequence)
-        return stay, back, crowded
-
-    def _pages(self, sequence: Sequence) -> int:
-        """That its next token takes away."""
-        return self.cache.blocks_for(sequence.id, 1) // self.cache.geometry.blocks_per_page
-
     def _move(self, sequence: Sequence, *, out: bool) -> Move:
-        """Room where it goes; what it leaves it keeps until the step has landed."""
-        id_, count = sequence.id, sequence.computed
-        target = self.cache if out else self._home
+        """Room where it goes; what it leaves it keeps until the step has landed. At home it begins with what
+        is cached there of it."""
+        id_, count, width = sequence.id, sequence.computed, self.cache.geometry.tokens_per_block
+        target, found = self.cache if out else self._home, 0
         if out:
-            self._away[id_] = sequence
+            self.places.away[id_] = sequence
             target.add_sequence(id_)
-        target.prepare_receive(id_, count)
-        target.commit_receive(id_, count)
-        width = self.cache.geometry.tokens_per_block
-        firsts = np.arange(self.cache.geometry.pages(count), dtype=np.int32) * width
+        else:
+            target.remove_sequence(id_)
+            found = target.adopt(id_, sequence.tokens.list(), count, whole_pages=True)
+        if count > found:
+            target.prepare_receive(id_, count - found)
+            target.commit_receive(id_, count - found)
+        firsts = np.arange(found, count, width, dtype=np.int32)
         pages = (np.array(cache.page_list(id_), np.int32) for cache in (self._home, self.cache))
-        home, away = (each[: len(firsts)] for each in pages)
+        home, away = (each[firsts // width] for each in pages)
         return Move(home, away, np.minimum(width, count - firsts).astype(np.int32), out)
 
 

@@ -95,8 +95,8 @@ async def _borrow(
     engine: Engine, spec: EngineSpec, weave: WeaveSpec, order: EngineOrder, clock: Clock
 ) -> None:
     """Of the unit whose socket lies beside this one's."""
+    from kvloom.engine.borrower import Borrower  # noqa: PLC0415
     from kvloom.router.client import UNIX, HttpEngineClient  # noqa: PLC0415
-    from kvloom.serve.borrower import Borrower  # noqa: PLC0415
 
     socket = Path(order.socket).with_name(f"{weave.cold}.sock")
     async with HttpEngineClient(f"{UNIX}{socket}", secret=order.secret) as lender:

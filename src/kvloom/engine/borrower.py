@@ -8,8 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
+from msgspec import structs
+
 from kvloom.core.clock import Clock
-from kvloom.core.errors import KvloomError, OutOfBlocks
+from kvloom.core.errors import BadRequest, KvloomError
 from kvloom.core.load import UnitLoad
 from kvloom.core.spec import WeaveSpec
 from kvloom.core.weaving import Borrow, Loan
@@ -43,39 +45,44 @@ class Borrower:
         self._slowdown = Slowdown()
 
     async def run(self) -> None:
-        """For ever."""
-        told = ""
+        """For ever, unless the two cannot be woven: then it is said, and not tried again."""
         while True:
-            wait = _FIRST
+            wait, told = _FIRST, ""
             while (problem := await self._tried()) is not None:
-                if problem != told:
-                    _log.warning("%s does not lend to %s: %s", self._spec.cold, self._model, problem)
-                told = problem
+                if problem.code != told:
+                    _log.warning("%s does not lend to %s: %s", self._spec.cold, self._model, problem.message)
+                if isinstance(problem, BadRequest):
+                    return
+                told = problem.code  # what differs in a number is not said again
                 await self._clock.sleep(wait)
                 wait = min(2 * wait, _LONGEST)
-            told = ""
             await self._watch()
             await self._clock.sleep(_FIRST)  # the lender has to notice that this unit has left
 
-    async def _tried(self) -> str | None:
+    async def _tried(self) -> KvloomError | None:
         """Borrow; why not."""
         try:
             load = await self._lender.load()
             terms = self._weaving.terms(self._model, 1)
             pages = int(load.total_blocks * self._spec.part) // (terms.form.layers * terms.form.kv_heads)
             if not pages:
-                raise OutOfBlocks(f"weave: {self._spec.part:g} of {load.total_blocks} blocks hold no page")
-            terms = self._weaving.terms(self._model, pages)
+                raise BadRequest(f"weave: {self._spec.part:g} of {load.total_blocks} blocks hold no page")
+            terms = self._terms(pages)
             share = 0.0 if self._spec.share == "auto" else self._spec.share
             self._weaving.borrow(terms, await self._lender.lend(terms), share)
         except KvloomError as error:
-            return error.message
+            return error
         _log.info("%s has borrowed %d pages from %s", self._model, pages, self._spec.cold)
         return None
 
+    def _terms(self, pages: int) -> Borrow:
+        spec = self._spec
+        terms = self._weaving.terms(self._model, pages)
+        return structs.replace(terms, control=spec.control, split=spec.split, waits=spec.waits)
+
     async def _watch(self) -> None:
         """Ask the lender how it fares once a period, until the loan is over."""
-        self._share = replace(self._share, value=0.0)
+        self._share, silent = replace(self._share, value=0.0), False
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PERIOD):
@@ -83,9 +90,11 @@ class Borrower:
                     return
             try:
                 load = await self._lender.load()
+                silent = False
             except KvloomError as error:
-                _log.warning("%s does not tell its load: %s", self._spec.cold, error.message)
-                load = None
+                if not silent:
+                    _log.warning("%s does not tell its load: %s", self._spec.cold, error.message)
+                load, silent = None, True
             self._look(load)
 
     def _look(self, load: UnitLoad | None) -> None:
@@ -98,7 +107,7 @@ class Borrower:
             self._weaving.withdrawn(self._model)
         if self._spec.share != "auto":
             return
-        short, woven.short = woven.short and woven.roomy, False
+        short, woven.short = woven.short and woven.places.roomy, False
         away = woven.away > 0 or woven.share > 0
         slowdown = self._slowdown.seen(load, away=away) if load else None
         look = Look(short, slowdown, pressed=pressed)

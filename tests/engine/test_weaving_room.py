@@ -1,0 +1,122 @@
+"""A loan without much room: who goes out, who has to come back, and what that costs the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvloom.core.request import StartGenerate
+from kvloom.engine.engine import Engine
+from kvloom.engine.places import COPIED, KEPT
+from kvloom.engine.sequence import Sequence
+from tests.engine.plays import check, order, serve, until
+from tests.modelled import ask
+from tests.modelled_weaving import MODEL, WeavingExecutor, borrow, hot_unit
+
+
+async def answered(engine: Engine, executor: WeavingExecutor, bodies: list[StartGenerate]) -> None:
+    answers = await asyncio.gather(*(ask(engine, body) for body in bodies))
+    for body, answer in zip(bodies, answers, strict=True):
+        check(executor, body, answer, whole=True)
+
+
+def test_a_full_loan_is_not_gone_out_into_again_and_again() -> None:
+    """Ten want to be there, and there is room for half of them. They append sixty pages."""
+    engine, executor = hot_unit(200, 50)
+
+    async def play() -> None:
+        woven = borrow(engine, 1.0, 50)
+        bodies = [order(f"r{i}", MODEL, 20 + i, max_tokens=60) for i in range(10)]
+        await answered(engine, executor, bodies)
+        assert woven.tokens > 100
+        assert woven.went < 20
+
+    serve(play(), engine, executor)
+
+
+def test_nobody_goes_out_into_what_is_kept_for_those_away() -> None:
+    engine, executor = hot_unit(200, 32)
+    least = 32
+
+    async def play() -> None:
+        nonlocal least
+        woven = borrow(engine, 1.0, 32)
+        real = woven.land
+
+        def land(lost: str | None) -> tuple[set[int], list[Sequence]]:
+            nonlocal least
+            if any(out for _, out in woven._moving):
+                least = min(least, woven.cache.pages.available)
+            return real(lost)
+
+        woven.land = land  # type: ignore[method-assign]
+        await answered(engine, executor, [order(f"r{i}", MODEL, 9, max_tokens=50) for i in range(12)])
+
+    serve(play(), engine, executor)
+    assert least == 32 // KEPT
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_those_that_move_do_so_a_few_at_a_time(share: float) -> None:
+    """Sixteen are sent away at once, or called back."""
+    engine, executor = hot_unit(200, 200)
+
+    async def play() -> None:
+        woven = borrow(engine, 1 - share, 200)
+        bodies = [order(f"r{i}", MODEL, 17, max_tokens=70) for i in range(16)]
+        asked = asyncio.create_task(answered(engine, executor, bodies))
+        await until(lambda: woven.tokens > 150 if woven.share else len(executor.jobs) > 20)
+        before = woven.away
+        engine.weaving.set_share(MODEL, share)
+        await until(lambda: woven.away in (0, 16) and woven.away != before)
+        await asked
+
+    serve(play(), engine, executor)
+    many = [(pages, moves) for pages, moves in executor.moved if len(moves) > 1]
+    assert many
+    assert all(sum(moves) <= pages // COPIED for pages, moves in many)
+
+
+def test_a_prompt_stays_cached_at_home_when_its_sequence_goes() -> None:
+    engine, executor = hot_unit(60, 60)
+
+    async def play() -> None:
+        borrow(engine, 1.0, 60)
+        body = order("first", MODEL, 41, max_tokens=10)
+        await answered(engine, executor, [body])
+        again = await ask(engine, order("later", MODEL, 41, max_tokens=10))
+        assert again.ends[0].cached_tokens == 40
+
+    serve(play(), engine, executor)
+
+
+def test_what_is_lost_is_computed_again_from_what_is_cached_at_home() -> None:
+    engine, executor = hot_unit(60, 60, losing=frozenset([8]))
+
+    async def play() -> None:
+        borrow(engine, 1.0, 60)
+        await answered(engine, executor, [order("lost", MODEL, 48, max_tokens=20)])
+        assert engine.weaving.loan(MODEL) is None
+
+    serve(play(), engine, executor)
+    computed = sum(job.tokens.size for job in executor.jobs if job.away is None)
+    assert computed < 48 + 20 + 8  # not the prompt again
+
+
+def test_who_comes_home_is_copied_from_where_the_cache_ends() -> None:
+    engine, executor = hot_unit(60, 60)
+
+    async def play() -> None:
+        woven = borrow(engine, 1.0, 60)
+        body = order("back", MODEL, 48, max_tokens=20)
+        asked = asyncio.create_task(answered(engine, executor, [body]))
+        await until(lambda: woven.tokens > 5)
+        engine.weaving.set_share(MODEL, 0.0)
+        await asked
+        assert woven.came == 1
+
+    serve(play(), engine, executor)
+    out, back = (moves[0] for _, moves in executor.moved if moves)
+    assert out >= 12
+    assert back <= 3
