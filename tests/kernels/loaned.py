@@ -17,6 +17,7 @@ from kvloom.transport.mailbox import MailboxForm
 
 LAYERS, PAGES, WIDTH, SPARE = 2, 6, 3, 4
 WRAPS = (1 << 32) - 2
+CLOSE = {"float32": 2e-5, "float16": 4e-3}
 
 
 class _Same:
@@ -66,12 +67,13 @@ class Loaned:
     seen: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.draws = torch.Generator().manual_seed(self.seed)
+        self.draws = torch.Generator(torch.get_default_device()).manual_seed(self.seed)
         shape, dtype = self.shape, getattr(torch, self.shape.dtype)
-        self.box = OwnDeviceMailbox(shape.form, shape.dtype, torch.device("cpu"), self.start)
+        here = torch.get_default_device()
+        self.box = OwnDeviceMailbox(shape.form, shape.dtype, here, self.start)
         device = _Same(self.box.memory)
         self.borrowed = BorrowedMailbox(self.box.place(device), "lender", device)  # type: ignore[arg-type]
-        self.desk = Desk(self.lanes, self.start, torch.device("cpu"))
+        self.desk = Desk(self.lanes, self.start, here)
         count = PAGES * LAYERS * shape.kv_heads
         size = -(-2 * shape.tokens * shape.head_dim * dtype.itemsize // 64) * 64
         values = torch.full(((count + SPARE) * size // dtype.itemsize,), torch.nan, dtype=dtype)
@@ -146,3 +148,10 @@ class Loaned:
 
 def scale_of(shape: Shape) -> float:
     return 1 / math.sqrt(shape.head_dim)
+
+
+def same(one: Loaned, other: Loaned) -> None:
+    """Both are in the same state."""
+    close = CLOSE[one.shape.dtype]
+    for (name, found), wanted in zip(one.state().items(), other.state().values(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=close, atol=close, equal_nan=True, msg=name)

@@ -80,7 +80,7 @@ class Ends:
             self.served.append(done)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     start=st.sampled_from([0, WRAPS, (1 << 31) - 1]),
     lanes=st.integers(1, 3),
@@ -93,13 +93,13 @@ def test_each_task_once_and_in_order(
 ) -> None:
     """The drawn order of turns is gone through again and again, shifted by one each time, so that all have
     theirs."""
-    ends = Ends(start, lanes, programs, steps=3, ahead=ahead)
+    ends = Ends(start, lanes, programs, steps=2, ahead=ahead)
     rounds = 0
     while not ends.over:
         rounds += 1
-        assert rounds < 5000, "nobody goes on"
+        assert rounds * len(turns) < 10_000, "nobody goes on"
         for turn in turns:
             ends.go(turn + rounds)
-    assert ends.served == [(start + i + 1) & MASK for i in range(3 * LAYERS)]
+    assert ends.served == [(start + i + 1) & MASK for i in range(2 * LAYERS)]
     assert not int(ends.loan.pad.status)
     assert not int(ends.loan.desk.over)

@@ -1,0 +1,101 @@
+"""The kernels that work a mailbox against their twins, in any order and on anything that a borrower may
+write."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.kernels import mail_reference
+from kvloom.kernels.mail import MASK, End
+from kvloom.kernels.triton import ask, serve
+from tests.kernels.loaned import LAYERS, WRAPS, Loaned, Shape, same, scale_of
+
+_SHAPE = Shape(kv_heads=2, group=1, head_dim=4, tokens=2, rows=2)
+_SCALE = scale_of(_SHAPE)
+
+
+class Play:
+    """A loan that kernels work, and the same that their twins do."""
+
+    def __init__(self, start: int) -> None:
+        self.loan, self.twin = Loaned(_SHAPE, start), Loaned(_SHAPE, start)
+        self.wanted: list[torch.Tensor] = []
+        self.posted = self.step = 0
+
+    def begin(self) -> None:
+        self.step += 1
+        for one in (self.loan, self.twin):
+            one.begin([self.step, 3])
+            self.asked = one.rows(2)  # both draw the same
+
+    def post(self) -> None:
+        """A step's tasks are posted once all before are collected."""
+        layer = self.posted % LAYERS
+        if len(self.wanted) == _SHAPE.slots or (self.wanted and not layer):
+            return
+        if not layer:
+            self.begin()
+        q, k, v = self.asked
+        ask.post(self.loan.mail, self.loan.pad, q, k, v, layer, _SCALE, programs=2)
+        mail_reference.post(self.twin.mail, self.twin.pad, q, k, v, layer, _SCALE)
+        self.wanted.append(self.loan.wanted(layer, q, k, v, _SCALE))
+        self.posted += 1
+
+    def serve(self, lane: int) -> None:
+        serve.serve(self.loan.mail, self.loan.desk, self.loan.lent, lane, programs=1 + lane)
+        mail_reference.serve(self.twin.mail, self.twin.desk, self.twin.lent, lane)
+
+    def collect(self) -> None:
+        done = int(self.loan.mail.word("done"))
+        if not self.wanted or done == int(self.loan.pad.words[1]):
+            return  # it would wait
+        out = torch.full((2, _SHAPE.heads, _SHAPE.head_dim), torch.nan)
+        ask.collect(self.loan.mail, self.loan.pad, out, 0, programs=2)
+        mail_reference.collect(self.twin.mail, self.twin.pad, out.clone(), 0)
+        torch.testing.assert_close(out.double(), self.wanted.pop(0), rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=4)
+@given(
+    start=st.sampled_from([0, WRAPS, (1 << 31) - 1]),
+    turns=st.lists(st.sampled_from(["post", "serve", "other", "collect"]), min_size=4, max_size=14),
+)
+def test_launches_in_any_order(start: int, turns: list[str]) -> None:
+    """Each task is done once and in order, and the kernels leave what their twins leave."""
+    play = Play(start)
+    for turn in turns:
+        if turn in ("serve", "other"):
+            play.serve(int(turn == "other"))
+        else:
+            getattr(play, turn)()
+        same(play.loan, play.twin)
+    while play.wanted:
+        play.serve(0)
+        play.collect()
+    assert int(play.loan.mail.word("done")) & MASK == (start + play.posted) & MASK
+    assert not int(play.loan.pad.status)
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_bytes_at_random_are_refused_or_confined(data: st.DataObject) -> None:
+    """Blocks that are not lent stay what they are, NaN, and nothing of them is seen."""
+    play = Play(WRAPS)
+    play.post()
+    for name in data.draw(st.lists(st.sampled_from(["head", "lengths", "tables", "map", "places"]))):
+        at = data.draw(st.integers(0, 1 << 16))
+        value = data.draw(st.one_of(st.integers(-2, 8), st.integers(-(2**31), 2**31 - 1)))
+        for one in (play.loan, play.twin):
+            words = getattr(one.mail, name)
+            words[at % len(words)].view(-1)[at // len(words) % words[0].numel()] = value
+    others = torch.ones(len(play.loan.lent.arena), dtype=torch.bool)
+    others[play.loan.lent.blocks.long()] = False
+    play.serve(0)
+    same(play.loan, play.twin)
+    assert play.loan.lent.arena[others].isnan().all()
+    assert not play.loan.lent.arena[~others].isnan().any()
+    assert not play.loan.mail.out.isnan().any()
+    refused = int(play.loan.desk.over) == End.FORGED
+    assert int(play.loan.mail.word("done")) & MASK == (WRAPS + (not refused)) & MASK
