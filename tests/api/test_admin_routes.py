@@ -98,6 +98,7 @@ def test_what_the_fleet_scheduler_asks_and_tells(http: TestClient, fleet: Admini
         assert "seconds" in refused(http.post("/admin/pairs", json=pairs | {"seconds": seconds}), 400)
     refused(http.post("/admin/pairs", json={"pairs": [{"source": "unit-0"}], "seconds": 1}), 400)
     assert len(fleet.paired) == 1
+    assert http.post("/admin/pairs", json=pairs | {"floor": 24.5}).json()["floor"] == 24.5
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvloom.core.load import LevelLoad, ModelLoad, UnitLoad
+from kvloom.core.priority import Level
+from kvloom.fleet.placing import Arrival
 
 PAGE = 16  # tokens
 NAMES = ("m", "m1", "m2", "m3", "m4", "m5", "m6", "m7")
@@ -39,7 +41,11 @@ def model(running: int = 0, tokens: int = 0, *, page: int = PAGE, size: int = 1,
 
 
 def unit(
-    *models: ModelLoad, blocks: int = 1000, draining: bool = False, names: Sequence[str] = NAMES
+    *models: ModelLoad,
+    blocks: int = 1000,
+    draining: bool = False,
+    names: Sequence[str] = NAMES,
+    priorities: tuple[Level, ...] = (),
 ) -> UnitLoad:
     named = dict(zip(names, models, strict=False))
     used = sum(one.used_blocks for one in named.values())
@@ -50,6 +56,7 @@ def unit(
         policy="adbs",
         models=named,
         draining=draining,
+        priorities=priorities,
     )
 
 
@@ -79,7 +86,18 @@ def model_loads(draw: st.DrawFn) -> ModelLoad:
 @st.composite
 def unit_loads(draw: st.DrawFn, most: int = 2) -> UnitLoad:
     models = draw(st.lists(model_loads(), min_size=1, max_size=most))
-    return unit(*models, blocks=draw(st.integers(1, 5000)), draining=draw(st.booleans()))
+    levels = draw(st.sampled_from([(), (Level(-1, 160),), (Level(-1, 160), Level(-2, 1600))]))
+    blocks = draw(st.integers(1, 5000))
+    return unit(*models, blocks=blocks, draining=draw(st.booleans()), priorities=levels)
+
+
+arrivals = st.builds(
+    Arrival,
+    model=st.just("m"),
+    prompt=st.integers(1, 2000),
+    choices=st.integers(1, 4),
+    priority=st.integers(-3, 1),
+)
 
 
 def fleets(most: int = 6) -> st.SearchStrategy[dict[str, UnitLoad]]:

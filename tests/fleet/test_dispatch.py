@@ -10,12 +10,16 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.core.load import LevelLoad, UnitLoad
-from kvloom.core.priority import Level, level_of
-from kvloom.fleet.dispatch import Dispatch, after, freest, infaas, round_robin
+from kvloom.core.priority import Level
+from kvloom.fleet.dispatch import Dispatch, freest, infaas, round_robin
 from kvloom.fleet.freeness import freeness
-from tests.fleet.loads import fleets, model, unit, unit_loads
+from kvloom.fleet.placing import Arrival
+from tests.fleet.loads import arrivals, fleets, model, unit, unit_loads
 
 POLICIES = [freest, round_robin, infaas]
+ONE = Arrival("m", 160)
+HIGH = Level(-1, 800 * 16)
+URGENT = Arrival("m", 160, priority=-1)
 
 
 def zeros(loads: dict[str, UnitLoad]) -> dict[str, int]:
@@ -23,20 +27,46 @@ def zeros(loads: dict[str, UnitLoad]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(loads=fleets())
-def test_a_draining_unit_gets_nothing(policy: Dispatch[str], loads: dict[str, UnitLoad]) -> None:
-    chosen = policy(loads, zeros(loads))
+@given(loads=fleets(), arrival=arrivals)
+def test_a_draining_unit_gets_nothing(
+    policy: Dispatch[str], loads: dict[str, UnitLoad], arrival: Arrival
+) -> None:
+    chosen = policy(loads, zeros(loads), arrival)
     if chosen is None:
         assert all(load.draining for load in loads.values())
     else:
         assert not loads[chosen].draining
 
 
-@given(fleets())
-def test_to_the_freest(loads: dict[str, UnitLoad]) -> None:
-    chosen = freest(loads, zeros(loads))
-    if chosen is not None:
-        assert freeness(loads[chosen]) == max(freeness(load) for load in loads.values())
+@given(fleets(), arrivals)
+def test_to_the_one_that_is_freest_then(loads: dict[str, UnitLoad], arrival: Arrival) -> None:
+    chosen = freest(loads, zeros(loads), arrival)
+    free = {name: freeness(arrival.placed(load)) for name, load in loads.items()}
+    assert chosen is None or free[chosen] == max(free.values())
+
+
+@given(fleets(), arrivals, st.data())
+def test_more_headroom_makes_no_unit_the_choice(
+    loads: dict[str, UnitLoad], arrival: Arrival, data: st.DataObject
+) -> None:
+    """Whether it is of those that run there, or of those that may come."""
+    if not loads:
+        return
+    chosen, name = freest(loads, zeros(loads), arrival), data.draw(st.sampled_from(sorted(loads)))
+    more = data.draw(st.integers(1, 5000))
+    load = loads[name]
+    roomier = replace(
+        load,
+        priorities=tuple(replace(one, headroom=one.headroom + more) for one in load.priorities),
+        models={
+            served: replace(
+                own, levels=tuple(replace(one, headroom=one.headroom + more) for one in own.levels)
+            )
+            for served, own in load.models.items()
+        },
+    )
+    if name != chosen:
+        assert freest(loads | {name: roomier}, zeros(loads), arrival) == chosen
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -44,7 +74,7 @@ def test_equals_are_chosen_in_turn(policy: Dispatch[str]) -> None:
     loads = {name: unit(model(2, 320)) for name in "abc"}
     turns, seen = zeros(loads), []
     for number in range(1, 7):
-        chosen = policy(loads, turns)
+        chosen = policy(loads, turns, ONE)
         assert chosen is not None
         turns[chosen] = number
         seen.append(chosen)
@@ -59,53 +89,61 @@ def test_what_tells_them_apart() -> None:
         "queue": unit(model(2, 2 * 320, waiting=9, head_blocks=20, waiting_blocks=900)),
     }
     turns = {"many": 0, "few": 1, "queue": 2}
-    assert freest(loads, turns) == "queue"
-    assert infaas(loads, turns) == "many"
-    assert round_robin(loads, turns) == "many"
+    assert freest(loads, turns, ONE) == "queue"
+    assert infaas(loads, turns, ONE) == "many"
+    assert round_robin(loads, turns, ONE) == "many"
     del loads["queue"]
-    assert freest(loads, turns) == "few"
+    assert freest(loads, turns, ONE) == "few"
 
 
-@given(unit_loads(), st.integers(1, 8), st.integers(1, 200))
-def test_what_was_sent_counts(load: UnitLoad, sequences: int, pages: int) -> None:
-    """Who has got something is no more the freest among equals, and its memory is fuller."""
-    serving = replace(load, draining=False)
-    fuller = after(serving, "m", sequences, pages * serving.models["m"].page_blocks)
+@given(unit_loads(), arrivals)
+def test_what_was_sent_counts(load: UnitLoad, arrival: Arrival) -> None:
+    """Who has got something is no more the freest among equals, and its memory is fuller. With the first of a
+    level comes headroom that the second need not bring."""
+    serving = replace(load, draining=False, priorities=())
+    loads = {"fuller": arrival.placed(serving), "same": serving}
     turns = {"fuller": 0, "same": 1}
-    assert infaas({"fuller": fuller, "same": serving}, turns) == "same"
-    if freeness(serving) >= 0 and serving.running:
-        assert freest({"fuller": fuller, "same": serving}, turns) == "same"
+    assert infaas(loads, turns, arrival) == "same"
+    assert freest(loads, turns, arrival) == "same"
 
 
 def test_many_sent_between_two_reports_are_spread() -> None:
     loads = {"a": unit(model(4, 640)), "b": unit(model(2, 320)), "c": unit(model())}
     seen: Counter[str] = Counter()
     for number in range(30):
-        chosen = freest(loads, zeros(loads) | {"c": number})
+        chosen = freest(loads, zeros(loads) | {"c": number}, ONE)
         assert chosen is not None
         seen[chosen] += 1
-        loads[chosen] = after(loads[chosen], "m", 1, 10)
+        loads[chosen] = ONE.placed(loads[chosen])
     assert {name: loads[name].running for name in loads} == {"a": 12, "b": 12, "c": 12}
 
 
-def test_headroom_comes_once_with_the_first_of_its_level() -> None:
-    high = Level(-1, 1600)
-    one = after(unit(model(3, 480)), "m", 1, 10, high)
-    two = after(one, "m", 2, 20, high)
-    assert two.models["m"].levels == (LevelLoad(priority=-1, headroom=1600, running=3),)
-    assert freeness(one) == (1000 - 30 - 10 - 100) / 4 * 16
-    assert freeness(two) == (1000 - 30 - 30 - 100) / 6 * 16
+def test_urgent_requests_gather_and_the_others_keep_away() -> None:
+    """An urgent one runs at a: by freeness as it is, a would be the last for all."""
+    level = LevelLoad(priority=-1, headroom=HIGH.headroom, running=1)
+    loads = {"a": unit(model(4, 16 * 300, levels=(level,)), priorities=(HIGH,))}
+    loads |= {name: unit(model(5, 16 * 500), priorities=(HIGH,)) for name in "bc"}
+    assert min(loads, key=lambda name: freeness(loads[name])) == "a"
+    seen = []
+    for number in range(26):
+        arrival = URGENT if number % 2 else ONE
+        chosen = freest(loads, zeros(loads), arrival)
+        assert chosen is not None
+        seen.append(chosen)
+        loads[chosen] = arrival.placed(loads[chosen])
+    assert set(seen[1::2]) == {"a"}
+    assert Counter(seen[::2]) == {"b": 7, "c": 6}
 
 
-LEVELS = (Level(-1, 1600), Level(-10, 8000))
-
-
-@pytest.mark.parametrize(
-    ("priority", "level"), [(5, None), (0, None), (-1, -1), (-9, -1), (-10, -10), (-99, -10)]
-)
-@pytest.mark.parametrize("levels", [LEVELS, LEVELS[::-1]])
-def test_a_level_holds_for_all_that_is_more_urgent(
-    priority: int, level: int | None, levels: tuple[Level, ...]
-) -> None:
-    found = level_of(priority, levels)
-    assert (found and found.priority) == level
+def test_where_all_have_headroom_the_emptiest_gets_what_is_urgent() -> None:
+    """However many run there: what is missing is not divided among them."""
+    level = LevelLoad(priority=-1, headroom=HIGH.headroom, running=1)
+    used = {"few": (2, 410), "many": (40, 420), "none": (3, 400)}
+    loads = {
+        name: unit(model(running, 16 * pages, levels=(level,) * (name != "none")), priorities=(HIGH,))
+        for name, (running, pages) in used.items()
+    }
+    assert freest(loads, zeros(loads), URGENT) == "none"
+    del loads["none"]
+    assert freest(loads, zeros(loads), URGENT) == "few"
+    assert freest(loads, zeros(loads), ONE) == "few"

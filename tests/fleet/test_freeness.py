@@ -36,8 +36,11 @@ def paper_usage(request: Request, at: int, requests: list[Request]) -> float:
 
 
 def paper_freeness(memory: int, requests: list[Request]) -> float:
-    usage = sum(paper_usage(one, at, requests) for at, one in enumerate(requests))
-    return (memory - usage) / sum(not one.queuing for one in requests)
+    return paper_left(memory, requests) / sum(not one.queuing for one in requests)
+
+
+def paper_left(memory: int, requests: list[Request]) -> float:
+    return memory - sum(paper_usage(one, at, requests) for at, one in enumerate(requests))
 
 
 def reported(memory: int, requests: list[Request], size: int) -> UnitLoad:
@@ -72,8 +75,11 @@ requests = st.builds(
 @given(st.lists(requests, max_size=12), st.integers(1, 2048), st.integers(1, 800))
 def test_one_model_has_the_papers_freeness(some: list[Request], size: int, pages: int) -> None:
     some = [Request(PAGE), *some]  # one runs
-    ours = freeness(reported(pages * PAGE, some, size))
-    assert ours == pytest.approx(paper_freeness(pages * PAGE, some), abs=1e-6)
+    ours, memory = freeness(reported(pages * PAGE, some, size)), pages * PAGE
+    if ours >= 0:
+        assert ours == pytest.approx(paper_freeness(memory, some), abs=1e-6)
+    else:
+        assert ours == pytest.approx(paper_left(memory, some) / PAGE * size, abs=1e-6)
 
 
 def test_the_artifacts_unit() -> None:
@@ -137,9 +143,29 @@ def test_more_use_is_never_freer(load: UnitLoad, field: str, more: int) -> None:
 
 @given(unit_loads(), st.integers(1, 20))
 def test_another_sequence_is_never_freer(load: UnitLoad, pages: int) -> None:
-    """Where there is room: below zero the paper's formula divides what is missing among more."""
     own = load.models["m"]
     more = replace(own, running=own.running + 1, used_blocks=own.used_blocks + pages * own.page_blocks)
     fuller = replace(load, models={**load.models, "m": more})
-    if freeness(load) >= 0 and any(one.running for one in load.models.values()):
+    if any(one.running for one in load.models.values()):
         assert freeness(fuller) <= freeness(load)
+
+
+@given(unit_loads(), unit_loads())
+def test_below_zero_who_misses_most_is_least_free(one: UnitLoad, other: UnitLoad) -> None:
+    """Whatever runs there."""
+    one, other = (replace(load, draining=False) for load in (one, other))
+    left = [load.total_blocks - virtual_usage(load) for load in (one, other)]
+    if max(left) <= 0:
+        assert (freeness(one) < freeness(other)) == (left[0] < left[1])
+    elif min(left) <= 0:
+        assert (freeness(one) < freeness(other)) == (left[0] <= 0)
+
+
+@given(model_loads(), st.floats(1e-9, 1.0))
+def test_freeness_has_no_step_at_zero(own: ModelLoad, blocks: float) -> None:
+    """So few blocks more or less than are wanted."""
+    own = replace(own, running=own.running + 1)
+    wanted = virtual_usage(unit(own))
+    above, below = (freeness(unit(own, blocks=wanted + sign * blocks)) for sign in (1, -1))  # type: ignore[arg-type]
+    assert below < 0 < above
+    assert above - below <= 2.1 * blocks * (1 + 1 / own.token_blocks)

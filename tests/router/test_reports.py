@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 
 from kvloom.core.load import UnitLoad
+from kvloom.fleet.placing import Arrival
 from kvloom.router.report import LINGER, PERIOD, Report
 from tests.fleet.loads import model, unit
 from tests.router.fleets import Fleets, ManualClock, ask_well, body, routed, run, turns
@@ -61,12 +62,12 @@ def test_what_was_sent_since_it_was_asked_counts_once() -> None:
         watching = asyncio.create_task(report.watch())
         report.expected()
         await turns()
-        report.sent("m", 33, 2)  # 3 pages, shared by both choices
-        report.sent("unknown", 33, 2)
+        report.sent(Arrival("m", 33, 2))  # 3 pages, shared by both choices
+        report.sent(Arrival("unknown", 33, 2))
         assert running(report.expected()) == (4, 23)
         asked.leave.clear()
         await clock.advance(PERIOD)
-        report.sent("m", 16, 1)  # the unit may have told before that
+        report.sent(Arrival("m", 16))  # the unit may have told before that
         assert running(report.expected()) == (5, 24)
         asked.leave.set()
         await turns()

@@ -19,14 +19,14 @@ from kvloom.fleet.scheduler import FleetScheduler
 from kvloom.fleet.thresholds import Thresholds
 from kvloom.router.rescheduling import Rescheduler
 from tests.modelled import turns
-from tests.modelled_units import generate, prompt, run
+from tests.modelled_units import MODEL, generate, prompt, run
 from tests.router.worlds import World, world
 
 THERE = Pair("unit-0", "unit-1")
 
 
-def pairs(*some: Pair, seconds: float = 60.0) -> Pairs:
-    return Pairs(pairs=some, seconds=seconds)
+def pairs(*some: Pair, seconds: float = 60.0, floor: float = 0.0) -> Pairs:
+    return Pairs(pairs=some, seconds=seconds, floor=floor)
 
 
 async def three_at_the_first(
@@ -61,6 +61,22 @@ def test_the_shortest_goes_first_and_all_go_while_there_is_room() -> None:
                         prompt(length, first=length), request=f"r{length}", max_tokens=60, temperature=1.0
                     )
                 )
+
+    run(test)
+
+
+def test_a_destination_keeps_what_it_is_told_to_keep_free() -> None:
+    """More than half of its steps: with two requests it had fewer."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w)
+            load = await w.units[1].engine.load()
+            floor = 0.6 * load.total_blocks / load.models[MODEL].token_blocks
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                await rescheduler.pair(pairs(THERE, floor=floor))
+                await asyncio.gather(*tasks)
+                assert rescheduler.moved == 1
 
     run(test)
 
@@ -192,7 +208,7 @@ def test_a_fleet_that_cannot_be_reached_is_asked_again(caplog: pytest.LogCapture
         running = asyncio.create_task(FleetScheduler(fleet, WallClock(), period=0.001).run())
         told = await fleet.told
         running.cancel()
-        assert told == Pairs(pairs=(), seconds=0.003)
+        assert told == Pairs(pairs=(), seconds=0.003, floor=Thresholds().out)
         assert len(caplog.records) == 1  # and not one a period
 
     run(test)

@@ -17,11 +17,13 @@ class Pair(Struct, frozen=True, order=True):
     destination: str
 
 
-class Pairs(Struct, frozen=True, kw_only=True):
-    """These pairs stand for `seconds` from now, unless others are told, and none beside them."""
+class Pairs(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """These pairs stand for `seconds` from now, unless others are told, and none beside them. floor: freeness
+    that a destination keeps, in decode steps: what would leave it with less does not move there."""
 
     pairs: tuple[Pair, ...]
     seconds: Annotated[float, Meta(gt=0)]
+    floor: float = 0.0
 
 
 class FleetState(Struct, frozen=True, kw_only=True):

@@ -9,8 +9,8 @@ from typing import Final
 
 from kvloom.core.load import UnitLoad
 from kvloom.core.priority import Level
-from kvloom.fleet.dispatch import after
 from kvloom.fleet.freeness import freeness
+from kvloom.fleet.placing import after
 
 LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a move is work for both sides
 

@@ -6,6 +6,9 @@ share, and B is the blocks that a step of each of them takes: running sequences 
 over models. A count of sequences would not do: one of a large model fills the pool many times as fast as one
 of a small model. So F is decode steps, whatever the unit serves, and units can be compared. With one model F
 is the paper's; its artifact counts blocks of 16 tokens a request, which are F / 16.
+
+Below zero F is M − ΣV, in blocks: what is missing, and not a part of it for each that runs. The paper divides
+it by B as well, so of two units that miss the same the larger batch would look freer, and draw what comes.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ def batch(load: UnitLoad) -> float:
 
 
 def freeness(load: UnitLoad) -> float:
-    """Decode steps. Negative where more is wanted than there is; −∞ where the unit drains; ∞ where it is
-    idle."""
+    """Decode steps. Where more is wanted than there is, the blocks that are missing, as a negative number; −∞
+    where the unit drains; ∞ where it is idle."""
     if load.draining:
         return -math.inf
     left, step = load.total_blocks - virtual_usage(load), batch(load)
-    if step:
-        return left / step
-    return math.inf if left > 0 else 0.0  # all of it may be promised, with nothing running
+    if left <= 0:
+        return left  # also where nothing runs, and all is promised
+    return left / step if step else math.inf

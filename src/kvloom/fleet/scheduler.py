@@ -73,7 +73,8 @@ class FleetScheduler:
         self._last = decide(
             state.loads, last, now, thresholds, state.groups, state.waiting, usage=self._usage
         )
-        await self._fleet.pair(Pairs(pairs=self._last.pairs, seconds=STANDS * self._period))
+        pairs, floor = self._last.pairs, self._thresholds.out
+        await self._fleet.pair(Pairs(pairs=pairs, seconds=STANDS * self._period, floor=floor))
         steps = carried_out(self._last.steps, state.groups)
         if steps.start or steps.stop:
             await self._fleet.scale(steps)

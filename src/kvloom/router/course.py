@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from kvloom.core.address import resolve
 from kvloom.core.errors import BadRequest, KvloomError, Unavailable
 from kvloom.core.request import Event, Made, StartGenerate
+from kvloom.fleet.placing import Arrival
 from kvloom.router.fleet import Fleet
 from kvloom.router.holdings import Holdings
 from kvloom.router.progress import Progress, less_cached
@@ -104,7 +105,7 @@ class Course:
         begin = resolve(body.begin, len(prompt), "begin")
         self._holdings.is_to_compute(replica, self._fleet.to_compute(prompt, replica, begin, len(prompt)))
         self._fleet.note(prompt, replica)
-        replica.report.sent(body.model, len(prompt), len(body.choices))
+        replica.report.sent(Arrival(body.model, len(prompt), len(body.choices), body.priority))
         try:
             async with (
                 self._holdings.asking(replica, "work", name),

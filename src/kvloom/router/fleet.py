@@ -7,17 +7,20 @@ from dataclasses import dataclass, replace
 
 from kvloom.core.errors import Unavailable
 from kvloom.fleet.dispatch import Dispatch, freest, infaas
+from kvloom.fleet.placing import Arrival
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """replicas: all, in the order of the config. `among` are some of those that are up; left out, all."""
+    """replicas: all, in the order of the config. arrival: the request that is to go to one of them. `among`
+    are some of those that are up; left out, all."""
 
     model: str
     replicas: tuple[Replica, ...]
     index: PrefixIndex
+    arrival: Arrival
 
     @property
     def up(self) -> list[Replica]:
@@ -33,8 +36,8 @@ class Fleet:
         return self._chosen(min(candidates, key=lambda replica: (replica.load, replica.turn)))
 
     def freest(self, among: Sequence[Replica] | None = None) -> Replica:
-        """The one whose unit has most freeness, by its last report and what this router has sent there since.
-        Where no unit has reported lately, the least loaded."""
+        """The one whose unit has most freeness with the request, by its last report and what this router has
+        sent there since. Where no unit has reported lately, the least loaded."""
         return self._by_reports(freest, among)
 
     def emptiest(self, among: Sequence[Replica] | None = None) -> Replica:
@@ -44,7 +47,7 @@ class Fleet:
     def _by_reports(self, dispatch: Dispatch[Replica], among: Sequence[Replica] | None) -> Replica:
         candidates = self._candidates(among)
         loads = {replica: load for replica in candidates if (load := replica.report.expected())}
-        chosen = dispatch(loads, {replica: replica.turn for replica in loads})
+        chosen = dispatch(loads, {replica: replica.turn for replica in loads}, self.arrival)
         return self.least_loaded(candidates) if chosen is None else self._chosen(chosen)
 
     def nearest(

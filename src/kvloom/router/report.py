@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import reduce
 from typing import Final
 
 from kvloom.core.clock import Clock
 from kvloom.core.load import UnitLoad
-from kvloom.fleet.dispatch import after
+from kvloom.fleet.placing import Arrival
 
 PERIOD: Final = 0.5  # seconds between an answer and the next time the unit is asked
 LINGER: Final = 10.0  # seconds for which it is still asked when nobody wanted to know any more
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    model: str
-    prompt: int
-    choices: int
-
-    def added(self, load: UnitLoad) -> UnitLoad:
-        own = load.models.get(self.model)
-        if own is None:
-            return load
-        return after(load, self.model, self.choices, own.blocks(self.prompt))
 
 
 class Report:
@@ -38,7 +24,7 @@ class Report:
         self._ask = ask
         self._clock = clock
         self._load: UnitLoad | None = None
-        self._sent: list[_Sent] = []  # since it was asked last
+        self._sent: list[Arrival] = []  # since it was asked last
         self._wanted = asyncio.Event()
         self._until = 0.0
 
@@ -48,12 +34,11 @@ class Report:
         self._wanted.set()
         return self._load
 
-    def sent(self, model: str, prompt: int, choices: int) -> None:
-        """A prompt of so many tokens, to be answered so many times."""
+    def sent(self, one: Arrival) -> None:
         if self._wanted.is_set():
-            self._sent.append(_Sent(model, prompt, choices))
+            self._sent.append(one)
             if self._load is not None:
-                self._load = self._sent[-1].added(self._load)
+                self._load = one.placed(self._load)
 
     def forget(self) -> None:
         """The unit is gone, or another."""
@@ -66,7 +51,7 @@ class Report:
             while self._clock.now() < self._until:
                 self._sent.clear()
                 load = await self._ask()
-                self._load = load and reduce(lambda had, one: one.added(had), self._sent, load)
+                self._load = load and reduce(lambda had, one: one.placed(had), self._sent, load)
                 await self._clock.sleep(PERIOD)
             self._wanted.clear()
             self.forget()

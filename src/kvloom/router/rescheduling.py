@@ -37,6 +37,7 @@ class Rescheduler:
         self._roster = roster
         self._pairs: frozenset[Pair] = frozenset()
         self._until = 0.0
+        self._floor = 0.0
         self._moving: dict[Pair, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
@@ -79,6 +80,7 @@ class Rescheduler:
             one for one in pairs.pairs if one.source in units and one.destination in units
         )
         self._until = self._clock.now() + pairs.seconds
+        self._floor = pairs.floor
         for one in sorted(self._pairs - self._moving.keys()):
             self._moving[one] = self._tasks.create_task(self._work_off(one))
 
@@ -111,7 +113,7 @@ class Rescheduler:
         source, destination = units.get(pair.source), units.get(pair.destination)
         if source is None or destination is None or (load := await destination.load()) is None:
             return None
-        body = Offer(destination=_alike(load, source, destination), besides=besides)
+        body = Offer(destination=_alike(load, source, destination), floor=self._floor, besides=besides)
         return (await source.client.offer(body)).request
 
     async def _moves(self, request: str, pair: Pair) -> bool:

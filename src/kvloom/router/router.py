@@ -22,6 +22,7 @@ from kvloom.core.errors import (
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard, StartGenerate
 from kvloom.core.service import NO_PROCESS, Service
+from kvloom.fleet.placing import Arrival
 from kvloom.router.call import Call, Frames
 from kvloom.router.candidates import Candidates
 from kvloom.router.fleet import Fleet
@@ -101,9 +102,9 @@ class Router:
         will be, the request waits for that: what it was refused there does not count."""
         if body.request in self._calls:
             raise BadRequest(f"request id {body.request} is in use", param="request")
-        fleet = self._served(body.model)
+        fleet = self._served(body)
         call = self._calls[body.request] = Call(body, fleet, self._clock, self._tasks)
-        candidates = Candidates(call, fleet, lambda: self._fleet(body.model), self._waiting)
+        candidates = Candidates(call, fleet, lambda: self._fleet(body), self._waiting)
         program = self._program
         # What is received has K and V but no logits: who wants the prompt's has it computed in one place.
         attempt: Attempt = program if body.sampling.prompt_logprobs is None else least_loaded
@@ -208,12 +209,13 @@ class Router:
 
     # -- units ------------------------------------------------------------------------------------------
 
-    def _fleet(self, model: str) -> Fleet:
-        return Fleet(model, self._units.replicas(model), self._index)
+    def _fleet(self, body: StartGenerate) -> Fleet:
+        arrival = Arrival(body.model, len(body.prompt), body.n, body.priority)
+        return Fleet(body.model, self._units.replicas(body.model), self._index, arrival)
 
-    def _served(self, model: str) -> Fleet:
-        fleet = self._fleet(model)
+    def _served(self, body: StartGenerate) -> Fleet:
+        fleet = self._fleet(body)
         if not fleet.replicas:
             served = ", ".join(self._units.models) or "none"
-            raise UnknownModel(f"the model `{model}` is not served; served: {served}", param="model")
+            raise UnknownModel(f"the model `{body.model}` is not served; served: {served}", param="model")
         return fleet

@@ -81,16 +81,18 @@ def _played(cv: float, ranked: bool, scale: Scale, tell: Tell) -> tuple[Found, F
     """The urgent requests, and the others. ranked: whether anybody knows."""
     instances, requests = SIZES[scale]
     asked = list(replace(SHORT, gaps=gamma(cv), urgent=URGENT).asks(RATE * instances / INSTANCES, requests))
-    urgent = {ask.at for ask in asked if ask.priority}
     over = count(1)
 
     def told(_: Outcome) -> None:
         tell(f"CV {cv:g}, {'with' if ranked else 'without'} priorities", (ranked + next(over) / requests) / 2)
 
     played = asked if ranked else [_plain(ask) for ask in asked]
+    urgent = {
+        id(one) for one, ask in zip(played, asked, strict=True) if ask.priority
+    }  # many come at one time
     outcomes = play_outcomes(LLUMNIX, make_units(instances, LEVELS if ranked else ()), played, told)
-    of_urgent = [one for one in outcomes if one.ask.at in urgent]
-    return latencies(of_urgent), latencies([one for one in outcomes if one.ask.at not in urgent])
+    of_both = [[one for one in outcomes if (id(one.ask) in urgent) is first] for first in (True, False)]
+    return latencies(of_both[0]), latencies(of_both[1])
 
 
 def _plain(ask: Ask) -> Ask:

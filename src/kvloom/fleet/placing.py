@@ -1,0 +1,48 @@
+"""What a unit's load is once more runs there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from kvloom.core.load import LevelLoad, UnitLoad
+from kvloom.core.priority import Level, level_of
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as it is known before it runs. prompt: in tokens. choices: sequences that answer it."""
+
+    model: str
+    prompt: int
+    choices: int = 1
+    priority: int = 0
+
+    def placed(self, load: UnitLoad) -> UnitLoad:
+        """The load once it runs there, its prompt held once for all choices, at the level that its priority
+        has on that unit; the same load where its model is not served."""
+        own = load.models.get(self.model)
+        if own is None:
+            return load
+        level = level_of(self.priority, load.priorities)
+        return after(load, self.model, self.choices, own.blocks(self.prompt), level)
+
+
+def after(load: UnitLoad, model: str, sequences: int, blocks: int, level: Level | None = None) -> UnitLoad:
+    """The load once so many more sequences of `model`, which hold so many blocks together, run there. level:
+    their execution priority's."""
+    own = load.models[model]
+    levels = own.levels if level is None else _with_level(own.levels, level, sequences)
+    more = structs.replace(
+        own, running=own.running + sequences, used_blocks=own.used_blocks + blocks, levels=levels
+    )
+    free = max(0, load.free_blocks - blocks)
+    return structs.replace(load, free_blocks=free, models={**load.models, model: more})
+
+
+def _with_level(levels: tuple[LevelLoad, ...], level: Level, sequences: int) -> tuple[LevelLoad, ...]:
+    others = tuple(one for one in levels if one.priority != level.priority)
+    running = sum(one.running for one in levels if one.priority == level.priority)
+    own = LevelLoad(priority=level.priority, headroom=level.headroom, running=running + sequences)
+    return (*others, own)
