@@ -44,17 +44,17 @@ PROMPT, OUTPUT, WARM = 64, 64, 12  # tokens; OUTPUT: of those that come and go
 SHARE = 0.45  # the paper's best
 QUARTER = 0.75  # away, where home holds a quarter
 LENT = 0.3
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 VARIANTS: dict[str, WeaveSpec | None] = {
     "dedicated": None,
     "control between iterations": WeaveSpec(COLD, SHARE, LENT, control="iterations", split="none"),
     "between operators": WeaveSpec(COLD, SHARE, LENT, split="none"),
-    "operators split, 5 %": WeaveSpec(COLD, SHARE, LENT),
-    "split, 2 %": WeaveSpec(COLD, SHARE, LENT, waits=0.02),
-    "split, 1 %": WeaveSpec(COLD, SHARE, LENT, waits=0.01),
+    "operators split": WeaveSpec(COLD, SHARE, LENT),
+    "split for 2 %": WeaveSpec(COLD, SHARE, LENT, waits=0.02),
+    "split for 5 %": WeaveSpec(COLD, SHARE, LENT, waits=0.05),
 }
-ALONE, HOST, OPERATORS, SPLIT = list(VARIANTS)[:4]
+ALONE, HOST, OPERATORS, SPLIT, _, PAPER = VARIANTS
 SCARCE: dict[str, WeaveSpec | None] = {
     "a quarter of the pool, dedicated": None,
     "a quarter of the pool, woven": WeaveSpec(COLD, QUARTER, LENT),
@@ -184,15 +184,17 @@ async def span(units: Units, hot: HttpEngineClient, found: Found, over: Awaitabl
 async def paced(units: Units, weave: WeaveSpec | None, effort: Effort, found: Found) -> None:
     """All hot sequences of one age, from their WARM-th token on."""
     async with units.hot(weave, WHOLE) as hot:
-        count, tokens = effort.hot, 2 * WARM + effort.tokens + effort.hot
-        tasks = [asyncio.create_task(one(hot, f"h{i}", i, tokens)) for i in range(count)]
+        count = effort.hot
+        tasks = [asyncio.create_task(one(hot, f"h{i}", i, 2 * OUTPUT)) for i in range(count)]
         load = await until(hot, lambda load: steps(load).output_tokens_total >= count * WARM)
         end = steps(load).decode_jobs_total + effort.tokens
         away = steps(load).away
         if weave is not None and not 0.6 * SHARE < away / count < 1.4 * SHARE:
             raise RuntimeError(f"{away} of {count} are away; want a part of about {SHARE}")
         await span(units, hot, found, until(hot, lambda load: steps(load).decode_jobs_total >= end))
-        await asyncio.gather(*tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def scarce(units: Units, weave: WeaveSpec | None, effort: Effort, found: Found) -> None:
@@ -254,6 +256,7 @@ def _findings(found: dict[str, Found]) -> list[Finding]:
     return [
         Finding(what="hot, operators against iterations", value=hot[HOST] / hot[OPERATORS], least=3),
         Finding(what="hot, split against operators", value=hot[OPERATORS] / hot[SPLIT], least=1.05),
+        Finding(what="hot, split for 5 % (the paper's) against operators", value=hot[OPERATORS] / hot[PAPER]),
         Finding(what="cold, split against dedicated", value=cold[SPLIT] / cold[ALONE], most=1.1),
         Finding(what="quarter of the pool, hot tokens/s", value=rate[woven] / rate[few], least=1.4),
         Finding(what="quarter of the pool, cold", value=cold[woven] / cold[few], most=1.15),

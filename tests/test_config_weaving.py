@@ -36,6 +36,10 @@ def test_the_hot_unit_is_told_of_whom_to_borrow(file: Path) -> None:
     ]
     adapts = "weave: [{hot: unit-0, cold: unit-1, share: auto, bound: 0.1}]"
     assert woven(file, UNITS + adapts)[0] == WeaveSpec("unit-1", "auto", 0.3, 0.1)
+    baseline = "weave: [{hot: unit-0, cold: unit-1, control: iterations, split: none, waits: 0.05}]"
+    assert woven(file, UNITS + baseline)[0] == WeaveSpec(
+        "unit-1", 0.45, 0.3, control="iterations", split="none", waits=0.05
+    )
     both = "weave: [{hot: unit-0, cold: unit-1, share: 0}, {hot: unit-1, cold: unit-0, part: 1}]"
     assert woven(file, UNITS + both)[:2] == [WeaveSpec("unit-1", 0.0, 0.3), WeaveSpec("unit-0", 0.45, 1.0)]
 
@@ -49,6 +53,9 @@ def test_the_hot_unit_is_told_of_whom_to_borrow(file: Path) -> None:
         ("weave: [{hot: unit-0, cold: unit-1, share: 2}]", ["weave.0.share: 2", "0 to 1, or `auto`"]),
         ("weave: [{hot: unit-0, cold: unit-1, share: yes}]", ["weave.0.share: True", "0 to 1, or `auto`"]),
         ("weave: [{hot: unit-0, cold: unit-1, bound: 0}]", ["weave.0.bound"]),
+        ("weave: [{hot: unit-0, cold: unit-1, waits: 2}]", ["weave.0.waits"]),
+        ("weave: [{hot: unit-0, cold: unit-1, control: host}]", ["weave.0.control", "iterations"]),
+        ("weave: [{hot: unit-0, cold: unit-1, split: 5}]", ["weave.0.split", "none"]),
         ("weave: [{hot: unit-0, cold: unit-1, part: 0}]", ["weave.0.part"]),
         ("weave: [{hot: unit-0, cold: unit-7}]", ["weave.0.cold", "no unit 'unit-7'"]),
         ("weave: [{hot: a, cold: unit-1}]", ["weave.0.hot", "no unit 'a'"]),

@@ -118,22 +118,23 @@ class TorchExecutor:
 
     def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
         """Logits of the rows `kept` [R]: [R or more, V]. slot: of the thread that this is."""
-        view, forward, attender = self._views[job.model], self._models[job.model].forward, self.attender
-        polls = attender is not None and not attender.launches and attender.lively()
-        if attender is None or not (polls or attender.launches):
-            state = ForwardState(job.plan, view)
-            state.copy_pages(job.plan.copies)
-            return forward(job.tokens, kept, state)
+        attender = self.attender
+        if attender is None or not (attender.launches or attender.lively()):
+            return self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
         with attender.polled():
-            state = (
-                PolledState(job.plan, view, attender, attender.split(job.model))
-                if polls
-                else ForwardState(job.plan, view)
-            )
-            state.copy_pages(job.plan.copies)
-            logits = forward(job.tokens, kept, state)
+            if attender.launches:
+                logits = self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
+            else:
+                state = PolledState(job.plan, self._views[job.model], attender, attender.split(job.model))
+                logits = self._through(job, kept, state)
+                if state.pieces:
+                    attender.landed(state.pieces)
             attender.poll()
             return logits
+
+    def _through(self, job: Job, kept: I64, state: ForwardState) -> Tensor:
+        state.copy_pages(job.plan.copies)
+        return self._models[job.model].forward(job.tokens, kept, state)
 
     def _woven(self, job: Job, away: Away, kept: I64) -> tuple[Tensor, str | None]:
         """Logits, and why those of the rows away, and of what was moved, mean nothing."""
@@ -144,8 +145,7 @@ class TorchExecutor:
         except KvloomError as error:
             lost = error.message
         state = WovenState(job.plan, self._views[job.model], away, loan, lost)
-        state.copy_pages(job.plan.copies)
-        return self._models[job.model].forward(job.tokens, kept, state), state.lost
+        return self._through(job, kept, state), state.lost
 
 
 def commit_arena(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: int, ranks: int = 1) -> Arena:
