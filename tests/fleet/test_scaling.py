@@ -13,6 +13,7 @@ from kvloom.core.load import UnitLoad
 from kvloom.core.replicas import Scale
 from kvloom.fleet.freeness import freeness
 from kvloom.fleet.scaling import Drain, Outside, Start, Step, fewest_running, mean_freeness, rescale
+from kvloom.fleet.usage import wanted
 from tests.fleet.loads import model, unit
 
 SCALE = Scale(least=2, most=4, low=100, high=400, seconds=10)
@@ -86,6 +87,17 @@ def test_an_idle_unit_is_not_infinitely_free() -> None:
 def test_large_blocks_weigh_more() -> None:
     small, large = unit(model(4, 16 * 900)), replace(unit(model(4, 16 * 500)), block_bytes=3 * 4096)
     assert mean_freeness({"a": small, "b": large}) == (100 + 3 * 500) / (4 + 3 * 4) * 16
+
+
+def test_who_counts_all_that_waits_has_another_unit_sooner() -> None:
+    """INFaaS++ does: a queue of 400 pages, of which the first that waits needs 10."""
+    queue = unit(model(4, 16 * 500, waiting=40, head_blocks=10, waiting_blocks=400))
+    loads = {"a": queue, "b": queue}
+    assert mean_freeness(loads) == 2 * 490 / 8 * 16
+    assert mean_freeness(loads, wanted) == 2 * 100 / 8 * 16
+    low = Scale(least=1, most=4, low=500, high=5000, seconds=10)
+    assert rescale(loads, 0, None, 0.0, low) == (None, None)
+    assert rescale(loads, 0, Outside("low", 0.0), 10.0, low, usage=wanted) == (None, Start())
 
 
 @st.composite
