@@ -14,12 +14,12 @@ MOST_PARTS: Final = 64  # that an operator is run in
 
 
 class Operator(NamedTuple):
-    """seconds: that one of it takes, its start with it. count: how many a job has. most: parts in which one
+    """seconds: that one of it takes, its start with it. number: how many a job has. most: parts in which one
     can be run."""
 
     name: str
     seconds: float
-    count: int
+    number: int
     most: int
 
 
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     the tokens, and numbers a token that pass through memory."""
 
     name: str
-    count: int
+    number: int
     multiplied: float
     read: float
     passed: float
@@ -101,7 +101,7 @@ def operators_of(
         splits = part.read > 0 or part.name == "attention"
         if part.name == "attention":
             seconds += attention
-        found.append(Operator(part.name, seconds, shape.layers * part.count, MOST_PARTS if splits else 1))
+        found.append(Operator(part.name, seconds, shape.layers * part.number, MOST_PARTS if splits else 1))
     weights = shape.vocab * shape.hidden
     head = _seconds(Part("head", 1, weights, weights, 0), drawn, shape.itemsize, pace)
     return (*found, Operator("head", start + head, 1, MOST_PARTS))

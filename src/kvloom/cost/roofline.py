@@ -103,7 +103,7 @@ class Roofline:
     def start(self) -> float:
         """The fitted time of a layer's starts, over its operators."""
         layer = max(self._shapes.values(), key=lambda shape: shape.layers)
-        return self._constants.kernels / sum(part.count for part in layer_parts(layer, 1.0))
+        return self._constants.kernels / sum(part.number for part in layer_parts(layer, 1.0))
 
     @property
     def poll(self) -> float:
@@ -132,8 +132,9 @@ class Roofline:
         return max(0.0, parts.device(*self._slower(work.share)) - parts.host)
 
     def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
+        pair = 2 * self._constants.attention * shape.heads * shape.head_dim * shape.itemsize / self._compute
         held = context + rows * (1 + self._sequence)
-        return self.start + held * shape.kv_bytes / self._memory / shape.layers
+        return self.start + (context + rows) * pair + held * shape.kv_bytes / self._memory / shape.layers
 
     def _slower(self, share: float) -> tuple[float, float]:
         """How many times longer computing and reading take on a share."""

@@ -41,7 +41,7 @@ class Cut(NamedTuple):
 
 def parts_of(operators: Sequence[Operator], ahead: float, most: float) -> tuple[int, ...]:
     """Algorithm 1, for each single operator in order. most: seconds of a layer's stall."""
-    limits = [one.most for one in operators for _ in range(one.count)]
+    limits = [one.most for one in operators for _ in range(one.number)]
     return tuple(split(_times(operators), ahead, most, limits))
 
 
@@ -63,4 +63,4 @@ def issued(work: Work, cost: Operated) -> Cut:
 
 
 def _times(operators: Sequence[Operator]) -> list[float]:
-    return [one.seconds for one in operators for _ in range(one.count)]
+    return [one.seconds for one in operators for _ in range(one.number)]

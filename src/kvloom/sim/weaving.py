@@ -50,6 +50,7 @@ class ModelledWeaver:
         self._lent: Strand | None = None
         self.tasks = 0.0  # seconds of own jobs that served tasks have taken
         executor.loans = self
+        executor.stride = 1  # what steps take of late is reported, and decided by
 
     # -- what the engine calls --------------------------------------------------------------------------
 

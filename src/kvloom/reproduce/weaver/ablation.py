@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvloom.core.spec import WeaveSpec
 from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
 from kvloom.reproduce.weaver import published
 from kvloom.reproduce.weaver.point import Load, play_points
-from kvloom.reproduce.weaver.setup import COLD, Trace
-from kvloom.reproduce.weaver.systems import PART, SHARE, System, woven
+from kvloom.reproduce.weaver.setup import Trace
+from kvloom.reproduce.weaver.systems import SHARE, System, weave, woven
 
 DEVICE: Final = "A100-40"
 BATCH: Final = 128  # of the hot model, all the time: no rate is told, and under CPU control none would do
@@ -19,9 +18,9 @@ PROMPT: Final = 749
 LONGEST: Final = 400.0  # seconds
 
 CONTROLLED: Final = (
-    System("CPU control", woven(WeaveSpec(COLD, SHARE, PART, control="iterations", split="none"))),
-    System("+ GPU control", woven(WeaveSpec(COLD, SHARE, PART, split="none"))),
-    System("+ operator splitting", woven(WeaveSpec(COLD, SHARE, PART))),
+    System("CPU control", woven(weave(SHARE, "iterations", "none"))),
+    System("+ GPU control", woven(weave(SHARE, split="none"))),
+    System("+ operator splitting", woven(weave(SHARE))),
 )
 
 

@@ -89,9 +89,7 @@ def figure_4(scale: Scale, tell: Tell) -> Report:
     )
 
 
-def _azure(
-    most: Mapping[tuple[str, str], Run], steady: Mapping[tuple[float | None, str], Point]
-) -> list[Cell]:
+def _azure(most: Mapping[tuple[str, str], Run], steady: Mapping[tuple[float, str], Point]) -> list[Cell]:
     where = f"A100-40, {AZURE.name}"
     dedicated, weaver = (most[where, system.name].point for system in (DEDICATED, WEAVER))
     at_most, high, woven = "at most", steady[HIGH, DEDICATED.name], steady[HIGH, WEAVER.name]
@@ -148,7 +146,7 @@ def _orders(most: Mapping[tuple[str, str], Run]) -> list[Claim]:
     return claims
 
 
-def _paces(steady: Mapping[tuple[float | None, str], Point]) -> list[Claim]:
+def _paces(steady: Mapping[tuple[float, str], Point]) -> list[Claim]:
     def pair(rate: float) -> tuple[Point, Point]:
         return steady[rate, DEDICATED.name], steady[rate, WEAVER.name]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvloom.core.spec import WeaveSpec
+from kvloom.core.spec import Control, Splitting, WeaveSpec
 from kvloom.reproduce.muxserve.runtime import Hosted, UnderMPS
 from kvloom.reproduce.weaver.setup import COLD, HOT, unit
 from kvloom.sim.unit import SimulatedUnit
@@ -15,6 +15,14 @@ SHARE: Final = 0.45  # of the sequences that are away: the paper's best (section
 PART: Final = 0.8  # of the cold unit's pool, lent
 SIZE: Final = "7b"  # by which MuxServe's estimator knows models like these
 SHARES: Final = (0.9, 0.3)  # of MuxServe's decode processes: its largest, and its smallest (ICML 2024)
+
+
+WAITS: Final = 0.05  # of a step: algorithm 1's threshold
+
+
+def weave(share: float, control: Control = "operators", split: Splitting = "auto") -> WeaveSpec:
+    """The relation of the cold unit to the hot one."""
+    return WeaveSpec(COLD, share, PART, control=control, split=split, waits=WAITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +68,10 @@ def woven(weave: WeaveSpec) -> Callable[[str, float, float], list[SimulatedUnit]
 
 def sharing(share: float) -> System:
     """Weaver with another share."""
-    return System(f"Weaver, {100 * share:.0f} %", woven(WeaveSpec(COLD, share, PART)))
+    return System(f"Weaver, {100 * share:.0f} %", woven(weave(share)))
 
 
 DEDICATED: Final = System("dedicated", dedicated)
 MUXSERVE: Final = System("MuxServe", multiplexed)
 TEMPORAL: Final = System("Mux-Temporal", temporal)
-WEAVER: Final = System("Weaver", woven(WeaveSpec(COLD, SHARE, PART)))
+WEAVER: Final = System("Weaver", woven(weave(SHARE)))
