@@ -65,6 +65,20 @@ def test_a_unit_of_fewer_cores() -> None:
     assert Measured(PROFILE, cores=2).seconds(work) == MODEL.seconds(replace(work, share=0.5))
 
 
+@given(all_works)
+def test_a_jobs_operators_take_as_long_as_it_does(work: Work) -> None:
+    alone = MODEL.operators(work)
+    assert sum(one.seconds * one.number for one in alone) == pytest.approx(MODEL.seconds(work))
+    assert MODEL.queued(work) == MODEL.seconds(work)
+
+
+def test_attention_is_what_a_step_takes_longer_for_its_context() -> None:
+    shape = MODEL.shape("one")
+    assert MODEL.attention("one", shape, 4, 1000) * shape.layers == pytest.approx(
+        MODEL.seconds(Work.decode("one", 1.0, [250] * 4)) - MODEL.seconds(Work.decode("one", 1.0, [0] * 4))
+    )
+
+
 def test_one_outlier_of_three_does_not_count() -> None:
     assert all(max(timed.seconds) > 8 * min(timed.seconds) for timed in PROFILE.jobs)
     for timed in PROFILE.jobs:

@@ -85,6 +85,17 @@ units:
   - {models: [one, two], threads: 1, replicas: {least: 1, most: 2, low: 1e7, high: 1e8, seconds: 1s}}
 """
 
+WOVEN = """\
+threads: 2
+kv_memory: 16MiB
+block_bytes: 4KiB
+models: {one: made/up, two: made/up}
+units:
+  - {models: [one], threads: 1}
+  - {models: [two], threads: 1}
+weave: [{hot: unit-0, cold: unit-1, share: 0.5}]
+"""
+
 
 def write_files(folder: Path) -> None:
     """A plan and a config with a profile, the workloads for each, and others that are wrong."""
@@ -101,6 +112,8 @@ def write_files(folder: Path) -> None:
     (folder / "ranks.yaml").write_text(
         re.sub(r"replicas: {.*?}", "tensor_parallel: 2", still).replace("1, t", "2, t")
     )
+    (folder / "woven.yaml").write_text(WOVEN)
+    (folder / "apart.yaml").write_text(WOVEN.replace("0.5", "0"))
     write_profile(make_profile(), folder / "profile.json")
     write_profile(replace(make_profile(), hosted=HOSTED), folder / "hosted.json")
     (folder / "small.yaml").write_text(SPEC)

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from kvloom.cli import main
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import WeaveSpec
 from kvloom.cost.operators import Operator
@@ -25,7 +27,9 @@ from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import play
 from kvloom.sim.unit import SimulatedUnit, modelled_executor, timed_link
 from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.results import read_results
 from tests.sim.fleets import SHAPES, Plain, prompt_of, unit
+from tests.sim.plans import write_files
 
 HOT, COLD = "small", "deep"
 LAYERS = SHAPES[HOT].layers
@@ -66,7 +70,7 @@ def units(weave: WeaveSpec, *, hot: int = 400, cold: int = 400) -> list[Simulate
 def played(given: Sequence[SimulatedUnit], asks: Sequence[Ask]) -> dict[Ask, Outcome]:
     """Laws 1 and 4 hold afterwards, over both pools and the loan's."""
 
-    async def main() -> dict[Ask, Outcome]:
+    async def run() -> dict[Ask, Outcome]:
         found: dict[Ask, Outcome] = {}
         clock = LoopClock(asyncio.get_running_loop())
 
@@ -90,7 +94,7 @@ def played(given: Sequence[SimulatedUnit], asks: Sequence[Ask]) -> dict[Ask, Out
         assert all(not one.error and one.tokens == one.ask.output for one in found.values())
         return found
 
-    return run_virtual(main())
+    return run_virtual(run())
 
 
 def ask(model: str, at: float, prompt: int, output: int) -> Ask:
@@ -158,7 +162,7 @@ def test_a_hot_unit_short_of_room_answers_sooner_with_a_loan() -> None:
 def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
     crowd = [ask(COLD, 0.6, 100, 100) for _ in range(6)]  # the pool holds two of them
 
-    async def main() -> None:
+    async def run() -> None:
         clock, lent, found = LoopClock(asyncio.get_running_loop()), list[int](), list[Outcome]()
         async with simulated(units(woven(1.0)), load_program("data_parallel")) as fleet:
             await clock.sleep(1.0)
@@ -178,13 +182,13 @@ def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
         cold.pool.check()
         assert cold.pool.available == cold.pool.total
 
-    run_virtual(main())
+    run_virtual(run())
 
 
 def test_a_share_that_adapts_rises_in_need_and_falls_as_the_cold_unit_suffers() -> None:
     shares = list[float]()
 
-    async def main(bound: float) -> None:
+    async def run(bound: float) -> None:
         clock, found = LoopClock(asyncio.get_running_loop()), list[Outcome]()
         given = units(WeaveSpec(COLD, "auto", 0.3, bound), hot=100)
         hot = [ask(HOT, 1.0 + 0.05 * n, 60, 80) for n in range(40)]
@@ -203,12 +207,26 @@ def test_a_share_that_adapts_rises_in_need_and_falls_as_the_cold_unit_suffers() 
             await play(fleet.router, asks, prompt_of, clock, found.append)
             looking.cancel()
 
-    run_virtual(main(10.0))
+    run_virtual(run(10.0))
     assert shares == sorted(shares)
     assert max(shares) >= 0.5
     shares.clear()
-    run_virtual(main(0.05))
+    run_virtual(run(0.05))
     assert any(after < before for before, after in pairwise(shares))
+
+
+def test_a_config_weaves_on_a_machine_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for config in ("woven.yaml", "apart.yaml"):
+        words = ["--profile", "hosted.json", "--workload", "measured.yaml", "--json", "out.json"]
+        assert main(["simulate", config, *words]) == 0
+        found.append(read_results(Path("out.json")))
+        assert (found[-1].total.requests, found[-1].total.errors) == (40, 0)
+    assert found[0].models["one"].per_token != found[1].models["one"].per_token
 
 
 def test_a_device_without_operators_cannot_weave() -> None:

@@ -8,6 +8,7 @@ import random
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace as but
 from statistics import median
 from typing import Final
 
@@ -16,7 +17,9 @@ from msgspec.structs import replace
 from kvloom.core.errors import ConfigError
 from kvloom.core.job import Phase
 from kvloom.cost.curve import Curve
+from kvloom.cost.operators import MOST_PARTS, Operator, layer_parts
 from kvloom.cost.profile import Crowded, Profile, Timed
+from kvloom.cost.shape import ModelShape
 from kvloom.cost.spread import Spread
 from kvloom.cost.work import Work
 
@@ -47,19 +50,26 @@ class _Shares:
 
 
 class Measured:
-    """Satisfies `CostModel`. cores: that the unit has; all of the profile's by default.
+    """Satisfies `Operated`. cores: that the unit has; all of the profile's by default.
 
     A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
     context, fitted for each model and number of cores to what was measured. Beside others a job takes as many
     times longer as pairs of such jobs did, in proportion to the others' shares, and where all shares are
     more than the whole, as many times more.
+
+    Operators were not measured. Attention is what a job takes longer for its pairs and its context; the rest
+    is spread over the products by the weights that they read. Starts and polls are in it, or nothing.
     """
+
+    start: Final = 0.0
+    poll: Final = 0.0
 
     def __init__(self, profile: Profile, cores: int | None = None) -> None:
         self._cores = cores or profile.cores
         self._shares = _fit_all(profile)
         self._crowding = _crowding(profile.crowded, profile.cores, profile.shapes)
         self._between = _between(profile)
+        self._shapes = profile.shapes
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         kind = work.model, work.phase is Phase.DECODE
@@ -76,6 +86,28 @@ class Measured:
             rate = self._crowding.get((kind, (other.model, other.phase is Phase.DECODE)), 0.0)
             slower += rate * other.share
         return alone * slower * max(1.0, together)
+
+    def shape(self, model: str) -> ModelShape:
+        return self._shapes[model]
+
+    def operators(self, work: Work) -> tuple[Operator, ...]:
+        shape, whole = self._shapes[work.model], self.seconds(work)
+        products = self.seconds(but(work, pairs=0, context=0))
+        read = [part for part in layer_parts(shape, shape.experts) if part.read]
+        head = shape.vocab * shape.hidden
+        each = products / (shape.layers * sum(part.read for part in read) + head)
+        found = [Operator(part.name, part.read * each, shape.layers, MOST_PARTS) for part in read]
+        attention = Operator("attention", (whole - products) / shape.layers, shape.layers, MOST_PARTS)
+        return (*found, attention, Operator("head", head * each, 1, MOST_PARTS))
+
+    def queued(self, work: Work) -> float:
+        """A job is issued as one."""
+        return self.seconds(work)
+
+    def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
+        """Of a model that this machine was measured with."""
+        step = Work(model, Phase.DECODE, 1.0, rows, rows, rows, rows + context, context)
+        return (self.seconds(step) - self.seconds(but(step, context=0))) / shape.layers
 
     def between(self, sequences: int) -> float:
         """Seconds of the engine's own work from the result of a step of so many sequences to the next launch;

@@ -57,11 +57,11 @@ def _in_muxserve(made: SimulatedUnit) -> SimulatedUnit:
     return replace(made, cost=Hosted(UnderMPS(made.cost, made.spec), {HOT: SIZE, COLD: SIZE}))
 
 
-def woven(weave: WeaveSpec) -> Callable[[str, float, float], list[SimulatedUnit]]:
+def woven(spec: WeaveSpec) -> Callable[[str, float, float], list[SimulatedUnit]]:
     """A GPU each, and the hot model's sequences in part away."""
 
     def units(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
-        return [unit(HOT, device, [HOT], weave=weave), unit(COLD, device, [COLD])]
+        return [unit(HOT, device, [HOT], weave=spec), unit(COLD, device, [COLD])]
 
     return units
 
