@@ -97,7 +97,9 @@ def test_who_waits_is_told_apart_by_who_is_first() -> None:
 def test_levels_tell_who_runs(priorities: tuple[int, ...], told: dict[int, int]) -> None:
     seen: list[UnitLoad] = []
     run_with([order(number, 6, priority=one) for number, one in enumerate(priorities, 1)], seen, polls=20)
-    load = next(load.models["wide"] for load in reversed(seen) if load.running == 2)
+    unit = next(load for load in reversed(seen) if load.running == 2)
+    assert unit.priorities == LEVELS
+    load = unit.models["wide"]
     assert {level.priority: level.running for level in load.levels} == told
     assert all(level.headroom == {-1: 8, -5: 32}[level.priority] for level in load.levels)
 

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket, resolve
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable, UnknownModel
 from kvloom.core.load import ModelLoad, UnitLoad
+from kvloom.core.priority import Level
 from kvloom.core.request import (
     EndEvent,
     Event,
@@ -154,6 +155,7 @@ class LedgerEngine:
         self.priorities: list[int] = []  # of its sends
         self.load_models: dict[str, ModelLoad] = {}
         self.total_blocks = 8
+        self.levels: tuple[Level, ...] = ()
         self.draining = False
         self.aborts: list[tuple[str, int | None]] = []
         self._world = world
@@ -183,6 +185,7 @@ class LedgerEngine:
             policy="adbs",
             models=self.load_models,
             draining=self.draining,
+            priorities=self.levels,
         )
 
     async def prep_recv(self, body: PrepRecv) -> Prepared:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from msgspec.structs import replace
+
 from kvloom.core.load import UnitLoad
+from kvloom.core.priority import Level
 from kvloom.fleet.placing import Arrival
 from kvloom.router.report import LINGER, PERIOD, Report
 from tests.fleet.loads import model, unit
@@ -88,6 +91,7 @@ async def reported(fleets: Fleets, *loads: UnitLoad) -> None:
     for engine, load in zip(fleets.engines, loads, strict=True):
         engine.load_models = load.models
         engine.total_blocks = load.total_blocks
+        engine.levels = load.priorities
     await ask_well(fleets.router, body())
     await turns()
     fleets.journal.clear()
@@ -104,6 +108,29 @@ def test_freest_goes_by_the_reports_and_what_was_sent() -> None:
             tasks = [asyncio.create_task(ask_well(fleets.router, body(160))) for _ in range(10)]
             await turns()
             assert Counter(call.unit for call in fleets.journal) == {"b": 4, "c": 6}
+            for engine in fleets.engines:
+                engine.gate.set()
+            await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_urgent_requests_follow_the_first_of_them_before_any_report_tells_of_it() -> None:
+    """To the emptiest unit, which counts as fuller than the others from then on."""
+
+    async def test() -> None:
+        async with routed(3, "freest") as fleets:
+            level = (Level(-1, 48 * 16),)
+            used = (640, 320, 640)
+            await reported(fleets, *[unit(model(2, one), blocks=80, priorities=level) for one in used])
+            for engine in fleets.engines:
+                engine.gate.clear()
+            tasks = []
+            for priority in (-1, 0, -1, 0, -1, 0):
+                request = replace(body(16), priority=priority)
+                tasks.append(asyncio.create_task(ask_well(fleets.router, request)))
+                await turns()
+            assert "".join(call.unit for call in fleets.journal) == "bcbabc"
             for engine in fleets.engines:
                 engine.gate.set()
             await asyncio.gather(*tasks)
