@@ -146,3 +146,39 @@ def test_the_plan_is_algorithm_1s_over_what_was_measured() -> None:
     assert told[-1] == pytest.approx(cut([4e-5, 1e-5, 4e-6], step.parts.tolist()))
     step.begin([8, 2, 8, 1])
     assert step.parts.tolist() == [1, 1, 1, 1]
+
+
+def test_many_rows_go_in_runs(tmp_path: Path) -> None:
+    model = load(make_checkpoint(tmp_path, "qwen3"))
+    rows, lengths = 4, [40, 1, 47, 12]
+    tokens, kept = np.random.default_rng(2).integers(0, VOCAB, 100), np.cumsum(lengths) - 1
+    with attending() as (_, attender, _), attender.polled():
+        step = Split(attender.split("m").poll, lambda: Rule(0.0, 5e-6), lambda _: None)
+        states: list[PolledState] = []
+
+        def state(plan: Plan, view: Tensor) -> PolledState:
+            states.append(PolledState(plan, view, attender, step))
+            return states[-1]
+
+        given = (model.forward, tokens, lengths, kept, state)
+        whole = Batch(model.geometry, rows).forward(*given)
+        step.ran(100, [1.0])
+        in_runs = Batch(model.geometry, rows).forward(*given)
+        assert step.runs(100) == 3
+        assert len(states[1].pieces) > 2 * len(states[0].pieces)
+        torch.testing.assert_close(in_runs, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_runs_are_as_many_as_the_longest_product_needs() -> None:
+    rule: list[Rule | None] = [Rule(1e-3, 2e-3)]
+    step = Split(0, lambda: rule[0], lambda _: None)
+    assert step.runs(512) == 1
+    step.ran(512, [0.001, 0.019, 0.004])
+    assert step.runs(512) == 4  # of 5 ms each
+    assert step.runs(128) == 1
+    step.ran(512, [0.001, 0.0095])
+    assert step.runs(512) == 2
+    rule[0] = Rule(0.0, 1e-6)
+    assert step.runs(512) == 16
+    rule[0] = None
+    assert step.runs(512) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvloom.kernels.cpu import rotate
@@ -50,14 +51,37 @@ class DecoderLayer:
     mlp: GatedMLP
 
     def prefill(
-        self, x: Tensor, cos: Tensor, sin: Tensor, state: ForwardState, kept: Tensor | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        state: ForwardState,
+        kept: Tensor | None = None,
+        runs: int = 1,
     ) -> Tensor:
-        """x [N, H] → [N, H], or its rows `kept` alone: after the last layer's K and V nobody needs others."""
+        """x [N, H] → [N, H], or its rows `kept` alone: after the last layer's K and V nobody needs others.
+        runs: of rows, one after the other, into which products are cut, so that others wait less."""
+        if runs > 1:
+            return self._in_runs(x, cos, sin, state, kept, runs)
         qkv = self.qkv(self.before(x))
         mixed = state.attend(self.index, *self.heads.split(qkv, cos, sin), self.scoring).flatten(1)
         if kept is not None:
             x, mixed = x[kept], mixed[kept]
         return self.finish(x, mixed, state.poll)
+
+    def _in_runs(
+        self, x: Tensor, cos: Tensor, sin: Tensor, state: ForwardState, kept: Tensor | None, runs: int
+    ) -> Tensor:
+        products = []
+        for rows in x.tensor_split(runs):
+            products.append(self.qkv(self.before(rows)))
+            state.poll()
+        heads = self.heads.split(torch.cat(products), cos, sin)
+        mixed = state.attend(self.index, *heads, self.scoring).flatten(1)
+        if kept is not None:
+            return self.finish(x[kept], mixed[kept], state.poll)
+        parts = zip(x.tensor_split(runs), mixed.tensor_split(runs), strict=True)
+        return torch.cat([self.finish(*rows, state.poll) for rows in parts])
 
     def finish(self, x: Tensor, mixed: Tensor, between: Between = at_once) -> Tensor:
         """What comes after attention's output mixed [N, q · size]. between: called after each product."""

@@ -23,7 +23,7 @@ class Sisters:
     threads do not see this one's product."""
 
     def __init__(self, product: nn.Module, sizes: Sequence[int]) -> None:
-        self._product = product
+        self.product = product
         self._sizes = list(sizes)
         self._last = _Last()
 
@@ -31,7 +31,7 @@ class Sisters:
         last = self._last
         if last.x is not x:
             last.x, last.left = x, len(self._sizes)
-            last.parts = self._product(x).split(self._sizes, -1)
+            last.parts = self.product(x).split(self._sizes, -1)
         part = last.parts[index]
         last.left -= 1
         if not last.left:
@@ -44,6 +44,11 @@ class Sister(nn.Module):
         super().__init__()
         self._sisters = sisters
         self._index = index
+
+    @property
+    def product(self) -> nn.Module:
+        """Hers, and her sisters'."""
+        return self._sisters.product
 
     def forward(self, x: Tensor) -> Tensor:
         return self._sisters.part(x, self._index)

@@ -65,9 +65,10 @@ class Straight:
     def _layers(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
         parts = self._parts
         x = parts.embedding(tokens)
+        runs = 1 if state.polled is None else state.polled.runs(len(x))
         for layer in parts.layers[:-1]:
-            x = layer.prefill(x, cos, sin, state)
-        x = parts.layers[-1].prefill(x, cos, sin, state, kept)
+            x = layer.prefill(x, cos, sin, state, runs=runs)
+        x = parts.layers[-1].prefill(x, cos, sin, state, kept, runs)
         x = parts.norm(x)
         state.poll()
         logits: Tensor = parts.head(x)

@@ -3,48 +3,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import select
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from kvloom.kernels.mail import Desk, End, Lent, Mail
 from kvloom.model.gpu.operations import Operations
 from kvloom.model.gpu.partitions import Lane
 
+_LOOKS = 500  # of a launch while no forward runs: half a millisecond, for which one that begins waits
+_SLICE = 0.05  # seconds between two looks at whether the borrower lives
+
+
+class _Here(threading.local):
+    """Of this thread's forward."""
+
+    lane: int | None = None
+
 
 class DeviceAttender:
-    """One loan's tasks, each done by the forward whose poll finds it. A poll is a launch on the forward's own
-    lane, of which the host learns nothing; while no forward runs, nobody looks.
+    """One loan's tasks, each done on the device by whichever launch finds it: one of a forward of our own
+    models, which polls between its operators (`on`), or, while none runs, one of a thread's.
 
-    Where the borrower breaks the rules the device takes no more tasks: `over` says so.
-    """
+    ended: called once, on any thread, with the reason, when the borrower has left, is gone or breaks the
+    rules; not by `close`. From then on no lent block is touched."""
 
     def __init__(
-        self, mail: Mail, lent: Lent, lanes: Sequence[Lane], operations: Operations, start: int
+        self,
+        mail: Mail,
+        lent: Lent,
+        start: int,
+        lanes: Sequence[Lane],
+        idle: Lane,
+        operations: Operations,
+        borrower: int,
+        ended: Callable[[str], None],
+        looks: int = _LOOKS,
     ) -> None:
-        """start: what the mailbox' counters begin with."""
+        """start: what the mailbox' counters begin with. lanes: of forwards. idle: of the thread. borrower:
+        its process' id. Raises OSError where it is gone."""
         self._mail = mail
         self._lent = lent
         self._lanes = list(lanes)
+        self._idle = idle
         self._operations = operations
-        self._desk = Desk(len(lanes), start, mail.words.device)
+        self._ended = ended
+        self._looks = looks
+        self._process = os.pidfd_open(borrower)
+        self._desk = Desk(len(lanes) + 1, start, mail.words.device)
+        self._here = _Here()
+        self._ending = threading.Lock()  # over `_over`
+        self._over = False
+        self._working = 0
+        self._free = threading.Condition()
+        self._resting = threading.Lock()  # a launch of the thread's
+        self._thread = threading.Thread(target=self._watch, name="weave", daemon=True)
+        self._thread.start()
 
-    def poller(self, lane: Lane) -> Callable[[], None]:
-        """Looks for a task once, on the lane, which must have been entered; may be recorded."""
-        number = self._lanes.index(lane)
-        return lambda: self._operations.serve(self._mail, self._desk, self._lent, number)
+    def poll(self) -> None:
+        """In a forward: look for a task once, on its lane; may be recorded."""
+        lane = self._here.lane
+        if lane is not None:
+            self._operations.serve(self._mail, self._desk, self._lent, lane)
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        """While in it, this thread's forward polls, on the lane, which it has entered."""
+        with self._free:
+            self._working += 1
+        with self._resting:  # what the thread has launched is over
+            self._here.lane = self._lanes.index(lane)
+        try:
+            yield
+        finally:
+            self._here.lane = None
+            with self._free:
+                self._working -= 1
+                self._free.notify_all()
 
     @property
     def over(self) -> End:
-        """Why no more tasks are taken; waits for what the device has been asked for."""
+        """Why no more tasks are taken, as the device has it."""
         return End(int(self._desk.over))
 
     def close(self) -> None:
-        """Take no more tasks; when it returns, none is under way. No recording that polls may be replayed
-        once the mailbox is gone."""
-        if self.over is End.NONE:
-            self._desk.over.fill_(End.CLOSED)
-        over = self.over  # has reached the device
-        for lane in self._lanes:
-            with lane.lock:
-                mark = lane.mark()
-            mark.wait()
-        self._mail.word("over").fill_(over)
+        """Take no more tasks; when it returns, none is under way. Waits for what lanes have been asked
+        for."""
+        self._end(End.CLOSED, None)
+        self._thread.join()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        try:
+            while not self._over:
+                self._rest()
+                if self.over is End.FORGED:
+                    self._end(End.FORGED, "the borrower has written what cannot be")
+                elif int(self._mail.word("left")) or poll.poll(0):
+                    self._end(End.CLOSED, "the borrower has left")
+        finally:
+            os.close(self._process)
+            self._end(End.FAILED, "this unit failed to look for tasks")
+
+    def _rest(self) -> None:
+        """While no forward runs, poll; else give it time."""
+        with self._free:
+            if self._working:
+                self._free.wait(_SLICE)
+                return
+        with self._resting:
+            if not self._working:
+                with self._idle.entered():
+                    self._operations.serve(self._mail, self._desk, self._lent, len(self._lanes), self._looks)
+                self._idle.mark().wait()
+
+    def _end(self, why: End, reason: str | None) -> None:
+        with self._ending:
+            if self._over:
+                return
+            self._over = True
+            if self.over is End.NONE:
+                self._desk.over.fill_(why)
+            over = self.over  # the device has it
+            for lane in (*self._lanes, self._idle):
+                with lane.lock:
+                    mark = lane.mark()
+                mark.wait()
+            self._mail.word("over").fill_(over)
+        if reason is not None:
+            with suppress(RuntimeError):  # the loop that it would tell is closed
+                self._ended(reason)

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import numpy as np
 import torch
@@ -84,8 +85,14 @@ class GpuExecutor:
                         break
 
     def lend(self, attender: DeviceAttender | None) -> None:
-        """From the next job on forwards poll for its tasks; with None, none does."""
-        self._polled = PolledSteps(attender, self._models, self._buffers) if attender else None
+        """From the next job on forwards poll for its tasks; with None, none does. Waits for jobs that are
+        asking the device just now."""
+        with ExitStack() as stack:
+            for lane in self._device.partitions.lanes:
+                stack.enter_context(lane.lock)
+            if self._polled is not None:
+                self._polled.close()
+            self._polled = PolledSteps(attender, self._models, self._buffers) if attender else None
 
     @property
     def cards(self) -> dict[str, ModelCard]:
@@ -154,7 +161,7 @@ class GpuExecutor:
         self, job: Job, lane: Lane, staging: Staging
     ) -> tuple[list[int], Sequence[TokenLogprob | None], list[TokenLogprob]]:
         model, draws = self._models[job.model], Draws.of(job.samples)
-        with torch.inference_mode(), lane.lock, lane.entered():
+        with torch.inference_mode(), lane.lock, lane.entered(), self._polling(lane):
             run = self._decode if job.phase is Phase.DECODE else self._prefill
             logits, sent = run(model, job, lane, staging, draws)
             count = len(job.samples)
@@ -163,6 +170,10 @@ class GpuExecutor:
             tokens, mark = staging.fetch(ids), lane.mark()
         mark.wait()
         return tokens.tolist(), reports, prompts
+
+    def _polling(self, lane: Lane) -> AbstractContextManager[None]:
+        """With the lane's lock, which keeps `_polled` what it is."""
+        return self._polled.attender.on(lane) if self._polled else nullcontext()
 
     def _decode(
         self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws
@@ -201,7 +212,7 @@ class GpuExecutor:
             for send in plan.sends:
                 send.shipment.put(send.parcel(plan.page_map, layer))
 
-        poll = self._polled.attender.poller(lane) if self._polled else _nothing
+        poll = self._polled.attender.poll if self._polled else _nothing
         return _prefill(model, sent.arrays, written, poll), sent
 
     def _rehearse(self, model: DeviceModel, tokens: int) -> None:

@@ -60,7 +60,7 @@ class _Step:
 
 class DecodeSteps:
     """A batch runs by the smallest recording that holds it; where there is none, as it is. poll: called
-    around each layer's attention, and recorded with it."""
+    after each layer's attention, and recorded with it."""
 
     def __init__(
         self, model: DeviceModel, lane: Lane, buffers: Buffers, poll: Callable[[], None] = lambda: None

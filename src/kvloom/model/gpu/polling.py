@@ -1,19 +1,23 @@
-"""Decode steps of a unit that lends: recorded with its polls in them."""
+"""Decode steps of a unit that lends: recorded with its polls in them, one after each product and each
+attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+from torch import nn
 
 from kvloom.core.job import Job
 from kvloom.model.gpu.attender import DeviceAttender
 from kvloom.model.gpu.graphs import Buffers, DecodeSteps, buckets_up_to
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.partitions import Lane
+from kvloom.model.sisters import Sister
 
 
 class PolledSteps:
     """For one loan: recordings have its mailbox' address. Each is made when a batch first needs it, by a
-    thread that holds the lane's lock."""
+    thread that holds the lane's lock. To be made and closed while no forward runs."""
 
     def __init__(
         self, attender: DeviceAttender, models: Mapping[str, DeviceModel], buffers: Mapping[Lane, Buffers]
@@ -23,15 +27,31 @@ class PolledSteps:
         self._buffers = buffers
         self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
         self._plain: set[str] = set()  # models that cannot be recorded
+        self._hooks = [
+            product.register_forward_hook(lambda *_: attender.poll())
+            for model in models.values()
+            for product in _products(model.module)
+        ]
 
     def steps(self, job: Job, lane: Lane) -> DecodeSteps:
         """With a recording of the job's size, where the model can be recorded."""
         known = self._steps.get((job.model, lane))
         if known is None:
-            model, poll = self._models[job.model], self.attender.poller(lane)
+            model, poll = self._models[job.model], self.attender.poll
             known = self._steps[job.model, lane] = DecodeSteps(model, lane, self._buffers[lane], poll)
         sizes = buckets_up_to(self._buffers[lane].rows)
         rows = min((size for size in sizes if size >= job.tokens.size), default=0)
         if rows and job.model not in self._plain and not known.recorded(rows) and not known.record(rows):
             self._plain.add(job.model)
         return known
+
+    def close(self) -> None:
+        """Forwards do not poll any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _products(module: nn.Module) -> Iterator[nn.Linear]:
+    """Each once; sisters have one together."""
+    found = (one.product if isinstance(one, Sister) else one for one in module.modules())
+    yield from {id(one): one for one in found if isinstance(one, nn.Linear)}.values()

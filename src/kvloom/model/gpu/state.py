@@ -36,8 +36,8 @@ class _State:
         written: Callable[[int], None],
         poll: Callable[[], None],
     ) -> None:
-        """written: called after each layer's write, on whose stream it is. poll: called before and after each
-        layer's attention, where others may have something to do."""
+        """written: called after each layer's write, on whose stream it is. poll: called after each layer's
+        attention, where others may have something to do."""
         self._operations = operations
         self._places = places
         self._written = written
@@ -45,7 +45,6 @@ class _State:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]."""
-        self._poll()
         places = self._places
         self._operations.write_kv(
             places.arena, places.page_map, layer, k, v, places.slot_page, places.slot_offset

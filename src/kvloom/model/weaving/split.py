@@ -13,6 +13,7 @@ from kvloom.core.splitting import cut, split
 
 _AGAIN = 32  # steps after which the plan is made anew
 _NEW = 0.1  # weight of a step in the mean of an operator's time
+_FEWEST = 32  # rows of a run: fewer would have the weights read too often
 
 
 class Rule(NamedTuple):
@@ -24,8 +25,8 @@ class Rule(NamedTuple):
 
 
 class Split:
-    """Of one model's steps. Operators are the step kernel's stages. parts [S]: of each; times [S + 4]: what
-    the kernel measures, in nanoseconds, and room for its clock."""
+    """Of one model's forwards. Operators are the step kernel's stages. parts [S]: of each; times [S + 4]:
+    what the kernel measures, in nanoseconds, and room for its clock."""
 
     def __init__(
         self, poll: int, rule: Callable[[], Rule | None], landed: Callable[[list[float]], None]
@@ -38,8 +39,24 @@ class Split:
         self._means: list[float] = []
         self._left = 1
         self._limits: Sequence[int] = ()
+        self._longest = 0.0  # seconds a row, of the longest operator of forwards that go layer by layer
+        self._runs = 1  # of the last such forward
         self.parts: I64 = np.ones(0, np.int64)
         self.times: I64 = np.zeros(0, np.int64)
+
+    def runs(self, rows: int) -> int:
+        """Into how many runs of rows a forward of many, which goes layer by layer, cuts its products: so many
+        that the longest, did all take as long, would stall by no more than is allowed."""
+        rule = self._rule()
+        bound = rule.ahead + 2 * rule.most if rule else 0.0
+        wanted = -(-self._longest * rows // bound) if bound else 1
+        self._runs = int(max(1, min(wanted, rows // _FEWEST)))
+        return self._runs
+
+    def ran(self, rows: int, times: list[float]) -> None:
+        """Such a forward has ended; it looked for tasks after each of these times, in seconds."""
+        self._longest = max(times, default=0.0) * self._runs / rows
+        self._landed(times)
 
     def begin(self, limits: Sequence[int]) -> None:
         """A step of operators that can have so many parts each."""

@@ -64,7 +64,7 @@ class TorchWeaver:
 
     def waits(self) -> Waits | None:
         attender = self._executor.attender
-        return attender and attender.waits()
+        return None if attender is None else attender.waits()
 
     def recall(self) -> bool:
         attender, self._executor.attender = self._executor.attender, None
