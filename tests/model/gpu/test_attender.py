@@ -4,7 +4,12 @@ that they give without."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +21,49 @@ from kvloom.kernels import mail_reference
 from kvloom.kernels.mail import End
 from kvloom.model.gpu.attender import DeviceAttender
 from kvloom.model.gpu.device import Device
+from kvloom.model.gpu.executor import GpuExecutor
 from kvloom.model.gpu.operations import Operations, plain_operations, triton_operations
 from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import HostStream
+from kvloom.model.gpu.streams import HostMark, HostStream
 from tests import interpreter
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.kernels.loaned import Loaned, Shape, scale_of
 from tests.model.gpu.engines import COMPUTE, running_on_device
 
-COUNT = 3
+COUNT, DEADLINE = 2, 20.0
 PROMPT = [5, 9, 200, 17, 3]
+
+
+class _Slow(HostStream):
+    """What is asked of it takes a moment, as a launch that looks again and again."""
+
+    def mark(self) -> HostMark:
+        time.sleep(0.002)
+        return HostMark()
+
+
+def one_lane() -> Device:
+    return Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, HostStream()), []))
+
+
+@contextmanager
+def attending(
+    loan: Loaned,
+    device: Device,
+    operations: Operations,
+    borrower: int | None = None,
+    ended: Callable[[str], None] = lambda why: None,
+) -> Iterator[DeviceAttender]:
+    """The lender's end of a loan; nobody waits long for its idle thread."""
+    lanes, idle = device.partitions.lanes, Lane(COMPUTE, _Slow())
+    made = DeviceAttender(
+        loan.mail, loan.lent, loan.start, lanes, idle, operations, borrower or os.getpid(), ended, looks=0
+    )
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.fixture(params=["plain", "triton"])
@@ -42,63 +79,117 @@ def operations(request: pytest.FixtureRequest) -> Iterator[Operations]:
         yield replace(plain_operations(), serve=partial(triton_operations().serve, programs=2))
 
 
-def test_tasks_are_done_on_the_way(tmp_path: Path, operations: Operations) -> None:
-    path = make_checkpoint(tmp_path, "mistral", num_hidden_layers=2)
-    device = Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, HostStream()), []))
-    shape = Shape()
-    loan = Loaned(shape)
-    lanes = device.partitions.lanes
-    attender = DeviceAttender(loan.mail, loan.lent, lanes, operations, loan.start)
+class Decoding:
+    """The borrower's step: tasks for all layers, of which as many as there are slots are posted at once."""
 
-    def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
-        torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)
+    def __init__(self, loan: Loaned) -> None:
+        self._loan = loan
+        self._wanted: list[torch.Tensor] = []
+
+    def post(self, lengths: list[int]) -> None:
+        loan, scale = self._loan, scale_of(self._loan.shape)
+        loan.begin(lengths)
+        q, k, v = loan.rows(len(lengths))
+        for layer in range(loan.shape.slots):
+            mail_reference.post(loan.mail, loan.pad, q, k, v, layer, scale)
+            self._wanted.append(loan.wanted(layer, q, k, v, scale))
+
+    def collect(self, looks: int = 0) -> None:
+        for wanted in self._wanted:
+            out = torch.empty(wanted.shape)
+            mail_reference.collect(self._loan.mail, self._loan.pad, out, looks)
+            assert not int(self._loan.pad.status)
+            torch.testing.assert_close(out.double(), wanted, rtol=2e-5, atol=2e-5)
+        self._wanted.clear()
+
+
+def test_tasks_are_done_on_the_way(
+    tmp_path: Path, operations: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By forwards alone: the thread is kept from it."""
+    monkeypatch.setattr(DeviceAttender, "_rest", lambda self: time.sleep(0.01))
+    path = make_checkpoint(tmp_path, "mistral", num_hidden_layers=1)
+    device, loan = one_lane(), Loaned(Shape())
+    decoding = Decoding(loan)
 
     async def serve() -> None:
-        async with running_on_device(spec_of({"m": path}, max_running=1), device, operations) as (
-            engine,
-            executor,
-        ):
+        spec = spec_of({"m": path}, max_running=1)
+        async with running_on_device(spec, device, operations) as (engine, executor):
             alone = (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens
-            executor.lend(attender)
-            for step in range(2):
-                loan.begin([step + 2, 4])
-                asked = loan.rows(2)
-                wanted = []
-                for layer in range(2):  # as many as there are slots
-                    mail_reference.post(loan.mail, loan.pad, *asked, layer, scale_of(shape))
-                    wanted.append(loan.wanted(layer, *asked, scale_of(shape)))
-                assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
-                for one in wanted:
-                    out = torch.empty_like(asked[0])
-                    mail_reference.collect(loan.mail, loan.pad, out, 0)
-                    assert not int(loan.pad.status)
-                    check(out, one)
-            attender.close()
-            mail_reference.post(loan.mail, loan.pad, *asked, 0, 1.0)
+            with attending(loan, device, operations) as attender:
+                executor.lend(attender)
+                for step in range(2):
+                    decoding.post([step + 2, 4])
+                    assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
+                    decoding.collect()
+            decoding.post([4])
             done = int(loan.mail.word("done"))
             assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
             assert int(loan.mail.word("done")) == done
             executor.lend(None)
+            assert attender.over is End(int(loan.mail.word("over"))) is End.CLOSED
+            assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
 
     asyncio.run(serve())
-    assert attender.over is End(int(loan.mail.word("over"))) is End.CLOSED
 
 
-def test_who_breaks_the_rules_is_found_out_without_the_host(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, "mistral", num_hidden_layers=1)
-    device = Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, HostStream()), []))
-    loan = Loaned(Shape())
-    loan.begin([3])
-    mail_reference.post(loan.mail, loan.pad, *loan.rows(1), 0, 1.0)
-    loan.mail.lengths[0] = 1 << 30
-    attender = DeviceAttender(loan.mail, loan.lent, device.partitions.lanes, plain_operations(), loan.start)
+def test_a_poll_after_each_product_and_each_attention(tmp_path: Path) -> None:
+    """q, k and v are one product, gates and up another; and the head's."""
+    path, device, loan, polls = make_checkpoint(tmp_path, "llama"), one_lane(), Loaned(Shape()), []
+    operations = replace(plain_operations(), serve=lambda *a: polls.append(a[3]))
 
-    async def serve() -> None:
+    async def serve() -> GpuExecutor:
         async with running_on_device(spec_of({"m": path}, max_running=1), device) as (engine, executor):
-            executor.lend(attender)
-            assert len((await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens[0]) == COUNT
+            with attending(loan, device, operations) as attender:
+                executor.lend(attender)
+                await ask(engine, body("m", PROMPT, max_tokens=1))  # a prefill
+                executor.lend(None)
+            return executor
 
-    asyncio.run(serve())
-    assert attender.over is End.FORGED
-    attender.close()
-    assert int(loan.mail.word("over")) == End.FORGED
+    executor = asyncio.run(serve())
+    layers = executor.geometries["m"].layers
+    assert polls.count(0) == 5 * layers + 1
+
+
+def test_while_no_forward_runs_the_thread_polls() -> None:
+    loan, device = Loaned(Shape()), one_lane()
+    decoding = Decoding(loan)
+    with attending(loan, device, plain_operations()):
+        decoding.post([2, 3])
+        decoding.collect(looks=10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("word", "why", "reason"),
+    [
+        ("left", End.CLOSED, "the borrower has left"),
+        ("posted", End.FORGED, "the borrower has written what cannot be"),
+    ],
+)
+def test_what_ends_a_loan_is_told(word: str, why: End, reason: str) -> None:
+    loan, told, reasons = Loaned(Shape()), threading.Event(), []
+
+    def ended(why: str) -> None:
+        reasons.append(why)
+        told.set()
+
+    with attending(loan, one_lane(), plain_operations(), ended=ended) as attender:
+        loan.mail.word(word).add_(5)
+        assert told.wait(DEADLINE)
+    assert reasons == [reason]
+    assert attender.over is End(int(loan.mail.word("over"))) is why
+
+
+def test_a_borrower_that_is_killed_is_noticed() -> None:
+    told, reasons = threading.Event(), []
+    process = subprocess.Popen(["sleep", "60"])
+
+    def ended(why: str) -> None:
+        reasons.append(why)
+        told.set()
+
+    with attending(Loaned(Shape()), one_lane(), plain_operations(), process.pid, ended):
+        process.kill()
+        assert told.wait(DEADLINE)
+    process.wait()
+    assert reasons == ["the borrower has left"]
