@@ -86,6 +86,9 @@ class Roofline:
         self._constants = constants
         self._memory = constants.bandwidth * device.bandwidth * gpus
         self._compute = constants.compute * device.flops * gpus
+        layer = max(shapes.values(), key=lambda shape: shape.layers)
+        self.start = constants.kernels / sum(part.number for part in layer_parts(layer, 1.0))
+        self.poll = constants.poll
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         own = self._parts(work)
@@ -98,16 +101,6 @@ class Roofline:
             more_compute, more_memory = self._parts(other).demand(*self._slower(other.share / crowd))
             compute, memory = compute + more_compute, memory + more_memory
         return own.seconds(slower[0] * max(1.0, compute), slower[1] * max(1.0, memory))
-
-    @property
-    def start(self) -> float:
-        """The fitted time of a layer's starts, over its operators."""
-        layer = max(self._shapes.values(), key=lambda shape: shape.layers)
-        return self._constants.kernels / sum(part.number for part in layer_parts(layer, 1.0))
-
-    @property
-    def poll(self) -> float:
-        return self._constants.poll
 
     def shape(self, model: str) -> ModelShape:
         return self._shapes[model]

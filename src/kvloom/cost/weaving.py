@@ -49,9 +49,10 @@ def cut_up(operators: Sequence[Operator], parts: Sequence[int], cost: Operated) 
     """parts: of each single operator in order; all whole where it is empty."""
     times = _times(operators)
     pieces = parts or (1,) * len(times)
-    each = ((cost.start + (t - cost.start) / n, n) for t, n in zip(times, pieces, strict=True))
+    start = cost.start
+    each = ((start + (t - start) / n, n) for t, n in zip(times, pieces, strict=True))
     cut = tuple(t for t, n in each for _ in range(n))
-    return Cut(cut, (len(cut) - len(times)) * cost.start + len(cut) * cost.poll)
+    return Cut(cut, (len(cut) - len(times)) * start + len(cut) * cost.poll)
 
 
 def issued(work: Work, cost: Operated) -> Cut:
