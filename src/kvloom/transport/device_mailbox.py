@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvloom.core.arrays import I32
 from kvloom.core.errors import BadRequest, ConfigError
-from kvloom.kernels.mail import LINE, WORDS, Mail, Pad, signed
+from kvloom.kernels.mail import LINE, WORDS, End, Mail, Pad, signed
 from kvloom.transport.cuda_ipc_memory import DeviceMemory
 from kvloom.transport.mailbox import START, MailboxForm, layout, refuse_slots, size_of
 
@@ -115,3 +115,7 @@ class BorrowedMailbox:
         mail.tables[:count, :width] = torch.from_numpy(tables).to(here)
         mail.head[0] = torch.tensor([self._iteration, count, len(changed)], dtype=torch.int32).to(here)
         self.pad.step.copy_(torch.tensor([self._iteration, count, first], dtype=torch.int32))
+
+    def close(self) -> None:
+        """Tell the lender that no more comes."""
+        self.mail.word("left").fill_(End.CLOSED)
