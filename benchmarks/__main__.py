@@ -14,6 +14,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   streaming      what the gateway adds, and how many tokens it streams
   shared-prefix  prompts with common beginnings over two engines; with --trace FILE also those of a trace
   migration      a context moved against computed again
+  weaving        what having attention done elsewhere costs and brings
   downtime       how long a request that moves keeps its caller waiting
   truth          what the simulation says of this machine against what it does
   throughput     one model against vLLM and transformers
@@ -47,6 +48,7 @@ from benchmarks import (
     transfer,
     truth,
     verbs,
+    weaving,
 )
 from benchmarks.peers import prepare
 from benchmarks.places import BUILD, VLLM_VENV
@@ -84,6 +86,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "streaming": lambda: streaming.measure(streams, console),
         "shared-prefix": lambda: shared_prefix.measure(options.trace, console, talks),
         "migration": lambda: migration.measure(rounds, console, [500] if quick else [*migration.WANTED]),
+        "weaving": lambda: weaving.measure(weaving.QUICK if quick else weaving.Effort(), console),
         "downtime": lambda: downtime.measure(moves, console),
     }
 

@@ -26,7 +26,8 @@ def test_waits_are_told_by_the_model_and_as_measured() -> None:
         expected_beyond=5.0,
         expected_stall=6.0,
     )
-    text = Metrics(WallClock()).render({"a": unit(waits), "b": unit(None)}, {"a": "up", "b": "up"}, {}).decode()
+    loads = {"a": unit(waits), "b": unit(None)}
+    text = Metrics(WallClock()).render(loads, {"a": "up", "b": "up"}, {}).decode()
     told = [line for line in text.splitlines() if line.startswith("kvloom_weave_wait_seconds{")]
     assert told == [
         f'kvloom_weave_wait_seconds{{source="{source}",unit="a",wait="{name}"}} {value}'
