@@ -9,14 +9,16 @@ import msgspec
 import pytest
 import torch
 from tools.gpu_check import main
-from tools.gpu_checks import beside
+from tools.gpu_checks import beside, mailbox
 from tools.gpu_checks.llama import Jobs
 from tools.gpu_checks.report import Figure, Report, Run
 
 from kvloom.core.job import Phase
+from kvloom.kernels import mail_reference
 from kvloom.model.gpu.device import host_device
 from kvloom.model.gpu.loading import load_executor
 from kvloom.model.gpu.operations import plain_operations
+from kvloom.transport.mailbox import MailboxForm
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 
@@ -40,6 +42,18 @@ def test_its_jobs_run_again_and_again(tmp_path: Path) -> None:
     assert len(steps) == 2
     assert prefills > 0
     jobs.executor.close()
+
+
+def test_tasks_through_a_mailbox_are_looked_at() -> None:
+    form = MailboxForm(2, 3, 2, 6, 1, 4, 2, 16)
+    loan = mailbox.Loan(form, "float32", torch.device("cpu"), 9)
+    twins = mailbox.Kernels(mail_reference.serve, mail_reference.post, mail_reference.collect)
+    lane = host_device(4).partitions.whole
+    mailbox.right(loan, twins, lane, lane, close=1e-6)
+    assert mailbox.idle(loan, twins, lane).unit == "µs"
+    never = mailbox.Kernels(lambda *_: None, mail_reference.post, lambda mail, pad, out, looks: None)
+    with pytest.raises(AssertionError):
+        mailbox.right(loan, never, lane, lane, close=1e-6)
 
 
 def test_what_fails_is_told_and_the_rest_runs(tmp_path: Path) -> None:

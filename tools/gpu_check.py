@@ -1,9 +1,10 @@
 """Run on a GPU what CI cannot: `make gpu-check`, or python -m tools.gpu_check [--json FILE] [--no-tests].
 
 First the tests that need a device, then figures against what the device allows in the same run: decode steps,
-a long prefill, partitions, K and V between processes, decode beside prefill, and transformers' own continuous
-batching. Nothing is downloaded; weights are random, of Llama-3-8B's shape. Within nine minutes on an H100.
-Exits with 0 where all ran, 1 where something was wrong or could not run, and 2 where there is no CUDA device.
+a long prefill, partitions, tasks through a mailbox, K and V between processes, decode beside prefill, and
+transformers' own continuous batching. Nothing is downloaded; weights are random, of Llama-3-8B's shape.
+Within nine minutes on an H100. Exits with 0 where all ran, 1 where something was wrong or could not run,
+and 2 where there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _check(file: Path, *, tests: bool) -> int:
 
 def _executor(run: Run) -> list[Figure]:
     """One executor for all that is measured of it; its memory is free afterwards."""
-    from tools.gpu_checks import beside, llama, peers, smids, steps  # noqa: PLC0415
+    from tools.gpu_checks import beside, llama, mailbox, peers, smids, steps  # noqa: PLC0415
 
     from kvloom.model.gpu.device import cuda_device  # noqa: PLC0415
     from kvloom.model.gpu.green import cut_green  # noqa: PLC0415
@@ -78,6 +79,7 @@ def _executor(run: Run) -> list[Figure]:
 
     device = cuda_device(0, cut_green)
     run.check("partitions", lambda: smids.disjoint(device))
+    run.check("a mailbox between two sides", lambda: mailbox.between_sides(device))
     executor = llama.load(device, triton_operations(), kv_bytes=KV_BYTES, most_running=128)
     jobs = llama.Jobs(executor, 512)
     run.check("decode steps", lambda: steps.decode_steps(jobs))
