@@ -12,11 +12,14 @@ from kvloom.cost.shapes import find_shape
 from kvloom.cost.work import Work
 from kvloom.reproduce.llumnix.downtime import RECOMPUTED, downtime, figure_10
 from kvloom.reproduce.llumnix.point import INFAAS, LLUMNIX, ROUND_ROBIN, Point, Times
-from kvloom.reproduce.llumnix.priorities import section_64
+from kvloom.reproduce.llumnix.priorities import Found, Seconds, section_64, told_apart
+from kvloom.reproduce.llumnix.priorities import Run as PriorityRun
+from kvloom.reproduce.llumnix.priorities import report_of as report_of_64
 from kvloom.reproduce.llumnix.published import Curves, read_curves
 from kvloom.reproduce.llumnix.serving import TRAFFICS, Run, figure_11, report_of
 from kvloom.reproduce.llumnix.setup import HOST, LONG, MODEL, POOL, SHAREGPT, SHORT, make_units
 from kvloom.workload.arrivals import gamma
+from kvloom.workload.ask import Ask, Outcome
 
 CURVES = """{"source": "a test", "figures": {"ShareGPT": {"prefill_p99_s": {"Llumnix": [[7.0, 1.5]]}}}}"""
 
@@ -86,6 +89,24 @@ def test_claims_say_at_which_rate_they_hold() -> None:
     assert (told.column, told.ours) == ("P99 decode, ms", 100.0)
     assert told.paper == pytest.approx(120.9)
     assert len(report.grids[0].rows) == 4
+
+
+def test_urgent_requests_are_told_apart_from_others_that_come_with_them() -> None:
+    asks = [Ask(at=1.0, model=MODEL, prompt=8, output=9, priority=0) for _ in range(3)]
+    ends = zip(asks, (2.0, 4.0, 6.0), strict=True)
+    outcomes = [Outcome(ask=ask, first=1.0, end=end, tokens=9) for ask, end in ends]
+    found = told_apart(outcomes, asks[1:2])
+    assert (found.urgent.request, found.others.request) == (4.0, 4.0)
+    assert told_apart(outcomes, asks[2:]).urgent.request == 6.0
+
+
+def test_priorities_are_worth_it_only_where_the_others_hardly_lose() -> None:
+    slow, fast, slower = (Seconds(mean, 0.1, 0.6, 0.05) for mean in (7.8, 6.0, 8.3))
+    report = report_of_64([PriorityRun(8, Found(slow, slow), Found(fast, slower))])
+    assert [claim.verdict for claim in report.claims] == ["holds", "fails"]
+    assert report.cells[0].paper == pytest.approx(8.54 / 5.68)
+    assert report.cells[0].ours == pytest.approx(1.3)
+    assert [row[:3] for row in report.grids[0].rows][1] == ("8", "urgent", "no")
 
 
 def test_figure_11_and_priorities_in_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
 from kvloom.core.priority import Level
-from kvloom.reproduce.llumnix.point import LLUMNIX, Times, latencies, play_outcomes
+from kvloom.reproduce.llumnix.point import LLUMNIX, latencies, play_outcomes
 from kvloom.reproduce.llumnix.setup import INSTANCES, POOL, SHORT, SIZES, make_units
-from kvloom.reproduce.report import Cell, Claim, Report, Scale, Tell
+from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
 from kvloom.workload.arrivals import gamma
 from kvloom.workload.ask import Ask, Outcome
 
@@ -31,33 +32,53 @@ PAPER: Final = {
 FASTER, SLOWER = 1.3, 0.05  # urgent requests at the most bursts; the others
 _COLUMNS: Final = ("mean", "mean prefill", "P99 prefill", "mean decode")
 
-Found = tuple[Times, Times, Times]  # to the first token, between tokens, to the last
+
+class Seconds(NamedTuple):
+    """Means of whole requests, to the first token, its P99, and between tokens."""
+
+    request: float
+    prefill: float
+    prefill_p99: float
+    decode: float
+
+    @staticmethod
+    def of(outcomes: Sequence[Outcome]) -> Seconds:
+        prefill, decode, request = latencies(outcomes)
+        return Seconds(request.mean, prefill.mean, prefill.p99, decode.mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    urgent: Seconds
+    others: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """plain: where nobody knows what is urgent."""
+
+    burst: int
+    plain: Found
+    ranked: Found
 
 
 def section_64(scale: Scale, tell: Tell) -> Report:
     """S-S in bursts; a tenth of the requests is urgent."""
     bursts = BURSTS if scale == "full" else BURSTS[1:2]
-    cells, gains, losses = list[Cell](), list[float](), list[float]()
+    runs = []
     for at, cv in enumerate(bursts):
-        part = _part(tell, at, len(bursts))
-        plain, urgent = (_played(cv, ranked, scale, part) for ranked in (False, True))
-        for column, i in zip(_COLUMNS, range(4), strict=True):
-            before, now = (_numbers(found[0])[i] for found in (plain, urgent))
-            old, new = (PAPER[cv][side][i] for side in range(2))
-            cells.append(
-                Cell(
-                    row=f"CV {cv}, urgent",
-                    column=f"{column}: times as fast",
-                    paper=old / new,
-                    ours=before / now,
-                )
-            )
-        gains.append(plain[0][2].mean / urgent[0][2].mean)
-        losses.append(urgent[1][2].mean / plain[1][2].mean - 1)
+        plain, ranked = (_played(cv, known, scale, _part(tell, at, len(bursts))) for known in (False, True))
+        runs.append(Run(cv, plain, ranked))
+    return report_of(runs)
+
+
+def report_of(runs: Sequence[Run]) -> Report:
+    gains = [run.plain.urgent.request / run.ranked.urgent.request for run in runs]
+    losses = [run.ranked.others.request / run.plain.others.request - 1 for run in runs]
     return Report(
         name="section 6.4",
         title=f"priorities: S-S, {RATE:g} req/s in bursts, {URGENT:.0%} urgent",
-        cells=tuple(cells),
+        cells=tuple(cell for run in runs for cell in _cells(run)),
         claims=(
             Claim(
                 said=f"urgent requests are up to {FASTER}× as fast, or faster",
@@ -70,15 +91,42 @@ def section_64(scale: Scale, tell: Tell) -> Report:
                 found=f"by {max(losses):.1%} at the most",
             ),
         ),
+        grids=(
+            Grid(
+                title="seconds",
+                heads=("CV", "requests", "priorities", *_COLUMNS),
+                rows=tuple(row for run in runs for row in _rows(run)),
+            ),
+        ),
     )
+
+
+def _cells(run: Run) -> Iterator[Cell]:
+    old, new = PAPER[run.burst]
+    ours = zip(run.plain.urgent, run.ranked.urgent, strict=True)
+    for column, paper, (before, now) in zip(_COLUMNS, zip(old, new, strict=True), ours, strict=True):
+        row = f"CV {run.burst}, urgent"
+        yield Cell(row=row, column=f"{column}: times as fast", paper=paper[0] / paper[1], ours=before / now)
+
+
+def _rows(run: Run) -> Iterator[tuple[str, ...]]:
+    for known, found, paper in zip(("no", "yes"), (run.plain, run.ranked), PAPER[run.burst], strict=True):
+        for who, some in (
+            ("urgent, in the paper", paper),
+            ("urgent", found.urgent),
+            ("others", found.others),
+        ):
+            request, prefill, p99, decode = some
+            shown = f"{request:.2f}", f"{prefill:.3f}", f"{p99:.2f}", f"{decode:.4f}"
+            yield (str(run.burst), who, known, *shown)
 
 
 def _part(tell: Tell, at: int, of: int) -> Tell:
     return lambda what, part: tell(what, (at + part) / of)
 
 
-def _played(cv: float, ranked: bool, scale: Scale, tell: Tell) -> tuple[Found, Found]:
-    """The urgent requests, and the others. ranked: whether anybody knows."""
+def _played(cv: float, ranked: bool, scale: Scale, tell: Tell) -> Found:
+    """ranked: whether anybody knows what is urgent."""
     instances, requests = SIZES[scale]
     asked = list(replace(SHORT, gaps=gamma(cv), urgent=URGENT).asks(RATE * instances / INSTANCES, requests))
     over = count(1)
@@ -87,18 +135,16 @@ def _played(cv: float, ranked: bool, scale: Scale, tell: Tell) -> tuple[Found, F
         tell(f"CV {cv:g}, {'with' if ranked else 'without'} priorities", (ranked + next(over) / requests) / 2)
 
     played = asked if ranked else [_plain(ask) for ask in asked]
-    urgent = {
-        id(one) for one, ask in zip(played, asked, strict=True) if ask.priority
-    }  # many come at one time
     outcomes = play_outcomes(LLUMNIX, make_units(instances, LEVELS if ranked else ()), played, told)
-    of_both = [[one for one in outcomes if (id(one.ask) in urgent) is first] for first in (True, False)]
-    return latencies(of_both[0]), latencies(of_both[1])
+    return told_apart(outcomes, [one for one, ask in zip(played, asked, strict=True) if ask.priority])
+
+
+def told_apart(outcomes: Sequence[Outcome], urgent: Sequence[Ask]) -> Found:
+    """urgent: asks of the outcomes, these very ones: in a burst others come at the same time."""
+    known = {id(ask) for ask in urgent}
+    first, others = ([one for one in outcomes if (id(one.ask) in known) is own] for own in (True, False))
+    return Found(Seconds.of(first), Seconds.of(others))
 
 
 def _plain(ask: Ask) -> Ask:
     return structs.replace(ask, priority=0)
-
-
-def _numbers(found: Found) -> tuple[float, float, float, float]:
-    prefill, decode, request = found
-    return request.mean, prefill.mean, prefill.p99, decode.mean
