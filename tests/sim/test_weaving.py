@@ -17,7 +17,6 @@ from kvloom.core.spec import WeaveSpec
 from kvloom.cost.operators import Operator
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
-from kvloom.engine.engine import Engine
 from kvloom.router.program import load_program
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.fleet import simulated
@@ -97,6 +96,13 @@ def played(given: Sequence[SimulatedUnit], asks: Sequence[Ask]) -> dict[Ask, Out
     return run_virtual(run())
 
 
+def pace(weave: WeaveSpec, asks: Sequence[Ask]) -> float:
+    """Seconds a token of the first of these."""
+    found = played(units(weave), asks)[asks[0]].per_token
+    assert found is not None
+    return found
+
+
 def ask(model: str, at: float, prompt: int, output: int) -> Ask:
     return Ask(at=at, model=model, prompt=prompt, output=output)
 
@@ -108,24 +114,23 @@ def woven(share: float) -> WeaveSpec:
 def test_a_step_away_takes_the_wire_longer_where_the_lender_rests() -> None:
     """All of its attention is done there, none meanwhile here; a token's q, k, v and output are 640 bytes."""
     one = ask(HOT, 0.0, 100, 101)
-    (home,) = played(units(woven(0.0)), [one]).values()
-    (away,) = played(units(woven(1.0)), [one]).values()
-    assert home.per_token == pytest.approx(11e-3 + 149.5e-5, rel=1e-3)
+    home, away = pace(woven(0.0), [one]), pace(woven(1.0), [one])
+    assert home == pytest.approx(11e-3 + 149.5e-5, rel=1e-3)
     wire = LAYERS * (2 * 2e-6 + (16 * 2 * (4 + 2 * 2) + 16 * 2 * 4) / 32e9)
     moved = (100 * SHAPES[HOT].kv_bytes / 32e9 + 20e-6) / 100  # before the first such step
-    assert away.per_token == pytest.approx(home.per_token + wire + moved, rel=1e-4)
+    assert away == pytest.approx(home + wire + moved, rel=1e-4)
 
 
 def test_both_ends_are_slower_by_just_what_they_do_for_each_other() -> None:
     """The hot unit waits for half an operator a layer; the cold one stands still for each task."""
     whole = WeaveSpec(COLD, 1.0, 0.3, split="none")
     short, long = ask(HOT, 0.0, 100, 101), ask(COLD, 0.0, 20, 230)
-    found = played(units(whole), [short, long])[short].per_token
+    found = pace(whole, [short, long])
     operator = (11e-3 + 75e-5) / 10
     step = 11e-3 + 150e-5 + LAYERS * (2 * 2e-6 + operator / 2)
     assert found == pytest.approx(step, rel=0.01)
     long, short = ask(HOT, 0.0, 50, 200), ask(COLD, 0.0, 20, 101)
-    found = played(units(whole), [long, short])[short].per_token
+    found = pace(whole, [short, long])
     task = 95e-5  # of all layers, half way
     step = 11e-3 + task + LAYERS * (2 * 2e-6 + operator / 2)
     assert found == pytest.approx((11e-3 + 70e-5) / (1 - task / step), rel=0.01)
@@ -135,17 +140,16 @@ def test_operators_are_split_until_a_step_is_held_up_by_a_twentieth() -> None:
     short, long = ask(HOT, 0.0, 100, 101), ask(COLD, 0.0, 20, 230)
     for waits, parts in ((0.05, 2), (0.03, 4)):
         spec = WeaveSpec(COLD, 1.0, 0.3, waits=waits)
-        found = played(units(spec), [short, long])[short].per_token
+        found = pace(spec, [short, long])
         stall = LAYERS * (11e-3 + 75e-5) / 10 / parts / 2
         assert found == pytest.approx(11e-3 + 150e-5 + LAYERS * 2 * 2e-6 + stall, rel=0.02)
 
 
 def test_under_cpu_control_a_task_waits_for_the_whole_of_what_is_issued() -> None:
-    hot, cold = ask(HOT, 0.0, 100, 101), ask(COLD, 0.0, 20, 160)
+    hot, cold = ask(HOT, 0.0, 100, 61), ask(COLD, 0.0, 20, 200)
     spec = WeaveSpec(COLD, 1.0, 0.3, control="iterations", split="none")
-    slow = played(units(spec), [hot, cold])[hot].per_token
-    quick = played(units(woven(1.0)), [hot, cold])[hot].per_token
-    assert slow - quick == pytest.approx(LAYERS * (11.7e-3 - 1.17e-3) / 2, rel=0.1)
+    slow, quick = (pace(one, [hot, cold]) for one in (spec, WeaveSpec(COLD, 1.0, 0.3, split="none")))
+    assert slow - quick == pytest.approx(LAYERS * (11.8e-3 - 1.17e-3) / 2, rel=0.02)
 
 
 def busy(count: int, output: int = 80) -> list[Ask]:
@@ -164,13 +168,15 @@ def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
 
     async def run() -> None:
         clock, lent, found = LoopClock(asyncio.get_running_loop()), list[int](), list[Outcome]()
+        kept = list[bool]()  # by the hot unit, what is not lent any more
         async with simulated(units(woven(1.0)), load_program("data_parallel")) as fleet:
             await clock.sleep(1.0)
-            cold: Engine = fleet.engines[COLD]
+            hot, cold = fleet.engines[HOT], fleet.engines[COLD]
 
             async def look() -> None:
                 while True:
                     lent.append(cold.pool.lent)
+                    kept.append(not lent[-1] and hot.weaving.loan(HOT) is not None)
                     await clock.sleep(0.05)
 
             looking = asyncio.get_running_loop().create_task(look())
@@ -178,6 +184,7 @@ def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
             await clock.sleep(20.0)
             looking.cancel()
         assert lent[0] > 0 == min(lent) < lent[-1]
+        assert not any(one and other for one, other in pairwise(kept))  # a step takes 30 ms
         assert all(not one.error and one.tokens == one.ask.output for one in found)
         cold.pool.check()
         assert cold.pool.available == cold.pool.total
