@@ -38,6 +38,11 @@ from kvloom.kernels.triton.write import write_launch
 Named = tuple[str, Launch]
 _BLOCK = 16384
 _SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have, by compute capability
+_ORDERS = {  # towards other processes, that PTX must have; a plain load or store would do without
+    "_serve": ("global.sys.acquire", "global.sys.release"),
+    "_post": ("global.sys.release",),
+    "_collect": ("global.sys.acquire",),
+}
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -197,6 +202,10 @@ def main(arguments: list[str]) -> int:
             continue
         shared = compiled.metadata.shared
         print(f"{name:<58} {launch.warps:>2} warps {shared:>7} B shared {_registers(compiled.asm['cubin'])}")
+        for order in _ORDERS.get(launch.kernel.__name__, ()):
+            if order not in compiled.asm["ptx"]:
+                failed += 1
+                print(f"{name}: has no {order}")
         if shared > room:
             failed += 1
             print(f"{name}: wants {shared} bytes of shared memory, the GPU has {room}")
