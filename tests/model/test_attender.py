@@ -90,7 +90,9 @@ def test_bytes_at_random_touch_nothing_that_is_not_lent(data: st.DataObject) -> 
             task = loan.tasks.post(1, np.ones((2, _TOTAL, GEOMETRY.head_dim), np.float32), 1.0, 0, 0.0)
             memory = memory_of(made)
             for name in data.draw(
-                st.lists(st.sampled_from(["head", "lengths", "tables", "changed", "map", "notes", "qkv"]))
+                st.lists(
+                    st.sampled_from(["head", "pace", "lengths", "tables", "changed", "map", "notes", "qkv"])
+                )
             ):
                 flat = getattr(memory, name).reshape(-1).view(np.uint8)
                 flat[data.draw(st.integers(0, flat.size - 1))] = data.draw(st.integers(0, 255))

@@ -110,6 +110,24 @@ def test_a_step_does_what_waits_for_it(tmp_path: Path) -> None:
         assert not ends
 
 
+def test_a_step_that_outlives_the_loan_does_nothing_more(tmp_path: Path) -> None:
+    model = load(make_checkpoint(tmp_path, "qwen2"))
+    with attending() as (made, attender, _), attender.polled():
+        loan = borrowed(made.lending.loan)
+        begin(loan, [3])
+        batch, given = Batch(model.geometry, 1), (np.array([1]), [1], np.array([0]))
+        for tasks in (1, 2):
+            post(loan)
+            batch.forward(model.forward, *given, polls(attender))
+            assert attender.waits().tasks_total == tasks
+        post(loan)
+        before = made.arena.bytes.clone()
+        attender.close()
+        batch.forward(model.forward, *given, polls(attender))
+        assert attender.waits().tasks_total == 2
+        assert made.arena.bytes.equal(before)
+
+
 def test_a_layer_by_layer_forward_looks_too(tmp_path: Path) -> None:
     model = load(make_checkpoint(tmp_path, "gpt2"))
     with attending() as (made, attender, _), attender.polled():

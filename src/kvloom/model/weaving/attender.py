@@ -208,6 +208,7 @@ class Attender:
     def _end(self, why: End, reason: str | None) -> None:
         if not self._over:
             self._over = True
+            self._polling.forget()
             self._receiver.end(why)
             if reason is not None:
                 with suppress(RuntimeError):  # the loop that it would tell is closed

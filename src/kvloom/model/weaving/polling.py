@@ -111,6 +111,10 @@ class Polling:
         self.record.rows = len(sheet.lengths)
         self.record.iteration = task.iteration
 
+    def forget(self) -> None:
+        """With the lock: whatever task comes, `check` is asked first."""
+        self.record.iteration = -1
+
     def arguments(self, task: Task, threads: int) -> AttentionArguments:
         """Append and attend in one: q and k come turned and normalised."""
         form, sheet, size = self._mailbox.form, task.sheet, self._mailbox.form.head_dim * 4
