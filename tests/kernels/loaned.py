@@ -62,7 +62,6 @@ class Loaned:
 
     shape: Shape
     start: int = WRAPS
-    lanes: int = 2
     seed: int = 0
     seen: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
@@ -73,7 +72,7 @@ class Loaned:
         self.box = OwnDeviceMailbox(shape.form, shape.dtype, here, self.start)
         device = _Same(self.box.memory)
         self.borrowed = BorrowedMailbox(self.box.place(device), "lender", device)  # type: ignore[arg-type]
-        self.desk = Desk(self.lanes, self.start, here)
+        self.desk = Desk(self.start, here)
         count = PAGES * LAYERS * shape.kv_heads
         size = -(-2 * shape.tokens * shape.head_dim * dtype.itemsize // 64) * 64
         values = torch.full(((count + SPARE) * size // dtype.itemsize,), torch.nan, dtype=dtype)
@@ -142,7 +141,7 @@ class Loaned:
     def state(self) -> dict[str, Tensor]:
         """All memory that kernels write."""
         parts = ("words", "head", "lengths", "tables", "map", "notes", "qkv", "out")
-        own = {"desk": self.desk.words, "lanes": self.desk.lanes, "pad": self.pad.words}
+        own = {"claim": self.desk.claim, "desk": self.desk.words, "pad": self.pad.words}
         return {"arena": self.lent.arena, **own, **{name: getattr(self.mail, name) for name in parts}}
 
 

@@ -1,5 +1,5 @@
-"""The protocol of a mailbox on devices, step by step: whichever of its programs, lanes and ends goes on, each
-task is done once, in order, and attention is as it should be."""
+"""The protocol of a mailbox on devices, step by step: whichever of its programs, launches and ends goes on,
+each task is done once, in order, and attention is as it should be."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ends:
 
     def __init__(self, start: int, lanes: int, programs: int, steps: int, ahead: int) -> None:
         """ahead: tasks that are posted before one is collected."""
-        self.loan = Loaned(_SHAPE, start, lanes)
+        self.loan = Loaned(_SHAPE, start)
         self.programs = programs
         self.steps = steps
         self.ahead = ahead
@@ -64,11 +64,8 @@ class Ends:
             self.over = True
             return
         if not programs:
-            loan, lane = self.loan, int(name.split()[1])
-            count = self.programs
-            programs += [
-                serve_steps(loan.mail, loan.desk, loan.lent, lane, 0, i, count) for i in range(count)
-            ]
+            loan, count = self.loan, self.programs
+            programs += [serve_steps(loan.mail, loan.desk, loan.lent, 0, count) for _ in range(count)]
         chosen = programs[turn // len(self.actors) % len(programs)]
         before = int(self.loan.mail.word("done")) & MASK
         if next(chosen, self) is self:

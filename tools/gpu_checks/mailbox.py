@@ -45,7 +45,7 @@ class Loan:
     def __init__(self, form: MailboxForm, dtype: Any, device: torch.device, context: int) -> None:
         self.mail: Mail = OwnDeviceMailbox(form, dtype, device).mail
         kind = getattr(torch, dtype)
-        self.desk, self.pad = Desk(1, START, device), Pad(START, device)
+        self.desk, self.pad = Desk(START, device), Pad(START, device)
         count = form.pages * form.kv_heads
         memory = torch.randn(count * _BLOCK // kind.itemsize, device=device).to(kind).view(torch.uint8)
         self.lent = Lent(
@@ -81,7 +81,7 @@ def right(loan: Loan, kernels: Kernels, hot: Lane, cold: Lane, close: float) -> 
         with hot.entered():
             kernels.post(loan.mail, loan.pad, q, k, v, 0, loan.scale)
         with cold.entered():
-            kernels.serve(loan.mail, loan.desk, loan.lent, 0, _LOOKS)
+            kernels.serve(loan.mail, loan.desk, loan.lent, _LOOKS)
         with hot.entered():
             loan.out.fill_(torch.nan)
             kernels.collect(loan.mail, loan.pad, loan.out, _LOOKS)
@@ -123,7 +123,7 @@ def busy(loan: Loan, kernels: Kernels, hot: Lane, cold: Lane) -> Figure:
 
     def serves() -> None:
         for _ in range(_TASKS):
-            kernels.serve(loan.mail, loan.desk, loan.lent, 0, _LOOKS)
+            kernels.serve(loan.mail, loan.desk, loan.lent, _LOOKS)
 
     asked, served = hot.record(asks), cold.record(serves)
     with cold.entered():

@@ -100,36 +100,28 @@ class Lent:
     arena: Tensor
 
 
-_DESK: Final = ("done", "over", "owner")
-
-
 class Desk:
-    """What a lender's device keeps for itself of one loan: which task it has done last, why it takes no more,
-    which lane is at a task; and for each lane what the programs of its launch have agreed on, and how many
-    have ended. A lane's launches run one after the other.
+    """What a lender's device keeps for itself of one loan: which task is next, or being done, and how many of
+    its parts are taken; how many are done; and why no more tasks are taken. A part is a row and a KV head.
 
-    words: [3, 16] int32; lanes: [lanes, 16] int32, the decision first, then the count.
+    claim: [1] int64, tasks done before in the high half, parts taken in the low one. words: [2, 16] int32.
     """
 
-    def __init__(self, lanes: int, start: int, device: torch.device) -> None:
+    def __init__(self, start: int, device: torch.device) -> None:
         """start: what the mailbox' counters begin with."""
-        self.words = torch.zeros(len(_DESK), LINE // 4, dtype=torch.int32, device=device)
-        self.lanes = torch.zeros(lanes, LINE // 4, dtype=torch.int32, device=device)
-        self.done.fill_(signed(start))
+        self.claim = torch.zeros(1, dtype=torch.int64, device=device)
+        self.words = torch.zeros(2, LINE // 4, dtype=torch.int32, device=device)
+        self.claim.fill_(signed(start) << 32)
 
     @property
-    def done(self) -> Tensor:
+    def finished(self) -> Tensor:
+        """Parts of the task."""
         return self.words[0, :1]
 
     @property
     def over(self) -> Tensor:
         """An `End`."""
         return self.words[1, :1]
-
-    @property
-    def owner(self) -> Tensor:
-        """Of the task that is being done: the lane's number from 1 on."""
-        return self.words[2, :1]
 
 
 class Pad:

@@ -18,8 +18,6 @@ from kvloom.kernels.mail import MASK, Desk, End, Lent, Mail, Pad, Trouble, signe
 Steps = Generator[None, None, None]
 Word = Generator[None, None, int]
 
-_UNDECIDED, _NOTHING, _TASK = range(3)
-
 
 def run(programs: Iterable[Steps]) -> None:
     for steps in programs:
@@ -27,15 +25,16 @@ def run(programs: Iterable[Steps]) -> None:
             pass
 
 
-def serve(mail: Mail, desk: Desk, lent: Lent, lane: int = 0, looks: int = 0, programs: int = 1) -> None:
+def serve(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: int = 1) -> None:
     """Do the task that waits in a lender's mailbox, if there is one: append k and v of its rows to lent
     blocks, attend, write the output, count `done` on. Where none waits, look for `looks` times more.
 
     Where a task names what is not lent, or what cannot be, `over` becomes `End.FORGED` in desk and mailbox,
-    and no task is taken from then on; nor while `over` is anything else, or the borrower has left. lane: of
-    launches that come one after the other; those of several lanes may run at the same time.
+    and no task is taken from then on; nor while `over` is anything else, or the borrower has left. Launches
+    on several streams may run at the same time; a task that comes while one is at its start may be done by it
+    in part, and by the next one to its end.
     """
-    run(serve_steps(mail, desk, lent, lane, looks, i, programs) for i in range(programs))
+    run(serve_steps(mail, desk, lent, looks, programs) for _ in range(programs))
 
 
 def post(
@@ -62,62 +61,58 @@ def collect(mail: Mail, pad: Pad, out: Tensor, looks: int) -> None:
     run([collect_steps(mail, pad, out, looks, 0, 1)])
 
 
-def serve_steps(
-    mail: Mail, desk: Desk, lent: Lent, lane: int, looks: int, program: int, programs: int
-) -> Steps:
+def serve_steps(mail: Mail, desk: Desk, lent: Lent, looks: int, programs: int) -> Steps:
     """One of the programs of a launch."""
-    mine = desk.lanes[lane]
-    decided = yield from _decide(mail, desk, mine[:1], lane + 1, looks)
-    good = 1
-    if decided == _TASK and not (yield from _look(desk.over)):
-        good = yield from _attend(mail, int(desk.done), lent, program, programs)
-    if not good:
-        yield from _cas(desk.over, 0, End.FORGED)
-    if (yield from _add(mine[1:2])) < programs - 1:
-        return
-    mine[1] = 0
-    if decided == _TASK:
-        why = yield from _look(desk.over)
-        if why:
-            yield from _set(mail.word("over"), why)
-        else:
-            desk.done[0] = signed(int(desk.done) + 1)
-            yield from _set(mail.word("done"), int(desk.done))
-    yield from _set(mine[:1], _UNDECIDED)
-    yield from _cas(desk.owner, lane + 1, 0)
-
-
-def _decide(mail: Mail, desk: Desk, decision: Tensor, me: int, looks: int) -> Word:
-    posted = mail.word("posted")
     while True:
-        waits = (yield from _look(desk.done)) != (yield from _look(posted))
-        if waits or (yield from _look(decision)) or not looks:
+        task = yield from _look(desk.claim, 32)
+        waiting = ((yield from _look(mail.word("posted"))) - task) & MASK
+        if waiting or not looks:
             break
         looks -= 1
-    choice = _NOTHING
-    if waits and (yield from _cas(desk.owner, 0, me)) in (0, me):
-        waiting = ((yield from _look(posted)) - (yield from _look(desk.done))) & MASK
-        if waiting and not (yield from _look(desk.over)) and not (yield from _look(mail.word("left"))):
-            choice = _TASK
-            if waiting > mail.slots:
-                yield from _cas(desk.over, 0, End.FORGED)
-    return (yield from _cas(decision, _UNDECIDED, choice)) or choice
-
-
-def _attend(mail: Mail, done: int, lent: Lent, program: int, programs: int) -> Word:
-    """→ 1 where the task may be what it says."""
-    slot = (done & MASK) % mail.slots
+    if not waiting or (yield from _look(desk.over)) or (yield from _look(mail.word("left"))):
+        return
+    slot = task % mail.slots
+    yield
     iteration, layer, rows, window = mail.places[slot].tolist()
-    if mail.head[0, :2].tolist() != [iteration, rows] or not 0 < rows <= mail.lengths.shape[0]:
-        return 0
-    if not 0 <= layer < mail.map.shape[1]:
-        return 0
-    good = 1
-    for pair in range(program, rows * mail.kv_heads, programs):
+    fits = mail.head[0, :2].tolist() == [iteration, rows] and 0 < rows <= mail.lengths.shape[0]
+    if not fits or not 0 <= layer < mail.map.shape[1] or waiting > mail.slots:
+        if (yield from _look(desk.claim, 32)) == task:
+            yield from _refuse(mail, desk)
+        return
+    parts = rows * mail.kv_heads
+    for _ in range(-(-parts // programs)):
+        part = yield from _take(desk.claim, task, parts)
+        if part < 0:
+            return
+        row, kv_head = divmod(part, mail.kv_heads)
         yield
-        row, kv_head = divmod(pair, mail.kv_heads)
-        good &= _attend_row(mail, slot, row, kv_head, layer, window, lent)
-    return good
+        if not _attend_row(mail, slot, row, kv_head, layer, window, lent):
+            yield from _refuse(mail, desk)
+        last = (yield from _add(desk.finished)) == parts - 1
+        if last and not (yield from _look(desk.over)):
+            desk.finished[0] = 0
+            yield
+            desk.claim[0] = signed(task + 1) << 32
+            yield from _set(mail.word("done"), task + 1)
+
+
+def _take(claim: Tensor, task: int, parts: int) -> Word:
+    """→ a part of the task that is this program's now; −1 where none is left."""
+    yield
+    found = int(claim)
+    while (found >> 32) & MASK == task and found & MASK < parts:
+        yield
+        if int(claim) == found:
+            claim[0] = found + 1
+            return found & MASK
+        found = int(claim)
+    return -1
+
+
+def _refuse(mail: Mail, desk: Desk) -> Steps:
+    """The task cannot be one."""
+    yield from _cas(desk.over, 0, End.FORGED)
+    yield from _set(mail.word("over"), int(desk.over))
 
 
 def _attend_row(mail: Mail, slot: int, row: int, kv_head: int, layer: int, window: int, lent: Lent) -> int:
@@ -218,9 +213,9 @@ def collect_steps(mail: Mail, pad: Pad, out: Tensor, looks: int, program: int, p
         pad.words[1] = signed(collected + 1)
 
 
-def _look(word: Tensor) -> Word:
+def _look(word: Tensor, shift: int = 0) -> Word:
     yield
-    return int(word) & MASK
+    return (int(word) >> shift) & MASK
 
 
 def _set(word: Tensor, value: int) -> Steps:

@@ -1,7 +1,8 @@
 """The lender's poll: look for a task of the borrower, and do it at once (Weaver, section 4.1).
 
-Launched after an operator, also from a recording. Its programs agree on whether there is a task, share its
-rows out, and the last of them tells that it is done. Each launch does one task at most.
+Launched after an operator, also from a recording. Programs take parts of the task, a row and a KV head, one
+by one, and none more than its share: what is left, because some programs looked before the task came, the
+next launch takes. So launches on several streams may run at the same time. Who does the last part tells.
 
 Nothing that the borrower writes is believed. It may change between two looks, and a compiler may load a value
 twice: so every id is clamped to what is lent on its way into an address, whatever else is decided about it.
@@ -15,42 +16,57 @@ import torch
 import triton
 import triton.language as tl
 
-from kvloom.kernels.mail import LINE, WORDS, Desk, End, Lent, Mail
+from kvloom.kernels.mail import WORDS, Desk, End, Lent, Mail
 from kvloom.kernels.triton.launch import Launch, check, power_of_two
-from kvloom.kernels.triton.poll import MASK, after, ahead, blame, is_last, look, look_here, tell, tell_here
+from kvloom.kernels.triton.poll import MASK, ahead, blame, look, look_here, tell, tell_here
 from kvloom.kernels.triton.tile import DTYPES, LOWEST, attend_tokens
 
 _PROGRAMS = 32  # of a launch: a part of the multiprocessors is left to whoever else runs
 _TILE_BYTES = 32 << 10  # of K and V
-_CHANGING = ("posted", "done", "left", "over", "desk", "lane", "me", "looks")
+_CHANGING = ("posted", "done", "left", "over", "claim", "finished", "ended", "looks")
 
-_UNDECIDED = tl.constexpr(0)
-_NOTHING = tl.constexpr(1)
-_TASK = tl.constexpr(2)
 _FORGED = tl.constexpr(int(End.FORGED))
-_DONE, _OVER, _OWNER = tl.constexpr(0), tl.constexpr(LINE // 4), tl.constexpr(LINE // 2)
-_COUNT = tl.constexpr(1)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _decide(posted, left, desk, lane, me, looks, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """→ what the launch's programs do: the first to decide decides for all. A task is the lane's alone."""
-    done, seen, decision = look_here(desk + _DONE), look(posted), look_here(lane)
-    while (seen == done) & (decision == _UNDECIDED) & (looks > 0):
+def _task(claim):  # type: ignore[no-untyped-def]
+    """How many tasks are done before."""
+    return (claim >> 32) & MASK
+
+
+@triton.jit
+def _waiting(posted, claim, looks):  # type: ignore[no-untyped-def]
+    """→ how many tasks wait, and the first of them."""
+    task = _task(look_here(claim))
+    waiting = ahead(look(posted), task)
+    while (waiting == 0) & (looks > 0):
         looks -= 1
-        done, seen, decision = look_here(desk + _DONE), look(posted), look_here(lane)
-    choice = me * 0 + _NOTHING
-    if (seen != done) & (decision == _UNDECIDED):
-        owner = tl.atomic_cas(desk + _OWNER, 0, me, sem="acq_rel", scope="gpu")
-        if (owner == 0) | (owner == me):
-            waiting = ahead(look(posted), look_here(desk + _DONE))  # another lane may have been at it
-            if (waiting != 0) & (look_here(desk + _OVER) == 0) & (look(left) == 0):
-                choice = _TASK
-                if waiting > SLOTS:
-                    blame(desk + _OVER, _FORGED)
-    decided = tl.atomic_cas(lane, _UNDECIDED, choice, sem="acq_rel", scope="gpu")
-    return tl.where(decided == _UNDECIDED, choice, decided)
+        task = _task(look_here(claim))
+        waiting = ahead(look(posted), task)
+    return waiting, task
+
+
+@triton.jit
+def _take(claim, task, parts):  # type: ignore[no-untyped-def]
+    """→ a part of the task that is this program's now; −1 where none is left."""
+    found = look_here(claim)
+    part = found & MASK
+    taken = found - 1
+    while (_task(found) == task) & (part < parts) & (taken != found):
+        taken = tl.atomic_cas(claim, found, found + 1, sem="acq_rel", scope="gpu")
+        if taken != found:
+            found = taken
+            part = found & MASK
+            taken = found - 1
+    return tl.where(taken == found, part, -1)
+
+
+@triton.jit
+def _refuse(ended, over):  # type: ignore[no-untyped-def]
+    """The task cannot be one."""
+    blame(ended, _FORGED)
+    tell(over, look_here(ended))
 
 
 @triton.jit
@@ -116,26 +132,39 @@ def _serve_row(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _serve(  # type: ignore[no-untyped-def]
-    posted, done, left, over, desk, lane, head, lengths, tables, mapped, places, scoring, qkv, out, lent,
-    arena, me, looks, arena_block, note_words, qkv_slot, qkv_row, out_slot, out_row, scoring_slot,
+    posted, done, left, over, claim, finished, ended, head, lengths, tables, mapped, places, scoring, qkv,
+    out, lent, arena, looks, arena_block, note_words, qkv_slot, qkv_row, out_slot, out_row, scoring_slot,
     SLOTS: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr, PAGES: tl.constexpr, LAYERS: tl.constexpr,
     LENT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program does every n-th pair of row and KV head, of n programs."""
-    decided = _decide(posted, left, desk, lane, me, looks, SLOTS)
-    if (decided == _TASK) & (look_here(desk + _OVER) == 0):
-        slot = (look_here(desk + _DONE).to(tl.int64) & MASK) % SLOTS
-        note = places + slot * note_words
-        layer, rows, window = look(note + 1), look(note + 2), look(note + 3)
-        fits = (look(note) == look(head)) & (rows == look(head + 1)) & (rows > 0) & (rows <= MOST)
-        fits = fits & (layer >= 0) & (layer < LAYERS)
-        scale = tl.load(scoring + slot * scoring_slot).to(tl.float32)
-        cap = tl.load(scoring + slot * scoring_slot + 1).to(tl.float32)
-        scale *= tl.where(cap > 0, 2 * _LOG2E / tl.where(cap > 0, cap, 1.0), _LOG2E)
-        pairs = tl.where(fits, rows, 0) * KV_HEADS
-        for pair in range(tl.program_id(0), pairs, tl.num_programs(0)):
-            row, kv_head = pair // KV_HEADS, pair % KV_HEADS
+    """A program takes parts of one task."""
+    waiting, task = _waiting(posted, claim, looks)
+    if waiting == 0:
+        return
+    if (look_here(ended) != 0) | (look(left) != 0):
+        return
+    slot = task % SLOTS
+    note = places + slot * note_words
+    layer, rows, window = look(note + 1), look(note + 2), look(note + 3)
+    fits = (look(note) == look(head)) & (rows == look(head + 1)) & (rows > 0) & (rows <= MOST)
+    fits = fits & (layer >= 0) & (layer < LAYERS) & (waiting <= SLOTS)
+    if fits == 0:
+        if _task(look_here(claim)) == task:  # else others have done it meanwhile, and its slot is free
+            _refuse(ended, over)
+        return
+    scale = tl.load(scoring + slot * scoring_slot).to(tl.float32)
+    cap = tl.load(scoring + slot * scoring_slot + 1).to(tl.float32)
+    scale *= tl.where(cap > 0, 2 * _LOG2E / tl.where(cap > 0, cap, 1.0), _LOG2E)
+    parts = rows * KV_HEADS
+    turns = tl.cdiv(parts, tl.num_programs(0))
+    while turns > 0:
+        turns -= 1
+        part = _take(claim, task, parts)
+        if part < 0:
+            turns = 0
+        else:
+            row, kv_head = part // KV_HEADS, (part % KV_HEADS).to(tl.int32)
             length = look(lengths + row)
             good = (length >= 1) & (length <= WIDTH * PAGE_TOKENS)
             if good:
@@ -145,25 +174,19 @@ def _serve(  # type: ignore[no-untyped-def]
                     tl.where(cap > 0, cap * _LOG2E, 0.0), window, arena_block,
                     PAGES, LAYERS, LENT, KV_HEADS, GROUP, ROWS, TILE, PAGE_TOKENS, HEAD_DIM, DIMS, PRECISION,
                 )  # fmt: skip
-            fits = fits & good
-        if fits == 0:
-            blame(desk + _OVER, _FORGED)
-    if is_last(lane + _COUNT):
-        if decided == _TASK:
-            why = look_here(desk + _OVER)
-            if why != 0:
-                tell(over, why)
-            else:
-                number = after(look_here(desk + _DONE))
-                tell_here(desk + _DONE, number)
-                tell(done, number)
-        tell_here(lane, _UNDECIDED)
-        tl.atomic_cas(desk + _OWNER, me, 0, sem="release", scope="gpu")
+            if good == 0:
+                _refuse(ended, over)
+            tl.debug_barrier()
+            last = tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") == parts - 1
+            if last:  # noqa: SIM102 - values of the device, which `and` cannot join
+                if look_here(ended) == 0:
+                    tl.atomic_xchg(finished, 0, sem="relaxed", scope="gpu")
+                    number = (task + 1) & MASK
+                    tell_here(claim, number << 32)
+                    tell(done, number.to(tl.int32))
 
 
-def serve_launch(
-    mail: Mail, desk: Desk, lent: Lent, lane: int = 0, looks: int = 0, programs: int = _PROGRAMS
-) -> Launch:
+def serve_launch(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: int = _PROGRAMS) -> Launch:
     """How `serve` is launched."""
     (pages, layers, kv_heads), (slots, rows, heads, head_dim) = mail.map.shape, mail.out.shape
     tokens, dims = lent.arena.shape[2], max(16, power_of_two(head_dim))
@@ -178,7 +201,7 @@ def serve_launch(
     exact = lent.arena.dtype == torch.float32
     words = {name: mail.word(name) for name in WORDS if name in ("posted", "done", "left", "over")}
     arguments: dict[str, Any] = words | {
-        **{"desk": desk.words, "lane": desk.lanes[lane], "me": lane + 1, "looks": looks},
+        **{"claim": desk.claim, "finished": desk.finished, "ended": desk.over, "looks": looks},
         **{"head": mail.head, "lengths": mail.lengths, "tables": mail.tables, "mapped": mail.map},
         **{"places": mail.places, "scoring": mail.scoring, "qkv": mail.qkv, "out": mail.out},
         **{"lent": lent.blocks, "arena": lent.arena, "arena_block": lent.arena.stride(0)},
@@ -194,14 +217,13 @@ def serve_launch(
     return Launch(_serve, (programs,), arguments, warps=4, stages=3)
 
 
-def serve(
-    mail: Mail, desk: Desk, lent: Lent, lane: int = 0, looks: int = 0, programs: int = _PROGRAMS
-) -> None:
+def serve(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: int = _PROGRAMS) -> None:
     """Do the task that waits in a lender's mailbox, if there is one: append k and v of its rows to lent
     blocks, attend, write the output, count `done` on. Where none waits, look for `looks` times more.
 
     Where a task names what is not lent, or what cannot be, `over` becomes `End.FORGED` in desk and mailbox,
-    and no task is taken from then on; nor while `over` is anything else, or the borrower has left. lane: of
-    launches that come one after the other, from 0 on; those of several lanes may run at the same time.
+    and no task is taken from then on; nor while `over` is anything else, or the borrower has left. Launches
+    on several streams may run at the same time; a task that comes while one is at its start may be done by it
+    in part, and by the next one to its end.
     """
-    serve_launch(mail, desk, lent, lane, looks, programs).run()
+    serve_launch(mail, desk, lent, looks, programs).run()

@@ -17,15 +17,9 @@ _LOOKS = 500  # of a launch while no forward runs: half a millisecond, for which
 _SLICE = 0.05  # seconds between two looks at whether the borrower lives
 
 
-class _Here(threading.local):
-    """Of this thread's forward."""
-
-    lane: int | None = None
-
-
 class DeviceAttender:
     """One loan's tasks, each done on the device by whichever launch finds it: one of a forward of our own
-    models, which polls between its operators (`on`), or, while none runs, one of a thread's.
+    models, which polls between its operators (`polled`), or, while none runs, one of a thread's.
 
     ended: called once, on any thread, with the reason, when the borrower has left, is gone or breaks the
     rules; not by `close`. From then on no lent block is touched."""
@@ -52,8 +46,7 @@ class DeviceAttender:
         self._ended = ended
         self._looks = looks
         self._process = os.pidfd_open(borrower)
-        self._desk = Desk(len(lanes) + 1, start, mail.words.device)
-        self._here = _Here()
+        self._desk = Desk(start, mail.words.device)
         self._ending = threading.Lock()  # over `_over`
         self._over = False
         self._working = 0
@@ -63,22 +56,19 @@ class DeviceAttender:
         self._thread.start()
 
     def poll(self) -> None:
-        """In a forward: look for a task once, on its lane; may be recorded."""
-        lane = self._here.lane
-        if lane is not None:
-            self._operations.serve(self._mail, self._desk, self._lent, lane)
+        """Look for a task once, on the current stream; may be recorded."""
+        self._operations.serve(self._mail, self._desk, self._lent)
 
     @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        """While in it, this thread's forward polls, on the lane, which it has entered."""
+    def polled(self) -> Iterator[None]:
+        """While in it, the caller's forward polls."""
         with self._free:
             self._working += 1
-        with self._resting:  # what the thread has launched is over
-            self._here.lane = self._lanes.index(lane)
+        with self._resting:
+            pass  # what the thread has launched is over
         try:
             yield
         finally:
-            self._here.lane = None
             with self._free:
                 self._working -= 1
                 self._free.notify_all()
@@ -117,7 +107,7 @@ class DeviceAttender:
         with self._resting:
             if not self._working:
                 with self._idle.entered():
-                    self._operations.serve(self._mail, self._desk, self._lent, len(self._lanes), self._looks)
+                    self._operations.serve(self._mail, self._desk, self._lent, self._looks)
                 self._idle.mark().wait()
 
     def _end(self, why: End, reason: str | None) -> None:

@@ -161,7 +161,7 @@ class GpuExecutor:
         self, job: Job, lane: Lane, staging: Staging
     ) -> tuple[list[int], Sequence[TokenLogprob | None], list[TokenLogprob]]:
         model, draws = self._models[job.model], Draws.of(job.samples)
-        with torch.inference_mode(), lane.lock, lane.entered(), self._polling(lane):
+        with torch.inference_mode(), lane.lock, lane.entered(), self._polling():
             run = self._decode if job.phase is Phase.DECODE else self._prefill
             logits, sent = run(model, job, lane, staging, draws)
             count = len(job.samples)
@@ -171,9 +171,9 @@ class GpuExecutor:
         mark.wait()
         return tokens.tolist(), reports, prompts
 
-    def _polling(self, lane: Lane) -> AbstractContextManager[None]:
-        """With the lane's lock, which keeps `_polled` what it is."""
-        return self._polled.attender.on(lane) if self._polled else nullcontext()
+    def _polling(self) -> AbstractContextManager[None]:
+        """With a lane's lock, which keeps `_polled` what it is."""
+        return self._polled.attender.polled() if self._polled else nullcontext()
 
     def _decode(
         self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws
