@@ -22,7 +22,9 @@ FLOOD: Final[Mapping[str, float]] = {
     "L40S": 20.0,
 }  # requests a second: more than any answers
 SECONDS: Final[Mapping[Scale, float]] = {"full": 36.0, "small": 6.0}
-"""For which requests come, where answers are as long as Azure's; longer where these are."""
+"""For which requests come, where answers are as long as Azure's; longer where these are, up to AT_MOST."""
+
+AT_MOST: Final = 100.0
 
 LOW: Final = 5.0  # requests a second, at which nothing is short
 HIGH: Final = published.DEDICATED_MOST
@@ -48,7 +50,7 @@ Plan = list[tuple[System, Load, float | None]]
 
 
 def seconds_of(trace: Trace, scale: Scale) -> float:
-    return SECONDS[scale] * trace.output / AZURE.output
+    return min(AT_MOST, SECONDS[scale] * trace.output / AZURE.output)
 
 
 def play_all(plan: Plan, tell: Tell) -> list[Run]:
