@@ -56,7 +56,7 @@ def test_requests_follow_pairs_and_go_on_without_a_scheduler() -> None:
     """From one unit to the other, which is idle then, and back."""
 
     def run(*losses: SchedulerLoss) -> Verdict:
-        always = Rescheduling(0.1, Thresholds(1e3, 1e3))
+        always = Rescheduling(0.1, Thresholds(1e3, 1e3, floor=0.0))
         verdict = run_ordeal(ordeal(count=1, rescheduling=always, faults=losses))
         assert not verdict.broken
         return verdict

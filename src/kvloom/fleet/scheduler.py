@@ -73,7 +73,7 @@ class FleetScheduler:
         self._last = decide(
             state.loads, last, now, thresholds, state.groups, state.waiting, usage=self._usage
         )
-        pairs, floor = self._last.pairs, self._thresholds.out
+        pairs, floor = self._last.pairs, self._thresholds.kept
         await self._fleet.pair(Pairs(pairs=pairs, seconds=STANDS * self._period, floor=floor))
         steps = carried_out(self._last.steps, state.groups)
         if steps.start or steps.stop:

@@ -32,7 +32,12 @@ from kvloom.sim.unit import SimulatedUnit
 VOCAB: Final = 500
 LEASES: Final = (1.0, 2.0, 4.0)  # seconds
 LONG_LEASE: Final = 120.0  # where all is given back without it
-BANDS: Final = ((0.0, 0.0), (10.0, 20.0), (60.0, 60.0), (1e3, 1e3))  # of freeness: pools are small
+BANDS: Final = (  # pools are small
+    Thresholds(0.0, 0.0),
+    Thresholds(10.0, 20.0),
+    Thresholds(60.0, 60.0),
+    Thresholds(1e3, 1e3, floor=0.0),  # all that fits moves to a unit that is idle
+)
 LONGEST: Final = 4.0  # seconds in which clients come
 PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "data_parallel": {},
@@ -167,7 +172,7 @@ class Lot(Dice):
 
     def _rescheduling(self) -> Rescheduling:
         draw = self._random
-        return Rescheduling(draw.choice((0.05, 0.2, 0.5)), Thresholds(*draw.choice(BANDS)))
+        return Rescheduling(draw.choice((0.05, 0.2, 0.5)), draw.choice(BANDS))
 
     # -- who asks ---------------------------------------------------------------------------------------
 
