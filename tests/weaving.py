@@ -25,8 +25,8 @@ from tests.engines import ask, body, running_over, spec_of
 MODEL = "m"  # of the hot unit
 PAGES = 40  # that are lent
 DEADLINE = 60
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__, "tests.standing"])
 
 
 @asynccontextmanager
@@ -40,9 +40,9 @@ async def weaving(spec: EngineSpec, patience: float = 20.0) -> AsyncIterator[Eng
         yield engine
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def until(holds: Callable[[], bool], tries: int = 20_000) -> None:
     """Fails after a while where it never does."""
-    for _ in range(20_000):
+    for _ in range(tries):
         if holds():
             return
         await asyncio.sleep(0.001)
@@ -79,7 +79,7 @@ class ColdUnit:
 @contextmanager
 def cold_unit(path: Path) -> Iterator[ColdUnit]:
     ours, theirs = multiprocessing.Pipe()
-    process = _FORKS.Process(target=_start, args=(theirs, str(path)))
+    process = FORKS.Process(target=_start, args=(theirs, str(path)))
     process.start()
     theirs.close()
     try:
@@ -127,4 +127,9 @@ def _calls(engine: Engine) -> dict[str, Callable[..., Awaitable[Any]]]:
     async def recall() -> None:
         engine.weaving.recall()
 
-    return {"lend": lend, "generate": generate, "lent": lent, "recall": recall}
+    async def check() -> int:
+        """Law 1; what is lent."""
+        engine.pool.check()
+        return engine.pool.lent
+
+    return {"lend": lend, "generate": generate, "lent": lent, "recall": recall, "check": check}

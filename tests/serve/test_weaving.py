@@ -6,17 +6,14 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from kvloom.core.address import KVForm
-from kvloom.core.weaving import Borrow
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.oracle import Oracle
-from tests.weaving import MODEL, PAGES, cold_unit, until, weaving, woven_of
+from tests.weaving import MODEL, PAGES, cold_unit, weaving, woven_of
 
 COUNT = 24
 
@@ -86,23 +83,3 @@ def test_a_cold_unit_that_stands_still_costs_no_token(paths: tuple[Path, Path]) 
     for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
         assert len(tokens) == COUNT
         oracle.check_at_once(prompt, tokens)
-
-
-def _process() -> subprocess.Popen[bytes]:
-    """One that does nothing."""
-    return subprocess.Popen(["sleep", "60"])
-
-
-def test_a_hot_unit_that_dies_leaves_the_cold_one_its_blocks(paths: tuple[Path, Path]) -> None:
-    async def serve() -> None:
-        async with weaving(spec_of({"cold": paths[1]}, threads=1)) as cold:
-            hot = _process()
-            geometry = cold.pool.caches["cold"].geometry
-            form = KVForm.of(geometry, "float32")
-            cold.weaving.lend(Borrow(model="m", pid=hot.pid, form=form, heads=8, rows=4, width=4, pages=5))
-            assert cold.pool.lent == 5 * geometry.blocks_per_page
-            hot.kill()
-            hot.wait()
-            await until(lambda: not cold.pool.lent)
-
-    asyncio.run(serve())

@@ -1,0 +1,103 @@
+"""Who keeps a unit in a loan asks again and again, but not for what will never be, and says a thing once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable
+from kvloom.core.load import UnitLoad
+from kvloom.core.spec import WeaveSpec
+from kvloom.core.weaving import Borrow, Loan
+from kvloom.engine.borrower import Borrower
+from tests.fleet.loads import model, unit
+from tests.modelled import modelled, turns
+from tests.modelled_weaving import MODEL, hot_unit
+
+
+class Refusing:
+    """A lender, and a clock that counts how often its caller has waited."""
+
+    def __init__(self, why: Callable[[int], KvloomError], blocks: int = 4000) -> None:
+        self.asked = 0
+        self.waited = 0
+        self._why = why
+        self._blocks = blocks
+
+    def now(self) -> float:
+        return 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        self.waited += 1
+        await asyncio.sleep(0)
+
+    async def load(self) -> UnitLoad:
+        return unit(model(), blocks=self._blocks)
+
+    async def lend(self, body: Borrow) -> Loan:
+        self.asked += 1
+        raise self._why(self.asked)
+
+
+def played(refusing: Refusing, heads: Exception | None = None) -> bool:
+    """Whether the borrower has given up, within thirty turns. heads: why the model cannot be woven."""
+    engine, executor = hot_unit(24, 24)
+    if heads is not None:
+
+        def heads_of(model: str) -> int:
+            raise heads
+
+        engine.weaving._able.heads = heads_of  # type: ignore[method-assign]
+
+    async def play() -> bool:
+        async with modelled(engine, executor):
+            spec = WeaveSpec("unit-1", 0.5, 0.3)
+            task = asyncio.create_task(Borrower(engine.weaving, MODEL, spec, refusing, refusing).run())
+            while not task.done() and refusing.waited < 30:
+                await turns(1)
+            given_up = task.done()
+            task.cancel()
+            return given_up
+
+    return asyncio.run(play())
+
+
+def test_a_model_that_cannot_be_woven_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    refusing = Refusing(lambda _: Unavailable("never asked"))
+    with caplog.at_level(logging.WARNING):
+        assert played(refusing, BadRequest("weave: its layers differ"))
+    assert (refusing.asked, refusing.waited) == (0, 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "unit-1 does not lend to wide: weave: its layers differ"
+    ]
+
+
+def test_a_lender_that_could_never_is_asked_once() -> None:
+    refusing = Refusing(lambda _: BadRequest("weave: this unit's device cannot"))
+    assert played(refusing)
+    assert refusing.asked == 1
+
+
+def test_a_part_that_holds_no_page_is_asked_for_never() -> None:
+    refusing = Refusing(lambda _: Unavailable("never asked"), blocks=10)
+    assert played(refusing)
+    assert refusing.asked == 0
+
+
+def test_what_differs_in_a_number_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked again all the same, and another reason is told."""
+
+    def why(asked: int) -> KvloomError:
+        return OutOfBlocks(f"ask again in {20 - asked} s") if asked < 20 else Unavailable("it is gone")
+
+    refusing = Refusing(why)
+    with caplog.at_level(logging.WARNING):
+        assert not played(refusing)
+    assert refusing.asked == 30
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
+        "ask again in 19 s",
+        "it is gone",
+    ]
