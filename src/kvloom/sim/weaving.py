@@ -48,7 +48,6 @@ class ModelledWeaver:
         self._bandwidth = bandwidth
         self._borrowed: dict[str, Strand] = {}
         self._lent: Strand | None = None
-        self.tasks = 0.0  # seconds of own jobs that served tasks have taken
         executor.loans = self
         executor.stride = 1  # what steps take of late is reported, and decided by
 
