@@ -21,12 +21,13 @@ class Ends:
     """A borrower that decodes, and a lender whose lanes poll again and again; each launch has programs that
     go on by themselves, and the next launch of a lane begins when all have ended."""
 
-    def __init__(self, start: int, lanes: int, programs: int, steps: int, ahead: int) -> None:
-        """ahead: tasks that are posted before one is collected."""
+    def __init__(self, start: int, lanes: int, programs: int, steps: int, ahead: int, looks: int) -> None:
+        """ahead: tasks that are posted before one is collected. looks: of a poll."""
         self.loan = Loaned(_SHAPE, start)
         self.programs = programs
         self.steps = steps
         self.ahead = ahead
+        self.looks = looks
         self.served: list[int] = []
         self.actors: dict[str, list[Steps]] = {f"lane {i}": [] for i in range(lanes)}
         self.asks = self._asks()
@@ -65,7 +66,9 @@ class Ends:
             return
         if not programs:
             loan, count = self.loan, self.programs
-            programs += [serve_steps(loan.mail, loan.desk, loan.lent, 0, count) for _ in range(count)]
+            programs += [
+                serve_steps(loan.mail, loan.desk, loan.lent, self.looks, count) for _ in range(count)
+            ]
         chosen = programs[turn // len(self.actors) % len(programs)]
         before = int(self.loan.mail.word("done")) & MASK
         if next(chosen, self) is self:
@@ -83,14 +86,15 @@ class Ends:
     lanes=st.integers(1, 3),
     programs=st.integers(1, 3),
     ahead=st.integers(1, 2),
+    looks=st.integers(0, 2),
     turns=st.lists(st.integers(0, 40), min_size=1, max_size=40),
 )
 def test_each_task_once_and_in_order(
-    start: int, lanes: int, programs: int, ahead: int, turns: list[int]
+    start: int, lanes: int, programs: int, ahead: int, looks: int, turns: list[int]
 ) -> None:
     """The drawn order of turns is gone through again and again, shifted by one each time, so that all have
     theirs."""
-    ends = Ends(start, lanes, programs, steps=2, ahead=ahead)
+    ends = Ends(start, lanes, programs, steps=2, ahead=ahead, looks=looks)
     rounds = 0
     while not ends.over:
         rounds += 1

@@ -22,6 +22,8 @@ from kvloom.transport.mailbox import START, MailboxForm
 _BLOCK = 16384
 _TASKS = 64
 _LOOKS = 200_000  # for two tenths of a second: the other side is not ready at once
+_SERVED = 20_000
+_SPARE = 8  # launches of which a program finds its task done by others, and waits for the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +124,8 @@ def busy(loan: Loan, kernels: Kernels, hot: Lane, cold: Lane) -> Figure:
             kernels.collect(loan.mail, loan.pad, loan.out, _LOOKS)
 
     def serves() -> None:
-        for _ in range(_TASKS):
-            kernels.serve(loan.mail, loan.desk, loan.lent, _LOOKS)
+        for _ in range(_TASKS + _SPARE):
+            kernels.serve(loan.mail, loan.desk, loan.lent, _SERVED)
 
     asked, served = hot.record(asks), cold.record(serves)
     with cold.entered():

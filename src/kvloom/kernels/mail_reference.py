@@ -63,12 +63,11 @@ def collect(mail: Mail, pad: Pad, out: Tensor, looks: int) -> None:
 
 def serve_steps(mail: Mail, desk: Desk, lent: Lent, looks: int, programs: int) -> Steps:
     """One of the programs of a launch."""
-    while True:
-        task = yield from _look(desk.claim, 32)
-        waiting = ((yield from _look(mail.word("posted"))) - task) & MASK
-        if waiting or not looks:
-            break
+    task = yield from _look(desk.claim, 32)
+    waiting = ((yield from _look(mail.word("posted"))) - task) & MASK
+    while not waiting and looks and (yield from _look(desk.claim, 32)) == task:
         looks -= 1
+        waiting = ((yield from _look(mail.word("posted"))) - task) & MASK
     if not waiting or (yield from _look(desk.over)) or (yield from _look(mail.word("left"))):
         return
     slot = task % mail.slots

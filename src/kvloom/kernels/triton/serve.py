@@ -37,13 +37,16 @@ def _task(claim):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _waiting(posted, claim, looks):  # type: ignore[no-untyped-def]
-    """→ how many tasks wait, and the first of them."""
+    """→ how many tasks wait, and the first of them. Where others of the launch have done it meanwhile, there
+    is nothing to wait for."""
     task = _task(look_here(claim))
     waiting = ahead(look(posted), task)
     while (waiting == 0) & (looks > 0):
         looks -= 1
-        task = _task(look_here(claim))
-        waiting = ahead(look(posted), task)
+        if _task(look_here(claim)) == task:
+            waiting = ahead(look(posted), task)
+        else:
+            looks = 0
     return waiting, task
 
 
