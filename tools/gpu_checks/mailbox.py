@@ -91,9 +91,10 @@ def right(loan: Loan, kernels: Kernels, hot: Lane, cold: Lane, close: float) -> 
         cold.mark().wait()
     assert not int(loan.pad.status), f"status {int(loan.pad.status)}"
     found = loan.out.clone()
-    mail_reference.post(loan.mail, loan.pad, q, k, v, 0, loan.scale)
-    mail_reference.serve(loan.mail, loan.desk, loan.lent)
-    mail_reference.collect(loan.mail, loan.pad, loan.out, 0)
+    with loan.mail.words.device:
+        mail_reference.post(loan.mail, loan.pad, q, k, v, 0, loan.scale)
+        mail_reference.serve(loan.mail, loan.desk, loan.lent)
+        mail_reference.collect(loan.mail, loan.pad, loan.out, 0)
     torch.testing.assert_close(found, loan.out, rtol=close, atol=close)
 
 
