@@ -20,7 +20,7 @@ from kvloom.transport.mailbox import NOTE, Mailbox
 from kvloom.transport.word import Word, futex_number
 
 _KEPT = 512  # tasks of which waits and service are told
-_SLICE = 0.05  # seconds of sleep for the lock: who wakes the others may have died, were it another process
+_SLICE = 0.05  # seconds of sleep until the lock is looked at again
 _Host = ctypes.CFUNCTYPE(ctypes.c_int64)
 
 
