@@ -111,9 +111,9 @@ class Woven:
                 self._hot.weaving.borrow(terms, await self._cold.lend(terms), self._dice.choice(SHARES))
 
     async def _steps(self, count: int) -> None:
-        """Wait for so many of the hot unit."""
+        """Wait for so many of the hot unit, or until it has no loan."""
         end = await self._decoded() + count
-        while not self._over and await self._decoded() < end:  # noqa: ASYNC110 -- nobody tells of them
+        while self._hot.weaving.loan(MODEL) and not self._over and await self._decoded() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     async def _decoded(self) -> int:
