@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvloom.core.errors import ConfigError
 from kvloom.router.program import Program, load_program
-from kvloom.serve.gateway import gateway
+from kvloom.serve.gateway import Gateway, gateway
 from kvloom.serve.orders import Begin, GatewayOrder, News, Standing
 from kvloom.serve.parent import Parent, run_child
 
@@ -52,10 +52,22 @@ def load_standing(order: GatewayOrder) -> tuple[Program, Standing]:
 async def serve(parent: Parent, order: GatewayOrder, program: Program, standing: Standing) -> None:
     """Answer the OpenAI API until SIGTERM, which the parent's end is too."""
     loop = asyncio.get_running_loop()
-    async with gateway(order, program, standing, parent.report) as serving:
-        parent.watch(Path(order.sockets), lambda news: soon(loop, serving.heed, news))
-        loop.add_signal_handler(signal.SIGTERM, serving.end)
-        await serving.server.serve(sockets=[socket.socket(fileno=order.listener)])
+    early: list[News] = []
+    serving: Gateway | None = None
+
+    def heed(news: News) -> None:
+        if serving is None:
+            early.append(news)
+        else:
+            serving.heed(news)
+
+    parent.watch(Path(order.sockets), lambda news: soon(loop, heed, news))
+    async with gateway(order, program, standing, parent.report) as made:
+        serving = made
+        for news in early:
+            heed(news)
+        loop.add_signal_handler(signal.SIGTERM, made.end)
+        await made.server.serve(sockets=[socket.socket(fileno=order.listener)])
 
 
 def soon(loop: asyncio.AbstractEventLoop, heed: Callable[[News], None], news: News) -> None:
