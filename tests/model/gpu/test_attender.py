@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,9 +55,10 @@ def attending(
     operations: Operations,
     borrower: int | None = None,
     ended: Callable[[str], None] = lambda why: None,
+    stream: HostStream | None = None,
 ) -> Iterator[DeviceAttender]:
     """The lender's end of a loan; nobody waits long for its idle thread."""
-    lanes, idle = device.partitions.lanes, Lane(COMPUTE, _Slow())
+    lanes, idle = device.partitions.lanes, Lane(COMPUTE, stream or _Slow())
     made = DeviceAttender(
         loan.mail, loan.lent, loan.start, lanes, idle, operations, borrower or os.getpid(), ended, looks=0
     )
@@ -193,3 +195,47 @@ def test_a_borrower_that_is_killed_is_noticed() -> None:
         assert told.wait(DEADLINE)
     process.wait()
     assert reasons == ["the borrower has left"]
+
+
+def broken(*_: object) -> Any:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+class _Broken(HostStream):
+    mark = broken
+
+
+@pytest.mark.parametrize("stream", [HostStream(), _Broken()], ids=["to be asked", "altogether"])
+def test_a_device_that_fails_ends_the_loan(stream: HostStream) -> None:
+    told, reasons = threading.Event(), []
+
+    def ended(why: str) -> None:
+        reasons.append(why)
+        told.set()
+
+    loan = Loaned(Shape())
+    operations = replace(plain_operations(), serve=broken)
+    with attending(loan, one_lane(), operations, ended=ended, stream=stream) as attender:
+        assert told.wait(DEADLINE)
+    assert reasons == ["this unit failed to look for tasks"]
+    assert attender.over is End.FAILED
+
+
+def test_a_thread_that_finds_no_task_for_long_pauses_and_finds_the_next() -> None:
+    loan, device = Loaned(Shape()), one_lane()
+    launches: list[int] = []
+
+    def serve(*given: Any) -> None:
+        launches.append(len(launches))
+        mail_reference.serve(*given)
+
+    operations = replace(plain_operations(), serve=serve)
+    decoding = Decoding(loan)
+    with attending(loan, device, operations) as attender:
+        for _ in range(1000):
+            if attender._lively:
+                attender._thread.join(0.01)
+        assert not attender._lively
+        assert len(launches) >= 64
+        decoding.post([2, 3])
+        decoding.collect(looks=10_000_000)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -13,8 +14,11 @@ from kvloom.kernels.mail import Desk, End, Lent, Mail
 from kvloom.model.gpu.operations import Operations
 from kvloom.model.gpu.partitions import Lane
 
+_log = logging.getLogger(__name__)
 _LOOKS = 500  # of a launch while no forward runs: half a millisecond, for which one that begins waits
 _SLICE = 0.05  # seconds between two looks at whether the borrower lives
+_LIVELY = 64  # launches of the thread after a task, one after the other
+_PAUSE = 0.002  # seconds between those after them
 
 
 class DeviceAttender:
@@ -50,6 +54,8 @@ class DeviceAttender:
         self._ending = threading.Lock()  # over `_over`
         self._over = False
         self._working = 0
+        self._lively = _LIVELY
+        self._claim = int(self._desk.claim)
         self._free = threading.Condition()
         self._resting = threading.Lock()  # a launch of the thread's
         self._thread = threading.Thread(target=self._watch, name="weave", daemon=True)
@@ -94,35 +100,46 @@ class DeviceAttender:
                     self._end(End.FORGED, "the borrower has written what cannot be")
                 elif int(self._mail.word("left")) or poll.poll(0):
                     self._end(End.CLOSED, "the borrower has left")
+        except RuntimeError as error:  # the device has failed; its unit is about to end
+            _log.error("weave: %s", " ".join(str(error).split())[:200])
         finally:
             os.close(self._process)
             self._end(End.FAILED, "this unit failed to look for tasks")
 
     def _rest(self) -> None:
-        """While no forward runs, poll; else give it time."""
+        """While no forward runs, poll, with a pause where no task has come lately; else give it time."""
         with self._free:
-            if self._working:
-                self._free.wait(_SLICE)
-                return
+            if self._working or not self._lively:
+                self._free.wait(_SLICE if self._working else _PAUSE)
         with self._resting:
-            if not self._working:
-                with self._idle.entered():
-                    self._operations.serve(self._mail, self._desk, self._lent, self._looks)
-                self._idle.mark().wait()
+            if self._working or self._over:
+                return
+            with self._idle.entered():
+                self._operations.serve(self._mail, self._desk, self._lent, self._looks)
+            self._idle.mark().wait()
+        claim = int(self._desk.claim)
+        self._lively = max(0, self._lively - 1) if claim == self._claim else _LIVELY
+        self._claim = claim
 
     def _end(self, why: End, reason: str | None) -> None:
+        """A device that has failed does no more tasks either."""
         with self._ending:
             if self._over:
                 return
             self._over = True
-            if self.over is End.NONE:
-                self._desk.over.fill_(why)
-            over = self.over  # the device has it
-            for lane in (*self._lanes, self._idle):
-                with lane.lock:
-                    mark = lane.mark()
-                mark.wait()
-            self._mail.word("over").fill_(over)
+            with suppress(RuntimeError):
+                self._settle(why)
         if reason is not None:
             with suppress(RuntimeError):  # the loop that it would tell is closed
                 self._ended(reason)
+
+    def _settle(self, why: End) -> None:
+        """The device takes no more tasks, and does none; then the borrower is told."""
+        if self.over is End.NONE:
+            self._desk.over.fill_(why)
+        over = self.over  # the device has it
+        for lane in (*self._lanes, self._idle):
+            with lane.lock:
+                mark = lane.mark()
+            mark.wait()
+        self._mail.word("over").fill_(over)
