@@ -1,4 +1,4 @@
-"""`kvloom serve` with two units that weave, of which the cold one is killed. Real processes and models."""
+"""`kvloom serve` with two units that weave, of which the cold one dies, and is restarted. Real processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from kvloom.cli import main
 from kvloom.core.request import Event, TokenEvent
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.oracle import Oracle
@@ -53,7 +54,7 @@ def until_lent(url: str) -> None:
         assert time.monotonic() < end, "the cold unit never lends"
 
 
-def test_a_cold_unit_dies(tmp_path: Path) -> None:
+def test_a_cold_unit_dies_and_is_restarted(tmp_path: Path) -> None:
     path, cold = make_checkpoint(tmp_path / "hot", "qwen3"), make_checkpoint(tmp_path / "cold", "gpt2")
     config = tmp_path / "fleet.yaml"
     config.write_text(CONFIG.format(hot=path, cold=cold))
@@ -78,12 +79,17 @@ def test_a_cold_unit_dies(tmp_path: Path) -> None:
         found += asked
         served.wait_for("unit-1 | answers again")
         until_lent(url)
-        found += ask(2)
+        asked = ask(2)
+        found.append(next(asked))
+        assert main(["unit", "restart", "unit-1", "--url", url]) == 0  # it lends, and has to go
+        found += asked
+        until_lent(url)
+        found += ask(3)
         assert get(url, "/verbs/unit-0/load")["models"]["hot"]["away_tokens_total"] > away
         with leaves_nothing(served, tmp_path / "run"):
             assert served.end(signal.SIGTERM) == 0
     for oracle, all_tokens in ((Oracle(path), found), (Oracle(cold), others)):
-        for prompt, tokens in zip(prompts * 3, all_tokens, strict=False):
+        for prompt, tokens in zip(prompts * 4, all_tokens, strict=False):
             assert len(tokens) == COUNT
             oracle.check_at_once(prompt, tokens)
-    assert (len(found), len(others)) == (3 * len(prompts), len(prompts))
+    assert (len(found), len(others)) == (4 * len(prompts), len(prompts))
