@@ -10,16 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.core.arrays import I64
-from kvloom.kernels.cpu_step import (
-    COUNTERS,
-    GELU,
-    OPERATORS,
-    STAGES,
-    SWISH,
-    LayerArguments,
-    StepArguments,
-    step,
-)
+from kvloom.kernels.cpu_stages import GELU, SWISH
+from kvloom.kernels.cpu_step import COUNTERS, OPERATORS, STAGES, LayerArguments, StepArguments, step
 from kvloom.kernels.panels import PANEL
 from kvloom.model import turns
 from kvloom.model.layer import DecoderLayer
