@@ -17,16 +17,19 @@ from kvloom.core.spec import WeaveSpec
 from kvloom.cost.operators import Operator
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
+from kvloom.engine.engine import Engine
 from kvloom.router.program import load_program
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.fleet import simulated
-from kvloom.sim.links import ModelledPlane
+from kvloom.sim.links import ModelledPlane, ModelledTransport
 from kvloom.sim.loom import Loom
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import play
 from kvloom.sim.unit import SimulatedUnit, modelled_executor, timed_link
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.results import read_results
+from tests.engines import ask as answered
+from tests.engines import body
 from tests.sim.fleets import SHAPES, Plain, prompt_of, unit
 from tests.sim.plans import write_files
 
@@ -188,6 +191,41 @@ def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
         assert all(not one.error and one.tokens == one.ask.output for one in found)
         cold.pool.check()
         assert cold.pool.available == cold.pool.total
+
+    run_virtual(run())
+
+
+def test_a_lender_that_dies_in_a_step_has_not_answered() -> None:
+    """What was away is computed again at home, and every token comes."""
+
+    async def run() -> None:
+        given, plane = units(woven(1.0)), ModelledPlane()
+        loom, clock = Loom(one.spec for one in given), LoopClock(asyncio.get_running_loop())
+        engines, transports = list[Engine](), list[ModelledTransport]()
+        for one in given:
+            executor = modelled_executor(one)
+            transports.append(plane.join(one.spec.unit, executor.blocks, timed_link(one)))
+            weaver = loom.weaver(one, executor, transports[-1])
+            engines.append(Engine(executor, transports[-1], one.spec, clock, weaver))
+        hot, cold = engines
+        async with asyncio.TaskGroup() as group:
+            for engine in engines:
+                group.create_task(engine.run())
+            terms = hot.weaving.terms(HOT, 20)
+            hot.weaving.borrow(terms, cold.weaving.lend(terms), 1.0)
+            answer = group.create_task(answered(hot, body(HOT, [1, 2, 3], max_tokens=60)))
+            await clock.sleep(0.2)
+            loan = hot.weaving.loan(HOT)
+            assert loan is not None
+            assert loan.away == 1
+            plane.kill(transports[1])
+            loom.forget(transports[1])
+            await clock.sleep(0.02)
+            assert hot.weaving.loan(HOT) is None
+            assert len((await answer).tokens[0]) == 60
+            for engine in engines:
+                await engine.stop()
+        assert hot.pool.available == hot.pool.total
 
     run_virtual(run())
 

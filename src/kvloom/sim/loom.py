@@ -40,6 +40,10 @@ class Loom:
         self.weavers[transport.endpoint.where] = made
         return made
 
+    def forget(self, transport: ModelledTransport) -> None:
+        """Its engine has ended."""
+        self.weavers.pop(transport.endpoint.where, None)
+
 
 class LenderWire:
     """What a unit that borrows asks another. reach: that one's engine; raises Unavailable where it has none.

@@ -87,6 +87,7 @@ class ModelledProcesses:
         await asyncio.wait([process.running])
         self._preempted += await _preemptions(process.engine)
         self._plane.kill(process.transport)
+        self._loom.forget(process.transport)
         if process.host is not None:
             process.host.leave()
         del self._processes[unit], self.engines[unit]

@@ -42,25 +42,25 @@ class ModelledWeaver:
         """weavers: of the fleet, by their endpoint's `where`. bandwidth: of the unit's way out, in bytes a
         second."""
         self._weavers = weavers
-        self._executor = executor
-        self._transport = transport
-        self._cost = cost
-        self._bandwidth = bandwidth
+        self.executor = executor
+        self.transport = transport
+        self.cost = cost
+        self.bandwidth = bandwidth
         self._borrowed: dict[str, Strand] = {}
-        self._lent: Strand | None = None
+        self.lent: Strand | None = None
         executor.loans = self
         executor.stride = 1  # what steps take of late is reported, and decided by
 
     # -- what the engine calls --------------------------------------------------------------------------
 
     def heads(self, model: str) -> int:
-        return self._cost.shape(model).heads
+        return self.cost.shape(model).heads
 
     def borrow(self, borrow: Borrow, loan: Loan) -> int:
         lender = self._weavers.get(loan.peer.where)
         if lender is None or not lender.reached:
             raise Unavailable(f"{loan.peer.unit} cannot be reached")
-        strand = lender._lent
+        strand = lender.lent
         if strand is None or strand.ticket != loan.ticket or strand.over:
             raise Unavailable(f"loan: that of {loan.peer.unit} is over")
         if strand.borrow != borrow:
@@ -73,46 +73,46 @@ class ModelledWeaver:
         strand = self._borrowed.pop(model)
         if strand.over is None:
             strand.end("the borrower has left")
-            asyncio.get_running_loop().call_later(_NOTICED, strand.lender._left, strand)
+            asyncio.get_running_loop().call_later(_NOTICED, strand.lender.left, strand)
 
     def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
-        if self._lent is not None:
+        if self.lent is not None:
             raise Conflict("weave: this unit lends already; one loan at a time")
         form = borrow.form
         if borrow.heads % form.kv_heads:
             raise BadRequest(f"borrow: {borrow.heads} heads over {form.kv_heads}; want a multiple")
         pages = len(blocks) // (form.layers * form.kv_heads)
         runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))
-        peer = self._transport.endpoint
+        peer = self.transport.endpoint
         digest = digest_of(
             model=borrow.model, form=form, begin=0, end=0, blocks=runs, where=peer.where, prompt=()
         )
-        ticket = self._transport.open(0, digest)
-        self._lent = Strand(borrow, self, ticket, ended)
+        ticket = self.transport.open(0, digest)
+        self.lent = Strand(borrow, self, ticket, ended)
         return Loan(peer=peer, ticket=ticket, pages=pages, blocks=runs, mailbox=b"modelled")
 
     def recall(self) -> bool:
-        strand = self._lent
+        strand = self.lent
         if strand is None:
             return True
         strand.end("the cold unit has its blocks back")
         self.changed()
-        if not self._transport.close(strand.ticket):
+        if not self.transport.close(strand.ticket):
             return False
-        self._lent = None
+        self.lent = None
         return True
 
     def waits(self) -> Waits | None:
         """Nothing is measured: what is expected is what comes."""
         return None
 
-    def _left(self, strand: Strand) -> None:
-        if self._lent is strand:
+    def left(self, strand: Strand) -> None:
+        if self.lent is strand:
             strand.ended("the borrower has left")
 
     @property
     def reached(self) -> bool:
-        return self._transport.plane.reaches(self._transport)
+        return self.transport.plane.reaches(self.transport)
 
     # -- what the executor calls --------------------------------------------------------------------------
 
@@ -132,15 +132,15 @@ class ModelledWeaver:
             then()
             return
         move, lender = moves.popleft(), strand.lender
-        entry = lender._transport.entry(strand.ticket)
+        entry = lender.transport.entry(strand.ticket)
         entry.copying += 1
 
         def moved() -> None:
             entry.copying -= 1
             self._move(strand, step, moves, then)
 
-        size = int(np.sum(move.tokens)) * self._cost.shape(step.job.model).kv_bytes
-        link = self._transport.link if move.out else lender._transport.link
+        size = int(np.sum(move.tokens)) * self.cost.shape(step.job.model).kv_bytes
+        link = self.transport.link if move.out else lender.transport.link
         link.wait(size, moved)
 
     def seconds(self, job: Job, work: Work, alone: float) -> float:
@@ -149,9 +149,9 @@ class ModelledWeaver:
         found = alone
         if strand is not None and step is not None and step.job is job and step.rows:
             found = self._woven(strand, step, work, alone)
-        lent = self._lent.step if self._lent else None
-        if self._lent is not None and lent is not None and lent.rows and lent.seconds:
-            found = self._burdened(self._lent, lent, work, found)
+        lent = self.lent.step if self.lent else None
+        if self.lent is not None and lent is not None and lent.rows and lent.seconds:
+            found = self._burdened(self.lent, lent, work, found)
         if step is not None and step.job is job:
             step.seconds = found
         return found
@@ -159,23 +159,23 @@ class ModelledWeaver:
     def _woven(self, strand: Strand, step: WovenStep, work: Work, alone: float) -> float:
         """A step whose products are for all rows, and whose attention is for those at home."""
         assert step.job.away is not None
-        shape, away = self._cost.shape(work.model), step.job.away.plan
+        shape, away = self.cost.shape(work.model), step.job.away.plan
         home = work.batch - step.rows
-        own = self._cost.attention(work.model, shape, home, work.context) if home else 0.0
-        counted = self._cost.attention(work.model, shape, work.batch, work.context)
+        own = self.cost.attention(work.model, shape, home, work.context) if home else 0.0
+        counted = self.cost.attention(work.model, shape, work.batch, work.context)
         lender = strand.lender
-        step.service = lender._cost.attention(work.model, shape, step.rows, int(away.starts.sum()))
+        step.service = lender.cost.attention(work.model, shape, step.rows, int(away.starts.sum()))
         row = shape.head_dim * shape.itemsize * step.rows
-        there = row * (shape.heads + 2 * shape.kv_heads) / self._bandwidth + SIGNAL
-        back = row * shape.heads / lender._bandwidth + SIGNAL
+        there = row * (shape.heads + 2 * shape.kv_heads) / self.bandwidth + SIGNAL
+        back = row * shape.heads / lender.bandwidth + SIGNAL
         exchange = Exchange(own, step.service, there + back)
         step.ahead = exchange.ahead
-        stall = exchange.stall(lender._times(strand))
-        return alone + shape.layers * (own - counted + 2 * self._cost.start + stall)
+        stall = exchange.stall(lender.times(strand))
+        return alone + shape.layers * (own - counted + 2 * self.cost.start + stall)
 
-    def _times(self, strand: Strand) -> list[float]:
+    def times(self, strand: Strand) -> list[float]:
         """Of what runs here."""
-        return [t for work in self._executor.works for t in self._cut(strand, work).times]
+        return [t for work in self.executor.works for t in self._cut(strand, work).times]
 
     def _cut(self, strand: Strand, work: Work) -> Cut:
         """In the pieces between which a task is found."""
@@ -186,13 +186,13 @@ class ModelledWeaver:
             return plan.cut
         plan.work = work
         if strand.borrow.control == "iterations":
-            plan.cut = issued(work, self._cost)
+            plan.cut = issued(work, self.cost)
             return plan.cut
-        operators = self._cost.operators(work)
+        operators = self.cost.operators(work)
         if strand.borrow.split == "auto" and step is not None and due:
             most = strand.borrow.waits * step.seconds / self._layers(strand, step)
             plan.parts, plan.due = parts_of(operators, step.ahead, most), now + _PROFILED
-        plan.cut = cut_up(operators, plan.parts, self._cost)
+        plan.cut = cut_up(operators, plan.parts, self.cost)
         return plan.cut
 
     def _burdened(self, strand: Strand, step: WovenStep, work: Work, alone: float) -> float:
@@ -203,20 +203,22 @@ class ModelledWeaver:
     def _layers(self, strand: Strand, step: WovenStep) -> int:
         """Tasks of the step."""
         assert strand.borrower is not None
-        return strand.borrower._cost.shape(step.job.model).layers
+        return strand.borrower.cost.shape(step.job.model).layers
 
     def changed(self) -> None:
         """Other jobs run here than before, and so the pace of others has changed: first of those who wait for
         this unit, then its own, then of those that it waits for."""
-        if self._lent is not None and self._lent.borrower is not None:
-            self._lent.borrower._executor.pace()
-        self._executor.pace()
+        if self.lent is not None and self.lent.borrower is not None:
+            self.lent.borrower.executor.pace()
+        self.executor.pace()
         for strand in self._borrowed.values():
-            strand.lender._executor.pace()
+            strand.lender.executor.pace()
 
     def over(self, job: Job) -> str | None:
         strand = self._borrowed.get(job.model)
         if job.away is None or strand is None or strand.step is None:
             return None
+        if not strand.lender.reached:
+            strand.end("the cold unit is gone")
         lost, strand.step = strand.step.lost, None
         return lost

@@ -12,10 +12,12 @@ from kvloom.reproduce.weaver.setup import Trace
 from kvloom.reproduce.weaver.systems import SHARE, System, weave, woven
 
 DEVICE: Final = "A100-40"
-BATCH: Final = 128  # of the hot model, all the time: no rate is told, and under CPU control none would do
+BATCH: Final = 128  # of the hot model, all the time: chosen, because no rate is told
 ANSWERS: Final = {"full": 512, "small": 24}  # tokens
 PROMPT: Final = 749
 LONGEST: Final = 400.0  # seconds
+
+GAIN: Final = 1.05
 
 CONTROLLED: Final = (
     System("CPU control", woven(weave(SHARE, "iterations", "none"))),
@@ -45,8 +47,8 @@ def figure_7(scale: Scale, tell: Tell) -> Report:
         ),
         claims=(
             Claim(
-                said="each step makes the hot model quicker",
-                holds=cpu > gpu > split,
+                said="each step makes the hot model quicker, by 5 % at least",
+                holds=cpu > GAIN * gpu > GAIN**2 * split,
                 found=f"{cpu:.0f}, {gpu:.1f}, {split:.1f} ms",
             ),
         ),

@@ -16,7 +16,7 @@ DEVICE: Final = "A100-40"
 HOT_RATE: Final = 10.0  # requests a second, of (a)
 RATIOS: Final = (0.1, 0.25, 0.5)  # of the cold model's rate to it; the paper's are not told
 SHARE_RATE: Final = published.DEDICATED_MOST  # of (b)
-SHARES: Final = (0.0, 0.15, 0.3, 0.45, 0.5)
+SHARES: Final = (0.0, 0.15, 0.3, 0.45, 0.5, 0.6, 0.75)
 
 Found = dict[tuple[str, float], Point]
 

@@ -11,11 +11,19 @@ from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
 from kvloom.reproduce.weaver import published
 from kvloom.reproduce.weaver.point import Load, Point, play_points
 from kvloom.reproduce.weaver.setup import AZURE, BURSTGPT, LONG, Trace
-from kvloom.reproduce.weaver.systems import DEDICATED, MUXSERVE, TEMPORAL, WEAVER, System
+from kvloom.reproduce.weaver.systems import (
+    BARE_MUXSERVE,
+    BARE_TEMPORAL,
+    DEDICATED,
+    MUXSERVE,
+    TEMPORAL,
+    WEAVER,
+    System,
+)
 
 SYSTEMS: Final[Mapping[str, tuple[System, ...]]] = {
-    "A100-40": (DEDICATED, TEMPORAL, MUXSERVE, WEAVER),
-    "L40S": (DEDICATED, TEMPORAL, WEAVER),  # without MPS, as in the paper
+    "A100-40": (DEDICATED, TEMPORAL, BARE_TEMPORAL, MUXSERVE, BARE_MUXSERVE, WEAVER),
+    "L40S": (DEDICATED, TEMPORAL, BARE_TEMPORAL, WEAVER),  # without MPS, as in the paper
 }
 FLOOD: Final[Mapping[str, float]] = {
     "A100-40": 28.0,
@@ -103,8 +111,6 @@ def _azure(most: Mapping[tuple[str, str], Run], steady: Mapping[tuple[float, str
          weaver.hot.rate / dedicated.hot.rate),
         (at_most, "Weaver, batch", published.WEAVER_BATCH, weaver.hot.batch),
         (f"{HIGH:g} req/s", "dedicated, batch", published.DEDICATED_BATCH, high.hot.batch),
-        (f"{HIGH:g} req/s", "dedicated, % of the hot pool", published.FILLED["dedicated"],
-         100 * high.filled["hot"]),
         (f"{HIGH:g} req/s", "Weaver, % of the hot pool", published.FILLED["hot"], 100 * woven.filled["hot"]),
         (f"{HIGH:g} req/s", "Weaver, % of the cold pool lent", published.FILLED["lent"],
          100 * woven.filled.get("lent", 0.0)),
@@ -126,7 +132,13 @@ def _best(most: Mapping[tuple[str, str], Run]) -> list[Cell]:
     cells = [
         Cell(row="the best case", column="Weaver over dedicated", paper=published.OVER_DEDICATED, ours=best)
     ]
-    for device, system in (("A100-40", MUXSERVE), ("L40S", TEMPORAL)):
+    muxserve = (
+        ("A100-40", MUXSERVE),
+        ("A100-40", BARE_MUXSERVE),
+        ("L40S", TEMPORAL),
+        ("L40S", BARE_TEMPORAL),
+    )
+    for device, system in muxserve:
         found = [ratio(most, where, system) for where in places if where.startswith(device)]
         if found:
             paper = published.OVER_MUXSERVE[device]
@@ -139,13 +151,16 @@ def _orders(most: Mapping[tuple[str, str], Run]) -> list[Claim]:
     claims = []
     for where in dict.fromkeys(where for where, _ in most):
         rates = {name: run.point.hot.rate for (at, name), run in most.items() if at == where}
-        claims.append(
-            Claim(
-                said=f"{where}: Weaver answers most",
-                holds=max(rates, key=lambda name: rates[name]) == WEAVER.name,
-                found=", ".join(f"{name} {rate:.1f}" for name, rate in rates.items()) + " req/s",
+        bare = {BARE_MUXSERVE.name, BARE_TEMPORAL.name}
+        for runtime, left_out in (("with MuxServe's runtime", bare), ("whatever the runtime", set[str]())):
+            among = {name: rate for name, rate in rates.items() if name not in left_out}
+            claims.append(
+                Claim(
+                    said=f"{where}: Weaver answers most, {runtime}",
+                    holds=max(among.values()) == among[WEAVER.name],
+                    found=", ".join(f"{name} {rate:.1f}" for name, rate in among.items()) + " req/s",
+                )
             )
-        )
     return claims
 
 
@@ -156,6 +171,7 @@ def _paces(steady: Mapping[tuple[float, str], Point]) -> list[Claim]:
     (alone, woven), (late, better) = pair(LOW), pair(HIGH)
     slower, more = woven.hot.tpot / alone.hot.tpot, 1e3 * (better.cold.tpot - late.cold.tpot)
     cold = woven.cold.tpot / alone.cold.tpot if alone.cold.tpot else 1.0
+    quicker = 100 * (1 - better.hot.tpot / late.hot.tpot)
     return [
         Claim(
             said="at low rates the hot model's time a token is slightly longer than under dedicated",
@@ -164,8 +180,8 @@ def _paces(steady: Mapping[tuple[float, str], Point]) -> list[Claim]:
         ),
         Claim(
             said="at high rates it is shorter, by up to 39 %",
-            holds=better.hot.tpot < late.hot.tpot,
-            found=f"by {100 * (1 - better.hot.tpot / late.hot.tpot):.0f} % at {HIGH:g} req/s",
+            holds=quicker >= published.QUICKER * (1 - _SLACK),
+            found=f"by {quicker:.0f} % at {HIGH:g} req/s",
         ),
         Claim(
             said="the cold model takes 1.04× as long at low rates",

@@ -38,18 +38,25 @@ def dedicated(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
     return [unit(HOT, device, [HOT]), unit(COLD, device, [COLD])]
 
 
+def bare_temporal(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
+    """As `temporal`, in a runtime that adds nothing to the device's time."""
+    return [unit("both", device, [HOT, COLD], gpus=2, rates=(hot, cold))]
+
+
+def bare_multiplexed(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
+    """As `multiplexed`, in a runtime that adds nothing to the device's time."""
+    return [unit("both", device, [HOT, COLD], gpus=2, policy="adbs", shares=SHARES, rates=(hot, cold))]
+
+
 def temporal(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
     """Both models on both GPUs, by turns on the whole of them."""
-    return [_in_muxserve(unit("both", device, [HOT, COLD], gpus=2, rates=(hot, cold)))]
+    return [_in_muxserve(one) for one in bare_temporal(device, hot, cold)]
 
 
 def multiplexed(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
     """Both models on both GPUs, side by side, with MuxServe's batching, quotas and processes of fixed
     shares."""
-    rates = (hot, cold)
-    return [
-        _in_muxserve(unit("both", device, [HOT, COLD], gpus=2, policy="adbs", shares=SHARES, rates=rates))
-    ]
+    return [_in_muxserve(one) for one in bare_multiplexed(device, hot, cold)]
 
 
 def _in_muxserve(made: SimulatedUnit) -> SimulatedUnit:
@@ -74,4 +81,6 @@ def sharing(share: float) -> System:
 DEDICATED: Final = System("dedicated", dedicated)
 MUXSERVE: Final = System("MuxServe", multiplexed)
 TEMPORAL: Final = System("Mux-Temporal", temporal)
+BARE_MUXSERVE: Final = System("MuxServe, bare", bare_multiplexed)
+BARE_TEMPORAL: Final = System("Mux-Temporal, bare", bare_temporal)
 WEAVER: Final = System("Weaver", woven(weave(SHARE)))
