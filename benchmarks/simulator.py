@@ -18,6 +18,7 @@ from kvloom.cost.devices import find_device
 from kvloom.cost.shapes import find_shape
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
 from kvloom.router.program import load_program
+from kvloom.sim.rescheduling import Rescheduling
 from kvloom.sim.run import simulate
 from kvloom.sim.units import planned_units
 from kvloom.workload.make import make_asks
@@ -77,6 +78,7 @@ def play(policy: Policy, requests: int) -> Run:
         Prompts(find_shape(SHAPE).vocab),
         Summary(),
         title=policy,
+        rescheduling=Rescheduling(),  # as `kvloom simulate` does with a plan whose units share a model
     )
     if results.total.errors:
         raise RuntimeError(f"{policy}: {results.total.errors} errors: {results.errors}")

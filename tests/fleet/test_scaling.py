@@ -100,6 +100,41 @@ def test_who_counts_all_that_waits_has_another_unit_sooner() -> None:
     assert rescale(loads, 0, Outside("low", 0.0), 10.0, low, usage=wanted) == (None, Start())
 
 
+def test_a_long_queue_starts_as_many_as_it_needs() -> None:
+    """Two units of 1,000 pages, full, with 16 sequences, and 1,500 or 2,500 pages wanted by what waits."""
+    scale, low = Scale(least=1, most=9, low=100, high=400, seconds=10), Outside("low", 0.0)
+
+    def started(pages: int, starting: int = 0, most: int = 9) -> Step | None:
+        loads = fleet(1000) | {"b": unit(model(12, 16_000, waiting=9, head_blocks=99, waiting_blocks=pages))}
+        return rescale(loads, starting, low, 10.0, replace(scale, most=most))[1]
+
+    assert started(800) == Start(1)  # and 100 for a hundred steps of 16 sequences
+    assert started(901) == started(1500) == Start(2)
+    assert started(2500) == Start(3)
+    assert started(2500, starting=1) == Start(2)
+    assert started(2500, starting=6) == Start(1)
+    assert started(2500, most=4) == Start(2)
+    assert started(2500, starting=2, most=4) is None
+
+
+def test_an_idle_fleet_that_nobody_has_asked_stays() -> None:
+    loads = {name: unit(model()) for name in "abc"}
+    assert played(loads, loads, loads, loads) == [None] * 4
+    asked = loads | {"b": unit(model(prompt_tokens_total=1))}
+    assert played(asked, asked, asked, asked) == [None, None, Drain("c"), None]
+
+
+def test_none_goes_without_which_there_would_be_too_little() -> None:
+    """A small batch makes the mean high, though one pool does not hold what there is in two."""
+    full, empty = unit(model(1, 16 * 900)), unit(model(1, 16 * 50))
+    three = {"a": full, "b": full, "c": empty}
+    assert mean_freeness(three) > SCALE.high
+    assert played(three, three, three) == [None, None, Drain("c")]
+    crowded = {"a": full, "b": unit(model(1, 16 * 900)), "c": unit(model(1, 16 * 190))}
+    assert mean_freeness(crowded) > SCALE.high
+    assert played(crowded, crowded, crowded) == [None] * 3
+
+
 @st.composite
 def reported(draw: st.DrawFn) -> tuple[dict[str, UnitLoad], int]:
     loads = fleet(*draw(st.lists(st.sampled_from([100, 950, 990]), max_size=6)))

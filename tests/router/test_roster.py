@@ -9,6 +9,7 @@ import pytest
 from kvloom.core.errors import Conflict, Unavailable
 from kvloom.core.replicas import Scale, Steps
 from kvloom.fleet.scheduler import FleetScheduler
+from tests.fleet.loads import model
 from tests.router.fleets import ask, ask_well, body, run, turns
 from tests.router.roster import Staged, staged
 
@@ -97,6 +98,7 @@ def test_what_is_idle_for_long_enough_goes_and_not_before() -> None:
             scheduler = FleetScheduler(played.rescheduler, played.fleets.clock)
             played.fleets.clock._now = 29.0
             await ask_well(played.fleets.router, body())  # somebody asks in between
+            played.fleets.engines[0].load_models = {"m": model(prompt_tokens_total=9)}
             both, one, none = ["up", "up"], ["up", "away"], ["away", "away"]
             for now, states in ((30, both), (39, both), (40, one), (58, one), (59, none)):
                 played.fleets.clock._now = now

@@ -88,9 +88,13 @@ def test_who_leaves_takes_nothing_any_more() -> None:
 
         cores.join(wish, lambda: told.append(asyncio.get_running_loop().time()))
         assert cores.over == 0.0
+        staying.after(1.0, note("staying"))  # at half a core, with the device's wish beside it
+        going.charge(9.0)
+        await asyncio.sleep(0.9)
         cores.leave(going, wish)
-        assert cores.over == -1.0
-        staying.after(1.0, note("staying"))
+        assert cores.over == 0.0
+        told.clear()
+        await asyncio.sleep(1.0)
         assert not told
 
-    assert when(1, act) == {"staying": 1.0}
+    assert when(1, act) == {"staying": pytest.approx(0.9 + 0.7)}

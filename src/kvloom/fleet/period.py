@@ -64,12 +64,13 @@ def decide(
 
 
 def carried_out(steps: Mapping[str, Step], groups: Mapping[str, Group]) -> Steps:
-    """Which units that means. Where none can be started now, none is: the next period asks anew."""
+    """Which units that means. Those that cannot be started now are not: the next period asks anew."""
     return Steps(
-        start=tuple(groups[name].away[0] for name, step in steps.items() if _starts(step, groups[name])),
+        start=tuple(
+            unit
+            for name, step in steps.items()
+            if isinstance(step, Start)
+            for unit in groups[name].away[: step.count]
+        ),
         stop=tuple(step.unit for step in steps.values() if isinstance(step, Drain)),
     )
-
-
-def _starts(step: Step, group: Group) -> bool:
-    return isinstance(step, Start) and bool(group.away)

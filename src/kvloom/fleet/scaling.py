@@ -10,7 +10,7 @@ from typing import Literal
 from kvloom.core.load import UnitLoad
 from kvloom.core.replicas import Scale
 from kvloom.fleet.freeness import batch
-from kvloom.fleet.usage import virtual_usage
+from kvloom.fleet.usage import virtual_usage, wanted
 
 Usage = Callable[[UnitLoad], float]  # blocks of a unit's pool that count as taken
 
@@ -25,7 +25,9 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One more replica."""
+    """So many replicas more."""
+
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,34 @@ def mean_freeness(loads: Mapping[str, UnitLoad], usage: Usage = virtual_usage) -
     """Of the units that do not drain, in decode steps: each one's weighted by its batch, which is all free
     memory over all batches. So an idle unit counts with what it has, and not as infinity; ∞ where all are
     idle, or there is none."""
-    left, step = 0.0, 0.0
-    for load in loads.values():
-        if not load.draining:
-            left += (load.total_blocks - usage(load)) * load.block_bytes
-            step += batch(load) * load.block_bytes
+    left, step = _room(loads, usage)
     return left / step if step else math.inf
+
+
+def _room(loads: Mapping[str, UnitLoad], usage: Usage) -> tuple[float, float]:
+    """Bytes that are left in all pools, and that a decode step takes, of the units that do not drain."""
+    serving = [load for load in loads.values() if not load.draining]
+    left = sum((load.total_blocks - usage(load)) * load.block_bytes for load in serving)
+    return left, sum(batch(load) * load.block_bytes for load in serving)
+
+
+def _pool(load: UnitLoad) -> int:
+    return load.total_blocks * load.block_bytes
+
+
+def missing(loads: Mapping[str, UnitLoad], starting: int, low: float) -> int:
+    """How many idle replicas more bring the mean freeness up to `low` once all that waits runs, those that
+    start already counted as there: one at least. loads: of replicas that serve. A queue of which only the
+    first counts says that there is too little, and not how much."""
+    left, step = _room(loads, wanted)
+    pool = sum(map(_pool, loads.values())) / len(loads)
+    return max(1, math.ceil((low * step - left) / pool) - starting)
+
+
+def spared(loads: Mapping[str, UnitLoad], unit: str, low: float, usage: Usage) -> bool:
+    """Whether the mean is not below `low` without this unit, with all that runs there on the others."""
+    left, step = _room(loads, usage)
+    return left - _pool(loads[unit]) >= low * step
 
 
 def rescale(
@@ -73,14 +97,21 @@ def rescale(
     unused = not scale.least and not waits and idle >= scale.idle
     if serving and (unused or (count > scale.most and spare)):
         return None, Drain(fewest_running(serving))
-    outside = _watched(mean_freeness(serving, usage), outside, now, scale) if serving else None
+    asked = any(map(_asked, serving.values()))
+    outside = _watched(mean_freeness(serving, usage), outside, now, scale) if asked else None
     if outside is None or now - outside.since < scale.seconds:
         return outside, None
     if outside.side == "low" and count < scale.most:
-        return None, Start()
-    if outside.side == "high" and spare:
-        return None, Drain(fewest_running(serving))
+        return None, Start(min(missing(serving, starting, scale.low), scale.most - count))
+    least = fewest_running(serving)
+    if outside.side == "high" and spare and spared(serving, least, scale.low, usage):
+        return None, Drain(least)
     return outside, None
+
+
+def _asked(load: UnitLoad) -> bool:
+    """It has, or has had, a request: a fleet that has just begun is idle, which tells nothing of its load."""
+    return any(one.running or one.waiting or one.prompt_tokens_total for one in load.models.values())
 
 
 def fewest_running(loads: Mapping[str, UnitLoad]) -> str:

@@ -32,6 +32,7 @@ class Cores:
         """These want nothing any more."""
         self._threads.remove(thread)
         self._devices = [one for one in self._devices if one[0] != wish]
+        self.changed()
 
     @property
     def over(self) -> float:

@@ -19,7 +19,7 @@ DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a 
 
 PCIE4: Final = 32e9  # bytes a second, one way
 LATENCY: Final = 20e-6  # seconds from one unit's memory to another's
-STARTING: Final = 4.0  # seconds until a process serves, weights aside: all of kvloom's demo fleet
+STARTING: Final = 4.0  # seconds without weights: the demo fleet's start, by benchmarks.memory_start
 LOADING: Final = 1.1e9
 """Bytes of weights a second: the 16 GB of Llama-3-8B from a cloud's disk (AWS gp3) to an A10G took 14.3 s at
 best (NVIDIA, Run:ai Model Streamer, 2024)."""

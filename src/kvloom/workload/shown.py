@@ -15,13 +15,17 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_upheaval(found: Upheaval) -> str:
-    """`preempted 3 times; 12 requests moved, 1 could not; 2.4 units in the mean, 1 to 4`."""
-    parts = [f"preempted {found.preempted:,} times"]
+    """`3 preemptions; 12 requests moved, 1 could not; 2.40 units in the mean, 1 to 4`."""
+    parts = [_counted(found.preempted, "preemption")]
     if found.moved is not None:
-        parts.append(f"{found.moved:,} requests moved, {found.stayed or 0:,} could not")
+        parts.append(f"{_counted(found.moved, 'request')} moved, {found.stayed or 0:,} could not")
     if found.least != found.most:
         parts.append(f"{found.units:.2f} units in the mean, {found.least} to {found.most}")
     return "; ".join(parts)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def show_number(value: float) -> str:

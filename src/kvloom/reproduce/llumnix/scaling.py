@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-import numpy as np
-
 from kvloom.core.replicas import GroupSpec
 from kvloom.core.replicas import Scale as Range
 from kvloom.fleet.thresholds import Thresholds
@@ -19,7 +17,6 @@ from kvloom.reproduce.llumnix.setup import INSTANCES, LONG, SIZES, make_units
 from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
 from kvloom.sim.rescheduling import Rescheduling
 from kvloom.workload.arrivals import gamma, poisson
-from kvloom.workload.ask import Outcome
 
 BLOCK: Final = 16  # tokens; its thresholds are blocks a request, ours decode steps
 LOW: Final = 10  # blocks a request in the mean, below which there is to be one more instance
@@ -28,12 +25,10 @@ CHECK: Final = 10.0  # seconds for which it must be so
 FIRST: Final = 8  # instances to begin with, of 16
 CHEAPER: Final = 36.0  # %, of instances, at equal P99 prefill
 EQUAL: Final = 0.02
-SETTLED: Final = 600.0  # seconds; before, an idle fleet loses most instances and has to come by them again
 NO_MOVES: Final = Thresholds(-math.inf, math.inf)
 
 _HEADS: Final = (
-    "", "threshold", "system", "prefill", "P99", "once settled", "decode", "P99", "instances", "preempted",
-    "moved",
+    "", "threshold", "system", "prefill", "P99", "decode", "P99", "instances", "preempted", "moved",
 )  # fmt: skip
 
 
@@ -69,14 +64,12 @@ LOWS: Final = (5, 10, 20, 40)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """low: blocks a request in the mean below which there is to be one more instance. settled: P99 prefill in
-    seconds of the requests that came after SETTLED; None where there was none."""
+    """low: blocks a request in the mean below which there is to be one more instance."""
 
     load: Load
     system: System
     point: Point
     low: int = LOW
-    settled: float | None = None
 
 
 def section_65(scale: Scale, tell: Tell) -> Report:
@@ -97,16 +90,14 @@ def _part(tell: Tell, at: int, of: int) -> Tell:
 def run(load: Load, system: System, low: int, scale: Scale, tell: Tell) -> Run:
     instances, requests = SIZES[scale]
     traffic = replace(LONG, gaps=poisson if load.cv is None else gamma(load.cv))
-    over, late = count(1), list[float]()
-
-    def told(one: Outcome) -> None:
-        if one.ask.at >= SETTLED and one.first is not None:
-            late.append(one.first)
-        tell(f"{load}, {system.name}", next(over) / requests)
-
-    asks = traffic.asks(load.rate * instances / INSTANCES, requests)
-    point = play_point(elastic(system, low, instances), make_units(instances), asks, told)
-    return Run(load, system, point, low, float(np.quantile(late, 0.99)) if late else None)
+    over = count(1)
+    point = play_point(
+        elastic(system, low, instances),
+        make_units(instances),
+        traffic.asks(load.rate * instances / INSTANCES, requests),
+        lambda _: tell(f"{load}, {system.name}", next(over) / requests),
+    )
+    return Run(load, system, point, low)
 
 
 def elastic(system: System, low: int, instances: int) -> System:
@@ -175,13 +166,11 @@ def _savings(runs: Sequence[Run]) -> Iterator[float]:
 
 def _row(one: Run) -> tuple[str, ...]:
     point = one.point
-    seconds = (point.prefill.mean, point.prefill.p99, one.settled, point.decode.mean, point.decode.p99)
+    times = (
+        f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+        for measure in (point.prefill, point.decode)
+        for seconds in (measure.mean, measure.p99)
+    )
     counts = f"{point.units:.1f}", f"{point.preemptions:,}"
     moved = f"{point.moved:,}" if one.system is LLUMNIX else "–"
-    return (str(one.load), f"{one.low}", one.system.name, *map(_time, seconds), *counts, moved)
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+    return (str(one.load), f"{one.low}", one.system.name, *times, *counts, moved)
