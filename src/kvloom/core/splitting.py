@@ -12,23 +12,46 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+
+from kvloom.core.arrays import F64, I64
+from kvloom.core.spec import Splitting
 
 
-def conditional_wait(times: Sequence[float], ahead: float) -> float:
+class Rule(NamedTuple):
+    """What operators are split by, in one unit of time. ahead: what the other unit has to do meanwhile, less
+    what a task takes; most: of expected stall, once a layer."""
+
+    ahead: float
+    most: float
+
+    @staticmethod
+    def of(split: Splitting, waits: float, ahead: float, step: float, layers: int) -> Rule | None:
+        """Tasks may hold a step of the asking unit up by `waits` of it. step: that it takes, 0 where nobody
+        knows. None where nothing is to be split."""
+        return Rule(ahead, waits * step / layers) if split == "auto" and step > 0 else None
+
+
+def conditional_wait(times: Sequence[float] | F64, ahead: float) -> float:
     """E[W | W > c], the paper's objective (equations 1 and 3): Σ (T² − c²) / (2 Σ (T − c)) over T > c. 0
     where no operator is longer than c."""
     c = max(0.0, ahead)
-    longer = [t for t in times if t > c]
-    if not longer:
-        return 0.0
-    return sum(t * t - c * c for t in longer) / (2 * sum(t - c for t in longer))
+    longer = _longer(times, c)
+    return float((longer**2 - c * c).sum() / (2 * (longer - c).sum())) if longer.size else 0.0
 
 
-def expected_stall(times: Sequence[float], ahead: float) -> float:
+def expected_stall(times: Sequence[float] | F64, ahead: float) -> float:
     """E[max(0, W − c)], by which the asking unit is held up: Σ (T − c)² over T > c, over 2 Σ T. At c = 0 that
     is E[W]."""
-    c, whole = max(0.0, ahead), sum(times)
-    return sum((t - c) ** 2 for t in times if t > c) / (2 * whole) if whole > 0 else 0.0
+    c, whole = max(0.0, ahead), float(np.sum(times))
+    return float(((_longer(times, c) - c) ** 2).sum()) / (2 * whole) if whole > 0 else 0.0
+
+
+def _longer(times: Sequence[float] | F64, c: float) -> F64:
+    all_ = np.asarray(times, np.float64)
+    return all_[all_ > c]
 
 
 def split(
@@ -62,6 +85,7 @@ def split(
     return parts
 
 
-def cut(times: Sequence[float], parts: Sequence[int]) -> list[float]:
+def cut(times: Sequence[float], parts: Sequence[int] | I64) -> F64:
     """The times of all parts."""
-    return [t / n for t, n in zip(times, parts, strict=True) for _ in range(n)]
+    counts = np.asarray(parts, np.int64)
+    return np.repeat(np.asarray(times, np.float64) / counts, counts)

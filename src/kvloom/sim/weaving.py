@@ -14,6 +14,7 @@ from kvloom.core.arrays import I32
 from kvloom.core.errors import BadRequest, Conflict, Unavailable
 from kvloom.core.job import Job
 from kvloom.core.load import Waits
+from kvloom.core.splitting import Rule
 from kvloom.core.weaving import Borrow, Loan, Move
 from kvloom.cost.operators import Operated
 from kvloom.cost.weaving import Cut, Exchange, cut_up, issued, parts_of
@@ -189,9 +190,10 @@ class ModelledWeaver:
             plan.cut = issued(work, self.cost)
             return plan.cut
         operators = self.cost.operators(work)
-        if strand.borrow.split == "auto" and step is not None and due:
-            most = strand.borrow.waits * step.seconds / self._layers(strand, step)
-            plan.parts, plan.due = parts_of(operators, step.ahead, most), now + _PROFILED
+        if step is not None and due:
+            terms, layers = strand.borrow, self._layers(strand, step)
+            rule = Rule.of(terms.split, terms.waits, step.ahead, step.seconds, layers)
+            plan.parts, plan.due = parts_of(operators, *rule) if rule else (), now + _PROFILED
         plan.cut = cut_up(operators, plan.parts, self.cost)
         return plan.cut
 
