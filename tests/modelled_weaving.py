@@ -29,9 +29,15 @@ class WeavingExecutor(ModelledExecutor):
     moved: by woven step, the pages that it is over, and those of each move."""
 
     def __init__(
-        self, blocks: int, lent: int, *, seed: int = 0, losing: frozenset[int] = frozenset()
+        self,
+        blocks: int,
+        lent: int,
+        *,
+        seed: int = 0,
+        losing: frozenset[int] = frozenset(),
+        failing: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(blocks, compute=1, seed=seed, models=(MODEL,))
+        super().__init__(blocks, compute=1, seed=seed, models=(MODEL,), failing=failing)
         self.losing = losing
         self.woven = 0  # steps
         self.moved: list[
@@ -132,10 +138,15 @@ def loan_of(borrow: Borrow, blocks: I32) -> Loan:
 
 
 def hot_unit(
-    pages: int, lent: int, *, seed: int = 0, losing: frozenset[int] = frozenset()
+    pages: int,
+    lent: int,
+    *,
+    seed: int = 0,
+    losing: frozenset[int] = frozenset(),
+    failing: frozenset[int] = frozenset(),
 ) -> tuple[Engine, WeavingExecutor]:
     """A pool of so many pages, and loans of so many at most. The longest request has 24."""
-    executor = WeavingExecutor(pages * PAGE, lent * PAGE, seed=seed, losing=losing)
+    executor = WeavingExecutor(pages * PAGE, lent * PAGE, seed=seed, losing=losing, failing=failing)
     return engine_over(executor, weaver=ModelledWeaver(executor)), executor
 
 

@@ -108,3 +108,33 @@ def test_who_comes_home_is_copied_from_where_the_cache_ends() -> None:
     out, back = (moves[0] for _, moves in executor.moved if moves)
     assert out >= 12
     assert back <= 3
+
+
+@pytest.mark.parametrize("failing", [11, 15, 24])
+def test_a_step_that_fails_takes_those_that_wait_with_it_to_nobody(failing: int) -> None:
+    """All need another page at once, so some have to come home, and wait: they are computed again."""
+    engine, executor = hot_unit(200, 30, failing=frozenset([failing]))
+
+    async def play() -> None:
+        borrow(engine, 1.0, 30)
+        bodies = [order("r" * (i + 1), MODEL, 2, max_tokens=50) for i in range(8)]
+        answers = await asyncio.gather(*(ask(engine, body) for body in bodies))
+        failed = [any(end.reason == "error" for end in answer.ends.values()) for answer in answers]
+        assert 0 < sum(failed) < len(bodies)
+        for body, answer, lost in zip(bodies, answers, failed, strict=True):
+            check(executor, body, answer, whole=not lost)
+
+    serve(play(), engine, executor)
+
+
+def test_who_lacks_room_at_home_goes_where_there_is_some() -> None:
+    """Nobody is to be away by its number; nobody is computed again."""
+    engine, executor = hot_unit(30, 60)
+
+    async def play() -> None:
+        woven = borrow(engine, 1e-9, 60)
+        await answered(engine, executor, [order("r" * (i + 1), MODEL, 20, max_tokens=50) for i in range(3)])
+        assert woven.went > 0
+        assert (await engine.load()).models[MODEL].preemptions_total == 0
+
+    serve(play(), engine, executor)

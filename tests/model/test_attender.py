@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -129,6 +130,31 @@ def test_a_borrower_that_forges_loses_the_loan() -> None:
         with pytest.raises(Unavailable, match="refuses what this unit wrote"):
             loan.tasks.collect(task, np.empty((1, HEADS, GEOMETRY.head_dim), np.float32))
     assert ends == ["weave: rows of 1048576 to 1048576 tokens; want 1 to 32"]
+
+
+def test_nothing_is_done_for_who_has_forged_or_was_closed() -> None:
+    """Though the next task keeps to the rules."""
+    for forged in (True, False):
+        with attending() as (made, attender, ends):
+            loan = borrowed(made.lending.loan)
+            before = made.arena.bytes.clone()
+            if forged:
+                memory_of(made).posted.set(77)
+                memory_of(made).posted.wake()
+                attender.poll()
+            else:
+                attender.close()
+            while not memory_of(made).over.get():
+                time.sleep(0)
+            begin(loan, [3])
+            memory_of(made).posted.set(memory_of(made).done.get() + 1)
+            memory_of(made).posted.wake()
+            done = memory_of(made).done.get()
+            attender.poll()
+            time.sleep(0.12)  # the idle thread has looked twice
+            assert memory_of(made).done.get() == done
+            assert bool((made.arena.bytes == before).all())
+            assert len(ends) == forged
 
 
 def test_a_borrower_that_leaves_is_noticed() -> None:

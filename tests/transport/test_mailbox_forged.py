@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvloom.core.errors import BadRequest
+from kvloom.kv import memfd
 from kvloom.transport.attending import Task
+from kvloom.transport.lender import Lending
+from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.mailbox import HEAD, NOTE, Mailbox
 from tests.transport.loans import (
     GEOMETRY,
@@ -20,6 +25,7 @@ from tests.transport.loans import (
     ROWS,
     WIDTH,
     Lender,
+    asked,
     begin,
     borrowed,
     lender_here,
@@ -120,6 +126,40 @@ def test_bytes_at_random_are_refused_or_confined(data: st.DataObject) -> None:
             return
         assert task is not None
         _confined(task)
+
+
+def test_a_mailbox_far_larger_than_what_is_lent_is_refused() -> None:
+    with lender_here() as made:
+        greedy = replace(asked(os.getpid()), rows=1 << 20, width=1 << 10)
+        with pytest.raises(BadRequest, match=r"1048576 rows of 1024 pages .* bytes for 6 pages"):
+            Lending(greedy, LENT, made.transport)
+
+
+@pytest.mark.parametrize("what", ["mailbox", "ledger", "arena"])
+def test_no_peer_changes_the_size_of_what_it_maps(what: str) -> None:
+    """Else it could end the lender, which reads and writes it."""
+    with lender_here() as made:
+        links = {int(fd): os.readlink(f"/proc/self/fd/{fd}") for fd in _open_files()}
+        [own] = [fd for fd, name in links.items() if name == memfd.link(what, os.getpid())][-1:]
+        size = os.fstat(own).st_size
+        for other in (0, size - 1, size + 1):
+            fd = os.open(f"/proc/self/fd/{own}", os.O_RDWR)
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, other)
+            os.close(fd)
+        assert made.lending.receiver.next() is None
+
+
+def _open_files() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
+def test_a_loan_that_cannot_be_is_given_back_at_once() -> None:
+    with lender_here() as made:
+        other = replace(asked(os.getpid()), rows=ROWS + 1)
+        with pytest.raises(BadRequest, match="is for another model"):
+            BorrowedBlocks(other, made.lending.loan, 1.0)
+        assert made.lending.receiver.left
 
 
 def test_what_was_checked_cannot_be_changed_any_more() -> None:

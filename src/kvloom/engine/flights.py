@@ -160,7 +160,7 @@ class Flights:
                 queue.cache.abort_forward(flight.job.plan)
                 queue.failed(flight.job)
                 if queue.woven is not None and flight.job.away is not None:
-                    queue.woven.fail()
+                    self._put_back(queue, flight, queue.woven.fail())
                 _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
                 self._requests.fail(flight, error)
                 self.cut()
@@ -184,6 +184,13 @@ class Flights:
         kept, less = flight.without(void, result)
         self._requests.lose(flight, kept, gone, self.jobs)
         return kept, less
+
+    def _put_back(self, queue: ModelQueue, flight: Flight, gone: list[Sequence]) -> None:
+        """Those of whom a failed step has taken K and V, though they were not in it."""
+        failed = {sequence.id for sequence, _ in flight.batch}
+        for sequence in gone:
+            if sequence.id not in failed:
+                queue.put_back(sequence, self.jobs)
 
     def _view(self) -> UnitView:
         return UnitView(

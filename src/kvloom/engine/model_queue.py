@@ -119,15 +119,16 @@ class ModelQueue:
         self.running.append(child)
 
     def preempt(self, now: int) -> bool:
-        """Send one sequence back; its tokens are computed again later. Where some that are away have a lower
-        priority, they go back, and it goes there in their place. False where all are in jobs."""
+        """Send one sequence back; its tokens are computed again later. Where there is room away it goes there
+        instead, or takes the place of some with a lower priority, which go back. False where all are in
+        jobs."""
         victim = self.victim()
         if victim is None:
             return False
-        others = self.woven.places.displaced(victim) if self.woven else []
-        for sequence in others or [victim]:
+        others = self.woven.places.displaced(victim) if self.woven else None
+        for sequence in [victim] if others is None else others:
             self.put_back(sequence, now)
-        if self.woven and others:
+        if self.woven and others is not None:
             self.woven.places.urge(victim)
         return True
 

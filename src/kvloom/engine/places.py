@@ -67,22 +67,31 @@ class Places:
         chosen = (sequence.id * _GOLDEN) % _WORD < self.share * _WORD or sequence.id in self._urged
         return chosen and self.share > 0 and sequence.outbound is None
 
+    def set_share(self, share: float) -> None:
+        """Where it falls, those that had to make room at home are as any others again."""
+        if share < self.share:
+            self._urged.clear()
+        self.share = share
+
     # -- who gives way --------------------------------------------------------------------------------
 
-    def displaced(self, sequence: Sequence) -> list[Sequence]:
-        """Those away, each of a lower priority than `sequence`, which is at home, that make room there for it
-        if they are computed again; at least one. None where that is not enough, or it cannot go."""
+    def displaced(self, sequence: Sequence) -> list[Sequence] | None:
+        """Who makes room there, by being computed again, for a sequence that would be at home: nobody, where
+        there is more than what is kept, or else some that are away and have a lower priority. None where
+        these are not enough, or it cannot go."""
         if not self.share or not sequence.decodes or sequence.outbound or sequence.id in self._urged:
-            return []
+            return None
         need, found = self._room_for(sequence), list[Sequence]()
         there = self.free(other for other in self.away.values() if not other.in_job)
+        if need <= there - self._kept and len(self.away) < self.rows:
+            return found
         for other in sorted(self.away.values(), key=_ORDER, reverse=True):
             if found and need <= there:
                 break
             if other.order[0] > sequence.order[0] and not other.in_job:
                 there += len(self._cache.page_list(other.id)) + self._appends(other)
                 found.append(other)
-        return found if need <= there else []
+        return found if found and need <= there else None
 
     def urge(self, sequence: Sequence) -> None:
         """It is to go with the next step, if there is room by then, and all of that."""

@@ -58,7 +58,7 @@ class Woven:
 
     @share.setter
     def share(self, share: float) -> None:
-        self.places.share = share
+        self.places.set_share(share)
 
     @property
     def away(self) -> int:
@@ -121,11 +121,13 @@ class Woven:
         self._step_away, self._moving = None, []
         return set(), []
 
-    def fail(self) -> None:
+    def fail(self) -> list[Sequence]:
         """The step has failed, and with it its sequences. So is the loan over: what nobody collects of a task
-        may still be written to its blocks."""
-        self._undo()
+        may still be written to its blocks. Returns all that have lost their K and V, some of whom were not in
+        the step."""
+        gone = self._undo()
         self._ended("a step has failed")
+        return gone
 
     def remove(self, sequence: Sequence) -> None:
         """It gives up what it has away."""

@@ -43,6 +43,7 @@ class Arena:
             raise ConfigError(
                 f"kv_memory: the system gives no {size:,} bytes of shared memory ({name})"
             ) from error
+        memfd.seal(self.fd)
         self._map = mmap.mmap(self.fd, size)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 

@@ -38,6 +38,7 @@ class Ledger:
         self.slots = slots
         self.fd = memfd.create("ledger")
         os.ftruncate(self.fd, slots * ROW_BYTES)
+        memfd.seal(self.fd)
         self._rows = _rows(self.fd, slots)
         self._free = deque(range(slots))
         self._generations = [0] * slots

@@ -8,8 +8,9 @@ from kvloom.core.errors import BadRequest
 from kvloom.core.transport import Transport
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.transport.attending import TaskReceiver
-from kvloom.transport.mailbox import START, MailboxForm, OwnMailbox
+from kvloom.transport.mailbox import START, MailboxForm, OwnMailbox, size_of
 
+MOST = 64 << 20  # bytes of a mailbox beyond what is lent
 SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing
 
 
@@ -29,19 +30,15 @@ class Lending:
             )
         pages = len(blocks) // (form.layers * form.kv_heads)
         self.blocks = blocks
-        self.mailbox = OwnMailbox(
-            MailboxForm(
-                slots,
-                borrow.rows,
-                borrow.width,
-                pages,
-                form.layers,
-                borrow.heads,
-                form.kv_heads,
-                form.head_dim,
-            ),
-            start,
-        )
+        sizes = form.layers, borrow.heads, form.kv_heads, form.head_dim
+        made = MailboxForm(slots, borrow.rows, borrow.width, pages, *sizes)
+        most = MOST + len(blocks) * form.block_bytes
+        if size_of(made) > most:
+            raise BadRequest(
+                f"borrow: {borrow.rows} rows of {borrow.width} pages make a mailbox of {size_of(made):,} "
+                f"bytes for {pages} pages; {most:,} at most are right"
+            )
+        self.mailbox = OwnMailbox(made, start)
         self.receiver = TaskReceiver(self.mailbox.memory, blocks, form.tokens_per_block)
         self._transport = transport
         runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))

@@ -37,24 +37,33 @@ class BorrowedBlocks:
             blocks=loan.blocks,
             ticket=loan.ticket,
         )
-        self._room = Room.of(address, 0, address.end, own=self._peer, peer=self._peer)
-        self._blocks = address.block_map.ravel()
         self.pages = loan.pages
         self.tasks = TaskSender(self._peer, loan.mailbox, patience)
+        try:
+            self._room = Room.of(address, 0, address.end, own=self._peer, peer=self._peer)
+            self._blocks = address.block_map.ravel()
+            self._refuse_other(borrow)
+        except BaseException:
+            self.tasks.close()  # else it would be lent for nothing
+            raise
+        self._copying = threading.Lock()  # a ledger's locks do not keep one process' threads apart
+
+    def _refuse_other(self, borrow: Borrow) -> None:
+        """A mailbox that is not for what was asked for."""
+        form = borrow.form
         made = self.tasks.form
         asked = MailboxForm(
             made.slots,
             borrow.rows,
             borrow.width,
-            loan.pages,
+            self.pages,
             form.layers,
             borrow.heads,
             form.kv_heads,
             form.head_dim,
         )
         if made != asked:
-            raise BadRequest(f"loan: the mailbox of {loan.peer.unit} is for another model")
-        self._copying = threading.Lock()  # a ledger's locks do not keep one process' threads apart
+            raise BadRequest(f"loan: the mailbox of {self._peer.endpoint.unit} is for another model")
 
     @property
     def blocks(self) -> int:

@@ -156,6 +156,7 @@ class OwnMailbox:
             raise ConfigError(
                 f"weave: the system gives no {size_of(form):,} bytes of shared memory ({error.strerror})"
             ) from error
+        memfd.seal(self._fd)
         self.memory = Mailbox(self._fd, form)
         self.memory.posted.set(start)
         self.memory.done.set(start)
