@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvloom.core.plan import Plan
-from kvloom.core.splitting import cut, split
+from kvloom.core.splitting import Rule, cut, split
 from kvloom.model.straight import Straight
 from kvloom.model.weaving.attender import Attender
-from kvloom.model.weaving.split import Rule, Split
+from kvloom.model.weaving.split import Split
 from kvloom.model.weaving.states import PolledState
 from kvloom.transport.loan import BorrowedBlocks
 from tests.checkpoints import VOCAB, make_checkpoint
@@ -180,10 +180,11 @@ def test_many_rows_go_in_runs(tmp_path: Path) -> None:
 
         given = (model.forward, tokens, lengths, kept, state)
         whole = Batch(model.geometry, rows).forward(*given)
-        step.ran(100, [1.0])
+        step.ran(100, 1.0, [])
         in_runs = Batch(model.geometry, rows).forward(*given)
         assert step.runs(100) == 3
         assert len(states[1].pieces) > 2 * len(states[0].pieces)
+        assert 0 < states[0].longest <= max(states[0].pieces)
         torch.testing.assert_close(in_runs, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -191,10 +192,10 @@ def test_runs_are_as_many_as_the_longest_product_needs() -> None:
     rule: list[Rule | None] = [Rule(1e-3, 2e-3)]
     step = Split(0, lambda: rule[0], lambda _: None)
     assert step.runs(512) == 1
-    step.ran(512, [0.001, 0.019, 0.004])
+    step.ran(512, 0.019, [0.001, 0.019, 0.04])
     assert step.runs(512) == 4  # of 5 ms each
     assert step.runs(128) == 1
-    step.ran(512, [0.001, 0.0095])
+    step.ran(512, 0.0095, [0.001, 0.0095, 0.04])
     assert step.runs(512) == 2
     rule[0] = Rule(0.0, 1e-6)
     assert step.runs(512) == 16

@@ -128,7 +128,7 @@ class TorchExecutor:
                 state = PolledState(job.plan, self._views[job.model], attender, attender.split(job.model))
                 logits = self._through(job, kept, state)
                 if state.pieces:
-                    state.split.ran(len(job.tokens), state.pieces)
+                    state.split.ran(len(job.tokens), state.longest, state.pieces)
             attender.poll()
             return logits
 

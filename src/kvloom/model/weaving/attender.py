@@ -12,21 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from statistics import fmean
 
+import numpy as np
 import torch
 
+from kvloom.core.arrays import F64
 from kvloom.core.errors import BadRequest
 from kvloom.core.load import Waits
-from kvloom.core.splitting import conditional_wait, expected_stall
+from kvloom.core.splitting import Rule, conditional_wait, expected_stall
 from kvloom.core.weaving import Borrow
 from kvloom.kernels.cpu_attention import attend_all
 from kvloom.kv.arena import Arena
 from kvloom.model.weaving.polling import Polling
-from kvloom.model.weaving.split import Rule, Split
+from kvloom.model.weaving.split import Split
 from kvloom.transport.lender import Lending
 from kvloom.transport.mailbox import End
 
 _log = logging.getLogger(__name__)
 _LIVELY = 64  # forwards that poll after a task has come
+_SECONDS = 5.0  # for the thread to end: it has nothing to do any more
 _SLICE = 0.05  # seconds of rest between two looks at whether the borrower lives
 _RECENT = 16  # forwards whose operators the expected wait is told of
 
@@ -50,7 +53,7 @@ class Attender:
         self._lively = 0
         self._working = 0
         self._splits: dict[str, Split] = {}  # by own model
-        self._recent: deque[list[float]] = deque(maxlen=_RECENT)  # seconds of each part, by forward
+        self._recent: deque[F64] = deque(maxlen=_RECENT)  # seconds of each part, by forward
         self._free = threading.Condition()
         self._thread = threading.Thread(target=self._idle, name="weave", daemon=True)
         self._thread.start()
@@ -67,7 +70,7 @@ class Attender:
             found = self._splits[model] = Split(self._polling.address, self._rule, self.landed)
         return found
 
-    def landed(self, times: list[float]) -> None:
+    def landed(self, times: F64) -> None:
         """A forward has polled after each of these times, in seconds."""
         self._recent.append(times)
 
@@ -109,12 +112,13 @@ class Attender:
     def waits(self) -> Waits:
         """How long the last tasks have waited, and how long by the model they should have."""
         served, ahead = self._polling.served(), self._ahead()
-        times = [time for forward in tuple(self._recent) for time in forward]
+        recent = tuple(self._recent)
+        times = np.concatenate(recent) if recent else np.zeros(0)
         beyond = [wait for wait in served.waits if wait > ahead]
         return Waits(
             tasks_total=self._polling.tasks,
             ahead=ahead,
-            parts=max((len(forward) for forward in tuple(self._recent)), default=0),
+            parts=max(map(len, recent), default=0),
             service=_mean(served.services),
             wait=_mean(served.waits),
             beyond=_mean(beyond),
@@ -125,22 +129,21 @@ class Attender:
         )
 
     def close(self) -> None:
-        """Take no more tasks; when it returns, none is under way. The thread ends a moment later."""
+        """Take no more tasks; when it returns, none is under way, and the thread has ended."""
         with self._polling.held():
             self._end(End.CLOSED, None)
         with self._free:
             self._free.notify_all()
         self._mailbox.posted.wake()
+        self._thread.join(_SECONDS)
 
     def _ahead(self) -> float:
         """K − N of the paper, not below 0."""
         return max(0.0, self._receiver.meanwhile - _mean(self._polling.served().services))
 
     def _rule(self) -> Rule | None:
-        if self._terms.split == "none" or not self._receiver.period:
-            return None
-        layers = self._mailbox.form.layers
-        return Rule(self._ahead(), self._terms.waits * self._receiver.period / layers)
+        terms, step = self._terms, self._receiver.period
+        return Rule.of(terms.split, terms.waits, self._ahead(), step, self._mailbox.form.layers)
 
     def _idle(self) -> None:
         try:
@@ -186,7 +189,10 @@ class Attender:
         """Under the lock: what kernels do, but on all threads of a forward."""
         self._receiver.done = self._polling.record.done
         with self._guarded():
-            while not self._over and (task := self._receiver.next()) is not None:
+            for _ in range(2 * self._mailbox.form.slots):  # who posts without end does not keep the lock
+                task = None if self._over else self._receiver.next()
+                if task is None:
+                    return
                 begun = time.monotonic_ns()
                 self._lively = _LIVELY
                 attend_all(self._polling.arguments(task, threads), threads)

@@ -4,33 +4,22 @@ less (Weaver, section 4.2)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from kvloom.core.arrays import I64
-from kvloom.core.splitting import cut, split
+from kvloom.core.arrays import F64, I64
+from kvloom.core.splitting import Rule, cut, split
 
 _AGAIN = 32  # steps after which the plan is made anew
 _NEW = 0.1  # weight of a step in the mean of an operator's time
 _FEWEST = 32  # rows of a run: fewer would have the weights read too often
 
 
-class Rule(NamedTuple):
-    """Seconds. ahead: what the other unit has to do meanwhile, less what a task takes; most: of expected
-    stall, once a layer."""
-
-    ahead: float
-    most: float
-
-
 class Split:
     """Of one model's forwards. Operators are the step kernel's stages. parts [S]: of each; times [S + 4]:
     what the kernel measures, in nanoseconds, and room for its clock."""
 
-    def __init__(
-        self, poll: int, rule: Callable[[], Rule | None], landed: Callable[[list[float]], None]
-    ) -> None:
+    def __init__(self, poll: int, rule: Callable[[], Rule | None], landed: Callable[[F64], None]) -> None:
         """poll: the address of the loan's PollArguments. rule: None while nothing is to be split. landed:
         called after each step with the times of all parts, in seconds."""
         self.poll = poll
@@ -39,7 +28,7 @@ class Split:
         self._means: list[float] = []
         self._left = 1
         self._limits: Sequence[int] = ()
-        self._longest = 0.0  # seconds a row, of the longest operator of forwards that go layer by layer
+        self._longest = 0.0  # seconds a row, of the longest product of forwards that go layer by layer
         self._runs = 1  # of the last such forward
         self.parts: I64 = np.ones(0, np.int64)
         self.times: I64 = np.zeros(0, np.int64)
@@ -53,10 +42,11 @@ class Split:
         self._runs = int(max(1, min(wanted, rows // _FEWEST)))
         return self._runs
 
-    def ran(self, rows: int, times: list[float]) -> None:
-        """Such a forward has ended; it looked for tasks after each of these times, in seconds."""
-        self._longest = max(times, default=0.0) * self._runs / rows
-        self._landed(times)
+    def ran(self, rows: int, longest: float, times: list[float]) -> None:
+        """Such a forward has ended; it looked for tasks after each of these times, in seconds. longest: of
+        its products."""
+        self._longest = longest * self._runs / rows
+        self._landed(np.array(times))
 
     def begin(self, limits: Sequence[int]) -> None:
         """A step of operators that can have so many parts each."""
@@ -76,4 +66,4 @@ class Split:
             self._left = _AGAIN
             rule = self._rule()
             self.parts[:] = split(self._means, *rule, self._limits) if rule else 1
-        self._landed(cut(took, np.minimum(self.parts, self._limits).tolist()))
+        self._landed(cut(took, np.minimum(self.parts, self._limits)))

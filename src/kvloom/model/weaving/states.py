@@ -26,6 +26,7 @@ class PolledState(ForwardState):
     attender: Attender
     split: Split
     pieces: list[float] = field(default_factory=list)  # seconds between looks
+    longest: float = 0.0  # of them that are no attention, which has no parts
     _last: tuple[int, int] = (0, 0)
 
     @property
@@ -33,16 +34,22 @@ class PolledState(ForwardState):
         return self.split
 
     def poll(self) -> None:
+        self.longest = max(self.longest, self._looked())
+
+    def _looked(self) -> float:
+        """Look for tasks. Seconds since the last look, less what tasks have taken."""
         began, busy = self._last
         self.attender.poll()
         self._last = time.monotonic_ns(), self.attender.busy
-        if began:
-            self.pieces.append(max(0, self._last[0] - began - (self._last[1] - busy)) / 1e9)
+        if not began:
+            return 0.0
+        self.pieces.append(max(0, self._last[0] - began - (self._last[1] - busy)) / 1e9)
+        return self.pieces[-1]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         self.poll()
         out = ForwardState.attend(self, layer, q, k, v, scoring)
-        self.poll()
+        self._looked()
         return out
 
 
