@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvloom.core.arrays import F64
 from kvloom.core.plan import Plan
 from kvloom.core.splitting import Rule, cut, split
 from kvloom.model.straight import Straight
@@ -147,7 +148,7 @@ def test_a_layer_by_layer_forward_looks_too(tmp_path: Path) -> None:
 
 def test_the_plan_is_algorithm_1s_over_what_was_measured() -> None:
     rule: list[Rule | None] = [None]
-    told: list[list[float]] = []
+    told: list[F64] = []
     step = Split(0, lambda: rule[0], told.append)
     limits = [8, 2, 8]
     for _ in range(40):
