@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvloom.core.errors import KvloomError, WireError
 from kvloom.core.spec import EngineSpec
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.engine.engine import Engine
@@ -73,7 +75,10 @@ class ColdUnit:
         return self._end.recv_bytes()
 
     async def lend(self, borrow: Borrow) -> Loan:
-        return msgspec.convert(await self.call("lend", borrow=borrow), Loan)
+        found = await self.call("lend", borrow=borrow)
+        if "code" in found:
+            raise KvloomError.from_wire(msgspec.convert(found, WireError))
+        return msgspec.convert(found, Loan)
 
 
 @contextmanager
@@ -99,20 +104,44 @@ def _start(end: Connection, path: str) -> None:
 
 async def _serve(end: Connection, path: Path) -> None:
     """Until the caller closes its end."""
-    async with weaving(spec_of({"cold": path}, threads=1)) as engine:
-        calls = _calls(engine)
+    async with weaving(spec_of({"cold": path}, threads=1)) as engine, asyncio.TaskGroup() as group:
+        own = Own(engine)
+        calls = _calls(engine, own)
         while True:
             try:
                 order = msgspec.msgpack.decode(await asyncio.to_thread(end.recv_bytes))
             except EOFError:
+                own.over = True
                 return
+            if order[0] == "begin":
+                group.create_task(own.run())
             method, arguments = order
             end.send_bytes(msgspec.msgpack.encode(await calls[method](**arguments)))
 
 
-def _calls(engine: Engine) -> dict[str, Callable[..., Awaitable[Any]]]:
-    async def lend(borrow: Any) -> Loan:
-        return engine.weaving.lend(msgspec.convert(borrow, Borrow))
+class Own:
+    """What a cold unit's own model generates all the while, once it has begun."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.over = False
+        self.found: list[tuple[list[int], list[int]]] = []  # prompts and answers
+
+    async def run(self) -> None:
+        for i in itertools.count():
+            if self.over:
+                return
+            prompt = [i % 251, 7, i % 13] * (1 + i % 9)
+            answer = await ask(self._engine, body("cold", prompt, max_tokens=32))
+            self.found.append((prompt, answer.tokens[0]))
+
+
+def _calls(engine: Engine, own: Own) -> dict[str, Callable[..., Awaitable[Any]]]:
+    async def lend(borrow: Any) -> Loan | WireError:
+        try:
+            return engine.weaving.lend(msgspec.convert(borrow, Borrow))
+        except KvloomError as error:
+            return error.to_wire()
 
     async def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         """Of the cold unit's own model."""
@@ -132,4 +161,20 @@ def _calls(engine: Engine) -> dict[str, Callable[..., Awaitable[Any]]]:
         engine.pool.check()
         return engine.pool.lent
 
-    return {"lend": lend, "generate": generate, "lent": lent, "recall": recall, "check": check}
+    async def begin() -> None:
+        """The own model generates from here on."""
+
+    async def found() -> list[tuple[list[int], list[int]]]:
+        """What it has generated since this was last asked."""
+        answers, own.found = own.found, []
+        return answers
+
+    return {
+        "lend": lend,
+        "generate": generate,
+        "lent": lent,
+        "recall": recall,
+        "check": check,
+        "begin": begin,
+        "found": found,
+    }

@@ -13,3 +13,4 @@ def test_the_tokens_are_the_oracle_s_whatever_happens(tmp_path: Path) -> None:
     assert tally.requests == 20
     assert min(tally.shares, tally.recalls, tally.kills, tally.preempted) > 0
     assert 0 < tally.away < tally.tokens
+    assert tally.cold > 0

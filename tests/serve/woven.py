@@ -29,7 +29,8 @@ POOL = 1 << 20  # of the hot unit: a third of what AT_ONCE of the longest need
 
 @dataclass
 class Tally:
-    """What has happened. away: tokens computed by a cold unit; shares: how often the share was set."""
+    """What has happened. away: tokens attended for by a cold unit; shares: how often the share was set; cold:
+    own tokens of the cold units."""
 
     requests: int = 0
     tokens: int = 0
@@ -38,8 +39,10 @@ class Tally:
     recalls: int = 0
     kills: int = 0
     preempted: int = 0
+    cold: int = 0
     ties: int = 0
     found: list[tuple[list[int], list[int]]] = field(default_factory=list)  # prompts and answers
+    colds: list[tuple[list[int], list[int]]] = field(default_factory=list)  # the cold units' own
 
 
 class Woven:
@@ -60,6 +63,7 @@ class Woven:
 
     async def serve(self, count: int) -> None:
         """So many requests, each of which is checked when all are over."""
+        await self._cold.call("begin")
         stirring = asyncio.create_task(self._stir())
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
@@ -68,6 +72,7 @@ class Woven:
                 group.create_task(self._one())
         self._over = True
         await stirring
+        self.tally.colds += await self._cold.call("found")
         self._hot.weaving.give_back_all()
         while await self._cold.call("check"):  # noqa: ASYNC110 -- it is another process
             await asyncio.sleep(0.001)
@@ -95,8 +100,10 @@ class Woven:
                 self.tally.kills += 1
                 self._cold.process.kill()
                 self._cold = self._started()
+                await self._cold.call("begin")
             elif turn % 11 == 3:
                 self.tally.recalls += 1
+                self.tally.colds += await self._cold.call("found")
                 await self._cold.call("recall")
             else:
                 with suppress(KvloomError):  # it has ended meanwhile
@@ -131,6 +138,7 @@ async def served(hot: Path, cold: Path, count: int, seed: str) -> Tally:
 def run(count: int, families: Sequence[str], folder: Path) -> dict[str, Tally]:
     """By family. Raises AssertionError where a token is not the oracle's, or a pool lacks blocks."""
     cold, found = make_checkpoint(folder / "cold", "llama", seed=1), dict[str, Tally]()
+    other = Oracle(cold)
     for i, family in enumerate(families):
         path = make_checkpoint(folder / family, family)
         tally = asyncio.run(
@@ -139,6 +147,9 @@ def run(count: int, families: Sequence[str], folder: Path) -> dict[str, Tally]:
         oracle = Oracle(path)
         for prompt, tokens in tally.found:
             oracle.check_at_once(prompt, tokens)
+        for prompt, tokens in tally.colds:
+            other.check_at_once(prompt, tokens)
+            tally.cold += len(tokens)
         tally.ties = oracle.ties
         found[family] = tally
     return found
@@ -149,6 +160,7 @@ def main() -> None:
         for family, tally in run(int(sys.argv[1]), FAMILIES, Path(folder)).items():
             print(
                 f"{family}: {tally.requests} requests, {tally.tokens} tokens, {tally.away} of them away; "
+                f"{tally.cold} tokens of the cold units' own; "
                 f"{tally.shares} changes of the share, {tally.recalls} recalls, {tally.kills} kills, "
                 f"{tally.preempted} preemptions; {tally.ties} ties"
             )
