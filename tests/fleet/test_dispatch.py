@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -11,12 +12,13 @@ from msgspec.structs import replace
 
 from kvloom.core.load import LevelLoad, UnitLoad
 from kvloom.core.priority import Level
-from kvloom.fleet.dispatch import Dispatch, freest, infaas, round_robin
+from kvloom.fleet.dispatch import Dispatch, freest, infaas
 from kvloom.fleet.freeness import freeness
 from kvloom.fleet.placing import Arrival
+from kvloom.fleet.usage import headroom
 from tests.fleet.loads import arrivals, fleets, model, unit, unit_loads
 
-POLICIES = [freest, round_robin, infaas]
+POLICIES = [freest, infaas]
 ONE = Arrival("m", 160)
 HIGH = Level(-1, 800 * 16)
 URGENT = Arrival("m", 160, priority=-1)
@@ -40,9 +42,33 @@ def test_a_draining_unit_gets_nothing(
 
 @given(fleets(), arrivals)
 def test_to_the_one_that_is_freest_then(loads: dict[str, UnitLoad], arrival: Arrival) -> None:
+    """Of those that hold it where its level brings least headroom; of all, where nobody holds it."""
+    chosen = freest(loads, zeros(loads), arrival)
+    if chosen is None:
+        return
+    free = {name: freeness(arrival.placed(load)) for name, load in loads.items()}
+    brings = {name: max(0.0, _brought(arrival, load)) for name, load in loads.items() if free[name] >= 1e-6}
+    if brings:
+        assert brings[chosen] <= min(brings.values()) + 1
+        rivals = [free[name] for name, more in brings.items() if more <= brings[chosen] - 1]
+        assert not rivals
+        rivals = [free[name] for name, more in brings.items() if more == 0 == brings[chosen]]
+        assert free[chosen] >= max(rivals, default=-math.inf) * (1 - 1e-9)
+    elif max(free.values()) < -1e-6:
+        assert free[chosen] == pytest.approx(max(free.values()))
+
+
+def _brought(arrival: Arrival, load: UnitLoad) -> float:
+    """Tokens of headroom."""
+    return (headroom(arrival.placed(load)) - headroom(load)) / load.models["m"].token_blocks
+
+
+@given(fleets(), st.integers(1, 2000), st.integers(1, 4))
+def test_plain_requests_go_to_the_freest(loads: dict[str, UnitLoad], prompt: int, choices: int) -> None:
+    arrival = Arrival("m", prompt, choices)
     chosen = freest(loads, zeros(loads), arrival)
     free = {name: freeness(arrival.placed(load)) for name, load in loads.items()}
-    assert chosen is None or free[chosen] == max(free.values())
+    assert chosen is None or free[chosen] == pytest.approx(max(free.values()))
 
 
 @given(fleets(), arrivals, st.data())
@@ -91,7 +117,6 @@ def test_what_tells_them_apart() -> None:
     turns = {"many": 0, "few": 1, "queue": 2}
     assert freest(loads, turns, ONE) == "queue"
     assert infaas(loads, turns, ONE) == "many"
-    assert round_robin(loads, turns, ONE) == "many"
     del loads["queue"]
     assert freest(loads, turns, ONE) == "few"
 
@@ -133,6 +158,43 @@ def test_urgent_requests_gather_and_the_others_keep_away() -> None:
         loads[chosen] = arrival.placed(loads[chosen])
     assert set(seen[1::2]) == {"a"}
     assert Counter(seen[::2]) == {"b": 7, "c": 6}
+
+
+@given(st.integers(2, 16), st.integers(0, 20), st.integers(0, 200), st.integers(1, 400), st.integers(1, 4))
+def test_urgent_requests_gather_where_all_are_equal(
+    units: int, running: int, pages: int, prompt: int, choices: int
+) -> None:
+    """On one until its load is the target, all of the pool but the headroom; then on the next."""
+    pages = max(pages, running)
+    load = unit(model(running, 16 * pages), blocks=1000, priorities=(HIGH,))
+    loads = {f"u{at:02}": load for at in range(units)}
+    urgent, need = Arrival("m", prompt, choices, priority=-1), -(-prompt // 16)
+    fits = max(0, (200 - pages) // need)  # on each
+    seen: Counter[str] = Counter()
+    order: list[str] = []
+    for _ in range(min(40, fits * units)):
+        chosen = freest(loads, zeros(loads), urgent)
+        assert chosen is not None
+        loads[chosen] = urgent.placed(loads[chosen])
+        if not seen[chosen]:
+            assert all(seen[full] == fits for full in order), "the others before it are full"
+            order.append(chosen)
+        seen[chosen] += 1
+    assert not seen or max(seen.values()) <= fits
+
+
+def test_plain_requests_keep_away_from_urgent_ones_where_all_are_equal() -> None:
+    """Sixteen urgent ones gather on one of sixteen units; sixteen plain ones share the rest."""
+    loads = {f"u{at:02}": unit(model(4, 16 * 20), priorities=(HIGH,)) for at in range(16)}
+    for arrival, where in ((URGENT, 1), (ONE, 15)):
+        seen: Counter[str] = Counter()
+        for _ in range(15):
+            chosen = freest(loads, zeros(loads), arrival)
+            assert chosen is not None
+            loads[chosen] = arrival.placed(loads[chosen])
+            seen[chosen] += 1
+        assert len(seen) == where
+    assert loads["u00"].running == 4 + 15
 
 
 def test_where_all_have_headroom_the_emptiest_gets_what_is_urgent() -> None:

@@ -25,6 +25,16 @@ def test_a_request_takes_its_prompt_once_and_room_of_its_level(load: UnitLoad, a
         assert headroom(placed) == headroom(load)
 
 
+@given(unit_loads(), arrivals)
+def test_what_a_load_would_be_is_known_before_it_is_made(load: UnitLoad, arrival: Arrival) -> None:
+    placed = arrival.placed(load)
+    assert arrival.freeness(load) == pytest.approx(freeness(placed), rel=1e-6, abs=1e-6)
+    more = (headroom(placed) - headroom(load)) / load.models["m"].token_blocks
+    assert abs(arrival.headroom(load) - max(0.0, more)) <= 0.51
+    stranger = Arrival("other", 160, priority=-1)
+    assert (stranger.freeness(load), stranger.headroom(load)) == (freeness(load), 0)
+
+
 def test_where_its_model_is_not_served_nothing_changes() -> None:
     load = unit(model(3, 480))
     assert Arrival("other", 160).placed(load) is load

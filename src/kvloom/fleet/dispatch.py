@@ -6,38 +6,41 @@ chosen; None where all do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvloom.core.load import UnitLoad
-from kvloom.fleet.freeness import freeness
 from kvloom.fleet.placing import Arrival
 from kvloom.fleet.usage import wanted
+
+_NO_ROOM: Final = sys.maxsize  # more headroom than any has: after all that hold the request
 
 Unit = TypeVar("Unit")
 Dispatch = Callable[[Mapping[Unit, UnitLoad], Mapping[Unit, int], Arrival], Unit | None]
 
 
 def freest(loads: Mapping[Unit, UnitLoad], turns: Mapping[Unit, int], arrival: Arrival) -> Unit | None:
-    """To the one that has most freeness once the request runs there. Llumnix (section 4.4) looks at freeness
-    before; the difference is the headroom of the request's own level. That is there already where others of
-    its level run, so they gather, and where none runs it would come with it. For all others it is there in
-    any case, and they keep away."""
-    return _least(loads, turns, lambda load: -freeness(arrival.placed(load)))
+    """Of those that hold the request, to one where its level brings least headroom; of these, to the one that
+    has most freeness once it runs there. Llumnix (section 4.4) looks at freeness alone, and before. But where
+    others of a level run its headroom is there already, so they gather, until it finds no room beside their
+    load. A request of no level brings none anywhere. Where nobody holds it, most freeness decides."""
 
+    def cost(load: UnitLoad) -> tuple[int, float]:
+        left = arrival.freeness(load)
+        return (arrival.headroom(load) if left >= 0 else _NO_ROOM, -left)
 
-def round_robin(loads: Mapping[Unit, UnitLoad], turns: Mapping[Unit, int], arrival: Arrival) -> Unit | None:
-    return _least(loads, turns, lambda load: 0.0)
+    return _least(loads, turns, cost)
 
 
 def infaas(loads: Mapping[Unit, UnitLoad], turns: Mapping[Unit, int], arrival: Arrival) -> Unit | None:
     """INFaaS++: to the one with least of its memory in use, all that waits counted as if it ran (Llumnix,
     section 6.1)."""
-    return _least(loads, turns, lambda load: wanted(load) / load.total_blocks)
+    return _least(loads, turns, lambda load: (0, wanted(load) / load.total_blocks))
 
 
 def _least(
-    loads: Mapping[Unit, UnitLoad], turns: Mapping[Unit, int], cost: Callable[[UnitLoad], float]
+    loads: Mapping[Unit, UnitLoad], turns: Mapping[Unit, int], cost: Callable[[UnitLoad], tuple[int, float]]
 ) -> Unit | None:
     open_ = [(cost(load), turns[unit], unit) for unit, load in loads.items() if not load.draining]
     return min(open_, key=lambda one: one[:2])[2] if open_ else None

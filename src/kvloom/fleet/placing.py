@@ -8,6 +8,8 @@ from msgspec import structs
 
 from kvloom.core.load import LevelLoad, UnitLoad
 from kvloom.core.priority import Level, level_of
+from kvloom.fleet.freeness import freeness, freeness_with
+from kvloom.fleet.usage import headroom_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,25 @@ class Arrival:
         own = load.models.get(self.model)
         if own is None:
             return load
-        level = level_of(self.priority, load.priorities)
-        return after(load, self.model, self.choices, own.blocks(self.prompt), level)
+        return after(load, self.model, self.choices, own.blocks(self.prompt), self._level(load))
+
+    def freeness(self, load: UnitLoad) -> float:
+        """Of the load `placed`."""
+        own = load.models.get(self.model)
+        if own is None:
+            return freeness(load)
+        return freeness_with(load, self.model, self.choices, own.blocks(self.prompt), self._level(load))
+
+    def headroom(self, load: UnitLoad) -> int:
+        """Tokens of its model by which more is kept free there for its level: none where others have paid."""
+        own = load.models.get(self.model)
+        if own is None:
+            return 0
+        more = headroom_with(load, self.model, self.choices, self._level(load))
+        return max(0, round(more / own.token_blocks))
+
+    def _level(self, load: UnitLoad) -> Level | None:
+        return level_of(self.priority, load.priorities)
 
 
 def after(load: UnitLoad, model: str, sequences: int, blocks: int, level: Level | None = None) -> UnitLoad:
