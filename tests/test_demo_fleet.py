@@ -172,9 +172,9 @@ def test_guide_knows_kvloom() -> None:
         ("how do i run the tests", ["make test"]),
         ("What port does it use?", ["8000"]),
         ("What is the license?", ["Apache-2.0"]),
-        ("What is live migration?", ["Planned"]),
-        ("Do I need a GPU?", ["today", "CPU", "Planned"]),
-        ("What does the planner do?", ["Planned"]),
+        ("What is live migration?", ["running request"]),
+        ("Do I need a GPU?", ["CPU", "untried"]),
+        ("What does the planner do?", ["plan file"]),
     ],
 )
 def test_guide_answers(question: str, keys: list[str]) -> None:
