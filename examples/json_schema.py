@@ -10,10 +10,10 @@ from openai import OpenAI
 
 URL = os.environ.get("KVLOOM_URL", "http://127.0.0.1:8000")
 
-ABOUT = {
+LICENCE = {
     "type": "object",
-    "properties": {"about": {"enum": ["block", "page", "quota"]}},
-    "required": ["about"],
+    "properties": {"licence": {"enum": ["MIT", "Apache-2.0", "GPL-3.0"]}},
+    "required": ["licence"],
     "additionalProperties": False,
 }
 RIGHT_ONE = {"enum": ["99 + 99 = 188.", "99 + 99 = 198.", "99 + 99 = 208."]}
@@ -32,7 +32,7 @@ def ask(client: OpenAI, model: str, question: str, schema: dict[str, Any]) -> An
 
 def main() -> None:
     with OpenAI(base_url=f"{URL}/v1", api_key="none") as client:
-        print("guide:", ask(client, "guide", "What is a block?", ABOUT))
+        print("guide:", ask(client, "guide", "What is the license?", LICENCE))
         print("sums:", ask(client, "sums", "What is 99 + 99?", RIGHT_ONE))
 
 
