@@ -43,7 +43,6 @@ def test_low_priority_first_then_the_shortest() -> None:
 
 def test_what_does_not_go() -> None:
     one = candidate("one", 100)
-    assert chosen(replace(one, moving=True)) is None
     assert chosen(replace(one, left=LEAST_LEFT - 1)) is None
     assert chosen(replace(one, left=LEAST_LEFT)) == "one"
     assert chosen(replace(one, model="unknown")) is None
@@ -57,6 +56,21 @@ def test_only_what_the_destination_holds() -> None:
     assert chosen(candidate("long", 161), to=room) is None
     assert chosen(candidate("pages", *[1] * 11), to=room) is None
     assert chosen(candidate("fits", 160), to=unit(model(1, 16 * 990, waiting=1, head_blocks=1))) is None
+
+
+def test_what_choices_share_counts_once() -> None:
+    """64 tokens are 4 pages; of three choices 5, 6 and 7 pages each."""
+    one = replace(candidate("one", 80, 96, 112), shared=64)
+    assert one.tokens == 64 + 16 + 32 + 48
+    assert one.blocks(model()) == 4 + 1 + 2 + 3
+    assert replace(one, shared=70).blocks(model()) == 10, "a page that is shared in part is each one's own"
+    assert candidate("alone", 80).blocks(model(size=3)) == replace(candidate("alone", 80), shared=64).blocks(
+        model(size=3)
+    )
+    room = unit(model(1, 16 * 990))
+    assert chosen(one, to=room) == "one"
+    assert chosen(replace(one, lengths=(80, 96, 128)), to=room) is None
+    assert chosen(one, candidate("longer", 161)) == "one"
 
 
 def test_nor_what_would_come_back_at_once() -> None:
@@ -83,7 +97,6 @@ def test_headroom_needs_its_room_too() -> None:
             lengths=st.lists(st.integers(1, 900), min_size=1, max_size=3).map(tuple),
             left=st.integers(0, 40),
             level=st.sampled_from([None, HIGH, HIGHER]),
-            moving=st.booleans(),
         ),
         max_size=8,
     ),
@@ -95,7 +108,6 @@ def test_the_order_does_not_matter(destination: UnitLoad, some: list[Candidate])
     one = choose(some, destination)
     assert rank(one) == rank(choose(some[::-1], destination))
     if one:
-        assert not one.moving
         assert one.left >= LEAST_LEFT
         assert not destination.draining
 

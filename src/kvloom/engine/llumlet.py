@@ -48,6 +48,7 @@ class Llumlet:
                     lengths=tuple(sequence.tokens.length for sequence in live),
                     left=max(self._left(sequence) for sequence in live),
                     level=level_of(stream.body.priority, self._levels),
+                    shared=len(stream.body.prompt),
                 )
 
     def _left(self, sequence: Sequence) -> int:

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.core.load import UnitLoad
+from kvloom.core.load import ModelLoad, UnitLoad
 from kvloom.core.priority import Level
-from kvloom.fleet.freeness import freeness
-from kvloom.fleet.placing import after
+from kvloom.fleet.freeness import freeness_with
 
 LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a move is work for both sides
 
@@ -19,15 +18,25 @@ LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a mo
 class Candidate:
     """A request that runs, with all its choices. lengths: of each choice in tokens, the prompt included.
     left: tokens that the choice with most to do may still make, max_tokens and the longest context less what
-    it has made; nobody knows whether a stop token comes before. level: of its execution priority. moving: it
-    is on its way already."""
+    it has made; nobody knows whether a stop token comes before. level: of its execution priority. shared:
+    tokens with which all choices begin, and which are held once for all of them."""
 
     request: str
     model: str
     lengths: tuple[int, ...]
     left: int
     level: Level | None = None
-    moving: bool = False
+    shared: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """That are held for it."""
+        return sum(self.lengths) - (len(self.lengths) - 1) * self.shared
+
+    def blocks(self, model: ModelLoad) -> int:
+        """That hold it where its model is as there. Pages are shared whole."""
+        whole = self.shared - self.shared % model.page_tokens
+        return sum(map(model.blocks, self.lengths)) - (len(self.lengths) - 1) * model.blocks(whole)
 
 
 def choose(
@@ -43,8 +52,8 @@ def choose(
     nothing."""
     best, rank = None, (math.inf, math.inf)
     for one in candidates:
-        own = one.level.headroom if one.level else 0, sum(one.lengths)
-        if own < rank and not one.moving and one.left >= least_left and _holds(destination, one, floor):
+        own = one.level.headroom if one.level else 0, one.tokens
+        if own < rank and one.left >= least_left and _holds(destination, one, floor):
             best, rank = one, own
     return best
 
@@ -53,5 +62,4 @@ def _holds(destination: UnitLoad, one: Candidate, floor: float) -> bool:
     model = destination.models.get(one.model)
     if model is None:
         return False
-    blocks = sum(model.blocks(length) for length in one.lengths)
-    return freeness(after(destination, one.model, len(one.lengths), blocks, one.level)) >= floor
+    return freeness_with(destination, one.model, len(one.lengths), one.blocks(model), one.level) >= floor
