@@ -65,7 +65,7 @@ def test_what_was_sent_since_it_was_asked_counts_once() -> None:
         watching = asyncio.create_task(report.watch())
         report.expected()
         await turns()
-        report.sent(Arrival("m", 33, 2))  # 3 pages, shared by both choices
+        report.sent(Arrival("m", 13, 2, made=20))  # 3 pages
         report.sent(Arrival("unknown", 33, 2))
         assert running(report.expected()) == (4, 23)
         asked.leave.clear()

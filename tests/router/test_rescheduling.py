@@ -15,6 +15,7 @@ from kvloom.core.errors import Unavailable
 from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pair, Pairs
 from kvloom.core.verbs import Offer
+from kvloom.fleet.placing import Arrival
 from kvloom.fleet.scheduler import FleetScheduler
 from kvloom.fleet.thresholds import Thresholds
 from kvloom.router.rescheduling import Rescheduler
@@ -103,6 +104,67 @@ def test_who_is_named_besides_is_not_offered_nor_what_finds_no_room() -> None:
             assert (await offer(Offer(destination=replace(load, draining=True)))).request is None
             assert (await offer(Offer(destination=load, floor=1e9))).request is None
             await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_a_draining_source_may_fill_the_destination() -> None:
+    """What the destination is to keep free it would never have with a request."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w)
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                w.router.withdraw("unit-0")
+                await rescheduler.pair(pairs(THERE, floor=1e9))
+                await asyncio.gather(*tasks)
+                assert (rescheduler.moved, rescheduler.stayed) == (3, 0)
+
+    run(test)
+
+
+def test_a_request_that_moves_is_not_offered_again_to_another() -> None:
+    """Pairs change while the first one's request is copied."""
+
+    async def test() -> None:
+        async with world(3) as w:
+            w.router.units["unit-2"].withdraw()
+            tasks = await three_at_the_first(w, (8,))
+            await w.router.admit("unit-2")
+            engine, gate, copying = w.units[1].engine, asyncio.Event(), asyncio.Event()
+            prep_recv = engine.prep_recv
+
+            async def wait(body: Any) -> Any:
+                copying.set()
+                await gate.wait()
+                return await prep_recv(body)
+
+            engine.prep_recv = wait  # type: ignore[method-assign]
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                await rescheduler.pair(pairs(THERE))
+                await copying.wait()
+                moving = w.router.moving
+                await rescheduler.pair(pairs(Pair("unit-0", "unit-2")))
+                await turns()
+                gate.set()
+                await asyncio.gather(*tasks)
+                assert (rescheduler.moved, rescheduler.stayed) == (1, 0)
+            assert (moving, w.router.moving) == (["r8"], [])
+
+    run(test)
+
+
+def test_what_a_request_has_made_counts_where_it_comes() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            [task] = await three_at_the_first(w, (8,))
+            sent: list[Arrival] = []
+            w.replica(1).report.sent = sent.append  # type: ignore[method-assign, assignment]
+            await w.router.move("r8", "unit-1")
+            await task
+            [one] = sent
+            assert (one.prompt, one.choices) == (8, 1)
+            assert 2 <= one.made < 60
 
     run(test)
 

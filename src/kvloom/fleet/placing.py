@@ -14,12 +14,14 @@ from kvloom.fleet.usage import headroom_with
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as it is known before it runs. prompt: in tokens. choices: sequences that answer it."""
+    """A request as it is known before it runs there. prompt: in tokens. choices: sequences that answer it.
+    made: tokens that these have already, together, where it ran elsewhere before."""
 
     model: str
     prompt: int
     choices: int = 1
     priority: int = 0
+    made: int = 0
 
     def placed(self, load: UnitLoad) -> UnitLoad:
         """The load once it runs there, its prompt held once for all choices, at the level that its priority
@@ -27,14 +29,16 @@ class Arrival:
         own = load.models.get(self.model)
         if own is None:
             return load
-        return after(load, self.model, self.choices, own.blocks(self.prompt), self._level(load))
+        return after(load, self.model, self.choices, own.blocks(self.prompt + self.made), self._level(load))
 
     def freeness(self, load: UnitLoad) -> float:
         """Of the load `placed`."""
         own = load.models.get(self.model)
         if own is None:
             return freeness(load)
-        return freeness_with(load, self.model, self.choices, own.blocks(self.prompt), self._level(load))
+        return freeness_with(
+            load, self.model, self.choices, own.blocks(self.prompt + self.made), self._level(load)
+        )
 
     def headroom(self, load: UnitLoad) -> int:
         """Tokens of its model by which more is kept free there for its level: none where others have paid."""

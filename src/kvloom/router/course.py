@@ -20,6 +20,11 @@ from kvloom.router.replica import Replica
 Frames = AsyncGenerator[list[Event], None]
 
 
+def arriving(body: StartGenerate) -> Arrival:
+    made = sum(len(one.tokens) for one in body.made)
+    return Arrival(body.model, len(body.prompt), len(body.choices), body.priority, made)
+
+
 class Lost(KvloomError):
     """The engine has ended all that was left of a request with an error: another may go on."""
 
@@ -105,7 +110,7 @@ class Course:
         begin = resolve(body.begin, len(prompt), "begin")
         self._holdings.is_to_compute(replica, self._fleet.to_compute(prompt, replica, begin, len(prompt)))
         self._fleet.note(prompt, replica)
-        replica.report.sent(Arrival(body.model, len(prompt), len(body.choices), body.priority))
+        replica.report.sent(arriving(body))
         try:
             async with (
                 self._holdings.asking(replica, "work", name),

@@ -21,6 +21,8 @@ from kvloom.router.unit import Unit
 
 MOST_REFUSALS: Final = 3  # in a row, after which a pair is left in peace until pairs are told again
 
+_IN_SERVICE: Final = ("up", "down")  # others take no requests, and give away what they have
+
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +64,7 @@ class Rescheduler:
         loads = await self._router.loads()
         return FleetState(
             loads={
-                name: replace(load, draining=True) if services[name] not in ("up", "down") else load
+                name: load if services[name] in _IN_SERVICE else replace(load, draining=True)
                 for name, load in loads.items()
             },
             waiting=self._router.waiting,
@@ -89,7 +91,7 @@ class Rescheduler:
         strangers: list[str] = []  # of a gateway whose place this one has taken
         try:
             while self._stands(pair) and len(refused) < MOST_REFUSALS:
-                name = await self._offered(pair, [*strangers, *refused])
+                name = await self._offered(pair, [*strangers, *refused, *self._router.moving])
                 if name is None:
                     return
                 request = self._router.asked_as(name)
@@ -113,7 +115,8 @@ class Rescheduler:
         source, destination = units.get(pair.source), units.get(pair.destination)
         if source is None or destination is None or (load := await destination.load()) is None:
             return None
-        body = Offer(destination=_alike(load, source, destination), floor=self._floor, besides=besides)
+        floor = self._floor if source.service in _IN_SERVICE else 0.0  # one that drains has to be empty
+        body = Offer(destination=_alike(load, source, destination), floor=floor, besides=besides)
         return (await source.client.offer(body)).request
 
     async def _moves(self, request: str, pair: Pair) -> bool:

@@ -22,9 +22,9 @@ from kvloom.core.errors import (
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard, StartGenerate
 from kvloom.core.service import NO_PROCESS, Service
-from kvloom.fleet.placing import Arrival
 from kvloom.router.call import Call, Frames
 from kvloom.router.candidates import Candidates
+from kvloom.router.course import arriving
 from kvloom.router.fleet import Fleet
 from kvloom.router.moving import Move
 from kvloom.router.prefix_index import PrefixIndex
@@ -162,6 +162,11 @@ class Router:
         finally:
             call.moving = False
 
+    @property
+    def moving(self) -> list[str]:
+        """Requests that move just now, by the ids that they have at the replicas."""
+        return [call.name for call in self._calls.values() if call.moving]
+
     def asked_as(self, name: str) -> str | None:
         """The request, by the id that it has at the replicas now; None where none here has it."""
         return next((request for request, call in self._calls.items() if call.name == name), None)
@@ -210,8 +215,7 @@ class Router:
     # -- units ------------------------------------------------------------------------------------------
 
     def _fleet(self, body: StartGenerate) -> Fleet:
-        arrival = Arrival(body.model, len(body.prompt), body.n, body.priority)
-        return Fleet(body.model, self._units.replicas(body.model), self._index, arrival)
+        return Fleet(body.model, self._units.replicas(body.model), self._index, arriving(body))
 
     def _served(self, body: StartGenerate) -> Fleet:
         fleet = self._fleet(body)
