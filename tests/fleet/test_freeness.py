@@ -79,7 +79,7 @@ def test_one_model_has_the_papers_freeness(some: list[Request], size: int, pages
     if ours >= 0:
         assert ours == pytest.approx(paper_freeness(memory, some), abs=1e-6)
     else:
-        assert ours == pytest.approx(paper_left(memory, some) / PAGE * size, abs=1e-6)
+        assert ours == pytest.approx(paper_left(memory, some), abs=1e-6)
 
 
 def test_the_artifacts_unit() -> None:
@@ -152,9 +152,12 @@ def test_another_sequence_is_never_freer(load: UnitLoad, pages: int) -> None:
 
 @given(unit_loads(), unit_loads())
 def test_below_zero_who_misses_most_is_least_free(one: UnitLoad, other: UnitLoad) -> None:
-    """Whatever runs there."""
+    """In tokens of its largest model, whatever runs there."""
     one, other = (replace(load, draining=False) for load in (one, other))
-    left = [load.total_blocks - virtual_usage(load) for load in (one, other)]
+    left = [
+        (load.total_blocks - virtual_usage(load)) / max(own.token_blocks for own in load.models.values())
+        for load in (one, other)
+    ]
     if max(left) <= 0:
         assert (freeness(one) < freeness(other)) == (left[0] < left[1])
     elif min(left) <= 0:
@@ -168,4 +171,18 @@ def test_freeness_has_no_step_at_zero(own: ModelLoad, blocks: float) -> None:
     wanted = virtual_usage(unit(own))
     above, below = (freeness(unit(own, blocks=wanted + sign * blocks)) for sign in (1, -1))  # type: ignore[arg-type]
     assert below < 0 < above
-    assert above - below <= 2.1 * blocks * (1 + 1 / own.token_blocks)
+    assert above - below <= 2.1 * blocks / own.token_blocks
+
+
+@given(unit_loads(), st.integers(2, 64))
+def test_freeness_does_not_hang_on_what_a_block_is(load: UnitLoad, parts: int) -> None:
+    """The same unit, its pool cut into smaller blocks."""
+    models = {
+        name: replace(
+            own,
+            **{field: parts * getattr(own, field) for field in (*FIELDS, "waiting_blocks", "page_blocks")},
+        )
+        for name, own in load.models.items()
+    }
+    finer = replace(load, total_blocks=parts * load.total_blocks, models=models)
+    assert freeness(finer) == pytest.approx(freeness(load), abs=1e-6)

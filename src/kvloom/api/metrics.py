@@ -218,7 +218,9 @@ class _EngineLoads:
 
     def _freeness(self) -> Metric:
         gauge = GaugeMetricFamily(
-            "kvloom_unit_freeness", "Decode steps for which a unit's batch finds room.", labels=["unit"]
+            "kvloom_unit_freeness",
+            "Decode steps for which a unit's batch finds room; below zero, tokens of its largest model without.",
+            labels=["unit"],
         )
         for unit, load in self._loads.items():
             takes = self._services[unit] in ("up", "down")

@@ -7,8 +7,9 @@ over models. A count of sequences would not do: one of a large model fills the p
 of a small model. So F is decode steps, whatever the unit serves, and units can be compared. With one model F
 is the paper's; its artifact counts blocks of 16 tokens a request, which are F / 16.
 
-Below zero F is M − ΣV, in blocks: what is missing, and not a part of it for each that runs. The paper divides
-it by B as well, so of two units that miss the same the larger batch would look freer, and draw what comes.
+Below zero F is what is missing, M − ΣV, over a token's blocks of the unit's largest model: tokens of that
+one. The paper divides by B as well, so of two units that miss the same the larger batch would look freer, and
+draw what comes. In blocks alone units whose models have unlike K and V could not be compared.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def batch(load: UnitLoad) -> float:
 
 
 def freeness(load: UnitLoad) -> float:
-    """Decode steps. Where more is wanted than there is, the blocks that are missing, as a negative number; −∞
-    where the unit drains; ∞ where it is idle."""
+    """Decode steps. Where more is wanted than there is, the tokens of the largest model that are missing, as
+    a negative number; −∞ where the unit drains; ∞ where it is idle."""
     return _steps(load, load.total_blocks - virtual_usage(load), batch(load))
 
 
@@ -49,6 +50,6 @@ def _steps(load: UnitLoad, left: float, step: float) -> float:
     """left: blocks, of which each step takes `step`."""
     if load.draining:
         return -math.inf
-    if left <= 0:
-        return left  # also where nothing runs, and all is promised
+    if left <= 0:  # also where nothing runs, and all is promised
+        return left / max((model.token_blocks for model in load.models.values()), default=1.0)
     return left / step if step else math.inf
