@@ -107,6 +107,9 @@ def test_priorities_are_worth_it_only_where_the_others_hardly_lose() -> None:
     assert report.cells[0].paper == pytest.approx(8.54 / 5.68)
     assert report.cells[0].ours == pytest.approx(1.3)
     assert [row[:3] for row in report.grids[0].rows][1] == ("8", "urgent", "no")
+    runs = [PriorityRun(2, Found(slow, slow), Found(fast, slow)), PriorityRun(8, *[Found(slow, slow)] * 2)]
+    claim = report_of_64(runs).claims[0]
+    assert (claim.verdict, claim.found) == ("fails", "1.00× at CV 8; 1.00× at the least, 1.30× at the most")
 
 
 def test_figure_11_and_priorities_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
