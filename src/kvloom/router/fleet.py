@@ -36,8 +36,9 @@ class Fleet:
         return self._chosen(min(candidates, key=lambda replica: (replica.load, replica.turn)))
 
     def freest(self, among: Sequence[Replica] | None = None) -> Replica:
-        """The one whose unit has most freeness with the request, by its last report and what this router has
-        sent there since. Where no unit has reported lately, the least loaded."""
+        """The one whose unit has most freeness with the request, or headroom for its level already, by its
+        last report and what this router has sent there since. Where none has reported lately, the least
+        loaded."""
         return self._by_reports(freest, among)
 
     def emptiest(self, among: Sequence[Replica] | None = None) -> Replica:
