@@ -219,7 +219,8 @@ class _EngineLoads:
     def _freeness(self) -> Metric:
         gauge = GaugeMetricFamily(
             "kvloom_unit_freeness",
-            "Decode steps for which a unit's batch finds room; below zero, its largest model's tokens without.",
+            "Decode steps for which a unit's batch finds room; "
+            "below zero, tokens of its largest model that find none.",
             labels=["unit"],
         )
         for unit, load in self._loads.items():
