@@ -36,9 +36,9 @@ def test_the_hot_unit_is_told_of_whom_to_borrow(file: Path) -> None:
     ]
     adapts = "weave: [{hot: unit-0, cold: unit-1, share: auto, bound: 0.1}]"
     assert woven(file, UNITS + adapts)[0] == WeaveSpec("unit-1", "auto", 0.3, 0.1)
-    baseline = "weave: [{hot: unit-0, cold: unit-1, control: iterations, split: none, waits: 0.05}]"
+    baseline = "weave: [{hot: unit-0, cold: unit-1, control: iterations, split: none, waits: 0.02}]"
     assert woven(file, UNITS + baseline)[0] == WeaveSpec(
-        "unit-1", 0.45, 0.3, control="iterations", split="none", waits=0.05
+        "unit-1", 0.45, 0.3, control="iterations", split="none", waits=0.02
     )
     both = "weave: [{hot: unit-0, cold: unit-1, share: 0}, {hot: unit-1, cold: unit-0, part: 1}]"
     assert woven(file, UNITS + both)[:2] == [WeaveSpec("unit-1", 0.0, 0.3), WeaveSpec("unit-0", 0.45, 1.0)]

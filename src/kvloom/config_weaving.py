@@ -36,7 +36,7 @@ class WeaveConfig(Section):
     bound: Part = 0.15
     control: Control = "operators"
     split: Splitting = "auto"
-    waits: Part = 0.01
+    waits: Part = 0.05
 
 
 class WovenUnit(NamedTuple):

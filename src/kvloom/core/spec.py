@@ -46,7 +46,7 @@ class WeaveSpec(Struct, frozen=True):
     bound: float = 0.15
     control: Control = "operators"
     split: Splitting = "auto"
-    waits: float = 0.01
+    waits: float = 0.05
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ class Borrow(Struct, frozen=True, kw_only=True):
     pages: _Size
     control: Control = "operators"
     split: Splitting = "auto"
-    waits: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    waits: Annotated[float, Meta(ge=0, le=1)] = 0.05
 
 
 class Loan(Struct, frozen=True, kw_only=True):
