@@ -9,7 +9,8 @@ from typing import Final
 
 from kvloom.core.load import ModelLoad, UnitLoad
 from kvloom.core.priority import Level
-from kvloom.fleet.freeness import freeness_with
+from kvloom.fleet.freeness import freeness
+from kvloom.fleet.placing import after
 
 LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a move is work for both sides
 
@@ -62,4 +63,5 @@ def _holds(destination: UnitLoad, one: Candidate, floor: float) -> bool:
     model = destination.models.get(one.model)
     if model is None:
         return False
-    return freeness_with(destination, one.model, len(one.lengths), one.blocks(model), one.level) >= floor
+    there = after(destination, one.model, len(one.lengths), one.blocks(model), one.level)
+    return freeness(there) >= floor

@@ -17,39 +17,23 @@ from __future__ import annotations
 import math
 
 from kvloom.core.load import UnitLoad
-from kvloom.core.priority import Level
-from kvloom.fleet.usage import headroom_with, virtual_usage
+from kvloom.fleet.usage import virtual_usage
 
 
 def batch(load: UnitLoad) -> float:
     """Blocks that a decode step takes on average. Where nothing runs yet, those that wait first are the
     batch."""
-    return _running(load) or sum(model.token_blocks for model in load.models.values() if model.waiting)
+    models = load.models.values()
+    step = sum(model.running * model.token_blocks for model in models)
+    return step or sum(model.token_blocks for model in models if model.waiting)
 
 
 def freeness(load: UnitLoad) -> float:
     """Decode steps. Where more is wanted than there is, the tokens of the largest model that are missing, as
     a negative number; −∞ where the unit drains; ∞ where it is idle."""
-    return _steps(load, load.total_blocks - virtual_usage(load), batch(load))
-
-
-def freeness_with(
-    load: UnitLoad, model: str, sequences: int, blocks: float, level: Level | None = None
-) -> float:
-    """The freeness of `placing.after` the same, without that load being made: a decision looks at many."""
-    wanted = virtual_usage(load) + blocks + headroom_with(load, model, sequences, level)
-    step = _running(load) + sequences * load.models[model].token_blocks
-    return _steps(load, load.total_blocks - wanted, step)
-
-
-def _running(load: UnitLoad) -> float:
-    return sum(model.running * model.token_blocks for model in load.models.values())
-
-
-def _steps(load: UnitLoad, left: float, step: float) -> float:
-    """left: blocks, of which each step takes `step`."""
     if load.draining:
         return -math.inf
+    left, step = load.total_blocks - virtual_usage(load), batch(load)
     if left <= 0:  # also where nothing runs, and all is promised
         return left / max((model.token_blocks for model in load.models.values()), default=1.0)
     return left / step if step else math.inf

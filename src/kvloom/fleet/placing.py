@@ -8,8 +8,8 @@ from msgspec import structs
 
 from kvloom.core.load import LevelLoad, UnitLoad
 from kvloom.core.priority import Level, level_of
-from kvloom.fleet.freeness import freeness, freeness_with
-from kvloom.fleet.usage import headroom_with
+from kvloom.fleet.freeness import freeness
+from kvloom.fleet.usage import headroom
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,14 @@ class Arrival:
 
     def freeness(self, load: UnitLoad) -> float:
         """Of the load `placed`."""
-        own = load.models.get(self.model)
-        if own is None:
-            return freeness(load)
-        return freeness_with(
-            load, self.model, self.choices, own.blocks(self.prompt + self.made), self._level(load)
-        )
+        return freeness(self.placed(load))
 
     def headroom(self, load: UnitLoad) -> int:
         """Tokens of its model by which more is kept free there for its level: none where others have paid."""
         own = load.models.get(self.model)
-        if own is None:
+        if own is None or self._level(load) is None:
             return 0
-        more = headroom_with(load, self.model, self.choices, self._level(load))
+        more = headroom(self.placed(load)) - headroom(load)
         return max(0, round(more / own.token_blocks))
 
     def _level(self, load: UnitLoad) -> Level | None:

@@ -23,7 +23,6 @@ import math
 from collections import Counter
 
 from kvloom.core.load import UnitLoad
-from kvloom.core.priority import Level
 
 
 def held(load: UnitLoad) -> int:
@@ -54,25 +53,6 @@ def headroom(load: UnitLoad) -> float:
         for level in model.levels
         if level.running
     )
-
-
-def headroom_with(load: UnitLoad, model: str, sequences: int, level: Level | None) -> float:
-    """Blocks by which `headroom` is more once so many more sequences of `model` run at this level: all of it
-    with the first. Next to none where others run at it, for these share theirs; less than none where theirs
-    are of larger models."""
-    if level is None:
-        return 0.0
-    before = after = 0.0
-    running = 0
-    for name, own in load.models.items():
-        here = sum(one.running for one in own.levels if one.priority == level.priority)
-        room = sum(one.headroom * one.running for one in own.levels if one.priority == level.priority)
-        before += room * own.token_blocks
-        if name == model:
-            room = level.headroom * (here + sequences)
-        after += room * own.token_blocks
-        running += here
-    return after / (running + sequences) - (before / running if running else 0.0)
 
 
 def virtual_usage(load: UnitLoad) -> float:
