@@ -15,6 +15,11 @@ AGREES: Final = 0.10  # by which the larger of two numbers may exceed the smalle
 NEAR: Final = 0.25
 
 
+def part_of(tell: Tell, at: int, of: int) -> Tell:
+    """To tell of the `at`-th of so many parts, counted from 0."""
+    return lambda what, part: tell(what, (at + part) / of)
+
+
 class Cell(Struct, frozen=True, kw_only=True):
     """One number, and where it stands. paper: None where the paper tells none."""
 

@@ -12,7 +12,7 @@ from msgspec import structs
 from kvloom.core.priority import Level
 from kvloom.reproduce.llumnix.point import LLUMNIX, latencies, play_outcomes
 from kvloom.reproduce.llumnix.setup import INSTANCES, POOL, SHORT, SIZES, make_units
-from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, part_of
 from kvloom.workload.arrivals import gamma
 from kvloom.workload.ask import Ask, Outcome
 
@@ -67,7 +67,7 @@ def section_64(scale: Scale, tell: Tell) -> Report:
     bursts = BURSTS if scale == "full" else BURSTS[1:2]
     runs = []
     for at, cv in enumerate(bursts):
-        plain, ranked = (_played(cv, known, scale, _part(tell, at, len(bursts))) for known in (False, True))
+        plain, ranked = (_played(cv, known, scale, part_of(tell, at, len(bursts))) for known in (False, True))
         runs.append(Run(cv, plain, ranked))
     return report_of(runs)
 
@@ -120,10 +120,6 @@ def _rows(run: Run) -> Iterator[tuple[str, ...]]:
             request, prefill, p99, decode = some
             shown = f"{request:.2f}", f"{prefill:.3f}", f"{p99:.2f}", f"{decode:.4f}"
             yield (str(run.burst), who, known, *shown)
-
-
-def _part(tell: Tell, at: int, of: int) -> Tell:
-    return lambda what, part: tell(what, (at + part) / of)
 
 
 def _played(cv: float, ranked: bool, scale: Scale, tell: Tell) -> Found:

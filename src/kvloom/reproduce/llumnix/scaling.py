@@ -14,7 +14,7 @@ from kvloom.fleet.thresholds import Thresholds
 from kvloom.fleet.usage import wanted
 from kvloom.reproduce.llumnix.point import INFAAS, LLUMNIX, Point, System, play_point
 from kvloom.reproduce.llumnix.setup import INSTANCES, LONG, SIZES, make_units
-from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, part_of
 from kvloom.sim.rescheduling import Rescheduling
 from kvloom.workload.arrivals import gamma, poisson
 
@@ -79,12 +79,8 @@ def section_65(scale: Scale, tell: Tell) -> Report:
     if scale == "full":
         plan += [(SWEPT, system, low) for low in LOWS if low != LOW for system in (INFAAS, LLUMNIX)]
     return report_of(
-        [run(*one, scale, _part(tell, at, len(plan))) for at, one in enumerate(plan)],
+        [run(*one, scale, part_of(tell, at, len(plan))) for at, one in enumerate(plan)],
     )
-
-
-def _part(tell: Tell, at: int, of: int) -> Tell:
-    return lambda what, part: tell(what, (at + part) / of)
 
 
 def run(load: Load, system: System, low: int, scale: Scale, tell: Tell) -> Run:

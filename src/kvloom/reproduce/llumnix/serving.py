@@ -19,7 +19,7 @@ from kvloom.reproduce.llumnix.setup import (
     Traffic,
     make_units,
 )
-from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, part_of
 
 SYSTEMS: Final[Mapping[str, tuple[System, ...]]] = {
     SHAREGPT.name: (ROUND_ROBIN, INFAAS, LLUMNIX),
@@ -57,12 +57,8 @@ def figure_11(scale: Scale, tell: Tell) -> Report:
     ]
     runs = []
     for at, (traffic, rate, system) in enumerate(plan):
-        runs.append(_run(traffic, rate, system, scale, _part(tell, at, len(plan))))
+        runs.append(_run(traffic, rate, system, scale, part_of(tell, at, len(plan))))
     return report_of(runs, curves)
-
-
-def _part(tell: Tell, at: int, of: int) -> Tell:
-    return lambda what, part: tell(what, (at + part) / of)
 
 
 def _run(traffic: Traffic, rate: float, system: System, scale: Scale, tell: Tell) -> Run:

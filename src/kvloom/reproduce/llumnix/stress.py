@@ -21,7 +21,7 @@ from kvloom.core.rescheduling import FleetState, Pairs
 from kvloom.fleet.scheduler import FleetScheduler
 from kvloom.reproduce.llumnix.point import INTERVAL
 from kvloom.reproduce.llumnix.setup import SHORT, VOCAB, make_units
-from kvloom.reproduce.report import Grid, Report, Scale, Tell
+from kvloom.reproduce.report import Grid, Report, Scale, Tell, part_of
 from kvloom.router.call import Call, Frames
 from kvloom.router.fleet import Fleet
 from kvloom.router.program import Program
@@ -108,13 +108,9 @@ def section_66(scale: Scale, tell: Tell) -> Report:
     rates, requests = (RATES, REQUESTS) if scale == "full" else (RATES[:1], 60)
     found = []
     for at, rate in enumerate(rates):
-        part = _part(tell, at, len(rates))
+        part = part_of(tell, at, len(rates))
         found.append(stress(rate, requests, part))
     return report_of(found)
-
-
-def _part(tell: Tell, at: int, of: int) -> Tell:
-    return lambda what, part: tell(what, (at + part) / of)
 
 
 def stress(rate: float, requests: int, tell: Tell) -> Stress:

@@ -11,7 +11,7 @@ from kvloom.reproduce.muxserve.point import SECONDS, Load, Point, play_all
 from kvloom.reproduce.muxserve.published import PUBLISHED
 from kvloom.reproduce.muxserve.setup import CHATLMSYS, Served, falling, served
 from kvloom.reproduce.muxserve.systems import MUXSERVE, SPATIAL, TEMPORAL
-from kvloom.reproduce.report import Cell, Claim, Report, Scale, Tell
+from kvloom.reproduce.report import Cell, Claim, Report, Scale, Tell, part_of
 
 GPUS: Final = 32
 SYSTEMS: Final = (SPATIAL, TEMPORAL, MUXSERVE)
@@ -74,7 +74,7 @@ def figure_5(scale: Scale, tell: Tell) -> Report:
             load = Load(
                 models, GPUS, seconds, after=seconds if alpha in published.attained and factor == 1.0 else 0.0
             )
-            part = _part(tell, n * len(times) + m, len(alphas) * len(times))
+            part = part_of(tell, n * len(times) + m, len(alphas) * len(times))
             points = play_all([(system, load) for system in SYSTEMS], part)
             paper = published.throughput[alpha][published.scales.index(factor)]
             ours = [plotted(models, point) for point in points]
@@ -98,10 +98,6 @@ def figure_5(scale: Scale, tell: Tell) -> Report:
             ),
         ),
     )
-
-
-def _part(tell: Tell, at: int, of: int) -> Tell:
-    return lambda what, part: tell(what, (at + part) / of)
 
 
 def _in_time(rows: Mapping[tuple[str, float], Row]) -> list[Cell]:
@@ -145,7 +141,7 @@ def figure_7(scale: Scale, tell: Tell) -> Report:
     for n, average in enumerate(averages):
         models = served(CHAT, (rate * average / _AVERAGE for rate in published.rates), CHATLMSYS)
         load = Load(models, GPUS, SECONDS[scale])
-        points = play_all([(system, load) for system in SYSTEMS], _part(tell, n, len(averages)))
+        points = play_all([(system, load) for system in SYSTEMS], part_of(tell, n, len(averages)))
         ours = [point.weighted(models) for point in points]
         rows.append(
             Row(
