@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.load import ModelLoad, UnitLoad
-from kvloom.core.service import Service
+from kvloom.core.service import IN_SERVICE, Service
 from kvloom.fleet.freeness import freeness
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -224,7 +224,7 @@ class _EngineLoads:
             labels=["unit"],
         )
         for unit, load in self._loads.items():
-            takes = self._services[unit] in ("up", "down")
+            takes = self._services[unit] in IN_SERVICE
             gauge.add_metric([unit], freeness(load if takes else replace(load, draining=True)))
         return gauge
 

@@ -10,6 +10,7 @@ LONGEST_DRAIN: Final = 3600  # seconds
 
 Service = Literal["up", "down", "draining", "drained", "restarting", "starting", "away"]
 NO_PROCESS: Final[tuple[Service, ...]] = ("down", "restarting", "starting", "away")  # or none that answers
+IN_SERVICE: Final[tuple[Service, ...]] = ("up", "down")  # others give away what they have
 
 
 class UnitState(Struct, frozen=True, kw_only=True):

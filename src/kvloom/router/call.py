@@ -75,7 +75,7 @@ class Call:
         until = resolve(end, len(self.prompt), "end")
         parts = {replica: (until, len(self.prompt))} | ({sender: (0, until)} if sender else {})
         for who, part in parts.items():
-            self._is_to_compute(who, *part)
+            self.course.is_to_compute(who, *part)
         try:
             async with self._holdings.asking(replica, "room", self.name):
                 made = await self._holdings.answered(replica, replica.client.prep_recv(body))
@@ -95,7 +95,7 @@ class Call:
         sent = Sent(cached=0, computed=0)
         try:
             if begin < end:
-                self._is_to_compute(source, 0, end)  # what goes before is not sent, but attended to
+                self.course.is_to_compute(source, 0, end)  # what goes before is not sent, but attended to
                 sent = await self._sent(source, spot, begin, end)
         finally:
             self._holdings.is_to_compute(source, 0)
@@ -156,9 +156,6 @@ class Call:
         return made.tokens
 
     # -- what it holds ----------------------------------------------------------------------------------
-
-    def _is_to_compute(self, replica: Replica, begin: int, end: int) -> None:
-        self._holdings.is_to_compute(replica, self._fleet.to_compute(self.prompt, replica, begin, end))
 
     async def release(self) -> None:
         """Give back what is held, wherever that is. An engine that cannot be reached is no error."""

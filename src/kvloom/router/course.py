@@ -58,6 +58,11 @@ class Course:
         """Whether `replica` generates it, under this id."""
         return self.running is replica and self._running_as == name
 
+    def is_to_compute(self, replica: Replica, begin: int, end: int) -> None:
+        """prompt[begin:end], less what the replica probably has cached."""
+        prompt = self._body.prompt
+        self._holdings.is_to_compute(replica, self._fleet.to_compute(prompt, replica, begin, end))
+
     async def begin(self, replica: Replica, name: str, begin: int) -> Frames:
         """At `replica`, where prompt[:begin] has been received, and wherever the request moves from there.
         Choices that were aborted while nobody generated end first."""
@@ -108,7 +113,7 @@ class Course:
         prompt, name = body.prompt, body.request
         spent = self.computed if body.begin else 0
         begin = resolve(body.begin, len(prompt), "begin")
-        self._holdings.is_to_compute(replica, self._fleet.to_compute(prompt, replica, begin, len(prompt)))
+        self.is_to_compute(replica, begin, len(prompt))
         self._fleet.note(prompt, replica)
         replica.report.sent(arriving(body))
         try:

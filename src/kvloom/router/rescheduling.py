@@ -14,14 +14,13 @@ from kvloom.core.errors import KvloomError
 from kvloom.core.load import UnitLoad
 from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pair, Pairs
+from kvloom.core.service import IN_SERVICE
 from kvloom.core.verbs import Offer
 from kvloom.router.roster import Roster
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
 
 MOST_REFUSALS: Final = 3  # in a row, after which a pair is left in peace until pairs are told again
-
-_IN_SERVICE: Final = ("up", "down")  # others take no requests, and give away what they have
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Rescheduler:
         loads = await self._router.loads()
         return FleetState(
             loads={
-                name: load if services[name] in _IN_SERVICE else replace(load, draining=True)
+                name: load if services[name] in IN_SERVICE else replace(load, draining=True)
                 for name, load in loads.items()
             },
             waiting=self._router.waiting,
@@ -115,7 +114,7 @@ class Rescheduler:
         source, destination = units.get(pair.source), units.get(pair.destination)
         if source is None or destination is None or (load := await destination.load()) is None:
             return None
-        floor = self._floor if source.service in _IN_SERVICE else 0.0  # one that drains has to be empty
+        floor = self._floor if source.service in IN_SERVICE else 0.0  # one that drains has to be empty
         body = Offer(destination=_alike(load, source, destination), floor=floor, besides=besides)
         return (await source.client.offer(body)).request
 

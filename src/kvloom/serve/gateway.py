@@ -13,7 +13,7 @@ from kvloom.api.admin import Admin
 from kvloom.api.admin_units import UnitOrders
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
-from kvloom.core.clock import WallClock
+from kvloom.core.clock import Clock, WallClock
 from kvloom.core.replicas import Steps
 from kvloom.router.drains import Drains
 from kvloom.router.program import Program
@@ -83,7 +83,8 @@ async def gateway(
     async with AsyncExitStack() as stack:
         clients = Clients(order.engines, order.sockets, order.secret)
         await stack.enter_async_context(clients)  # closed last: those below call engines to their end
-        router = await stack.enter_async_context(await _router(order, program, standing, clients, shelf))
+        router = await _router(order, program, standing, clients, shelf, clock)
+        await stack.enter_async_context(router)
         roster = await stack.enter_async_context(_roster(order, router, restarts, clients, kept))
         roster.begin(Steps(stop=tuple(standing.leaving)))
         rescheduler = await stack.enter_async_context(Rescheduler(router, clock, roster))
@@ -105,12 +106,12 @@ async def gateway(
 
 
 async def _router(
-    order: GatewayOrder, program: Program, standing: Standing, clients: Clients, shelf: Shelf
+    order: GatewayOrder, program: Program, standing: Standing, clients: Clients, shelf: Shelf, clock: Clock
 ) -> Router:
     return Router(
         {unit: await clients.of(unit) for unit in order.engines},
         program,
-        WallClock(),
+        clock,
         withdrawn=standing.drained,
         away={unit: shelf.cards(unit) for unit in order.away},
         patience=order.patience,

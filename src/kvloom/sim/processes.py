@@ -39,8 +39,8 @@ class Process:
 
 class ModelledProcesses:
     """Satisfies the roster's `Processes`. tasks: of the engines that run. delay: of the wire, in seconds, one
-    way. link: a unit's way out. machine: what all units run on, where its own work counts. engines: by unit,
-    those that run now. census: of units that have a process, or are about to."""
+    way. link: a unit's way out. machine: what all units run on, where its own work counts. census: of units
+    that have a process, or are about to."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class ModelledProcesses:
         link: Callable[[SimulatedUnit], Link],
         machine: HostedMachine | None,
     ) -> None:
-        self.engines: dict[str, Engine] = {}
         self.census = Census(clock)
         self._units = units
         self._clock = clock
@@ -64,6 +63,11 @@ class ModelledProcesses:
         self._loom = Loom(unit.spec for unit in units.values())
         self._processes: dict[str, Process] = {}
         self._preempted = 0  # by engines that have ended
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """By unit, those that run now."""
+        return {name: process.engine for name, process in self._processes.items()}
 
     def begin(self, names: Collection[str]) -> None:
         """These have a process at once."""
@@ -90,7 +94,7 @@ class ModelledProcesses:
         self._loom.forget(process.transport)
         if process.host is not None:
             process.host.leave()
-        del self._processes[unit], self.engines[unit]
+        del self._processes[unit]
         self.census.less()
 
     def forget(self, unit: str) -> None:
@@ -126,7 +130,7 @@ class ModelledProcesses:
         executor = modelled_executor(unit, host=host)
         transport = self._plane.join(name, executor.blocks, self._link(unit))
         weaver = self._loom.weaver(unit, executor, transport)
-        engine = self.engines[name] = Engine(executor, transport, unit.spec, self._clock, weaver)
+        engine = Engine(executor, transport, unit.spec, self._clock, weaver)
         running, weave = self._tasks.create_task(engine.run()), unit.spec.weave
         borrowing = self._tasks.create_task(self._borrow(engine, unit.spec, weave)) if weave else None
         self._processes[name] = Process(engine, transport, host, running, borrowing)
