@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,8 @@ from pathlib import Path
 
 from openai import OpenAI
 
-KVLOOM = shlex.split(os.environ.get("KVLOOM", "kvloom"))
+BESIDE = Path(sys.executable).with_name("kvloom")  # this Python's own
+KVLOOM = shlex.split(os.environ.get("KVLOOM", "")) or [str(BESIDE)]
 CONFIG = Path(__file__).with_name("two_units.yaml")
 TOKENS, TOLD = 400, 20
 
