@@ -10,12 +10,23 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, FileStore, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    Backend,
+    FileStore,
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
 
 from kvloom.core.errors import Unavailable
 
 SECONDS: Final = 60.0  # that a rank waits for the others in one exchange
 _HERE: Final = "127.0.0.1"  # the ranks of a unit share a machine, and nobody else is to reach them
+_CPU: Final = torch.device("cpu")
 _Kind = ProcessGroup.BackendType
 
 
@@ -24,12 +35,18 @@ class _Slot(threading.local):
 
 
 class Group:
-    """One rank's end. Jobs that run at the same time must not meet in one exchange, so each slot has its own
-    channel, and each thread says by `enter` which slot it works for."""
+    """One rank's end; what is exchanged lies on `device`. Jobs that run at the same time must not meet in one
+    exchange, so each slot has its own channel, and each thread says by `enter` which slot it works for.
 
-    def __init__(self, rank: int, size: int, channels: Sequence[ProcessGroup] = ()) -> None:
+    On a GPU an exchange is a kernel on the current stream, which waits there for the other ranks: it is
+    recorded like any other, and a rank that is missing shows only where somebody waits for the stream."""
+
+    def __init__(
+        self, rank: int, size: int, channels: Sequence[ProcessGroup] = (), device: torch.device = _CPU
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.device = device
         self._channels = channels
         self._slot = _Slot()
 
@@ -40,26 +57,32 @@ class Group:
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in its place; the same bits at each. Raises Unavailable where a rank is
         missing."""
-        x = x.contiguous()
+        x, how = x.contiguous(), AllreduceOptions()
+        how.asyncOp = False  # else NCCL takes a stream of its own
         try:
-            self._channel.allreduce([x]).wait()
+            _wait(self._channel.allreduce([x], how))
         except RuntimeError as error:
             raise _lost(error) from error
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' x [..., w] side by side: [..., size · w]. Raises Unavailable where a rank is missing."""
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
+        x, how = x.contiguous(), AllgatherOptions()
+        how.asyncOp = False
+        parts = x.new_empty(self.size * x.numel())
         try:
-            self._channel.allgather([parts], [x]).wait()
+            _wait(self._channel._allgather_base(parts, x.view(-1), how))
         except RuntimeError as error:
             raise _lost(error) from error
-        return torch.cat(parts, -1)
+        return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def agree(self, said: bool) -> bool:
         """Whether all ranks say so."""
-        return int(self.sum(torch.tensor([int(said)]))) == self.size
+        return int(self.sum(torch.tensor([int(said)], device=self.device))) == self.size
+
+    def least(self, number: int) -> int:
+        """The smallest that a rank has."""
+        return int(self.gather(torch.tensor([number], device=self.device)).min())
 
     def span(self, length: int) -> slice:
         """This rank's part of `length`: a like number for each, the last one's perhaps shorter."""
@@ -75,6 +98,12 @@ class Group:
         return self._channels[self._slot.number]
 
 
+def _wait(work: Work | None) -> None:
+    """NCCL has none where the exchange is on the current stream."""
+    if work is not None:
+        work.wait()
+
+
 def connect(store: str, rank: int, size: int, slots: int, device: torch.device) -> Group:
     """Meet the other ranks, who call this too: NCCL on GPUs, gloo elsewhere. store: a new file, that all can
     reach.
@@ -87,7 +116,7 @@ def connect(store: str, rank: int, size: int, slots: int, device: torch.device) 
         meeting = FileStore(store, size)
         meeting.set_timeout(timeout)
         ends = [PrefixStore(str(slot), meeting) for slot in range(slots)]
-        return Group(rank, size, [make(end, rank, size, timeout) for end in ends])
+        return Group(rank, size, [make(end, rank, size, timeout) for end in ends], device)
     except RuntimeError as error:
         raise _lost(error) from error
 

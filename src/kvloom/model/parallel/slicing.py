@@ -18,7 +18,8 @@ _WHOLE: Final = {"replicated_with_grad_allreduce", "replicate", "embedding_rowwi
 
 @torch.inference_mode(False)  # whose tensors some experts' products refuse as weights
 def slice_model(model: Any, group: Group) -> None:
-    """In place. Every rank has the embedding whole. Raises ConfigError where the model has no plan, the plan
+    """In place; slices go to the group's device one by one, and what stays whole stays where it is. Every
+    rank has the embedding whole. Raises ConfigError where the model has no plan, the plan
     asks for something that is not known here, or a weight cannot be shared out evenly."""
     plan: dict[str, str] = model.tp_plan or {}
     if not plan:
@@ -65,12 +66,12 @@ def _module(name: str, style: str, stock: nn.Module, group: Group) -> nn.Module:
 
 def _columns(name: str, stock: nn.Linear, group: Group) -> nn.Module:
     _divides(name, stock.out_features, group)
-    return _cut_outputs(stock, group.span(stock.out_features))
+    return _cut_outputs(stock, group.span(stock.out_features), group)
 
 
 def _gathered(name: str, stock: nn.Linear, group: Group) -> nn.Module:
     width = stock.out_features
-    return Gathered(_cut_outputs(stock, group.span(width)), group, width)
+    return Gathered(_cut_outputs(stock, group.span(width), group), group, width)
 
 
 def _rows(name: str, stock: nn.Linear, group: Group) -> nn.Module:
@@ -92,10 +93,10 @@ _LINEAR: Final[dict[str, Callable[[str, nn.Linear, Group], nn.Module]]] = {
 }
 
 
-def _cut_outputs(linear: nn.Linear, span: slice) -> nn.Linear:
-    linear.weight = _held(linear.weight[span])
+def _cut_outputs(linear: nn.Linear, span: slice, group: Group) -> nn.Linear:
+    linear.weight = _held(linear.weight[span], group)
     if linear.bias is not None:
-        linear.bias = _held(linear.bias[span])
+        linear.bias = _held(linear.bias[span], group)
     linear.out_features = linear.weight.shape[0]
     return linear
 
@@ -103,7 +104,7 @@ def _cut_outputs(linear: nn.Linear, span: slice) -> nn.Linear:
 def _cut_inputs(name: str, linear: nn.Linear, group: Group) -> nn.Linear:
     """The bias stays with the first rank: the sum has it once."""
     _divides(name, linear.in_features, group)
-    linear.weight = _held(linear.weight[:, group.span(linear.in_features)])
+    linear.weight = _held(linear.weight[:, group.span(linear.in_features)], group)
     linear.in_features = linear.weight.shape[1]
     if group.rank:
         linear.register_parameter("bias", None)
@@ -123,12 +124,12 @@ def _parameter(name: str, style: str, weight: Tensor, group: Group) -> nn.Parame
     _divides(name, length, group)
     span = group.span(length)
     cut = [part.narrow(axis, span.start, span.stop - span.start) for part in parts]
-    return _held(cut[0] if len(cut) == 1 else torch.cat(cut, axis))
+    return _held(cut[0] if len(cut) == 1 else torch.cat(cut, axis), group)
 
 
-def _held(part: Tensor) -> nn.Parameter:
+def _held(part: Tensor, group: Group) -> nn.Parameter:
     """In memory of its own: the whole weight may go."""
-    return nn.Parameter(part.detach().clone(), requires_grad=False)
+    return nn.Parameter(part.detach().to(group.device, copy=True), requires_grad=False)
 
 
 def _divides(name: str, length: int, group: Group) -> None:
