@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvloom.kernels.mail import Desk, Lent, Mail, Pad
 from kvloom.kernels.reference import block_view
-from kvloom.transport.device_mailbox import BorrowedMailbox, OwnDeviceMailbox, _Dtype
+from kvloom.transport.device_mailbox import BorrowedMailbox, MailDtype, OwnDeviceMailbox
 from kvloom.transport.mailbox import MailboxForm
 
 LAYERS, PAGES, WIDTH, SPARE = 2, 6, 3, 4
@@ -37,7 +37,7 @@ class _Same:
 class Shape:
     """tokens: of a page."""
 
-    dtype: _Dtype = "float32"
+    dtype: MailDtype = "float32"
     slots: int = 2
     rows: int = 3
     kv_heads: int = 2
@@ -96,8 +96,11 @@ class Loaned:
         page_map = page_map.reshape(PAGES, LAYERS, shape.kv_heads)
         order = np.random.default_rng(self.seed + 1).permutation(PAGES).astype(np.int32)
         tables = order[: 2 * len(lengths)].reshape(len(lengths), 2)
-        changed = np.arange(PAGES, dtype=np.int32)
-        self.borrowed.begin(np.array(lengths, np.int32), tables, changed, page_map, first)
+        sheet = self.borrowed.sheet(
+            np.array(lengths, np.int32), tables, page_map, np.ones(PAGES, np.int64), first
+        )
+        here = self.pad.step.device
+        self.borrowed.begin({name: torch.from_numpy(one).to(here) for name, one in sheet.items()})
         for row, length in enumerate(lengths):
             for layer in range(LAYERS):
                 tokens = self.seen.setdefault((row, layer), [])

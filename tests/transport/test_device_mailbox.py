@@ -69,11 +69,11 @@ def test_a_task_between_two_mappings(dtype: str) -> None:
 def test_more_rows_or_pages_than_it_takes_are_refused_at_once() -> None:
     loan = Loaned(Shape())
     lengths, tables = np.ones(4, np.int32), np.zeros((4, 1), np.int32)
-    nothing = np.zeros((0, 2, 2), np.int32)
+    page_map, versions = np.zeros((6, 2, 2), np.int32), np.ones(6, np.int64)
     with pytest.raises(BadRequest, match="4 rows of 1 pages; want 3 of 3"):
-        loan.borrowed.begin(lengths, tables, tables[:0, 0], nothing, 0)
+        loan.borrowed.sheet(lengths, tables, page_map, versions, 0)
     with pytest.raises(BadRequest, match=f"1 rows of {WIDTH + 1} pages"):
-        loan.borrowed.begin(lengths[:1], np.zeros((1, WIDTH + 1), np.int32), tables[:0, 0], nothing, 0)
+        loan.borrowed.sheet(lengths[:1], np.zeros((1, WIDTH + 1), np.int32), page_map, versions, 0)
 
 
 def _place(arena: Arena, form: MailboxForm) -> DevicePlace:

@@ -47,6 +47,7 @@ class Trouble(IntEnum):
     LATE = 16  # it has not answered within the looks that were allowed
     FULL = 17  # as many tasks as there are slots are not collected yet, or a task has more rows than fit
     WRONG = 18  # it has done tasks that nobody has posted
+    GONE = 19  # its process has ended, as the borrower's host says
 
 
 @dataclass(frozen=True, slots=True)

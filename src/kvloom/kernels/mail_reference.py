@@ -57,7 +57,8 @@ def post(
 def collect(mail: Mail, pad: Pad, out: Tensor, looks: int) -> None:
     """Wait for the first task that is not collected, and take its output into the rows of out [N, heads, D]
     that are away. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; where the
-    lender has ended the loan, its `End`. Where there is a status, those rows are 0."""
+    lender has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. Where
+    there is a status, those rows are 0."""
     run([collect_steps(mail, pad, out, looks, 0, 1)])
 
 
@@ -193,7 +194,7 @@ def collect_steps(mail: Mail, pad: Pad, out: Tensor, looks: int, program: int, p
         while not finished and not status and looks:
             looks -= 1
             finished = ((yield from _look(mail.word("done"))) - collected) & MASK
-            status = yield from _look(mail.word("over"))
+            status = (yield from _look(mail.word("over"))) or (yield from _look(pad.status))
         if not finished:
             yield from _cas(pad.status, 0, status or Trouble.LATE)
         if finished > posted:

@@ -24,7 +24,7 @@ from kvloom.model.attention import ForwardState
 from kvloom.model.loader import LoadedModel, load_models
 from kvloom.model.sampler import prompt_logprobs, sample
 from kvloom.model.weaving.attender import Attender
-from kvloom.model.weaving.states import PolledState, WovenState, relocate
+from kvloom.model.weaving.states import PolledState, WovenState
 from kvloom.transport.loan import BorrowedBlocks
 
 
@@ -46,7 +46,7 @@ class TorchExecutor:
         self.loans: dict[str, BorrowedBlocks] = {}
         self.attender: Attender | None = None
         self.compute = threads
-        self.stride = 1
+        self.stride, self.ahead = 1, 0
         self.blocks = arena.blocks
 
     @classmethod
@@ -141,7 +141,7 @@ class TorchExecutor:
         loan, lost = self.loans[job.model], None
         try:
             for move in away.moves:
-                relocate(self.arena.bytes.numpy(), job.plan.page_map, away.plan.page_map, loan, move)
+                loan.move(self.arena.bytes.numpy(), job.plan.page_map, away.plan.page_map, move)
         except KvloomError as error:
             lost = error.message
         state = WovenState(job.plan, self._views[job.model], away, loan, lost)

@@ -133,6 +133,15 @@ class CudaIpcTransport(FencedTransport):
     def endpoint(self) -> Endpoint:
         return self._endpoint
 
+    @property
+    def device(self) -> DeviceMemory:
+        return self._device
+
+    def peer(self, endpoint: Endpoint) -> DevicePeer:
+        """Another unit, mapped for as long as what is returned lives. Raises BadRequest for an endpoint that
+        never was one, Unavailable for one that is gone."""
+        return DevicePeer(endpoint, self._device, self._handle, self._arena.bytes)
+
     def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> DeviceShipment:
         self._plane.refuse_over()
         reached = self._reach(peer)
@@ -146,7 +155,7 @@ class CudaIpcTransport(FencedTransport):
         known = self._peers.known(endpoint)
         if isinstance(known, DevicePeer):
             return known
-        peer = DevicePeer(endpoint, self._device, self._handle, self._arena.bytes)
+        peer = self.peer(endpoint)
         self._peers.add(peer)
         return peer
 

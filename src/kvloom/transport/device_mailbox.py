@@ -7,6 +7,7 @@ for the sheet, which the borrower's writes once an iteration.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -15,18 +16,24 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from kvloom.core.arrays import I32
+from kvloom.core.arrays import I32, I64, AnyArray
 from kvloom.core.errors import BadRequest, ConfigError
-from kvloom.kernels.mail import LINE, WORDS, End, Mail, Pad, signed
+from kvloom.kernels.mail import LINE, WORDS, End, Mail, Pad, Trouble, signed
 from kvloom.transport.cuda_ipc_memory import DeviceMemory
 from kvloom.transport.mailbox import START, MailboxForm, layout, refuse_slots, size_of
 
-_Dtype = Literal["bfloat16", "float16", "float32"]
+MailDtype = Literal["bfloat16", "float16", "float32"]
 _VALUES: Final[dict[str, np.dtype[np.generic]]] = {
     "bfloat16": np.dtype("<u2"),
     "float16": np.dtype("<u2"),
     "float32": np.dtype("<f4"),
 }
+
+
+def value_dtype(dtype: MailDtype) -> np.dtype[np.generic]:
+    """As the layout counts it: of its size."""
+    return _VALUES[dtype]
+
 
 _ARRAYS: Final = ("head", "lengths", "tables", "map", "notes", "qkv", "out")
 
@@ -38,10 +45,10 @@ class DevicePlace(Struct, frozen=True, array_like=True):
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
     handle: Annotated[bytes, Meta(max_length=1 << 10)]
     form: MailboxForm
-    dtype: _Dtype
+    dtype: MailDtype
 
 
-def mail_of(memory: Tensor, form: MailboxForm, dtype: _Dtype) -> Mail:
+def mail_of(memory: Tensor, form: MailboxForm, dtype: MailDtype) -> Mail:
     """`memory`, flat bytes, as kernels take it."""
     words = memory[: len(WORDS) * LINE].view(torch.int32).view(len(WORDS), -1)
     parts = {
@@ -57,11 +64,11 @@ def mail_of(memory: Tensor, form: MailboxForm, dtype: _Dtype) -> Mail:
 class OwnDeviceMailbox:
     """The lender's: made here, and there for as long as this is."""
 
-    def __init__(self, form: MailboxForm, dtype: _Dtype, device: torch.device, start: int = START) -> None:
+    def __init__(self, form: MailboxForm, dtype: MailDtype, device: torch.device, start: int = START) -> None:
         """start: what the counters begin with. Raises ConfigError where the device has no memory for it."""
         refuse_slots(form)
         self.form = form
-        self._dtype: _Dtype = dtype
+        self._dtype: MailDtype = dtype
         size = size_of(form, _VALUES[dtype])
         try:
             self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -70,6 +77,11 @@ class OwnDeviceMailbox:
         self.mail = mail_of(self.memory, form, dtype)
         for name in ("posted", "done"):
             self.mail.word(name).fill_(signed(start))
+
+    @property
+    def left(self) -> bool:
+        """The borrower writes nothing any more."""
+        return bool(self.mail.word("left"))
 
     def place(self, device: DeviceMemory) -> bytes:
         """For the borrower. Raises ConfigError where the memory cannot be shared."""
@@ -93,29 +105,58 @@ class BorrowedMailbox:
         if memory.numel() != size_of(where.form, _VALUES[where.dtype]):
             raise BadRequest(f"mailbox: that of {unit} contradicts itself")
         self.form = where.form
+        self.dtype: str = where.dtype
         self.mail = mail_of(memory, where.form, where.dtype)
         self.pad = Pad(int(self.mail.word("posted")), memory.device)
         self._iteration = 0
+        self._told: I64 = np.zeros(where.form.pages, np.int64)  # versions of map rows; real ones > 0
 
-    def begin(self, lengths: I32, tables: I32, changed: I32, rows: I32, first: int) -> None:
-        """What the tasks that follow are over, on the current stream, once all before are collected: lengths
-        [B], the new token counted, tables [B, P]; rows [n, layers, kv_heads] of the page map that have
-        changed, of pages changed [n], blocks as the loan counts them. first: which row of q, k and v is the
-        first of them. Raises BadRequest where the mailbox takes fewer rows or pages."""
-        form, mail = self.form, self.mail
+    def sheet(
+        self, lengths: I32, tables: I32, page_map: I32, versions: I64, first: int
+    ) -> dict[str, AnyArray]:
+        """What `begin` needs on the device, of the next iteration: lengths [B], the new token counted, tables
+        [B, P], page_map [pages, layers, kv_heads] of blocks as the loan counts them, versions [pages] of its
+        rows. first: which row of q, k and v is the first that is away. Raises BadRequest where the mailbox
+        takes fewer rows or pages."""
+        form = self.form
         count, width = tables.shape
         if not 0 < count <= form.rows or width > form.width:
             raise BadRequest(
                 f"weave: {count} rows of {width} pages; want {form.rows} of {form.width} at most"
             )
+        used = np.unique(tables)
+        changed = used[versions[used] != self._told[used]]
+        self._told[changed] = versions[changed]
         self._iteration = signed(self._iteration + 1)
-        here = self.pad.step.device
-        mail.map[torch.from_numpy(changed).long().to(here)] = torch.from_numpy(rows).to(here)
-        mail.lengths[:count] = torch.from_numpy(lengths).to(here)
-        mail.tables[:count, :width] = torch.from_numpy(tables).to(here)
-        mail.head[0] = torch.tensor([self._iteration, count, len(changed)], dtype=torch.int32).to(here)
-        self.pad.step.copy_(torch.tensor([self._iteration, count, first], dtype=torch.int32))
+        return {
+            "away_lengths": lengths,
+            "away_tables": tables,
+            "away_pages": changed.astype(np.int64),
+            "away_map": page_map[changed],
+            "away_head": np.asarray([self._iteration, count, len(changed)], dtype=np.int32),
+            "away_step": np.asarray([self._iteration, count, first], dtype=np.int32),
+        }
+
+    def begin(self, sheet: Mapping[str, Tensor]) -> None:
+        """What the tasks that follow are over, on the current stream, once all before are collected. sheet:
+        the arrays on the device."""
+        mail, tables = self.mail, sheet["away_tables"]
+        mail.map.index_copy_(0, sheet["away_pages"], sheet["away_map"])
+        mail.lengths[: len(tables)].copy_(sheet["away_lengths"])
+        mail.tables[: len(tables), : tables.shape[1]].copy_(tables)
+        mail.head[0].copy_(sheet["away_head"])
+        self.pad.step.copy_(sheet["away_step"])
+
+    def rest(self) -> None:
+        """On the current stream: until the next `begin` no row is away."""
+        self.pad.step.zero_()
+
+    def fail(self, why: Trouble) -> None:
+        """From here on nothing is posted, and nobody waits; a status that there is stays."""
+        if not int(self.pad.status):
+            self.pad.status.fill_(why)
 
     def close(self) -> None:
-        """Tell the lender that no more comes."""
+        """Tell the lender that no more comes, and that nothing of this side writes to its memory any
+        more."""
         self.mail.word("left").fill_(End.CLOSED)

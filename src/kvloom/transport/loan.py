@@ -4,6 +4,8 @@ lent."""
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,23 +13,23 @@ import numpy.typing as npt
 from kvloom.core.address import KVAddress
 from kvloom.core.arrays import I32
 from kvloom.core.errors import BadRequest
-from kvloom.core.weaving import Borrow, Loan
+from kvloom.core.shipment import Parcel
+from kvloom.core.weaving import Borrow, Loan, Move
 from kvloom.kernels.block_copy import copy_blocks
 from kvloom.transport.mailbox import MailboxForm
-from kvloom.transport.peer import Peer
+from kvloom.transport.peer import Peer, PeerProcess
 from kvloom.transport.plane import PIECE
-from kvloom.transport.room import Room
+from kvloom.transport.room import Blocks, Room
 from kvloom.transport.tasks import TaskSender
 
+Bytes = TypeVar("Bytes")  # an arena's, where its device has them
 
-class BorrowedBlocks:
-    """The borrower's end of a loan. Blocks are counted from 0 here; tasks: attention over them."""
 
-    def __init__(self, borrow: Borrow, loan: Loan, patience: float) -> None:
-        """patience: seconds that the lender has for an answer. Raises BadRequest where the loan is not what
-        was asked for, Unavailable where the lender is gone."""
-        self._peer = Peer(loan.peer)
-        self._ticket = loan.ticket
+class LentMemory(ABC, Generic[Bytes]):
+    """The borrower's end of a loan. Blocks are counted from 0 here."""
+
+    def __init__(self, borrow: Borrow, loan: Loan, peer: PeerProcess, arena: Blocks, memory: Bytes) -> None:
+        """arena, memory: the peer's. Raises BadRequest where the loan is not what was asked for."""
         form = borrow.form
         address = KVAddress(
             model=borrow.model,
@@ -37,64 +39,86 @@ class BorrowedBlocks:
             blocks=loan.blocks,
             ticket=loan.ticket,
         )
-        self.pages = loan.pages
-        self.tasks = TaskSender(self._peer, loan.mailbox, patience)
-        try:
-            self._room = Room.of(address, 0, address.end, own=self._peer, peer=self._peer)
-            self._blocks = address.block_map.ravel()
-            self._refuse_other(borrow)
-        except BaseException:
-            self.tasks.close()  # else it would be lent for nothing
-            raise
+        self.room = Room.of(address, 0, address.end, own=arena, peer=arena)
+        self._peer = peer
+        self._memory = memory
+        self._ticket = loan.ticket
+        self._blocks = address.block_map.ravel()
         self._copying = threading.Lock()  # a ledger's locks do not keep one process' threads apart
-
-    def _refuse_other(self, borrow: Borrow) -> None:
-        """A mailbox that is not for what was asked for."""
-        form = borrow.form
-        made = self.tasks.form
-        asked = MailboxForm(
-            made.slots,
-            borrow.rows,
-            borrow.width,
-            self.pages,
-            form.layers,
-            borrow.heads,
-            form.kv_heads,
-            form.head_dim,
-        )
-        if made != asked:
-            raise BadRequest(f"loan: the mailbox of {self._peer.endpoint.unit} is for another model")
 
     @property
     def blocks(self) -> int:
         return len(self._blocks)
 
-    def put(self, source: npt.NDArray[np.uint8], own: I32, away: I32, counts: I32) -> None:
-        """The first counts[i] tokens of block own[i] of `source`, all bytes of this unit's arena, into block
-        away[i] of the loan. Raises BadRequest where the loan is over, Unavailable where the lender is
-        gone."""
-        self._copy(source, self._peer.memory, own, self._blocks[away], counts)
+    def move(self, arena: Bytes, home: I32, away: I32, move: Move) -> None:
+        """Copy pages between `arena`, all bytes of this unit's, and the loan. home, away: [pages, layers,
+        kv_heads]. Raises BadRequest where the loan is over, Unavailable where the lender is gone."""
+        own, lent = home[move.home], away[move.away]
+        counts = np.repeat(move.tokens, own[0].size)
+        copy = self.put if move.out else self.take
+        copy(arena, own.ravel(), lent.ravel(), counts)
 
-    def take(self, target: npt.NDArray[np.uint8], own: I32, away: I32, counts: I32) -> None:
+    def put(self, source: Bytes, own: I32, away: I32, counts: I32) -> None:
+        """The first counts[i] tokens of block own[i] of `source` into block away[i] of the loan. Raises as
+        `move`."""
+        self._copy(source, self._memory, own, self._blocks[away], counts)
+
+    def take(self, target: Bytes, own: I32, away: I32, counts: I32) -> None:
         """The way back."""
-        self._copy(self._peer.memory, target, self._blocks[away], own, counts)
+        self._copy(self._memory, target, self._blocks[away], own, counts)
 
-    def _copy(
-        self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], from_: I32, to: I32, counts: I32
-    ) -> None:
-        room, rows = self._room, max(1, PIECE // self._room.block_bytes)
+    def _copy(self, source: Bytes, target: Bytes, from_: I32, to: I32, counts: I32) -> None:
+        rows = max(1, self._piece // self.room.block_bytes)
         for first in range(0, len(to), rows):
-            piece = slice(first, first + rows)
+            part = slice(first, first + rows)
+            lists = from_[part], to[part], np.zeros(len(to[part]), np.int32), counts[part]
             self._peer.refuse_gone()
             with self._copying, self._peer.ledger.writing(self._ticket):
-                copy_blocks(
-                    source,
-                    target,
-                    np.ascontiguousarray(from_[piece]),
-                    np.ascontiguousarray(to[piece]),
-                    np.zeros(len(to[piece]), np.int32),
-                    np.ascontiguousarray(counts[piece]),
-                    block_bytes=room.block_bytes,
-                    page_tokens=room.page_tokens,
-                    token_bytes=room.token_bytes,
-                )
+                self._write(source, target, Parcel(*map(np.ascontiguousarray, lists)))
+
+    @property
+    def _piece(self) -> int:
+        """Bytes copied between two looks at the ledger."""
+        return PIECE
+
+    @abstractmethod
+    def _write(self, source: Bytes, target: Bytes, parcel: Parcel) -> None:
+        """Copy blocks parcel.own of `source` to blocks parcel.peer of `target`; they are there when it
+        returns."""
+
+
+class BorrowedBlocks(LentMemory[npt.NDArray[np.uint8]]):
+    """Between CPUs. tasks: attention over the blocks."""
+
+    def __init__(self, borrow: Borrow, loan: Loan, patience: float) -> None:
+        """patience: seconds that the lender has for an answer. Raises BadRequest where the loan is not what
+        was asked for, Unavailable where the lender is gone."""
+        peer = Peer(loan.peer)
+        self.tasks = TaskSender(peer, loan.mailbox, patience)
+        try:
+            super().__init__(borrow, loan, peer, peer, peer.memory)
+            refuse_other(self.tasks.form, borrow, loan.pages, loan.peer.unit)
+        except BaseException:
+            self.tasks.close()  # else it would be lent for nothing
+            raise
+
+    def _write(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], parcel: Parcel) -> None:
+        copy_blocks(
+            source,
+            target,
+            parcel.own,
+            parcel.peer,
+            parcel.offsets,
+            parcel.counts,
+            block_bytes=self.room.block_bytes,
+            page_tokens=self.room.page_tokens,
+            token_bytes=self.room.token_bytes,
+        )
+
+
+def refuse_other(made: MailboxForm, borrow: Borrow, pages: int, unit: str) -> None:
+    """Raises BadRequest for a mailbox of the lender `unit` that is not for what was asked for."""
+    form = borrow.form
+    sizes = form.layers, borrow.heads, form.kv_heads, form.head_dim
+    if made != MailboxForm(made.slots, borrow.rows, borrow.width, pages, *sizes):
+        raise BadRequest(f"loan: the mailbox of {unit} is for another model")

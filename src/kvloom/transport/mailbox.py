@@ -31,12 +31,24 @@ from kvloom.kv import memfd
 from kvloom.transport.peer import Count, Memory
 from kvloom.transport.word import Word
 
-__all__ = ["HEAD", "NOTE", "START", "WHAT", "End", "Mailbox", "MailboxForm", "OwnMailbox", "Place", "size_of"]
+__all__ = [
+    "FLOATS",
+    "HEAD",
+    "NOTE",
+    "START",
+    "WHAT",
+    "End",
+    "Mailbox",
+    "MailboxForm",
+    "OwnMailbox",
+    "Place",
+    "size_of",
+]
 
 WHAT = "mailbox"
 START: Final = (1 << 32) - 1000  # of counters: they wrap soon, not first after days
 _INTS: Final = np.dtype("<i4")
-_FLOATS: Final = np.dtype("<f4")
+FLOATS: Final = np.dtype("<f4")
 _DOUBLES: Final = np.dtype("<f8")
 
 
@@ -105,7 +117,7 @@ class Part(NamedTuple):
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
-def layout(form: MailboxForm, values: np.dtype[np.generic] = _FLOATS) -> dict[str, Part]:
+def layout(form: MailboxForm, values: np.dtype[np.generic] = FLOATS) -> dict[str, Part]:
     """Where its arrays are, after its words; each begins a cache line. values: of q, k, v and the output."""
     shapes: dict[str, tuple[tuple[int, ...], np.dtype[np.void] | np.dtype[np.generic]]] = {
         "head": ((1,), HEAD),
@@ -126,7 +138,7 @@ def layout(form: MailboxForm, values: np.dtype[np.generic] = _FLOATS) -> dict[st
     return parts
 
 
-def size_of(form: MailboxForm, values: np.dtype[np.generic] = _FLOATS) -> int:
+def size_of(form: MailboxForm, values: np.dtype[np.generic] = FLOATS) -> int:
     """Bytes."""
     last = layout(form, values)["out"]
     return last.at + _padded(last.size)

@@ -82,6 +82,7 @@ def _collect(  # type: ignore[no-untyped-def]
             looks -= 1
             finished = ahead(look(done), count)
             status = look(over)
+            status = tl.where(status == 0, look_here(pad + _STATUS), status)  # the host's, or the launch's
         if finished == 0:
             blame(pad + _STATUS, tl.where(status == 0, _LATE, status))
         if finished > posted:
@@ -167,5 +168,6 @@ def collect_launch(mail: Mail, pad: Pad, out: Tensor, looks: int, programs: int 
 def collect(mail: Mail, pad: Pad, out: Tensor, looks: int, programs: int = _PROGRAMS) -> None:
     """Wait for the first task that is not collected, and take its output into the rows of out [N, heads, D]
     that are away. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; where the
-    lender has ended the loan, its `End`. Where there is a status, those rows are 0."""
+    lender has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. Where
+    there is a status, those rows are 0."""
     collect_launch(mail, pad, out, looks, programs).run()

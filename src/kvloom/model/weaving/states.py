@@ -6,13 +6,12 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvloom.core.arrays import I32, I64
+from kvloom.core.arrays import I64
 from kvloom.core.errors import KvloomError
-from kvloom.core.weaving import Away, Move
+from kvloom.core.weaving import Away
 from kvloom.model.attention import ForwardState, Scoring
 from kvloom.model.weaving.attender import Attender
 from kvloom.model.weaving.split import Split
@@ -112,12 +111,3 @@ class WovenState(ForwardState):
             except KvloomError as error:
                 self.lost = error.message
         out.zero_()
-
-
-def relocate(arena: npt.NDArray[np.uint8], home: I32, away: I32, loan: BorrowedBlocks, move: Move) -> None:
-    """Copy pages between `arena`, this unit's bytes, and the loan. home, away: [pages, layers, kv_heads].
-    Raises BadRequest where the loan is over, Unavailable where the lender is gone."""
-    own, lent = home[move.home], away[move.away]
-    counts = np.repeat(move.tokens, own[0].size)
-    copy = loan.put if move.out else loan.take
-    copy(arena, own.ravel(), lent.ravel(), counts)
