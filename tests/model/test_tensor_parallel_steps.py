@@ -19,7 +19,7 @@ from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, Phase
 from kvloom.core.plan import Plan
 from kvloom.kv.pool import Pool
-from kvloom.model.parallel.steps import SentMaps, empty_map, ids_of, plan_of
+from kvloom.model.parallel.steps import SentMaps, ToldMap, ids_of
 from kvloom.model.parallel.wire import Go, Here, Step, Wire
 
 BLOCKS = 48
@@ -33,13 +33,13 @@ class Ranks:
     def __init__(self) -> None:
         self.pool = Pool(BLOCKS, GEOMETRIES, max_sequences=8, max_tokens=dict.fromkeys(GEOMETRIES, 40))
         self.sent = SentMaps(GEOMETRIES, BLOCKS)
-        self.maps = {name: empty_map(geometry, BLOCKS) for name, geometry in GEOMETRIES.items()}
+        self.maps = {name: ToldMap(geometry, BLOCKS) for name, geometry in GEOMETRIES.items()}
 
     def tell(self, plan: Plan, tokens: I64, kept: I64) -> Step:
         job = Job(plan.model, Phase.PREFILL, 1, plan, tokens, ())
         body = msgspec.msgpack.encode(self.sent.step(0, job, kept))
         step = msgspec.msgpack.decode(body, type=Step)
-        told = plan_of(step, self.maps[plan.model])
+        told = self.maps[plan.model].plan(step)
         for name in ARRAYS:
             mine, its = getattr(plan, name), getattr(told, name)
             assert mine.dtype == its.dtype
@@ -142,6 +142,7 @@ def test_a_peer_that_takes_nothing_is_given_up() -> None:
     step = Step(
         slot=0,
         model="m",
+        phase=Phase.DECODE,
         share=1,
         tokens=array,
         kept=array,

@@ -20,7 +20,7 @@ _HALVES: Final = ("bfloat16", "float16")
 
 
 class DeviceTarget:
-    """Weights go from the mapped files straight to the device, each once."""
+    """Weights go from the mapped files straight to the device, each once; a rank's slices are there before."""
 
     def __init__(self, device: Device, operations: Operations) -> None:
         self._device = device
@@ -35,7 +35,8 @@ class DeviceTarget:
 
     def place(self, module: nn.Module) -> None:
         tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
-        needed = sum(one.numel() * one.itemsize for one in tensors.values())
+        coming = [one for one in tensors.values() if one.device.type == "cpu"]
+        needed = sum(one.numel() * one.itemsize for one in coming)
         free, total = self._device.free()
         if needed > free:
             raise ConfigError(

@@ -18,7 +18,6 @@ from kvloom.kv.arena import Arena
 from kvloom.model.executor import TorchExecutor, commit_arena
 from kvloom.model.loader import LoadedModel, load_models
 from kvloom.model.parallel.ranks import Ranks
-from kvloom.model.parallel.wire import Begin
 
 
 class ParallelExecutor(TorchExecutor):
@@ -42,16 +41,7 @@ class ParallelExecutor(TorchExecutor):
         size, threads = spec.tensor_parallel, spec.threads // spec.tensor_parallel
         torch.set_num_threads(threads)
         progress(f"starting {size} ranks")
-        begin = Begin(
-            rank=0,
-            size=size,
-            threads=threads,
-            store="",
-            models=spec.models,
-            blocks=spec.kv_bytes // (size * spec.block_bytes),
-            block_bytes=spec.block_bytes,
-        )
-        ranks = Ranks(spec.unit, begin, folder)
+        ranks = Ranks(spec, torch.device("cpu"), folder)
         try:
             loaded = load_models(spec.models, spec.block_bytes, progress, ranks)
             progress("reserving the KV arena")

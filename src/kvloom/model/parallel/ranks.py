@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
@@ -24,6 +24,7 @@ from kvloom.core.ending import ending
 from kvloom.core.errors import ConfigError, KvloomError, Unavailable
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job
+from kvloom.core.spec import EngineSpec
 from kvloom.model.parallel.group import SECONDS, Group, connect
 from kvloom.model.parallel.steps import SentMaps
 from kvloom.model.parallel.wire import Begin, Go, Here, Order, Refused, Report, Wire
@@ -46,15 +47,29 @@ class _Member:
     wire: Wire
 
 
+Start = Callable[[int, str], subprocess.Popen[bytes]]
+
+
+def start_process(wire: int, name: str) -> subprocess.Popen[bytes]:
+    """A rank whose orders come by the descriptor `wire`. name: for who looks at the machine's processes."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", MODULE, str(wire), name], stdin=subprocess.DEVNULL, pass_fds=[wire]
+    )
+
+
 class Ranks:
     """group: this rank's end of the exchanges. lost: why no job can run any more, once that is so."""
 
-    def __init__(self, name: str, begin: Begin, folder: Path | None) -> None:
-        """Start the others: `begin`, which all but the rank is read of. name: the unit's. folder: for a file
-        by which they find each other. Raises Unavailable where one ends meanwhile."""
+    def __init__(
+        self, spec: EngineSpec, device: torch.device, folder: Path | None, start: Start = start_process
+    ) -> None:
+        """Start the others. device: this rank's. folder: for a file by which they find each other. Raises
+        Unavailable where one ends meanwhile, ConfigError where one cannot use its device."""
+        begin = Begin(rank=0, store="", spec=spec)
         self.lost: Future[str] = Future()
         self.group = Group(0, begin.size)
-        self._name = name
+        self._name = spec.unit
+        self._start_process = start
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._news: queue.SimpleQueue[Report | _Ended] = queue.SimpleQueue()
@@ -67,7 +82,7 @@ class Ranks:
                 self._members.append(self._start(rank))
                 self._order(self._members[-1], msgspec.structs.replace(begin, rank=rank, store=store))
             self.meet()
-            self.group = connect(store, 0, begin.size, begin.threads, torch.device("cpu"))
+            self.group = connect(store, 0, begin.size, begin.slots, device)
         except BaseException:
             self.close()
             raise
@@ -89,7 +104,8 @@ class Ranks:
     def serve(self, geometries: Mapping[str, Geometry], blocks: int) -> None:
         """Everything is loaded, and jobs may come. geometries, blocks: of each rank."""
         self._maps = SentMaps(geometries, blocks)
-        self._folder.cleanup()  # they have found each other
+        if self.group.device.type == "cpu":
+            self._folder.cleanup()  # they have found each other; NCCL may look there later
 
     def step(self, slot: int, job: Job, kept: I64) -> None:
         """Let the others run this job too, over the channel of `slot`. Raises Unavailable."""
@@ -99,6 +115,10 @@ class Ranks:
         with self._lock:
             self._tell(self._maps.step(slot, job, kept))
         self.group.enter(slot)
+
+    def late(self, seconds: float) -> None:
+        """A job has not ended for so long: one of the ranks is stuck."""
+        self._lose(f"{self._name}: a job has not ended within {seconds:g} s: a rank is stuck")
 
     def failed(self, error: BaseException) -> KvloomError:
         """A job of all ranks has failed here, so that the ranks are no longer in step: they end. Returns what
@@ -136,11 +156,7 @@ class Ranks:
         ours, theirs = socket.socketpair()
         name = f"{self._name}-rank-{rank}"
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), name],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+            process = self._start_process(theirs.fileno(), name)
         member = _Member(rank, process, Wire(ours, seconds=int(SECONDS)))
         threading.Thread(target=self._follow, args=(member,), name=name, daemon=True).start()
         return member

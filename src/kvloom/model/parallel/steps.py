@@ -30,6 +30,7 @@ class SentMaps:
         return Step(
             slot=slot,
             model=job.model,
+            phase=job.phase,
             share=job.share,
             tokens=_bytes(job.tokens),
             kept=_bytes(kept),
@@ -57,29 +58,36 @@ class SentMaps:
         return pages
 
 
-def empty_map(geometry: Geometry, blocks: int) -> I32:
-    """[pages, layers, heads] of a pool that nobody has used yet."""
-    pages = blocks // geometry.blocks_per_page
-    return np.full((pages, geometry.layers, geometry.kv_heads), -1, dtype=np.int32)
+class ToldMap:
+    """What another rank knows of a model's page map: [pages, layers, heads] of a pool that nobody has used
+    yet. A row's version changes with the row."""
 
+    def __init__(self, geometry: Geometry, blocks: int) -> None:
+        pages = blocks // geometry.blocks_per_page
+        shape = (pages, geometry.layers, geometry.kv_heads)
+        self.rows: I32 = np.full(shape, -1, dtype=np.int32)
+        self.versions: I64 = np.zeros(pages, dtype=np.int64)
 
-def plan_of(step: Step, page_map: I32) -> Plan:
-    """The plan as the first rank has it, over this rank's `page_map`, which learns of what has changed."""
-    pages = _array(step.pages, np.int32)
-    page_map[pages] = _array(step.blocks, np.int32).reshape(len(pages), *page_map.shape[1:])
-    appends = _array(step.appends, np.int64)
-    return Plan(
-        model=step.model,
-        sequences=tuple(range(len(appends))),
-        appends=appends,
-        starts=_array(step.starts, np.int64),
-        page_map=page_map,
-        tables=_array(step.tables, np.int32).reshape(len(appends), -1),
-        positions=_array(step.positions, np.int64),
-        slot_page=_array(step.slot_page, np.int32),
-        slot_offset=_array(step.slot_offset, np.int32),
-        copies=tuple(PageCopy(*copy) for copy in step.copies),
-    )
+    def plan(self, step: Step) -> Plan:
+        """As the first rank has it, over this map, which learns of what has changed. In the order in which
+        steps come."""
+        pages = _array(step.pages, np.int32)
+        self.rows[pages] = _array(step.blocks, np.int32).reshape(len(pages), *self.rows.shape[1:])
+        self.versions[pages] += 1  # after the row: a job may be reading both
+        appends = _array(step.appends, np.int64)
+        return Plan(
+            model=step.model,
+            sequences=tuple(range(len(appends))),
+            appends=appends,
+            starts=_array(step.starts, np.int64),
+            page_map=self.rows,
+            tables=_array(step.tables, np.int32).reshape(len(appends), -1),
+            positions=_array(step.positions, np.int64),
+            slot_page=_array(step.slot_page, np.int32),
+            slot_offset=_array(step.slot_offset, np.int32),
+            copies=tuple(PageCopy(*copy) for copy in step.copies),
+            versions=self.versions,
+        )
 
 
 def ids_of(step: Step) -> tuple[I64, I64]:

@@ -9,22 +9,33 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from kvloom.core.spec import ModelSpec
+from kvloom.core.job import Phase
+from kvloom.core.spec import EngineSpec
 
 _LENGTH: Final = struct.Struct("<I")
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
-    """Load these models and commit an arena. threads: cores of each rank. store: file by which the ranks find
-    each other."""
+    """Load the unit's models and take an arena. store: file by which the ranks find each other."""
 
     rank: int
-    size: int
-    threads: int
     store: str
-    models: tuple[ModelSpec, ...]
-    blocks: int
-    block_bytes: int
+    spec: EngineSpec
+
+    @property
+    def size(self) -> int:
+        return self.spec.tensor_parallel
+
+    @property
+    def threads(self) -> int:
+        """Cores of each rank."""
+        return self.spec.threads // self.size
+
+    @property
+    def slots(self) -> int:
+        """Jobs that may run at the same time. One on GPUs: exchanges of two that met on one device in another
+        order than on the next would wait for each other."""
+        return self.threads if self.spec.device == "cpu" else 1
 
 
 class Go(Struct, frozen=True, tag="go"):
@@ -41,6 +52,7 @@ class Step(Struct, frozen=True, kw_only=True, tag="step"):
 
     slot: int
     model: str
+    phase: Phase
     share: int
     tokens: bytearray
     kept: bytearray
