@@ -25,6 +25,7 @@ from kvloom.reproduce.report import Scale
 from kvloom.sim.unit import SimulatedUnit, start_seconds
 from kvloom.workload.arrivals import Gaps, Steps, arrivals, poisson
 from kvloom.workload.ask import Ask
+from kvloom.workload.coupling import coupled
 from kvloom.workload.stand_ins import STAND_INS, Sides
 
 MODEL: Final = "llama-7b"
@@ -39,6 +40,9 @@ HOST: Final = (
     12e-3  # seconds of a decode step that the paper's engine takes beside the device: figure 3's 62 %
 )
 VOCAB: Final = 32_000
+ALIKE: Final = 2 / 3
+"""Rank correlation of a conversation's prompts and answers: of the nine with GPT-4 that the preview of
+BurstGPT's data shows. The other workloads are drawn, each side by itself."""
 
 _PAGE: Final = 16  # tokens, as in the paper's engine
 _CHUNK_TOKENS: Final = 8192  # of a prefill job: any prompt whole
@@ -99,19 +103,25 @@ def _in_one(shape: ModelShape) -> ModelShape:
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """name: as figure 11 has it. rates: the published ones, in requests a second of 16 instances. gaps: how
-    they come. urgent: the part of the requests that has priority -1."""
+    they come. urgent: the part of the requests that has priority -1. alike: the rank correlation of prompts
+    and answers."""
 
     name: str
     sides: Sides
     rates: tuple[float, ...]
     gaps: Gaps = poisson
     urgent: float = 0.0
+    alike: float = 0.0
 
     def asks(self, rate: float, count: int) -> Iterator[Ask]:
         """The same requests at every rate, only faster."""
-        timing, prompting, answering, picking = (np.random.default_rng([0, kind]) for kind in range(1, 5))
+        timing, prompting, answering, picking, coupling = (
+            np.random.default_rng([0, kind]) for kind in range(1, 6)
+        )
         prompts: I64 = self.sides.prompt.draw(prompting, count)
         outputs: I64 = self.sides.output.draw(answering, count)
+        if self.alike:
+            outputs = coupled(prompts, outputs, self.alike, coupling)
         urgent = picking.random(count) < self.urgent
         times = arrivals(self.gaps, Steps(np.array([rate])), timing)
         drawn = zip(times, prompts.tolist(), outputs.tolist(), urgent.tolist(), strict=False)
@@ -119,8 +129,8 @@ class Traffic:
             yield Ask(at=at, model=MODEL, prompt=prompt, output=output, priority=-first)
 
 
-SHAREGPT: Final = Traffic("ShareGPT", STAND_INS["sharegpt-gpt4"], (7.0, 7.25, 7.5, 7.75, 8.0))
-BURSTGPT: Final = Traffic("BurstGPT", STAND_INS["burstgpt"], (7.5, 7.75, 8.0, 8.25, 8.5))
+SHAREGPT: Final = Traffic("ShareGPT", STAND_INS["sharegpt-gpt4"], (7.0, 7.25, 7.5, 7.75, 8.0), alike=ALIKE)
+BURSTGPT: Final = Traffic("BurstGPT", STAND_INS["burstgpt"], (7.5, 7.75, 8.0, 8.25, 8.5), alike=ALIKE)
 MEDIUM: Final = Traffic("M-M", STAND_INS["zipf-m"], (7.4, 7.5, 7.6, 7.7, 7.8))
 LONG: Final = Traffic("L-L", STAND_INS["zipf-l"], (2.6, 2.7, 2.8, 2.9, 3.0))
 SHORT: Final = Traffic("S-S", STAND_INS["zipf-s"], (26.0,))
