@@ -21,8 +21,8 @@ import pytest
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 _KERNELS = (
-    *("activation", "ask", "copy", "decode", "merge", "norm", "poll", "prefill", "rotary", "serve"),
-    "write",
+    *("activation", "advance", "ask", "copy", "decode", "merge", "norm", "poll", "prefill", "rotary"),
+    *("serve", "write"),
 )
 
 

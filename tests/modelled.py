@@ -81,7 +81,7 @@ class ModelledExecutor:
     ) -> None:
         self.blocks = blocks
         self.compute = compute
-        self.stride = 1
+        self.stride, self.ahead = 1, 0
         self.geometries = {model: GEOMETRIES[model] for model in models}
         self.cards = {model: card(model, context) for model in models}
         self.failing = failing

@@ -60,7 +60,8 @@ class Job:
 
     A decode job may take several `steps`, each of which gives every sequence a token and reads the one that
     the step before it has drawn; `tokens`, samples and plan are the first step's. No draw of such a job reads
-    `output` or `allowed`. away: rows after those of `plan` whose K and V another unit has.
+    `output` or `allowed`. away: rows after those of `plan` whose K and V another unit has. told: called on the
+    loop with this job and the tokens of each step but the last, as they come, by an executor that is `ahead`.
     """
 
     model: str
@@ -72,6 +73,13 @@ class Job:
     prompts: tuple[PromptRow, ...] = ()
     steps: int = 1
     away: Away | None = None
+    told: Callable[[Job, list[int]], None] | None = None
+
+    @property
+    def kept(self) -> I64:
+        """[R] rows whose logits are wanted: those of the draws, then those of the prompt's tokens."""
+        rows = [row.row for row in self.samples] + [row.row for row in self.prompts]
+        return np.asarray(rows, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +116,17 @@ class Executor(Protocol):
     def stride(self) -> int:
         """The most steps that a decode job may take."""
 
+    @property
+    def ahead(self) -> int:
+        """Steps of a job that may have begun beside the one whose tokens come next. Above 0 a job of several
+        has the blocks for all of them at its start (`Plan.ahead`) and tells each step's tokens, so that one
+        of them may end a sequence; the rows drawn after that mean nothing. At 0 all come with the result."""
+
     def launch(self, job: Job) -> asyncio.Future[JobResult]: ...
 
     def taken(self, job: Job) -> int:
-        """Steps of a job of several, with the one that is under way; all where it has just ended."""
+        """Steps of a job of several, with those that are under way; all that it took where it has just
+        ended."""
 
     def cut(self, job: Job) -> None:
-        """Let a running job of several steps end after the one that is under way."""
+        """Let a running job of several steps end after those that are under way."""

@@ -34,6 +34,7 @@ class Plan:
     sends:     to be done after each layer's write.
     versions:  [pages] another number after each change of a page's row of page_map, for who keeps a copy of
                it; None where nobody counts.
+    ahead:     tokens of each sequence that `tables` has pages for, where that is more than it appends; else 0.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Plan:
     copies: tuple[PageCopy, ...] = ()
     sends: tuple[PlannedSend, ...] = ()
     versions: I64 | None = None
+    ahead: int = 0
 
     @staticmethod
     def none(model: str, page_map: I32) -> Plan:

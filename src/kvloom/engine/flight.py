@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,17 +41,23 @@ class Flight:
 
 
 def compose(
-    queue: ModelQueue, phase: Phase, share: int, batch: list[tuple[Sequence, int]], steps: int = 1
+    queue: ModelQueue,
+    phase: Phase,
+    share: int,
+    batch: list[tuple[Sequence, int]],
+    steps: int = 1,
+    told: Callable[[Job, list[int]], None] | None = None,
 ) -> Flight:
-    """Plan and describe one job. steps: of a decode job. Raises OutOfBlocks, with nothing changed, where the
-    pool is short."""
+    """Plan and describe one job. steps: of a decode job. told: as in `Job`, of one that has the blocks for
+    all its steps at once. Raises OutOfBlocks, with nothing changed, where the pool is short."""
     away: Away | None = None
     if queue.woven is not None and phase is Phase.DECODE:
         batch, plan, away = queue.woven.plan(batch, queue.spare)
         if not (away.plan.sequences or away.moves):
             away = None  # the device may take its fastest way
     else:
-        plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
+        ahead = steps if told else 0
+        plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch], ahead)
     tokens: list[I64] = []
     total = 0
     samples: list[SampleRow] = []
@@ -69,5 +76,5 @@ def compose(
                 drawers.append(drawer)
                 samples.append(drawer.sample_row(total - 1))
     inputs = np.concatenate(tokens)
-    job = Job(queue.card.name, phase, share, plan, inputs, tuple(samples), tuple(prompts), steps, away)
+    job = Job(queue.card.name, phase, share, plan, inputs, tuple(samples), tuple(prompts), steps, away, told)
     return Flight(job, batch, drawers, asked)

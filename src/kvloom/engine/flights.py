@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kvloom.core.job import Executor, JobResult, Phase
+from kvloom.core.job import Executor, Job, JobResult, Phase
 from kvloom.core.spec import EngineSpec
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Preempt, Prefill, UnitView, same_turn
@@ -51,6 +51,7 @@ class Flights:
         self._wake = wake
         self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
         self._long: set[Flight] = set()  # under way, of many steps
+        self._told: deque[tuple[Job, list[int]]] = deque()  # tokens of their steps, to be taken in
         self._settling: list[asyncio.Future[None]] = []  # for those to have landed
         self._idle = executor.compute
         self._last_phase = Phase.DECODE
@@ -118,7 +119,8 @@ class Flights:
     ) -> bool:
         if not batch:
             return False
-        flight = compose(queue, phase, share, batch, steps)
+        told = self._hear if steps > 1 and self._executor.ahead else None
+        flight = compose(queue, phase, share, batch, steps, told)
         self.jobs += 1
         self._idle -= share
         self._last_phase = phase
@@ -129,12 +131,22 @@ class Flights:
         self._executor.launch(flight.job).add_done_callback(lambda future: self._land(flight, future))
         return True
 
+    def _hear(self, job: Job, tokens: list[int]) -> None:
+        self._told.append((job, tokens))
+        self._wake()
+
     def _land(self, flight: Flight, future: asyncio.Future[JobResult]) -> None:
         self._ended.append((flight, future))
         self._wake()
 
     def take_in(self) -> None:
-        """Every ended job's tokens go to their sequences and streams."""
+        """The tokens of every step that was told of, and of every ended job, go to their sequences and
+        streams."""
+        while self._told:
+            job, tokens = self._told.popleft()
+            flight = next(flight for flight in self._long if flight.job is job)
+            if self._requests.step(flight, tokens):
+                self.cut()
         while self._ended:
             flight, future = self._ended.popleft()
             queue = self._queues[flight.job.model]

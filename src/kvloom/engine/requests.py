@@ -181,11 +181,22 @@ class Requests:
                 self._append(drawer, token, logprob)
         self.errands.run()
 
+    def step(self, flight: Flight, tokens: list[int]) -> bool:
+        """One step of a job that goes on has ended. Returns whether a sequence in it has, by now: what is
+        drawn for that one from here on nobody sees, though its K and V may be cached."""
+        for drawer, token in zip(flight.drawers, tokens, strict=True):
+            drawer.computed += 1
+            if drawer.cancelled:
+                drawer.tokens.append(token)
+            else:
+                self._append(drawer, token, None)
+        return any(drawer.cancelled for drawer in flight.drawers)
+
     def _land_earlier(self, flight: Flight, tokens: list[int]) -> None:
-        """Those of all steps but the job's last, which end nothing."""
+        """Those of all steps but the job's last that `step` has not had; they end nothing."""
         each = len(flight.drawers)
         for i, drawer in enumerate(flight.drawers if tokens else ()):
-            own = tokens[i::each]
+            own = tokens[i::each][drawer.output_length - flight.job.samples[i].index :]
             index = drawer.output_length
             drawer.tokens.extend(own)
             drawer.computed += len(own)

@@ -147,12 +147,14 @@ class Sequence:
         follow = self.tokens.prompt[first + 1 : last + 1].tolist()
         return [PromptRow(row + at - self.computed, token, top) for at, token in enumerate(follow, first)]
 
-    def strides(self, limit: int) -> int:
-        """Tokens that it will take whatever they are; 1 where one may end it, or says how the next is drawn.
-        limit: the longest sequence."""
+    def strides(self, limit: int, *, told: bool) -> int:
+        """Tokens that it may take one after the other; 1 where one says how the next is drawn. limit: the
+        longest sequence. told: each is known as it comes, so that one may end it; else it takes them
+        whatever they are."""
         sampling = self.sampling
-        free = not (sampling.stop_token_ids or sampling.guide or sampling.penalised or sampling.min_tokens)
-        if not free or sampling.logprobs is not None or self.outbound:
+        bent = sampling.guide or sampling.penalised or sampling.logit_bias or sampling.min_tokens
+        ends = sampling.stop_token_ids and not told
+        if bent or ends or sampling.logprobs is not None or self.outbound:
             return 1
         return min(sampling.max_tokens - self.output_length, limit - self.tokens.length)
 

@@ -27,7 +27,8 @@ class Strides:
     """What a policy would answer after a step is what it answered before it, while each model that could
     decode does so, no sequence ends, and nobody waits, or, where the unit has one model, nobody who could be
     let in. So such steps may be one job, if the executor can take several in one. Who calls meanwhile cuts
-    them short, and finds the unit as if they had been many jobs.
+    them short, and finds the unit as if they had been many jobs. Where the executor is ahead of the tokens
+    that it tells, one of them may end a sequence, which cuts them short as well.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Strides:
         self._executor = executor
         self._policy = policy
         self._running: list[_Stride] = []
+        self._ending: list[_Stride] = []  # cut short
 
     def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
         """For the decode job that the policy wants, having seen `view`."""
@@ -51,7 +53,8 @@ class Strides:
         if queue.cache.shares_a_tail([sequence.id for sequence, _ in batch]):
             return 1  # the page that is copied is held until this job has ended
         limit = queue.card.context_length
-        steps = min(most, *(sequence.strides(limit) for sequence, _ in batch))
+        told = self._executor.ahead > 0
+        steps = min(most, *(sequence.strides(limit, told=told) for sequence, _ in batch))
         room = queue.cache.blocks_for_each([sequence.id for sequence, _ in batch], steps)
         claimed = sum(stride.room for stride in self._running)
         return steps if room + claimed <= self._pool.available else 1
@@ -81,20 +84,22 @@ class Strides:
 
     def landed(self, flight: Flight, steps: int) -> int:
         """It has taken so many steps. Returns how many have begun anywhere, since this was last told."""
-        ended = [stride for stride in self._running if stride.flight is flight]
+        ended = [stride for stride in (*self._running, *self._ending) if stride.flight is flight]
         self.failed(flight)
         return sum(self._reach(stride, steps) for stride in ended) + self.sync()
 
     def failed(self, flight: Flight) -> None:
         """It is over, and has taken no step."""
         self._running = [stride for stride in self._running if stride.flight is not flight]
+        self._ending = [stride for stride in self._ending if stride.flight is not flight]
 
     def cut(self) -> int:
-        """Something has happened: whatever runs ends with the step that is under way. Returns what `landed`
+        """Something has happened: whatever runs ends with the steps that are under way. Returns what `landed`
         does."""
         more = self.sync()
         for stride in self._running:
             self._executor.cut(stride.flight.job)
+        self._ending += self._running
         self._running = []
         return more
 

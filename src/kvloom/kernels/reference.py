@@ -220,6 +220,29 @@ def copy_pages(
     )
 
 
+def advance(
+    ids: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    slot_page: Tensor,
+    slot_offset: Tensor,
+    tables: Tensor,
+    page_tokens: int,
+) -> None:
+    """In place: each of the first B rows appends the token that it has drawn, ids [B], one position on.
+
+    tokens, positions, lengths, slot_page and slot_offset have B rows or more; tables [B, P] has the page of the
+    new position, of page_tokens tokens.
+    """
+    rows = len(ids)
+    tokens[:rows] = ids
+    positions[:rows] += 1
+    lengths[:rows] += 1
+    slot_page[:rows] = tables.gather(1, positions[:rows, None] // page_tokens)[:, 0]
+    slot_offset[:rows] = positions[:rows] % page_tokens
+
+
 def panel_product(x: Tensor, w: Tensor) -> Tensor:
     """x [n, K] · w [K, 64], one panel of a packed weight."""
     return x @ w

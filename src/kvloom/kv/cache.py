@@ -170,16 +170,17 @@ class ModelCache:
         """Whether the next token of one of these goes into a page that others hold, so that it is copied."""
         return any(self._table.shares_tail(self._table.held[sequence]) for sequence in sequences)
 
-    def begin_forward(self, sequences: Sequence[int], appends: Sequence[int]) -> Plan:
-        """Take the blocks for `appends[i]` more tokens of each sequence and plan all layers."""
+    def begin_forward(self, sequences: Sequence[int], appends: Sequence[int], ahead: int = 0) -> Plan:
+        """Take the blocks for `appends[i]` more tokens of each sequence and plan all layers. ahead: tokens
+        that each has blocks for at once, where the forward may go on to them (`extend_forward`)."""
         helds = [self._table.idle(sequence) for sequence in sequences]
         if len(set(sequences)) != len(sequences) or min(appends) < 1 or any(h.reserved for h in helds):
             raise ValueError("a forward takes idle sequences, each once and by at least one token")
-        copies = self._table.grow(helds, appends)
+        copies = self._table.grow(helds, [max(count, ahead) for count in appends] if ahead else appends)
         self.copying.extend(copy.source for copy in copies)
         for held, count in zip(helds, appends, strict=True):
             held.planned = count
-        return make_plan(self.model, self._table, sequences, appends, copies)
+        return make_plan(self.model, self._table, sequences, appends, copies, ahead)
 
     def extend_forward(self, plan: Plan, count: int) -> None:
         """The forward goes on: take the blocks for as many as `count` tokens of each sequence, in all."""
@@ -197,6 +198,8 @@ class ModelCache:
             held = self._table.held[sequence]
             held.length, held.planned = held.length + held.planned, 0
             held.sends = [send for send in held.sends if send.end > held.length]
+            if plan.ahead:
+                self._table.trim(held)  # of the steps that it did not come to
         for copy in plan.copies:
             self.copying.remove(copy.source)
             if owners[copy.target].ships:

@@ -17,8 +17,9 @@ def make_plan(
     sequences: Sequence[int],
     appends: Sequence[int],
     copies: tuple[PageCopy, ...],
+    ahead: int = 0,
 ) -> Plan:
-    """The sequences have their pages for `appends[i]` more tokens each."""
+    """The sequences have their pages for `appends[i]` more tokens each, or for `ahead`."""
     helds = [table.held[sequence] for sequence in sequences]
     counts: I64 = np.asarray(appends, dtype=np.int64)
     starts: I64 = np.asarray([held.length for held in helds], dtype=np.int64)
@@ -47,4 +48,5 @@ def make_plan(
         copies=copies,
         sends=sends,
         versions=table.pages.versions,
+        ahead=ahead,
     )

@@ -140,7 +140,7 @@ class SequenceTable:
         is cached never costs a sequence more than it would take without.
         """
         lengths, pages, shared = self._tails(helds)
-        fresh = -(-(lengths + np.asarray(appends)) // self.width) - pages
+        fresh = np.maximum(-(-(lengths + np.asarray(appends)) // self.width) - pages, 0)
         if (pages + fresh > self.tables.shape[1]).any():
             raise ValueError(
                 f"{self.model}: a sequence would outgrow its table of {self.tables.shape[1]} pages"

@@ -116,7 +116,7 @@ class ModelledExecutor:
         self.geometries = geometries
         self.blocks = blocks
         self.compute = compute
-        self.stride = stride
+        self.stride, self.ahead = stride, 0
         self._cost = cost
         self._overhead = overhead or (lambda sequences: 0.0)
         self._content = content or NoContent({name: card.vocab_size for name, card in cards.items()})

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from kvloom.kernels.mail import LINE, NOTE, WORDS, Desk, Lent, Mail, Pad
 from kvloom.kernels.reference import Activation, block_view
 from kvloom.kernels.triton.activation import gated_launch
+from kvloom.kernels.triton.advance import advance_launch
 from kvloom.kernels.triton.ask import collect_launch, post_launch
 from kvloom.kernels.triton.copy import copy_launch, copy_pages_launch
 from kvloom.kernels.triton.decode import Workspace, decode_launches
@@ -105,6 +106,8 @@ def _others() -> Iterator[Named]:
         name = f"{token_bytes} bytes a token"
         yield f"copy {name}", copy_launch(memory, memory, ids, ids, ids, ids, **layout)
         yield f"copy pages {name}", copy_pages_launch(memory, _empty(1024, 8, 4), ids, ids, ids, **layout)
+    wide = _empty(256, dtype=torch.int64)
+    yield "advance", advance_launch(wide, wide, wide, ids, ids, ids, _empty(256, 64), 32)
     yield "copy gather", copy_launch(memory, memory, ids, None, **layout)
 
 
