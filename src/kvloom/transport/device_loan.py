@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import weakref
 from collections.abc import Mapping
 from typing import Final
 
@@ -88,12 +91,14 @@ class DeviceLending:
         start: int = START,
     ) -> None:
         """blocks: [pages · layers · kv_heads] of the own `arena`, its bytes. start: of the mailbox' counters.
-        Raises BadRequest where `borrow` makes no sense, QueueFull where the ledger is full, ConfigError
-        where there is no memory for the mailbox."""
+        Raises BadRequest where `borrow` makes no sense, OSError where its process is gone, QueueFull where
+        the ledger is full, ConfigError where there is no memory for the mailbox."""
         form = borrow.form
         if form.dtype not in _DTYPES:
             raise BadRequest(f"borrow: {form.dtype}; want {', '.join(_DTYPES)}")
         dtype = _DTYPES[form.dtype]
+        self._process = os.pidfd_open(borrow.pid)
+        weakref.finalize(self, os.close, self._process)
         made = mailbox_form(borrow, blocks, slots, value_dtype(dtype))
         self.start = start
         self.mailbox = OwnDeviceMailbox(made, dtype, arena.device, start)
@@ -102,6 +107,14 @@ class DeviceLending:
         self._lent = LentBlocks(borrow, blocks, transport, place)
         self.blocks = blocks
         self.loan = self._lent.loan
+
+    @property
+    def unused(self) -> bool:
+        """The borrower writes to the mailbox no more. Until then its memory must not become anything
+        else."""
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return self.mailbox.left or bool(poll.poll(0))
 
     def close(self) -> bool:
         """The borrower begins no copy any more. False: it is at one, for milliseconds; ask again."""

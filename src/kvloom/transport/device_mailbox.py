@@ -152,9 +152,8 @@ class BorrowedMailbox:
         self.pad.step.zero_()
 
     def fail(self, why: Trouble) -> None:
-        """From here on nothing is posted, and nobody waits; a status that there is stays."""
-        if not int(self.pad.status):
-            self.pad.status.fill_(why)
+        """By the current stream: nothing is posted any more, and nobody waits."""
+        self.pad.status.fill_(why)
 
     def close(self) -> None:
         """Tell the lender that no more comes, and that nothing of this side writes to its memory any

@@ -15,6 +15,7 @@ from kvloom.model.gpu.streams import CudaStream, HostStream, Stream
 
 OLDEST_CAPABILITY: Final = (8, 0)  # bfloat16, and copies past the registers
 MOST_BUSY: Final = 0.9  # of its memory that others may hold
+Cut = Callable[[torch.device, int], Sequence[tuple[tuple[int, Stream], tuple[int, Stream]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,20 @@ class Device:
         if self.torch.type == "cuda":
             torch.cuda.empty_cache()
 
+    def beside(self) -> Lane:
+        """One more lane, beside those of jobs."""
+        on_host = self.torch.type != "cuda"
+        return Lane(self.compute, HostStream() if on_host else CudaStream.new(self.torch))
+
     def enter(self) -> None:
         """What this thread asks for is meant for this device."""
         if self.torch.type == "cuda":
             torch.cuda.set_device(self.torch)
+
+
+def uncut(device: torch.device, count: int) -> Sequence[tuple[tuple[int, Stream], tuple[int, Stream]]]:
+    """A `Cut` for a device whose jobs take turns."""
+    return ()
 
 
 def host_device(compute: int) -> Device:
@@ -54,9 +65,7 @@ def host_device(compute: int) -> Device:
     return Device(torch.device("cpu"), compute, Partitions(Lane(compute, HostStream()), [pair]))
 
 
-def cuda_device(
-    index: int, cut: Callable[[torch.device, int], Sequence[tuple[tuple[int, Stream], tuple[int, Stream]]]]
-) -> Device:
+def cuda_device(index: int, cut: Cut) -> Device:
     """GPU `index` of those this process sees. cut: makes complementary streams, with their multiprocessors.
     Raises ConfigError with what is wrong and what would be right."""
     _refuse_unusable(index)

@@ -31,6 +31,11 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
     return tuple(reversed(sizes))
 
 
+def fitting(most: int, rows: int) -> int:
+    """The size to record for a batch of `rows`; 0 where it is larger than all."""
+    return min((size for size in buckets_up_to(most) if size >= rows), default=0)
+
+
 class Buffers:
     """What all recordings of a lane read and write: they run one after the other.
 
@@ -60,15 +65,21 @@ class _Step:
 
 class DecodeSteps:
     """A batch runs by the smallest recording that holds it; where there is none, as it is. poll: called
-    after each layer's attention, and recorded with it."""
+    after each layer's attention, and recorded with it. state: what layers call."""
 
     def __init__(
-        self, model: DeviceModel, lane: Lane, buffers: Buffers, poll: Callable[[], None] = lambda: None
+        self,
+        model: DeviceModel,
+        lane: Lane,
+        buffers: Buffers,
+        poll: Callable[[], None] = lambda: None,
+        state: Callable[..., DecodeState] = DecodeState,
     ) -> None:
         self._model = model
         self._lane = lane
         self._buffers = buffers
         self._poll = poll
+        self._state = state
         self._pages = model.geometry.pages(model.card.context_length)
         self._steps: list[_Step] = []  # the smallest first
 
@@ -103,14 +114,17 @@ class DecodeSteps:
         plan = job.plan
         step = self._step(job)
         rows = step.rows if step else job.tokens.size
+        positions = plan.positions
+        if job.away is not None:  # rows of their own, which have no place here
+            positions = np.concatenate((positions, job.away.plan.positions))
         fixed = {
             "tokens": padded(job.tokens, rows),
-            "positions": padded(plan.positions, rows),
+            "positions": padded(positions, rows),
             "slot_page": padded(plan.slot_page, rows, fill=-1),
             "slot_offset": padded(plan.slot_offset, rows),
             "lengths": padded((plan.starts + 1).astype(np.int32), rows),
         }
-        return fixed | {"tables": widened(plan.tables)}
+        return fixed | {"tables": padded(widened(plan.tables), job.tokens.size)}
 
     def run(self, job: Job, sent: Sent) -> Tensor:
         """→ logits [B, V], there until the lane's next step."""
@@ -132,7 +146,7 @@ class DecodeSteps:
         places = Places(
             model.arena, model.page_map.blocks, tables, inputs["slot_page"], inputs["slot_offset"]
         )
-        state = DecodeState(model.operations, places, inputs["lengths"], self._lane.compute, self._poll)
+        state = self._state(model.operations, places, inputs["lengths"], self._lane.compute, self._poll)
         return model.logits(inputs["tokens"], inputs["positions"], state)
 
 

@@ -1,0 +1,146 @@
+"""A GPU's part in weaving: puts mailboxes, attenders and executor together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+
+from kvloom.core.arrays import I32
+from kvloom.core.errors import BadRequest, Conflict, Unavailable
+from kvloom.core.load import Waits
+from kvloom.core.weaving import Borrow, Loan
+from kvloom.kernels.mail import Lent, Trouble
+from kvloom.model.gpu.attender import DeviceAttender
+from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.model.gpu.woven import LOOKS
+from kvloom.transport.cuda_ipc import CudaIpcTransport
+from kvloom.transport.device_loan import BorrowedDeviceBlocks, DeviceLending
+
+
+class _Service:
+    """A loan to another unit. What has to wait for jobs is done on a thread of its own."""
+
+    def __init__(self, executor: GpuExecutor, lending: DeviceLending, attender: DeviceAttender) -> None:
+        self.lending = lending
+        self._executor = executor
+        self._attender = attender
+        self._thread = ThreadPoolExecutor(1, "weave-end")
+        self._begun = self._thread.submit(self._begin)
+        self._ended: Future[None] | None = None
+
+    def end(self) -> bool:
+        """True: no task is done any more, and the borrower copies nothing. False: ask again."""
+        if self._ended is None:
+            self._ended = self._thread.submit(self._end)
+            self._thread.shutdown(wait=False)
+        if not self._ended.done():
+            return False
+        self._ended.result()
+        return self.lending.close()
+
+    def _begin(self) -> None:
+        self._executor.device.enter()
+        self._executor.loans.lend(self._attender)
+
+    def _end(self) -> None:
+        self._executor.device.enter()
+        self._attender.close()
+        self._begun.result()
+        self._executor.loans.lend(None)
+
+
+class DeviceWeaver:
+    """Implements Weaver: one loan to another unit, and one to each own model."""
+
+    def __init__(self, executor: GpuExecutor, transport: CudaIpcTransport, looks: int = LOOKS) -> None:
+        """looks: of a step, for a layer's attention."""
+        self._executor = executor
+        self._transport = transport
+        self._looks = looks
+        self._beside = executor.device.beside()
+        self._service: _Service | None = None
+        self._kept: list[DeviceLending] = []  # over, but their borrowers may still write to the mailbox
+
+    def heads(self, model: str) -> int:
+        found = self._executor.heads(model)
+        if not found:
+            raise BadRequest(
+                f"weave: the layers of {model} differ in their heads, so no one mailbox fits them"
+            )
+        return found
+
+    def borrow(self, borrow: Borrow, loan: Loan) -> int:
+        self._executor.device.enter()
+        with self._beside.entered():
+            borrowed = BorrowedDeviceBlocks(borrow, loan, self._transport)
+            self._beside.mark().wait()
+        self._executor.loans.borrow(borrow.model, borrowed, self._looks)
+        asyncio.get_running_loop().add_reader(borrowed.process, self._gone, borrowed)
+        return borrowed.blocks
+
+    def give_back(self, model: str) -> None:
+        borrowed = self._executor.loans.give_back(model)
+        with suppress(RuntimeError):  # the loop is closed
+            asyncio.get_running_loop().remove_reader(borrowed.process)
+        self._executor.device.enter()
+        with self._beside.entered():
+            borrowed.mailbox.close()
+            self._beside.mark().wait()
+
+    def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
+        if self._service is not None:
+            raise Conflict("weave: this unit lends already; one loan at a time")
+        if borrow.control != "operators":
+            raise BadRequest(f"weave: control {borrow.control}; between GPUs operators is right")
+        loop, executor = asyncio.get_running_loop(), self._executor
+        executor.device.enter()
+        self._kept = [one for one in self._kept if not one.unused]
+        form = borrow.form
+        arena = executor.arena.view(form.head_dim, getattr(torch, form.dtype))
+        lent = Lent(torch.from_numpy(blocks).to(arena.device), arena)
+        try:
+            lending = DeviceLending(borrow, blocks, self._transport, executor.arena.bytes)
+            attender = DeviceAttender(
+                lending.mailbox.mail,
+                lent,
+                lending.start,
+                executor.device.partitions.lanes,
+                executor.device.beside(),
+                executor.operations,
+                borrow.pid,
+                lambda why: _tell(loop, ended, why),
+            )
+        except OSError as error:
+            raise Unavailable(
+                f"weave: process {borrow.pid}, which wants to borrow, cannot be watched: {error.strerror}"
+            ) from error
+        self._service = _Service(executor, lending, attender)
+        return lending.loan
+
+    def waits(self) -> Waits | None:
+        """Nobody measures them: they are over before a host could look."""
+        return None
+
+    def recall(self) -> bool:
+        if self._service is None:
+            return True
+        if not self._service.end():
+            return False
+        self._kept.append(self._service.lending)
+        self._service = None
+        return True
+
+    def _gone(self, borrowed: BorrowedDeviceBlocks) -> None:
+        """The lender's process has ended: who waits for it need not."""
+        asyncio.get_running_loop().remove_reader(borrowed.process)
+        self._executor.device.enter()
+        with self._beside.entered():
+            borrowed.mailbox.fail(Trouble.GONE)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, ended: Callable[[str], None], why: str) -> None:
+    loop.call_soon_threadsafe(ended, why)
