@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.model.gpu.operations import Activation, Operations
+from kvloom.model.parallel.modules import Summed
 from kvloom.model.rope import Turn, fuse_rotary
 from kvloom.model.sisters import Sister, Sisters, join
 from kvloom.model.structure import GATED, QKV, children
@@ -86,7 +87,17 @@ def _fuse_qkv(module: nn.Module) -> None:
         setattr(module, name, Sister(sisters, index))
 
 
-def _gated_like(stock: nn.Module, operations: Operations) -> DeviceGatedMLP | None:
+def _gated_like(stock: nn.Module, operations: Operations) -> nn.Module | None:
+    down = getattr(stock, GATED[2], None)
+    if not isinstance(down, Summed):
+        return _own_gated_like(stock, operations)
+    setattr(stock, GATED[2], down.inner)  # a rank's own part is compared, and then summed as before
+    gated = _own_gated_like(stock, operations)
+    setattr(stock, GATED[2], down)
+    return gated and Summed(gated, down.group)
+
+
+def _own_gated_like(stock: nn.Module, operations: Operations) -> DeviceGatedMLP | None:
     linears = _linears(stock, GATED, 2)
     if linears is None:
         return None

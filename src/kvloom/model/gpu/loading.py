@@ -11,13 +11,14 @@ import torch
 from kvloom.core.errors import ConfigError
 from kvloom.core.spec import EngineSpec
 from kvloom.model.gpu.arena import DeviceArena
-from kvloom.model.gpu.device import Device, cuda_device
+from kvloom.model.gpu.device import Cut, Device, cuda_device
 from kvloom.model.gpu.executor import GpuExecutor
 from kvloom.model.gpu.green import cut_green
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.operations import Operations, triton_operations
 from kvloom.model.gpu.target import DeviceTarget
 from kvloom.model.loader import LoadedModel, load_models
+from kvloom.model.parallel.team import Team
 
 WORKING: Final = 0.1  # of the device's memory, which `kv_memory: auto` leaves to what jobs compute with
 _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -25,6 +26,14 @@ _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def load_gpu_executor(spec: EngineSpec, progress: Callable[[str], None] = lambda _: None) -> GpuExecutor:
     """Raises ConfigError with what the device lacks."""
+    progress(f"opening {spec.device}")
+    device, operations = open_gpu(spec.device, cut=cut_green)
+    return load_executor(spec, device, operations, progress)
+
+
+def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[Device, Operations]:
+    """The device of a rank of a unit whose first one's is `name`: ranks have GPUs one after the other. cut:
+    see `cuda_device`. Raises ConfigError."""
     refuse_expandable(os.environ)
     try:
         operations = triton_operations()
@@ -33,31 +42,57 @@ def load_gpu_executor(spec: EngineSpec, progress: Callable[[str], None] = lambda
             f"device: Triton cannot be used here ({error}); pip install 'kvloom[gpu]', "
             "or `device: cpu`, is right"
         ) from error
-    progress(f"opening {spec.device}")
-    device = cuda_device(int(spec.device.partition(":")[2] or 0), cut_green)
-    return load_executor(spec, device, operations, progress)
+    return cuda_device(int(name.partition(":")[2] or 0) + rank, cut), operations
 
 
 def load_executor(
     spec: EngineSpec, device: Device, operations: Operations, progress: Callable[[str], None] = lambda _: None
 ) -> GpuExecutor:
     """Load every model, then take the pool, then rehearse. Raises ConfigError."""
+    executor = GpuExecutor(*load_pool(spec, device, operations, progress), device)
+    rehearse(executor, spec, device, progress)
+    return executor
+
+
+def load_pool(
+    spec: EngineSpec,
+    device: Device,
+    operations: Operations,
+    progress: Callable[[str], None] = lambda _: None,
+    team: Team | None = None,
+) -> tuple[dict[str, DeviceModel], DeviceArena]:
+    """The models, and the memory that they share. Of a team: this rank's slices, and of the pool an equal
+    part, of as many blocks as each rank has. Raises ConfigError, and Unavailable where a rank is gone."""
     device.enter()
-    loaded = load_models(spec.models, spec.block_bytes, progress, target=DeviceTarget(device, operations))
+    loaded = load_models(spec.models, spec.block_bytes, progress, team, DeviceTarget(device, operations))
     progress("taking the KV arena")
-    size = spec.kv_bytes or _rest(device)
-    arena = DeviceArena(_blocks(loaded, size, spec.block_bytes), spec.block_bytes, device.torch)
-    models = {name: DeviceModel.place(model, arena, operations) for name, model in loaded.items()}
-    executor = GpuExecutor(models, arena, device)
+    size = spec.kv_bytes // spec.tensor_parallel or _rest(device)
+    blocks = _blocks(loaded, size, spec.block_bytes, spec.tensor_parallel)
+    if team is not None:
+        blocks = team.group.least(blocks)
+    arena = DeviceArena(blocks, spec.block_bytes, device.torch)
+    return {name: DeviceModel.place(model, arena, operations) for name, model in loaded.items()}, arena
+
+
+def rehearse(
+    executor: GpuExecutor,
+    spec: EngineSpec,
+    device: Device,
+    progress: Callable[[str], None] = lambda _: None,
+    agree: Callable[[bool], bool] = bool,
+) -> None:
+    """Make it ready for jobs; see `GpuExecutor.prepare`. Raises ConfigError where memory is too little."""
     try:
-        executor.prepare(most_running=spec.max_running, chunk=spec.chunk_tokens, progress=progress)
+        executor.prepare(
+            most_running=spec.max_running, chunk=spec.chunk_tokens, progress=progress, agree=agree
+        )
     except torch.OutOfMemoryError as error:
         free, total = device.free()
+        size = executor.arena.blocks * spec.block_bytes
         raise ConfigError(
             f"kv_memory: beside a pool of {size:,} bytes too little of {device.torch} is left to run jobs "
             f"({free:,} of {total:,} bytes); a smaller kv_memory, chunk_tokens or max_running is right"
         ) from error
-    return executor
 
 
 def refuse_expandable(environment: Mapping[str, str]) -> None:
@@ -81,13 +116,13 @@ def _rest(device: Device) -> int:
     return rest
 
 
-def _blocks(models: Mapping[str, LoadedModel], size: int, block_bytes: int) -> int:
-    """Raises ConfigError where so many bytes hold no page of a model."""
+def _blocks(models: Mapping[str, LoadedModel], size: int, block_bytes: int, ranks: int) -> int:
+    """Raises ConfigError where so many bytes of a rank hold no page of a model."""
     blocks = size // block_bytes
     for name, model in models.items():
         if model.geometry.blocks_per_page > blocks:
             raise ConfigError(
-                f"kv_memory: {size:,} bytes hold no page of {name}; "
-                f"at least {model.geometry.blocks_per_page * block_bytes:,} are needed"
+                f"kv_memory: {size * ranks:,} bytes hold no page of {name}; "
+                f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
             )
     return blocks

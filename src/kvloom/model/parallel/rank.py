@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol, Self
 
 import msgspec
 import torch
@@ -21,7 +22,7 @@ from kvloom.kv.arena import Arena
 from kvloom.model.attention import ForwardState
 from kvloom.model.loader import LoadedModel, load_models
 from kvloom.model.parallel.group import Group, connect
-from kvloom.model.parallel.steps import empty_map, ids_of, plan_of
+from kvloom.model.parallel.steps import ToldMap, ids_of
 from kvloom.model.parallel.wire import Begin, Go, Here, Order, Refused, Step, Wire
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,11 @@ class Member:
         order = self.next()
         assert isinstance(order, Go)
 
+    def join(self, begin: Begin, device: torch.device) -> None:
+        """This rank can compute on `device`: find the others, which look for it too. Raises Unavailable."""
+        self.meet()
+        self.group = connect(begin.store, begin.rank, begin.size, begin.slots, device)
+
     def refuse(self, error: ConfigError) -> None:
         self._wire.send(Refused(error.message))
 
@@ -57,7 +63,17 @@ class Member:
             os._exit(0)
 
 
-class Worker:
+class Worker(Protocol):
+    """Loaded, with its arena."""
+
+    def start(self, step: Step) -> None:
+        """In the order in which steps come. One that fails ends the process."""
+
+
+Open = Callable[[Begin, Member], Worker]
+
+
+class CpuWorker:
     """Runs the steps that the first rank sends, and draws no tokens."""
 
     def __init__(self, group: Group, models: dict[str, LoadedModel], arena: Arena, slots: int) -> None:
@@ -66,14 +82,23 @@ class Worker:
         self._views = {
             name: arena.view(model.geometry.head_dim, model.dtype) for name, model in models.items()
         }
-        self._maps = {name: empty_map(model.geometry, arena.blocks) for name, model in models.items()}
+        self._maps = {name: ToldMap(model.geometry, arena.blocks) for name, model in models.items()}
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(slots)]
 
+    @classmethod
+    def open(cls, begin: Begin, member: Member) -> Self:
+        spec = begin.spec
+        torch.set_num_threads(begin.threads)
+        member.join(begin, torch.device("cpu"))
+        models = load_models(spec.models, spec.block_bytes, team=member)
+        arena = Arena(spec.kv_bytes // (begin.size * spec.block_bytes), spec.block_bytes)
+        return cls(member.group, models, arena, begin.slots)
+
     def start(self, step: Step) -> None:
-        """In order of arrival: what a step says of the page map holds for those after it."""
-        plan = plan_of(step, self._maps[step.model])
+        """What a step says of the page map holds for those after it."""
+        plan = self._maps[step.model].plan(step)
         state = ForwardState(plan, self._views[step.model])
-        self._slots[step.slot].submit(self._run, step, state).add_done_callback(_check)
+        self._slots[step.slot].submit(self._run, step, state).add_done_callback(check)
 
     def _run(self, step: Step, state: ForwardState) -> None:
         torch.set_num_threads(step.share)
@@ -84,8 +109,8 @@ class Worker:
             self._models[step.model].forward(tokens, kept, state)
 
 
-def _check(ran: Future[None]) -> None:
-    """The ranks are not in step any more after a failure, and the first one has to know."""
+def check(ran: Future[Any]) -> None:
+    """End the process after a failure: the ranks are not in step any more, and the first one has to know."""
     error = ran.exception()
     if error is not None:
         _log.error("a job failed", exc_info=error)
@@ -93,14 +118,19 @@ def _check(ran: Future[None]) -> None:
         os._exit(1)
 
 
-def serve(member: Member) -> NoReturn:
+def open_worker(begin: Begin, member: Member) -> Worker:
+    """For the unit's device."""
+    if begin.spec.device == "cpu":
+        return CpuWorker.open(begin, member)
+    from kvloom.model.parallel.gpu_rank import GpuWorker  # noqa: PLC0415  (and with it Triton)
+
+    return GpuWorker.on_gpu(begin, member)
+
+
+def serve(member: Member, open_one: Open) -> NoReturn:
     begin = member.next()
     assert isinstance(begin, Begin)
-    torch.set_num_threads(begin.threads)
-    member.meet()
-    member.group = connect(begin.store, begin.rank, begin.size, begin.threads, torch.device("cpu"))
-    models = load_models(begin.models, begin.block_bytes, team=member)
-    worker = Worker(member.group, models, Arena(begin.blocks, begin.block_bytes), begin.threads)
+    worker = open_one(begin, member)
     member.meet()
     while True:
         step = member.next()
@@ -108,17 +138,18 @@ def serve(member: Member) -> NoReturn:
         worker.start(step)
 
 
-def main() -> None:
+def run_rank(open_one: Open = open_worker) -> NoReturn:
+    """The process' whole life. Its first argument is the descriptor of the wire."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank says when to end
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     transformers.logging.disable_progress_bar()
     member = Member(Wire(socket.socket(fileno=int(sys.argv[1]))))
     try:
-        serve(member)
+        serve(member, open_one)
     except ConfigError as error:
         member.refuse(error)
     os._exit(2)
 
 
 if __name__ == "__main__":
-    main()
+    run_rank()

@@ -1,0 +1,93 @@
+"""Law 2 over two ranks of the GPU's executor, one of them another process: gloo in NCCL's place."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kvloom.core.spec import EngineSpec
+from kvloom.engine.engine import Engine
+from kvloom.model.gpu.fusing import DeviceGatedMLP
+from kvloom.model.gpu.operations import plain_operations
+from kvloom.model.parallel.gpu_executor import ParallelGpuExecutor
+from kvloom.model.parallel.modules import Summed
+from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
+from tests.engines import ask, body, spec_of
+from tests.model.gpu.engines import running_executor, running_on_device
+from tests.model.gpu.rank import one_lane, start
+from tests.oracle import Oracle
+
+LENGTHS = (1, 17, WINDOW + 1, 70)  # ragged; past the window; more than a chunk
+COUNT = 5
+
+
+def spec(paths: dict[str, Path], **changes: int) -> EngineSpec:
+    """Each rank has half of the pool."""
+    made = spec_of(paths, max_running=4, **changes)
+    return replace(made, tensor_parallel=2, device="cuda:0")
+
+
+def load(wanted: EngineSpec) -> ParallelGpuExecutor:
+    return ParallelGpuExecutor.over(wanted, one_lane(), plain_operations(), start=start)
+
+
+@asynccontextmanager
+async def running(wanted: EngineSpec) -> AsyncIterator[tuple[Engine, ParallelGpuExecutor]]:
+    executor = load(wanted)
+    async with running_executor(wanted, executor) as engine:
+        yield engine, executor
+
+
+async def draws(engine: Engine, prompts: dict[str, list[list[int]]]) -> list[object]:
+    """Draws on the device and by the host, choices that share pages, log-probabilities to 3 digits."""
+    told: list[object] = []
+    for model, some in prompts.items():
+        drawn = await ask(engine, body(model, some[1], n=3, temperature=1.0, max_tokens=5))
+        bent = await ask(engine, body(model, some[1], temperature=0.7, presence_penalty=1.0, max_tokens=5))
+        scored = await ask(engine, body(model, some[2], max_tokens=1, prompt_logprobs=0))
+        told += [sorted(drawn.tokens.items()), bent.tokens]
+        told.append([round(one.logprob, 3) for one in scored.prompt or ()])
+    return told
+
+
+def test_tokens_are_those_of_one_rank_and_of_transformers(tmp_path: Path) -> None:
+    paths = {
+        name: make_checkpoint(tmp_path / name, kind, num_key_value_heads=2, num_hidden_layers=2)
+        for name, kind in (("a", "qwen3"), ("b", "gemma2"))
+    }
+    rng = random.Random(0)
+    prompts = {name: [[rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS] for name in paths}
+    two = spec(paths, kv_bytes=2 * 24 * 2048)  # too little room for all at once
+
+    async def over_two() -> tuple[list[list[int]], list[object]]:
+        async with running(two) as (engine, executor):
+            assert {cache.geometry.kv_heads for cache in engine.pool.caches.values()} == {1}
+            assert engine.pool.total == 24
+            assert (executor.stride, executor.ahead) == (1, 0)
+            kinds = [type(part) for part in executor._models["a"].module.modules()]
+            assert (kinds.count(DeviceGatedMLP), kinds.count(Summed)) == (2, 4)
+            asked = [ask(engine, body(name, p, max_tokens=COUNT)) for name in paths for p in prompts[name]]
+            found = [answer.tokens[0] for answer in await asyncio.gather(*asked)]
+            load = await engine.load()
+            assert sum(model.preemptions_total for model in load.models.values()) > 0
+            again = await ask(engine, body("a", prompts["a"][3], max_tokens=COUNT))
+            assert again.ends[0].cached_tokens
+            assert again.tokens[0] == found[3]
+            return found, await draws(engine, prompts)
+
+    async def over_one() -> list[object]:
+        async with running_on_device(spec_of(paths, max_running=4)) as (engine, _):
+            return await draws(engine, prompts)
+
+    found, told = asyncio.run(over_two())
+    answers = iter(found)
+    for name, path in paths.items():
+        oracle = Oracle(path)
+        for prompt in prompts[name]:
+            oracle.check(prompt, next(answers))
+    assert told == asyncio.run(over_one())
