@@ -13,6 +13,7 @@ from kvloom.machine import Machine
 
 NONE = Machine(cores=4, memory=3 << 30)
 TWO = Machine(cores=4, memory=3 << 30, gpus=2)
+FIVE = Machine(cores=16, memory=3 << 30, gpus=5)
 MODELS = "models: {a: ./model, b: ./model}\n"
 UNITS = MODELS + "units:\n  - {models: [a]}\n  - {models: [b], replicas: 2}\n"
 
@@ -51,6 +52,21 @@ def test_gpus_go_round_and_units_may_differ(tmp_path: Path) -> None:
     assert found(shared) == [("cuda:0", 30 << 30), ("cuda:1", 30 << 30)]
 
 
+def test_ranks_have_gpus_one_after_the_other(tmp_path: Path) -> None:
+    """Two units of two, one of one; then they go round."""
+    text = MODELS + (
+        "device: cuda\nunits:\n"
+        "  - {models: [a, b], replicas: 3, tensor_parallel: 2, threads: 2, kv_memory: 1GiB}\n"
+        "  - {models: [a], replicas: 4, threads: 1, kv_memory: 1GiB}\n"
+    )
+    config = load(tmp_path, text, FIVE)
+    assert [engine.device for engine in config.engines] == [f"cuda:{i}" for i in (0, 2, 0, 2, 3, 4, 0)]
+    apart = text.replace("replicas: 3", "replicas: 2").replace("replicas: 4", "replicas: 1")
+    assert found(load(tmp_path, apart.replace(", kv_memory: 1GiB", ""), FIVE)) == [
+        (f"cuda:{i}", 0) for i in (0, 2, 4)
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -58,8 +74,17 @@ def test_gpus_go_round_and_units_may_differ(tmp_path: Path) -> None:
         (UNITS + "device: cuda", "units.0.kv_memory: several engines on cuda:0 cannot each"),
         (MODELS + "device: cuda\ntransport: nixl", "transport: nixl, which moves the host's memory alone"),
         (
-            UNITS.replace("[a]", "[a], tensor_parallel: 2, device: cuda"),
-            "units.0.tensor_parallel: 2 ranks",
+            UNITS.replace("[a]", "[a], tensor_parallel: 3, device: cuda, threads: 3"),
+            "units.0.tensor_parallel: 3 ranks for the 2 GPUs here; one GPU for each, or `device: cpu`, is",
+        ),
+        (
+            UNITS.replace("[a]", "[a], tensor_parallel: 2, threads: 2") + "device: cuda",
+            "units.0.kv_memory: several engines on cuda:0 cannot each",
+        ),
+        (
+            UNITS.replace("[a]", "[a], tensor_parallel: 2, device: cuda, threads: 2")
+            + "program: disaggregate",
+            "units.0.tensor_parallel: 2 ranks, whose K and V are neither sent nor received",
         ),
         (
             UNITS.replace("[a]", "[a], device: cuda, kv_memory: 64"),

@@ -18,6 +18,7 @@ from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.sizes import show_size
 
 CPU: Final = "cpu"
+CUDA: Final = "cuda"
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -117,22 +118,32 @@ def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[E
 
 
 def share_devices(engines: Sequence[Engine], fleets: Device, machine: Machine) -> list[str]:
-    """`cpu` or `cuda:N` for each engine; GPUs go round. Raises ValueError where ranks would share one."""
+    """`cpu` or `cuda:N` for each engine; GPUs go round. Of an engine with ranks N is the first one's, and the
+    others have the GPUs after it. Raises ValueError where there are fewer GPUs than ranks."""
     found: list[str] = []
-    number = 0
+    free, count = 0, max(1, machine.gpus)
     for engine in engines:
-        wanted = engine.unit.device or fleets
+        ranks, wanted = engine.unit.tensor_parallel, engine.unit.device or fleets
         if wanted == CPU or (wanted == "auto" and not machine.gpus):
             found.append(CPU)
             continue
-        if engine.unit.tensor_parallel > 1:
+        if ranks > max(1, machine.gpus):
             raise ValueError(
-                f"{engine.key}.tensor_parallel: {engine.unit.tensor_parallel} ranks on GPUs, which are not "
-                "served yet; 1, or `device: cpu`, is right"
+                f"{engine.key}.tensor_parallel: {ranks} ranks for the {machine.gpus} GPUs here; "
+                "one GPU for each, or `device: cpu`, is right"
             )
-        found.append(f"cuda:{number % max(1, machine.gpus)}")
-        number += 1
+        first = free if free + ranks <= count else 0
+        found.append(f"{CUDA}:{first}")
+        free = (first + ranks) % count
     return found
+
+
+def _gpus(engine: Engine, device: str) -> set[int]:
+    """Of all its ranks."""
+    if device == CPU:
+        return set()
+    first = int(device.partition(":")[2])
+    return set(range(first, first + engine.unit.tensor_parallel))
 
 
 def share_pools(
@@ -153,7 +164,7 @@ def share_pools(
                 f"{engine.key}.kv_memory: {show_size(own)} is less than one block; "
                 f"at least {show_size(block)} is right"
             )
-        elif own == "auto" and devices.count(device) > 1:
+        elif own == "auto" and sum(bool(_gpus(*pair) & _gpus(engine, device)) for pair in pairs) > 1:
             raise ValueError(
                 f"{engine.key}.kv_memory: several engines on {device} cannot each have what is left; "
                 "a size for each is right"

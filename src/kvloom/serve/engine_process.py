@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvloom.kv.arena import Store
     from kvloom.model.executor import TorchExecutor
     from kvloom.model.gpu.executor import GpuExecutor
+    from kvloom.model.gpu.weaver import DeviceWeaver
     from kvloom.model.weaving.weaver import TorchWeaver
     from kvloom.transport.apart import Apart
     from kvloom.transport.cuda_ipc import CudaIpcTransport
@@ -82,6 +83,10 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
 
 def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> TorchExecutor | GpuExecutor:
     """The executor on the unit's device. Raises ConfigError, and Unavailable where a rank ends meanwhile."""
+    if spec.device != "cpu" and spec.tensor_parallel > 1:
+        from kvloom.model.parallel.gpu_executor import load_parallel_gpu_executor  # noqa: PLC0415
+
+        return load_parallel_gpu_executor(spec, folder, progress)
     if spec.device != "cpu":
         from kvloom.model.gpu.loading import load_gpu_executor  # noqa: PLC0415
 
@@ -105,7 +110,7 @@ async def _borrow(
 
 def open_weaver(
     executor: TorchExecutor | GpuExecutor, transport: ShmTransport | NixlTransport | CudaIpcTransport | Apart
-) -> TorchWeaver | None:
+) -> TorchWeaver | DeviceWeaver | None:
     """The unit's part in weaving; None where its device, its ranks or its transport have none."""
     from kvloom.model.executor import TorchExecutor  # noqa: PLC0415
     from kvloom.model.weaving.weaver import TorchWeaver  # noqa: PLC0415
@@ -113,6 +118,12 @@ def open_weaver(
 
     if isinstance(executor, TorchExecutor) and isinstance(transport, ShmTransport):
         return TorchWeaver(executor, transport)
+    from kvloom.model.gpu.executor import GpuExecutor  # noqa: PLC0415
+    from kvloom.model.gpu.weaver import DeviceWeaver  # noqa: PLC0415
+    from kvloom.transport.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
+
+    if isinstance(executor, GpuExecutor) and isinstance(transport, CudaIpcTransport):
+        return DeviceWeaver(executor, transport)
     return None
 
 

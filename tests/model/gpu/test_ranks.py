@@ -26,9 +26,9 @@ LENGTHS = (1, 17, WINDOW + 1, 70)  # ragged; past the window; more than a chunk
 COUNT = 5
 
 
-def spec(paths: dict[str, Path], **changes: int) -> EngineSpec:
+def spec(paths: dict[str, Path], kv_bytes: int = 4 << 20) -> EngineSpec:
     """Each rank has half of the pool."""
-    made = spec_of(paths, max_running=4, **changes)
+    made = spec_of(paths, max_running=4, kv_bytes=kv_bytes)
     return replace(made, tensor_parallel=2, device="cuda:0")
 
 
