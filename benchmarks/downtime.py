@@ -5,6 +5,10 @@ router in this process. A request is moved by `Router.move` while it decodes; in
 without live migration's stages: a blocking copy (it stands still before anything is copied), and computing
 again at the target. Downtime is the longest gap between its tokens around the move, as its caller sees it,
 less the usual gap. Llumnix: figure 10.
+
+What a live move's gap is made of is told too: `hold`, from the last token at the source to the answer that it
+stands still; `send`, to the answer that all has arrived; `start`, until the target has let it in; `last`, to
+its first token there, which is what is left of the target's step and one more.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from kvloom.router.program import load_program
 from kvloom.router.router import Router
 
 LENGTHS: Final = (256, 512, 1024, 2048, 3800)
+PARTS: Final = ("step", "hold", "send", "start", "last", "whole")  # of what is found
 VERBS: Final = ("prep_recv", "remote_send", "hold", "start_generate", "abort")
 FLAT, STEPS, SLOWER = 2.0, 1.0, 10.0  # times over lengths, steps of the batch, per cent
 CONTEXT: Final = 4090  # of shape A, or a little less
@@ -49,7 +54,8 @@ class Effort:
     """beside: requests that decode at each engine meanwhile."""
 
     lengths: Sequence[int] = LENGTHS
-    rounds: int = 7
+    rounds: int = 9
+    slow: int = 2  # of them, those in which it is computed again too
     beside: int = 8
 
 
@@ -90,16 +96,28 @@ class Reader:
 @dataclass(frozen=True, slots=True)
 class Found:
     """Of one move, in seconds. downtime: the request's longest gap, less the usual one. whole: from the order
-    to the first token at the target; standing: of this, since the source was told. step: the batch's usual
+    to the first token at the target. hold, send, start, last: the parts of the gap. step: the batch's usual
     gap; slower: by how much the others' gaps were longer while it moved, as a part of the usual one. calls:
     verbs."""
 
     downtime: float
     whole: float
-    standing: float
+    hold: float
+    send: float
+    start: float
+    last: float
     step: float
     slower: float
     calls: int
+
+
+@dataclass(slots=True)
+class Call:
+    """Of a verb, in seconds of the clock. answered: its answer, or a stream's first frame."""
+
+    verb: str
+    began: float
+    answered: float | None = None
 
 
 @dataclass(slots=True)
@@ -110,7 +128,7 @@ class Pair:
     target: HttpEngineClient
     router: Router
     beside: list[Reader] = field(default_factory=list)
-    calls: list[tuple[str, float]] = field(default_factory=list)  # a verb, and when it was called
+    calls: list[Call] = field(default_factory=list)
 
     def gaps(self, since: float, until: float) -> list[float]:
         return [gap for reader in self.beside for gap in reader.gaps(since, until)]
@@ -119,9 +137,10 @@ class Pair:
         """Against as long a time before."""
         return mean(self.gaps(since, until)) / mean(self.gaps(since - QUIET, since)) - 1
 
-    def called(self, since: float, *verbs: str) -> float:
-        """When it was called first since then: the first of these verbs that was called at all."""
-        return next(when for want in verbs for verb, when in self.calls if verb == want and when >= since)
+    def answered(self, since: float, *verbs: str) -> float:
+        """When the last call of one of these verbs since then was, or `since`."""
+        times = (one.answered for one in self.calls if one.verb in verbs and one.began >= since)
+        return max((when for when in times if when is not None), default=since)
 
 
 @asynccontextmanager
@@ -152,14 +171,29 @@ async def _decode(client: HttpEngineClient, reader: Reader) -> None:
         await reader.read(client.start_generate(_body(_prompt(64), 2000)))
 
 
-def _note(client: HttpEngineClient, verb: str, calls: list[tuple[str, float]]) -> None:
+def _note(client: HttpEngineClient, verb: str, calls: list[Call]) -> None:
     real = getattr(client, verb)
 
-    def noted(*arguments: Any) -> Any:
-        calls.append((verb, time.perf_counter()))
-        return real(*arguments)
+    async def noted(*arguments: Any) -> Any:
+        calls.append(call := Call(verb, time.perf_counter()))
+        answer = await real(*arguments)
+        call.answered = time.perf_counter()
+        return answer
 
-    setattr(client, verb, noted)
+    def streamed(body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        calls.append(call := Call(verb, time.perf_counter()))
+        return _first_noted(real(body), call)
+
+    setattr(client, verb, streamed if verb == "start_generate" else noted)
+
+
+async def _first_noted(
+    frames: AsyncGenerator[list[Event], None], call: Call
+) -> AsyncGenerator[list[Event], None]:
+    async with aclosing(frames):
+        async for frame in frames:
+            call.answered = call.answered or time.perf_counter()
+            yield frame
 
 
 def _prompt(length: int) -> list[int]:
@@ -178,9 +212,9 @@ def _body(prompt: list[int], tokens: int) -> StartGenerate:
 # -- three ways to move -----------------------------------------------------------------------------------
 
 
-async def live(on: Pair, length: int) -> Found:
+async def live(on: Pair, prompt: list[int]) -> Found:
     """Through the router, whose stream goes on."""
-    body, reader = _body(_prompt(length), CONTEXT - length), Reader()
+    body, reader = _body(prompt, CONTEXT - len(prompt)), Reader()
     on.router.withdraw("target")
     async with asyncio.TaskGroup() as group:
         reading = group.create_task(reader.read(on.router.start_generate(body)))
@@ -191,9 +225,9 @@ async def live(on: Pair, length: int) -> Found:
     return found
 
 
-async def blocking(on: Pair, length: int) -> Found:
+async def blocking(on: Pair, prompt: list[int]) -> Found:
     """It stands still first, then all is copied."""
-    body, reader = _body(_prompt(length), CONTEXT - length), Reader()
+    body, reader = _body(prompt, CONTEXT - len(prompt)), Reader()
     async with asyncio.TaskGroup() as group:
 
         async def move() -> None:
@@ -227,9 +261,9 @@ async def _copy(on: Pair, body: StartGenerate, context: list[int]) -> None:
     await on.target.abort(name)  # what has arrived stays cached
 
 
-async def recompute(on: Pair, length: int) -> Found:
+async def recompute(on: Pair, prompt: list[int]) -> Found:
     """It ends at the source, and the target computes its context."""
-    body, reader = _body(_prompt(length), CONTEXT - length), Reader()
+    body, reader = _body(prompt, CONTEXT - len(prompt)), Reader()
     async with asyncio.TaskGroup() as group:
 
         async def move() -> None:
@@ -252,19 +286,26 @@ def _rest(body: StartGenerate, tokens: list[int]) -> StartGenerate:
 async def _moved(on: Pair, reader: Reader, move: Callable[[], Awaitable[None]]) -> Found:
     await reader.until(BEFORE)
     await asyncio.sleep(max(0.0, QUIET - (reader.times[-1] - reader.times[0])))
-    began = time.perf_counter()
+    began, had = time.perf_counter(), len(on.calls)
     await move()
-    asked = on.called(began, "start_generate")
+    made = on.calls[had:]
+    asked = next(one.began for one in made if one.verb == "start_generate")
     await reader.until(len(reader.tokens) + AFTER)
     first = next(at for at, when in enumerate(reader.times) if when > asked)
-    over = reader.times[first]
+    told, over = reader.times[first - 1], reader.times[first]
+    stood = on.answered(began, "hold")
+    sent = max(stood, on.answered(stood, "remote_send"))
+    let_in = on.answered(sent, "start_generate")
     return Found(
         downtime=max(reader.gaps(began, reader.times[first + 2])) - median(reader.gaps(began - QUIET, began)),
         whole=over - began,
-        standing=over - on.called(began, "hold", "abort"),
+        hold=stood - told,
+        send=sent - stood,
+        start=let_in - sent,
+        last=over - let_in,
         step=median(on.gaps(began - QUIET, began)),
         slower=on.slower(began, over),
-        calls=sum(began <= when <= over for _, when in on.calls),
+        calls=sum(one.began <= over for one in made),
     )
 
 
@@ -297,11 +338,13 @@ async def measure(effort: Effort, console: Console) -> Report:
         console.print(f"a request of {length} tokens", style="dim")
         found: dict[str, list[Found]] = {way: [] for way in WAYS}
         async with pair(effort.beside) as on:
+            prompt = _prompt(length)  # computed once at the source, where it stays cached
             for count in range(effort.rounds + 1):
                 for way, move in WAYS.items():
-                    for engine in (on.source, on.target):
-                        await engine.evict(Prefix(model=MODEL, prompt=[]))
-                    one = await move(on, length)
+                    if way == "recompute" and not effort.rounds - effort.slow < count:
+                        continue
+                    await on.target.evict(Prefix(model=MODEL, prompt=[]))
+                    one = await move(on, prompt)
                     if count:  # memory is touched for the first time in the first round
                         found[way].append(one)
             foreign = await stranger(on, length, effort.rounds)
@@ -310,20 +353,33 @@ async def measure(effort: Effort, console: Console) -> Report:
         lived.append(mid["live"])
         ways = [1e3 * one.downtime for one in mid.values()]
         it = mid["live"]
-        seconds = (it.step, it.standing, it.whole)
-        rows.append([length, *ways, *[1e3 * s for s in seconds], it.calls, 100 * it.slower, 100 * foreign])
+        parts = [1e3 * float(getattr(it, name)) for name in PARTS]
+        rows.append([length, *ways, *parts, it.calls, 100 * it.slower, 100 * foreign])
     return Report(
         name="downtime",
         title=f"A request moves, {effort.beside} others at each engine (ms, medians of {effort.rounds})",
-        columns=["context", *WAYS, "step", "standing", "whole", "verbs", "slower %", "memcpy %"],
+        columns=[
+            "context",
+            *WAYS,
+            "step",
+            "hold",
+            "send",
+            "start",
+            "last",
+            "whole",
+            "verbs",
+            "slower %",
+            "memcpy %",
+        ],
         rows=rows,
         findings=_findings(lived, rows),
         machine=machine,
         notes=[
-            "Downtime: the longest gap between its tokens around the move, less the usual one. Standing: "
-            "from the order to stand still, which waits for the step under way, to the target's first token. "
-            "Slower: the others' gaps while it moves, against before. Memcpy: the same while a process of "
-            "its own copies as many bytes, at once."
+            "Downtime: the longest gap between its tokens around the move, less the usual one, step. Of that "
+            "gap: hold, from the source's last token to the answer that it stands still; send, until all has "
+            "arrived; start, until the target has let it in; last, to its first token there. Slower: the "
+            "others' gaps while it moves, against before. Memcpy: the same while a process of its own copies "
+            "as many bytes, at once."
         ],
         raw=raw,
     )

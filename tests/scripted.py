@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -86,7 +86,7 @@ class ScriptedEngine:
     async def unpin(self, request: str) -> Held:
         return Held(tokens=len(request) + 1)
 
-    async def hold(self, request: str) -> Standing:
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
         return Standing(made=[Made(0, [len(request)])])
 
     async def resume(self, request: str) -> None:

@@ -94,7 +94,7 @@ class Curt:
         self._may("unpin")
         return Held(tokens=1)
 
-    async def hold(self, request: str) -> Standing:
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
         self._may("hold")
         return Standing(made=[])
 

@@ -14,32 +14,10 @@ from kvloom.core.errors import BadRequest, Unavailable
 from kvloom.core.job import Phase
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.core.verbs import PrepRecv
+from tests.engine.readers import Reader
 from tests.engines import Answer
 from tests.modelled import ask, expected, turns
 from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units
-
-
-class Reader:
-    """Takes what a request's stream brings."""
-
-    def __init__(self, unit: Unit, body: StartGenerate) -> None:
-        self.answer = Answer(tokens={one.choice: list(one.tokens) for one in body.made})
-        self.body = body
-        self._unit = unit
-        self.task = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        async with aclosing(self._unit.engine.start_generate(self.body)) as frames:
-            async for frame in frames:
-                self.answer.take(frame)
-
-    async def until(self, tokens: int) -> None:
-        """Each choice has so many, or the request is over."""
-        while not self.task.done() and (
-            len(self.answer.tokens) < self.body.n
-            or min(len(some) for some in self.answer.tokens.values()) < tokens
-        ):
-            await turns(1)
 
 
 async def send(source: Unit, target: Unit, tokens: list[int], end: int, request: str, stage: str) -> int:

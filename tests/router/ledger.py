@@ -7,7 +7,7 @@ that a test can cancel it at either point. What a position holds is the token th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -328,7 +328,7 @@ class LedgerEngine:
     async def unpin(self, request: str) -> Held:
         return Held(tokens=self.pins.pop(request, 0))
 
-    async def hold(self, request: str) -> Standing:
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
         raise NotImplementedError
 
     async def resume(self, request: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvloom.core.address import Ticket
 from kvloom.core.arrays import AnyArray
 from kvloom.core.job import Job, JobResult
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
-from kvloom.core.verbs import Standing
+from kvloom.core.verbs import RemoteSend, Standing
 from kvloom.sim.executor import Content
 from kvloom.sim.faulty_wire import FaultyWire
 from kvloom.sim.host import Host
@@ -49,8 +49,8 @@ class DeafWire(FaultyWire):
 class LyingWire(FaultyWire):
     """Of a request that stands still it is told another last token than it has."""
 
-    async def hold(self, request: str) -> Standing:
-        told = await super().hold(request)
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        told = await super().hold(request, sends)
         made = [replace(one, tokens=[*one.tokens[:-1], one.tokens[-1] ^ 1]) for one in told.made]
         return replace(told, made=made)
 
@@ -58,8 +58,8 @@ class LyingWire(FaultyWire):
 class RestlessWire(FaultyWire):
     """What is to stand still goes on."""
 
-    async def hold(self, request: str) -> Standing:
-        told = await super().hold(request)
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        told = await super().hold(request, sends)
         await self.resume(request)
         return told
 

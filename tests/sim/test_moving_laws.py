@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 from kvloom.core.request import StartGenerate
@@ -37,9 +40,9 @@ def ordeal(
     return Ordeal(1, units, {"m": 100}, Switch(0.0, program, {}), clients, **more)  # type: ignore[arg-type]
 
 
-def moving() -> Ordeal:
+def moving(**more: Any) -> Ordeal:
     """Each of them is ordered from one unit to the other, and back."""
-    return ordeal(faults=tuple(Relocation(0.5 + 0.1 * i, i % 3 / 3, "unit-0") for i in range(8)))
+    return ordeal(faults=tuple(Relocation(0.5 + 0.1 * i, i % 3 / 3, "unit-0") for i in range(8)), **more)
 
 
 def told(verdict: Verdict, law: str) -> str:
@@ -95,3 +98,16 @@ def test_what_only_a_lease_gives_back_is_seen(program: str, parts: Parts, what: 
     leaving = ordeal(program, leaves=0.05 if program == "disaggregate" else 0.5)
     assert not run_ordeal(leaving).broken
     assert what in told(run_ordeal(leaving, parts=parts), NOTHING_LEAKS)
+
+
+def test_between_the_order_to_stand_still_and_the_start_there_is_no_other_call() -> None:
+    """The last stage begins with a step, of 36 ms or more, so that there is time to make room for what the
+    step makes, 20 ms, and to tell the source."""
+    lines = run_ordeal(moving(delay=0.01), journal=True).lines
+    sent = [line.split()[3:5] for line in lines if " is sent" in line]
+    after = []
+    for request in {name.partition("~")[0] for _, name in sent}:
+        verbs = [verb for verb, name in sent if name.partition("~")[0] == request and verb != "abort"]
+        after += [then for verb, then in itertools.pairwise(verbs) if verb == "hold"]
+    assert after == ["start_generate"] * len(after)
+    assert len(after) >= 5

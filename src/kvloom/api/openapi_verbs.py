@@ -24,6 +24,7 @@ from kvloom.core.verbs import (
     PrepRecv,
     RemoteSend,
     Renew,
+    Resume,
     Sent,
     Standing,
     Unpin,
@@ -39,8 +40,8 @@ _VERBS: Final[dict[str, tuple[str, type, type]]] = {
     "renew": ("Keep a request's reservation and pin for another lease.", Renew, Lease),
     "pin": ("Keep what is cached of a prefix, for a request and a time.", Pin, Pinned),
     "unpin": ("Undo a request's pin.", Unpin, Held),
-    "hold": ("Let a running request stand still, to go on elsewhere.", Hold, Standing),
-    "resume": ("Let a held request go on here.", Hold, Done),
+    "hold": ("Let a running request stand still, to go on elsewhere, and send it there.", Hold, Standing),
+    "resume": ("Let a held request go on here.", Resume, Done),
     "offer": ("Name a running request that had better go elsewhere.", Offer, Offered),
     "evict": ("Drop what is cached of a prefix, and past it.", Prefix, Held),
 }

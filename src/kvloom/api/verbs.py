@@ -37,6 +37,7 @@ from kvloom.core.verbs import (
     PrepRecv,
     RemoteSend,
     Renew,
+    Resume,
     Standing,
     Unpin,
 )
@@ -109,9 +110,9 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
         return await client.unpin(body.request)
 
     async def hold(body: Hold) -> Standing:
-        return await client.hold(body.request)
+        return await client.hold(body.request, body.sends)
 
-    async def resume(body: Hold) -> Done:
+    async def resume(body: Resume) -> Done:
         await client.resume(body.request)
         return Done()
 
@@ -127,7 +128,7 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
         Route("/pin", verb(Pin, client.pin), methods=["POST"]),
         Route("/unpin", verb(Unpin, unpin), methods=["POST"]),
         Route("/hold", verb(Hold, hold), methods=["POST"]),
-        Route("/resume", verb(Hold, resume), methods=["POST"]),
+        Route("/resume", verb(Resume, resume), methods=["POST"]),
         Route("/offer", verb(Offer, client.offer), methods=["POST"]),
         Route("/evict", verb(Prefix, client.evict), methods=["POST"]),
         Route("/models", report(client.models), methods=["GET"]),

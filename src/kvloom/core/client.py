@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from kvloom.core.load import UnitLoad
@@ -68,8 +68,9 @@ class EngineClient(Generator, Protocol):
     async def unpin(self, request: str) -> Held:
         """Unknown requests are fine."""
 
-    async def hold(self, request: str) -> Standing:
-        """See `Hold`. Raises BadRequest where the request is not here, has ended, or has yet to begin."""
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        """See `Hold`. Raises BadRequest where the request is not here, has ended, or has yet to begin; where
+        a send has failed it stands still all the same."""
 
     async def resume(self, request: str) -> None:
         """Requests that were not held are fine."""

@@ -86,19 +86,28 @@ class Unpin(Struct, frozen=True, kw_only=True):
     request: RequestId
 
 
-class Hold(Struct, frozen=True, kw_only=True):
-    """Body of hold and resume. hold: let the request stand still after the step that is under way, so that it
-    can go on elsewhere; each of its choices must have a token. It keeps its stream, which tells all its
-    tokens, and what it has computed is cached. resume: it goes on here, as it does when nobody has said so in
-    the time of a lease."""
+class Hold(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Let the request stand still after the step that is under way, so that it can go on elsewhere; each of
+    its choices must have a token. It keeps its stream, which tells all its tokens, and what it has computed
+    is cached. `sends` are done then, each as far as its tokens have K and V here."""
 
     request: RequestId
+    sends: list[RemoteSend] = []
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """Answer to hold: all tokens of the choices that have not ended."""
+    """Answer to hold, when all that was to be sent has arrived. made: all tokens of the choices that have not
+    ended. sent: for each of `sends`, up to which token its target has K and V."""
 
     made: list[Made]
+    sent: list[int] = []
+
+
+class Resume(Struct, frozen=True, kw_only=True):
+    """Let a request that stands still go on here, as it does when nobody has said so in the time of a
+    lease."""
+
+    request: RequestId
 
 
 class Offer(Struct, frozen=True, omit_defaults=True, kw_only=True):

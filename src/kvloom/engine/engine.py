@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -105,6 +105,7 @@ class Engine:
         """Until `stop`, and then until the last job has ended."""
         while True:
             self._flights.take_in()
+            await self._requests.errands.told()
             self._expire()
             if self._stopping and self._flights.none and self.weaving.due is None:
                 self.weaving.give_back_all()
@@ -238,9 +239,12 @@ class Engine:
         self._called()
         return Held(tokens=self._pins.unpin(request))
 
-    async def hold(self, request: str) -> Standing:
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        for body in sends:
+            self._requests.check_prompt(body.model, body.prompt)
         self._called()
-        return await self._holds.hold(request)
+        made = await self._holds.hold(request)
+        return Standing(made=made, sent=await self._shipping.send_what_is_here(sends))
 
     async def resume(self, request: str) -> None:
         self._called()

@@ -17,6 +17,7 @@ class Errands:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Stream, Callable[[], None]]] = []
+        self._done = False  # since `told`
 
     async def do(self, stream: Stream, errand: Callable[[], T]) -> T:
         """What it returns, or the KvloomError that it raises. Done at once, or when the job under way has
@@ -36,11 +37,17 @@ class Errands:
         self._waiting.append((stream, do))
         return await done
 
+    async def told(self) -> None:
+        """Whoever had to wait goes on before the next job begins, which would want the core for itself."""
+        if self._done:
+            self._done = False
+            await asyncio.sleep(0)
+
     def run(self) -> None:
         """A job has landed."""
         if not self._waiting:
             return
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._done = self._waiting, [], True
         for stream, do in waiting:
             if stream.in_job:
                 self._waiting.append((stream, do))

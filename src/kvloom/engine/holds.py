@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest
 from kvloom.core.request import Made
-from kvloom.core.verbs import Standing
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Status
@@ -60,14 +59,15 @@ class Holds:
         for tree, path in self._kept.pop(request, ()):
             tree.unpin(path)
 
-    async def hold(self, request: str) -> Standing:
-        """Raises BadRequest where the request is not here, or has ended, or a choice has yet to begin."""
+    async def hold(self, request: str) -> list[Made]:
+        """All tokens of the choices that have not ended. Raises BadRequest where the request is not here, or
+        has ended, or a choice has yet to begin."""
         stream = self._requests.stream(request)
         if stream is None:
             raise BadRequest(f"no request {request} is here: it never was, or it has ended", param="request")
         return await self._requests.errands.do(stream, lambda: self._stand_still(stream))
 
-    def _stand_still(self, stream: Stream) -> Standing:
+    def _stand_still(self, stream: Stream) -> list[Made]:
         live = stream.live
         if not live or not all(sequence.output_length for sequence in live):
             problem = "has a choice without a token; ask once each has one" if live else "has ended"
@@ -80,7 +80,7 @@ class Holds:
                 if path := tree.pin(sequence.tokens.list()):
                     kept.append((tree, path))
         self._due[stream.body.request] = self._clock.now() + self._lease
-        return Standing(made=[Made(sequence.choice, sequence.tokens.output.tolist()) for sequence in live])
+        return [Made(sequence.choice, sequence.tokens.output.tolist()) for sequence in live]
 
     async def resume(self, request: str) -> None:
         """Requests that do not stand still, and unknown ones, are fine. A hold that waits for the step under

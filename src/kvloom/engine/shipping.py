@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+
+from msgspec.structs import replace
 
 from kvloom.core.address import Endpoint, Ticket, resolve
 from kvloom.core.errors import BadRequest, KvloomError, Unavailable
 from kvloom.core.request import EndEvent, StartGenerate
 from kvloom.core.sampling import SamplingParams
+from kvloom.core.together import together
 from kvloom.core.transport import Transport
 from kvloom.core.verbs import RemoteSend, Sent
 from kvloom.engine.model_queue import ModelQueue
@@ -73,6 +76,27 @@ class Shipping:
         while len(self._known) > _REMEMBERED and next(iter(self._known.values())).done():
             self._known.popitem(last=False)
         return sent
+
+    async def send_what_is_here(self, bodies: Sequence[RemoteSend]) -> list[int]:
+        """At the same time, each up to its end or as far as it is cached. Returns how far they have come."""
+        ranges = [self._here(body) for body in bodies]
+        orders = [
+            replace(body, end=end) for body, (begin, end) in zip(bodies, ranges, strict=True) if begin < end
+        ]
+        if len(orders) == 1:
+            await self.send(orders[0])
+        elif orders:
+            async with together() as group:
+                for order in orders:
+                    group.create_task(self.send(order))
+        return [end for _, end in ranges]
+
+    def _here(self, body: RemoteSend) -> tuple[int, int]:
+        """Its begin, and up to which token it is cached."""
+        length = len(body.prompt)
+        begin, end = resolve(body.begin, length, "begin"), resolve(body.end, length, "end")
+        _, cached = self._queues[body.model].cache.prefixes.match(body.prompt, end)
+        return begin, max(begin, cached)
 
     def abort(self, request: str) -> None:
         """Give up the request's sends; unknown ones are fine."""

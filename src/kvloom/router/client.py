@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -27,6 +27,7 @@ from kvloom.core.verbs import (
     PrepRecv,
     RemoteSend,
     Renew,
+    Resume,
     Sent,
     Standing,
     Unpin,
@@ -109,11 +110,12 @@ class HttpEngineClient:
     async def unpin(self, request: str) -> Held:
         return await self._call("POST", "/verbs/unpin", Held, self._encode(Unpin(request=request)))
 
-    async def hold(self, request: str) -> Standing:
-        return await self._call("POST", "/verbs/hold", Standing, self._encode(Hold(request=request)))
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        body = self._encode(Hold(request=request, sends=list(sends)))
+        return await self._call("POST", "/verbs/hold", Standing, body)
 
     async def resume(self, request: str) -> None:
-        await self._call("POST", "/verbs/resume", dict[str, bool], self._encode(Hold(request=request)))
+        await self._call("POST", "/verbs/resume", dict[str, bool], self._encode(Resume(request=request)))
 
     async def offer(self, body: Offer) -> Offered:
         return await self._call("POST", "/verbs/offer", Offered, self._encode(body))

@@ -138,6 +138,7 @@ class Course:
         finally:
             if self.runs(replica, name):
                 self.running = None
+            self._progress.tell()
             self._holdings.is_to_compute(replica, 0)
         self._holdings.let_go(replica, "work", name)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.core.request import Made
+from kvloom.core.together import together
 from kvloom.router.replica import Replica
 from kvloom.router.room import Room
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 ROUNDS: Final = 6  # of copying while it decodes; what has grown meanwhile is the next one's
 PIECE: Final = 512  # tokens copied at a time
 PAUSE: Final = 2.0  # times what a piece has taken: until the next one
+LULL: Final = 0.5  # seconds for which the last stage waits at most for a step to end
 STANDSTILL: Final = 2.0  # seconds for which it stands still at most; then it goes on where it is
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.6  # seconds until the source is told again what it has not heard
 
@@ -71,6 +73,7 @@ class Move:
         source = self._source.client
         try:
             await self._copy_while_it_runs()
+            await self._next_token()
             rooms = await self._last_rooms()
             async with asyncio.timeout(STANDSTILL):
                 await self._go_over(rooms)
@@ -87,14 +90,14 @@ class Move:
     async def _go_over(self, rooms: dict[int, Room]) -> None:
         """It stands still from here on."""
         self.become(Stage.HELD)  # perhaps even where the answer is lost
-        made = (await self._source.client.hold(self._name)).made
-        async with _together() as group:
-            for one in made:
-                if one.choice in rooms:
-                    group.create_task(self._fill(rooms[one.choice], one))
-        behind = [one for one in made if self._missing(one)]
+        sends = {choice: order for choice, room in rooms.items() if (order := room.order())}
+        standing = await self._source.client.hold(self._name, list(sends.values()))
+        made = standing.made
+        self._copied |= {choice: room.matched for choice, room in rooms.items()}
+        self._copied |= dict(zip(sends, standing.sent, strict=True))
+        behind = [one for one in made if self._missing(one) > 0]
         taken = None if behind else rooms.get(made[0].choice)
-        async with _together() as group:
+        async with together() as group:
             for room in rooms.values():
                 if room is not taken:
                     group.create_task(room.free())
@@ -147,15 +150,27 @@ class Move:
             if done < end:
                 await self._clock.sleep(PAUSE * (self._clock.now() - began))
 
+    async def _next_token(self) -> None:
+        """There is a whole step then in which to make room and to tell the source: what has grown by more
+        than that step has too little room, and stands still until there is more."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LULL):
+                await self._call.progress.news()
+
     async def _last_rooms(self) -> dict[int, Room]:
         """By choice, for what it will have when the step under way is over, if it is the last. Those for whom
         there is no room beside the others' have none."""
-        rooms = {}
-        with suppress(OutOfBlocks, QueueFull):
-            for one in self._made():
-                room = self._room(one)
+        rooms: dict[int, Room] = {}
+
+        async def reserve(one: Made) -> None:
+            room = self._room(one)
+            with suppress(OutOfBlocks, QueueFull):
                 await room.reserve(self._end(one) + 1)
                 rooms[one.choice] = room
+
+        async with together() as group:
+            for one in self._made():
+                group.create_task(reserve(one))
         return rooms
 
     async def _copy(self, made: Made, end: int) -> None:
@@ -164,9 +179,6 @@ class Move:
         await room.fill(end)
         await room.free()
         self._copied[made.choice] = end
-
-    async def _fill(self, room: Room, made: Made) -> None:
-        self._copied[made.choice] = await room.fill(self._end(made))
 
     def _room(self, made: Made) -> Room:
         room = Room(
@@ -194,13 +206,3 @@ class Move:
     def _missing(self, made: Made) -> int:
         """Tokens of which the target has no K and V yet."""
         return self._end(made) - self._copied.get(made.choice, 0)
-
-
-@asynccontextmanager
-async def _together() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group of which the first failure is the failure."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Set
 
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ class Progress:
         self._open: dict[int, list[int]] = {choice: [] for choice in range(n)}
         self._unwanted: set[int] = set()
         self._spared: dict[int, int] = {}  # cached tokens, by choice, of one that has moved
+        self._news = asyncio.Event()
 
     @property
     def over(self) -> bool:
@@ -54,8 +56,19 @@ class Progress:
         """What the choices that have not ended have: none where all begin."""
         return [Made(choice, tokens[:]) for choice, tokens in self._open.items()] if self.begun else []
 
+    async def news(self) -> None:
+        """Until the caller has seen more, or who generates has stopped."""
+        self._news.clear()
+        await self._news.wait()
+
+    def tell(self) -> None:
+        """There is news."""
+        self._news.set()
+
     def note(self, frame: list[Event]) -> None:
         """The caller is about to see the frame. Raises KvloomError where it does not follow on what was."""
+        if frame:
+            self.tell()
         for event in frame:
             self.begun = True
             if isinstance(event, PromptEvent):

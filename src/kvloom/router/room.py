@@ -37,24 +37,38 @@ class Room:
         self._asked = asyncio.ensure_future(self._target.client.prep_recv(body))
         await asyncio.shield(self._asked)
 
-    async def fill(self, end: int) -> int:
-        """From the source, up to `end` or as far as there is room; returns how far."""
-        assert self._asked is not None, "reserve comes first"
-        spot = self._asked.result()
-        end = min(end, spot.end)
-        if spot.matched < end:
-            order = RemoteSend(
-                model=self._source.card.name,
-                request=self._request,
-                prompt=self.context,
-                address=spot.address,
-                peer=spot.peer,
-                begin=spot.matched,
-                end=end,
-                priority=self._priority,
-            )
+    @property
+    def matched(self) -> int:
+        """Tokens that the target had already."""
+        return self._spot.matched
+
+    def order(self, end: int | None = None) -> RemoteSend | None:
+        """For the source to fill it, up to `end` or as far as there is room; None where nothing is to be
+        sent."""
+        spot = self._spot
+        end = spot.end if end is None else min(end, spot.end)
+        if spot.matched >= end:
+            return None
+        return RemoteSend(
+            model=self._source.card.name,
+            request=self._request,
+            prompt=self.context,
+            address=spot.address,
+            peer=spot.peer,
+            begin=spot.matched,
+            end=end,
+            priority=self._priority,
+        )
+
+    async def fill(self, end: int) -> None:
+        """From the source, up to `end` or as far as there is room."""
+        if order := self.order(end):
             await self._source.client.remote_send(order)
-        return end
+
+    @property
+    def _spot(self) -> Prepared:
+        assert self._asked is not None, "reserve comes first"
+        return self._asked.result()
 
     async def free(self) -> None:
         """What has arrived stays cached. Where the target does not answer its lease ends it."""

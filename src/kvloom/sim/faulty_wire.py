@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -91,8 +91,8 @@ class FaultyWire:
     async def unpin(self, request: str) -> Held:
         return await self._call("unpin", request, lambda engine: engine.unpin(request))
 
-    async def hold(self, request: str) -> Standing:
-        return await self._call("hold", request, lambda engine: engine.hold(request))
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        return await self._call("hold", request, lambda engine: engine.hold(request, sends))
 
     async def resume(self, request: str) -> None:
         await self._call("resume", request, lambda engine: engine.resume(request))

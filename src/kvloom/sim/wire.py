@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -71,8 +71,8 @@ class ModelledWire:
     async def unpin(self, request: str) -> Held:
         return await self._there_and_back(lambda engine: engine.unpin(request))
 
-    async def hold(self, request: str) -> Standing:
-        return await self._there_and_back(lambda engine: engine.hold(request))
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        return await self._there_and_back(lambda engine: engine.hold(request, sends))
 
     async def resume(self, request: str) -> None:
         await self._there_and_back(lambda engine: engine.resume(request))
