@@ -60,8 +60,9 @@ class Job:
 
     A decode job may take several `steps`, each of which gives every sequence a token and reads the one that
     the step before it has drawn; `tokens`, samples and plan are the first step's. No draw of such a job reads
-    `output` or `allowed`. away: rows after those of `plan` whose K and V another unit has. told: called on the
-    loop with this job and the tokens of each step but the last, as they come, by an executor that is `ahead`.
+    `output` or `allowed`. away: rows after those of `plan` whose K and V another unit has. told: called on
+    the loop with this job and the tokens of each step but the last, as they come, by an executor that is
+    `ahead`.
     """
 
     model: str

@@ -34,7 +34,7 @@ class Plan:
     sends:     to be done after each layer's write.
     versions:  [pages] another number after each change of a page's row of page_map, for who keeps a copy of
                it; None where nobody counts.
-    ahead:     tokens of each sequence that `tables` has pages for, where that is more than it appends; else 0.
+    ahead:     tokens of each sequence that `tables` has pages for, where that may be more than it appends.
     """
 
     model: str

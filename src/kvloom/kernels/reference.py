@@ -232,8 +232,8 @@ def advance(
 ) -> None:
     """In place: each of the first B rows appends the token that it has drawn, ids [B], one position on.
 
-    tokens, positions, lengths, slot_page and slot_offset have B rows or more; tables [B, P] has the page of the
-    new position, of page_tokens tokens.
+    tokens, positions, lengths, slot_page and slot_offset have B rows or more; tables [B, P] has the page of
+    the new position, of page_tokens tokens.
     """
     rows = len(ids)
     tokens[:rows] = ids

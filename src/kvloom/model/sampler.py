@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from kvloom.core.job import PromptRow, SampleRow
@@ -15,16 +16,16 @@ from kvloom.kernels.draw import draw
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def uniform(keys: Sequence[int], indices: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """One number in [0, 1) for each (key, index): SplitMix64's finaliser (Steele, Lea and Flood, 2014) over
-    the key's own stream, 53 bits of it."""
+def uniform(keys: ArrayLike, indices: ArrayLike) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (key, index), of shapes that broadcast: SplitMix64's finaliser (Steele,
+    Lea and Flood, 2014) over the key's own stream, 53 bits of it."""
     with np.errstate(over="ignore"):
         index = np.asarray(indices, dtype=np.uint64) + np.uint64(1)
         z = _mix(np.asarray(keys, dtype=np.uint64)) + index * np.uint64(_GOLDEN)
         return (_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,54 +21,68 @@ from kvloom.core.job import Job, JobResult, Phase
 from kvloom.core.plan import PageCopy
 from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.kv.arena import Store
-from kvloom.model.gpu.attender import DeviceAttender
 from kvloom.model.gpu.device import Device
 from kvloom.model.gpu.graphs import Buffers, DecodeSteps, buckets_up_to
+from kvloom.model.gpu.loans import Loans
 from kvloom.model.gpu.model import DeviceModel
+from kvloom.model.gpu.operations import Operations
 from kvloom.model.gpu.partitions import Lane
-from kvloom.model.gpu.polling import PolledSteps
+from kvloom.model.gpu.progress import Progress
 from kvloom.model.gpu.sampling import Draws
 from kvloom.model.gpu.staging import Sent, Staging, widened
 from kvloom.model.gpu.state import Places, PrefillState
+from kvloom.model.gpu.streams import Mark
 from kvloom.model.sampler import prompt_logprobs
+
+STRIDE: Final = 32  # steps of a decode job: each takes a row's next page at once, of about as many tokens
 
 
 class _Slot:
-    """A thread for one job at a time, with memory of its own to send from and fetch to."""
+    """A thread for one job at a time, with memory of its own to send from and fetch to. job: its last one."""
 
     def __init__(self, number: int, device: Device) -> None:
         self.thread = ThreadPoolExecutor(1, f"gpu-job-{number}")
         self.staging = Staging(device)
+        self.job: Job | None = None
+        self.progress = Progress(1)
 
 
 class GpuExecutor:
     """Satisfies core's `Executor`. A job has a thread and a lane; a share is a number of multiprocessors.
 
-    A job's thread asks the device for all that the job needs, and then waits once, for its tokens. Jobs that
-    share a lane ask one after the other; jobs on lanes of one partition's sides run at the same time.
+    A job's thread asks the device for all that the job needs, and then waits for its tokens. In a job of
+    several steps a step's tokens go into the next on the device, which has always been asked for one step
+    more than the one whose tokens the thread waits for. Jobs that share a lane ask step after step by turns;
+    jobs on lanes of one partition's sides run at the same time.
     """
 
     def __init__(self, models: dict[str, DeviceModel], arena: Store, device: Device) -> None:
         self.arena = arena
         self.blocks = arena.blocks
         self.compute = device.compute
-        self.stride = 1
+        self.stride, self.ahead = STRIDE, 1
         self._models = models
         self._device = device
         self._slots: list[_Slot] = []
         self._idle: list[_Slot] = []
         self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
         self._buffers: dict[Lane, Buffers] = {}
-        self._polled: PolledSteps | None = None
+        self.loans = Loans(models, self._buffers, device.partitions.lanes)
         self._reason = ""
         self._breaks = asyncio.Event()
 
     def prepare(
-        self, *, most_running: int, chunk: int, progress: Callable[[str], None] = lambda _: None
+        self,
+        *,
+        most_running: int,
+        chunk: int,
+        progress: Callable[[str], None] = lambda _: None,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         """Run what jobs will run, so that kernels are compiled, memory is taken and decode steps are
-        recorded. chunk: prompt tokens of a job. Raises torch's OutOfMemoryError where the rest of the
-        memory is too little."""
+        recorded. chunk: prompt tokens of a job. agree: whether all ranks have recorded a step, where there
+        are several; it raises where some have and others have not. Raises torch's OutOfMemoryError where
+        the rest of the memory is too little."""
         self._device.enter()
         pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
         for model in self._models.values():
@@ -81,18 +96,21 @@ class GpuExecutor:
                 progress(f"recording decode steps of {name} ({i + 1}/{len(self._device.partitions.lanes)})")
                 steps = self._steps[name, lane] = DecodeSteps(model, lane, buffers)
                 for rows in buckets_up_to(most_running):
-                    if not steps.record(rows):
+                    if not agree(steps.record(rows)):
                         break
 
-    def lend(self, attender: DeviceAttender | None) -> None:
-        """From the next job on forwards poll for its tasks; with None, none does. Waits for jobs that are
-        asking the device just now."""
-        with ExitStack() as stack:
-            for lane in self._device.partitions.lanes:
-                stack.enter_context(lane.lock)
-            if self._polled is not None:
-                self._polled.close()
-            self._polled = PolledSteps(attender, self._models, self._buffers) if attender else None
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    @property
+    def operations(self) -> Operations:
+        """All models have the same."""
+        return next(iter(self._models.values())).operations
+
+    def heads(self, model: str) -> int:
+        """Of q, in all its layers; 0 where they differ."""
+        return self._models[model].heads
 
     @property
     def cards(self) -> dict[str, ModelCard]:
@@ -113,7 +131,14 @@ class GpuExecutor:
             self._slots.append(_Slot(len(self._slots), self._device))
             self._idle.append(self._slots[-1])
         slot = self._idle.pop()
-        future = asyncio.get_running_loop().run_in_executor(slot.thread, self._run, job, lane, slot.staging)
+        slot.job, slot.progress = job, Progress(job.steps)
+        loop = asyncio.get_running_loop()
+
+        def tell(tokens: list[int]) -> None:
+            if job.told is not None:
+                loop.call_soon_threadsafe(job.told, job, tokens)
+
+        future = loop.run_in_executor(slot.thread, self._run, job, lane, slot.staging, slot.progress, tell)
 
         def ended(job: asyncio.Future[JobResult]) -> None:
             self._idle.append(slot)
@@ -126,10 +151,14 @@ class GpuExecutor:
         return future
 
     def taken(self, job: Job) -> int:
-        return job.steps
+        return self._progress(job).begun
 
     def cut(self, job: Job) -> None:
-        """Each has one step."""
+        self._progress(job).cut()
+
+    def _progress(self, job: Job) -> Progress:
+        """Of a job whose result has not been taken in: no other has its slot yet."""
+        return next(slot.progress for slot in self._slots if slot.job is job)
 
     def close(self) -> None:
         """Wait for running jobs and end the threads."""
@@ -138,11 +167,16 @@ class GpuExecutor:
 
     # on a job's thread
 
-    def _run(self, job: Job, lane: Lane, staging: Staging) -> JobResult:
+    def _run(
+        self, job: Job, lane: Lane, staging: Staging, progress: Progress, tell: Callable[[list[int]], None]
+    ) -> JobResult:
         started = time.perf_counter()
         self._device.enter()
+        woven = self.loans.woven(job)
         try:
-            tokens, reports, prompts = self._ask(job, lane, staging)
+            if woven is not None:
+                woven.move(self.arena.bytes, job)
+            tokens, reports, prompts = self._ask(job, lane, staging, progress, tell)
         except torch.OutOfMemoryError as error:
             lane.mark().wait()  # what was asked for may still write to blocks that are about to be others'
             self._device.trim()
@@ -155,32 +189,55 @@ class GpuExecutor:
         except BaseException:
             lane.mark().wait()
             raise
-        return JobResult(tokens, list(reports), prompts, time.perf_counter() - started)
+        lost = woven.lost() if woven is not None else None
+        return JobResult(tokens, list(reports), prompts, time.perf_counter() - started, lost)
 
     def _ask(
-        self, job: Job, lane: Lane, staging: Staging
+        self, job: Job, lane: Lane, staging: Staging, progress: Progress, tell: Callable[[list[int]], None]
     ) -> tuple[list[int], Sequence[TokenLogprob | None], list[TokenLogprob]]:
-        model, draws = self._models[job.model], Draws.of(job.samples)
-        with torch.inference_mode(), lane.lock, lane.entered(), self._polling():
-            run = self._decode if job.phase is Phase.DECODE else self._prefill
-            logits, sent = run(model, job, lane, staging, draws)
-            count = len(job.samples)
-            ids, reports = draws.take(logits[:count], sent.arrays)
-            prompts = prompt_logprobs(logits[count:], job.prompts)
-            tokens, mark = staging.fetch(ids), lane.mark()
-        mark.wait()
-        return tokens.tolist(), reports, prompts
+        model, draws = self._models[job.model], Draws.of(job.samples, job.steps)
+        with torch.inference_mode():
+            with self._turn(job, lane), self._told(job):
+                steps = self._steps_of(job, lane) if job.phase is Phase.DECODE else None
+                if steps is None:
+                    logits, sent = self._prefill(model, job, lane, staging, draws)
+                else:
+                    logits, sent = self._decode(model, job, lane, staging, draws, steps)
+                count = len(job.samples)
+                ids, reports = draws.take(logits[:count], sent.arrays)
+                prompts = prompt_logprobs(logits[count:], job.prompts)
+                asked = staging.fetch(ids), lane.mark()
+            drawn: list[int] = []
+            while steps is not None and job.steps > 1 and draws.on_device:
+                with self._turn(job, lane):
+                    if steps is not self._steps_of(job, lane) or not progress.goes_on():
+                        break
+                    model.advance(sent, ids)
+                    ids, _ = draws.take(steps.run(job, sent), sent.arrays, progress.begun - 1)
+                    later = staging.fetch(ids), lane.mark()
+                tell(landed := _landed(asked))
+                drawn, asked = drawn + landed, later
+            drawn += _landed(asked)
+        return drawn, reports or [None] * len(drawn), prompts
 
-    def _polling(self) -> AbstractContextManager[None]:
-        """With a lane's lock, which keeps `_polled` what it is."""
-        return self._polled.attender.polled() if self._polled else nullcontext()
+    @contextmanager
+    def _turn(self, job: Job, lane: Lane) -> Iterator[None]:
+        """What this thread asks for goes to the lane, and nothing of others comes between."""
+        with lane.lock, lane.entered(), self.loans.polling(job):
+            yield
+
+    def _told(self, job: Job) -> AbstractContextManager[None]:
+        """While in it, other ranks are told of the job, where there are others."""
+        return nullcontext()
+
+    def _steps_of(self, job: Job, lane: Lane) -> DecodeSteps:
+        """In a turn of the lane, in which loans stay what they are."""
+        return self.loans.steps(job, lane) or self._steps[job.model, lane]
 
     def _decode(
-        self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws
+        self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws, steps: DecodeSteps
     ) -> tuple[Tensor, Sent]:
-        """→ logits [samples and prompts, V], and what was sent."""
-        polled = self._polled
-        steps = polled.steps(job, lane) if polled else self._steps[job.model, lane]
+        """The first step → logits [samples and prompts, V], and what was sent."""
         arrays = steps.arrays(job) | _kept(job) | draws.arrays | model.copies(job.plan.copies)
         sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
         model.copy_pages(sent)
@@ -212,8 +269,7 @@ class GpuExecutor:
             for send in plan.sends:
                 send.shipment.put(send.parcel(plan.page_map, layer))
 
-        poll = self._polled.attender.poll if self._polled else _nothing
-        return _prefill(model, sent.arrays, written, poll), sent
+        return _prefill(model, sent.arrays, written, self.loans.poll), sent
 
     def _rehearse(self, model: DeviceModel, tokens: int) -> None:
         """A prefill of so many tokens that are written nowhere, and a copy of no tokens."""
@@ -232,12 +288,16 @@ class GpuExecutor:
         with torch.inference_mode(), lane.entered():
             sent = Staging(self._device).send(arrays)
             model.copy_pages(sent)
-            _prefill(model, sent.arrays, lambda layer: None, _nothing)
+            _prefill(model, sent.arrays, lambda layer: None, lambda: None)
         lane.mark().wait()
 
 
-def _nothing() -> None:
-    """Between two operators."""
+def _landed(asked: tuple[Tensor, Mark]) -> list[int]:
+    """Tokens on their way to the host, once they are there."""
+    tokens, mark = asked
+    mark.wait()
+    found: list[int] = tokens.tolist()
+    return found
 
 
 def _prefill(
@@ -251,6 +311,4 @@ def _prefill(
 
 
 def _kept(job: Job) -> dict[str, AnyArray]:
-    """The rows whose logits are wanted: those of the draws, then those of the prompt's tokens."""
-    rows = [row.row for row in job.samples] + [row.row for row in job.prompts]
-    return {"kept": np.asarray(rows, dtype=np.int64)}
+    return {"kept": job.kept}

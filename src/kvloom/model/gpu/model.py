@@ -22,11 +22,13 @@ from kvloom.model.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """arena: [blocks, 2, T, D], as this model sees `memory`, the pool's bytes."""
+    """heads: of q, in all layers; 0 where they differ. arena: [blocks, 2, T, D], as this model sees `memory`,
+    the pool's bytes."""
 
     module: Any
     geometry: Geometry
     card: ModelCard
+    heads: int
     operations: Operations
     memory: Tensor
     arena: Tensor
@@ -38,7 +40,8 @@ class DeviceModel:
         pages = store.blocks // geometry.blocks_per_page
         view = store.view(geometry.head_dim, loaded.dtype)
         page_map = DevicePageMap(geometry, pages, device)
-        return cls(loaded.module, geometry, loaded.card, operations, store.bytes, view, page_map)
+        form = geometry, loaded.card, loaded.heads
+        return cls(loaded.module, *form, operations, store.bytes, view, page_map)
 
     def logits(
         self, tokens: Tensor, positions: Tensor, state: DecodeState | PrefillState, kept: Tensor | None = None
@@ -52,6 +55,11 @@ class DeviceModel:
             kv=state,
         ).logits[0]
         return out
+
+    def advance(self, sent: Sent, ids: Tensor) -> None:
+        """A decode step's inputs become the next one's: ids [B] are what its first B rows have drawn."""
+        names = ("tokens", "positions", "lengths", "slot_page", "slot_offset", "tables")
+        self.operations.advance(ids, *(sent.arrays[name] for name in names), self.geometry.tokens_per_block)
 
     def copies(self, copies: tuple[PageCopy, ...]) -> dict[str, AnyArray]:
         """What `copy_pages` needs on the device."""

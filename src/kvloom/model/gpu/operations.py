@@ -24,10 +24,13 @@ class Operations:
     decode_attention: Callable[..., None]
     prefill_attention: Callable[..., None]
     copy_pages: Callable[..., None]
+    advance: Callable[..., None]
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     gated: Callable[[Tensor, Activation], Tensor]
     serve: Callable[..., None]
+    post: Callable[..., None]
+    collect: Callable[..., None]
     workspace: Callable[[int, int, int, int, int, int, torch.device], Any]
 
 
@@ -49,10 +52,13 @@ def plain_operations() -> Operations:
         decode,
         reference.prefill_attention,
         reference.copy_pages,
+        reference.advance,
         reference.rms_norm,
         rotate,
         reference.gated,
         mail_reference.serve,
+        mail_reference.post,
+        mail_reference.collect,
         nothing,
     )
 
@@ -61,6 +67,8 @@ def triton_operations() -> Operations:
     """Imported here alone: triton reads its environment when it is."""
     from kvloom.kernels.triton import (  # noqa: PLC0415
         activation,
+        advance,
+        ask,
         copy,
         decode,
         norm,
@@ -87,9 +95,12 @@ def triton_operations() -> Operations:
         decode.decode_attention,
         prefill.prefill_attention,
         copy.copy_pages,
+        advance.advance,
         norm.rms_norm,
         rotary.rotate,
         activation.gated,
         serve.serve,
+        ask.post,
+        ask.collect,
         workspace,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -56,7 +57,8 @@ class Staging:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._inputs, self._outputs = device.pinned(_LEAST), device.pinned(_LEAST)
+        self._inputs = device.pinned(_LEAST)
+        self._outputs = deque(device.pinned(_LEAST) for _ in range(2))  # a step's, and the next one's
 
     def send(self, arrays: Mapping[str, AnyArray]) -> Sent:
         """By the current stream, in one copy."""
@@ -71,11 +73,12 @@ class Staging:
 
     def fetch(self, values: Tensor) -> Tensor:
         """values [n] int64 in the host's memory, once what the current stream has to do until here is
-        done."""
+        done; there until the next but one."""
         size = values.numel() * values.itemsize
-        if self._outputs.numel() < size:
-            self._outputs = self._device.pinned(2 * size)
-        host = self._outputs[:size].view(values.dtype)
+        self._outputs.rotate()
+        if self._outputs[0].numel() < size:
+            self._outputs[0] = self._device.pinned(2 * size)
+        host = self._outputs[0][:size].view(values.dtype)
         host.copy_(values, non_blocking=True)
         return host
 

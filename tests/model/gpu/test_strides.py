@@ -1,0 +1,152 @@
+"""Decode jobs of several steps on the GPU's executor: the same tokens, however many steps they have and
+wherever they are cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.core.job import Job, Phase
+from kvloom.core.request import StartGenerate
+from kvloom.model.gpu.device import Device
+from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.model.gpu.loading import load_executor
+from kvloom.model.gpu.operations import plain_operations
+from kvloom.model.gpu.partitions import Lane, Partitions
+from kvloom.model.gpu.streams import HostMark, HostStream
+from tests.checkpoints import make_checkpoint
+from tests.engines import Answer, ask, body, spec_of
+from tests.model.gpu.engines import COMPUTE, running_executor
+
+COUNT = 24
+PROMPTS = [[(11 * i + 3 * j) % 250 for j in range(5 + 9 * i)] for i in range(3)]
+
+
+class _Stream(HostStream):
+    """Before some waits, counted over all, whatever runs is cut."""
+
+    def __init__(self) -> None:
+        self.executor: GpuExecutor | None = None
+        self.cuts: set[int] = set()
+        self.waits = 0
+
+    def mark(self) -> HostMark:
+        return _Mark(self)
+
+
+class _Mark(HostMark):
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+
+    def wait(self) -> None:
+        stream = self._stream
+        stream.waits += 1
+        if stream.executor is not None and stream.waits in stream.cuts:
+            for slot in stream.executor._slots:
+                slot.progress.cut()
+
+
+class _Kept(GpuExecutor):
+    """Engines come and go; its threads stay. seen: the steps that each decode job was to take."""
+
+    seen: list[int]
+
+    def launch(self, job: Job) -> asyncio.Future[object]:  # type: ignore[override]
+        if job.phase is Phase.DECODE:
+            self.seen.append(job.steps)
+        return super().launch(job)  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Not yet."""
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[_Kept, _Stream]]:
+    path = make_checkpoint(tmp_path_factory.mktemp("m"), "llama", num_hidden_layers=2)
+    stream = _Stream()
+    device = Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, stream), []))
+    executor = load_executor(spec_of({"m": path}, max_running=4), device, plain_operations())
+    executor.__class__ = _Kept
+    assert isinstance(executor, _Kept)
+    stream.executor = executor
+    yield executor, stream
+    GpuExecutor.close(executor)
+
+
+def serve(executor: _Kept, stride: int, bodies: list[StartGenerate]) -> list[Answer]:
+    executor.stride, executor.seen = stride, []
+
+    async def run() -> list[Answer]:
+        async with running_executor(spec_of({"m": Path("unread")}, max_running=4), executor) as engine:
+            return await asyncio.gather(*(ask(engine, one) for one in bodies))
+
+    return asyncio.run(run())
+
+
+def asked(stops: list[tuple[int, ...]]) -> list[StartGenerate]:
+    """Greedy, drawn, and drawn from few."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20, "min_p": 0.01},
+    ]
+    return [
+        body("m", prompt, max_tokens=COUNT, stop_token_ids=stop, **way)
+        for prompt, stop, way in zip(PROMPTS, stops, ways, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(kept: tuple[_Kept, _Stream]) -> list[list[int]]:
+    """What each request has where a job is one step."""
+    answers = serve(kept[0], 1, asked([()] * 3))
+    assert set(kept[0].seen) == {1}
+    return [answer.tokens[0] for answer in answers]
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+)
+@given(
+    stride=st.integers(2, 9),
+    cuts=st.sets(st.integers(1, 40), max_size=6),
+    stops=st.lists(st.integers(0, COUNT), min_size=3, max_size=3),
+)
+def test_any_stride_cut_anywhere_gives_the_tokens_of_single_steps(
+    kept: tuple[_Kept, _Stream], alone: list[list[int]], stride: int, cuts: set[int], stops: list[int]
+) -> None:
+    """stops: the place of the token that each request ends by; `COUNT` for none."""
+    executor, stream = kept
+    stream.waits, stream.cuts = 0, cuts
+    ends = [tuple(tokens[at : at + 1]) for tokens, at in zip(alone, stops, strict=True)]
+    answers = serve(executor, stride, asked(ends))
+    stream.cuts = set()
+    assert max(executor.seen, default=stride) == stride or min(stops) < COUNT
+    for answer, tokens, end in zip(answers, alone, ends, strict=True):
+        count = tokens.index(end[0]) + 1 if end else COUNT
+        assert answer.tokens[0] == tokens[:count]
+        assert answer.ends[0].reason == ("stop" if end else "length")
+
+
+def test_a_lone_request_takes_a_job_for_each_stride(
+    kept: tuple[_Kept, _Stream], alone: list[list[int]]
+) -> None:
+    answers = serve(kept[0], 8, asked([()] * 3)[:1])
+    assert answers[0].tokens[0] == alone[0]
+    assert kept[0].seen == [8, 8, 7]
+
+
+def test_what_the_host_has_a_say_in_goes_step_by_step(kept: tuple[_Kept, _Stream]) -> None:
+    ways: list[dict[str, Any]] = [{"logprobs": 0}, {"logit_bias": {7: 1.0}}, {"presence_penalty": 0.5}]
+    for way in ways:
+        serve(kept[0], 8, [body("m", PROMPTS[0], max_tokens=4, **way)])
+        assert kept[0].seen == [1, 1, 1], way
