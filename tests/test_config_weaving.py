@@ -74,9 +74,27 @@ def test_what_cannot_be_is_refused_in_one_line(file: Path, text: str, words: lis
 
 
 def test_a_unit_of_ranks_cannot_weave(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"weave\.0\.cold: unit-1; a CPU unit of one rank"):
+    with pytest.raises(ConfigError, match=r"weave\.0\.cold: unit-1; a unit of one rank"):
         woven(
             file,
             UNITS.replace("{models: [b]}", "{models: [b], tensor_parallel: 2}")
             + "weave: [{hot: unit-0, cold: unit-1}]",
         )
+
+
+GPUS = UNITS.replace("{models: [a]}", "{models: [a], device: cuda}").replace(
+    "[a, b]}", "[a, b], device: cuda}"
+)
+
+
+def test_two_gpu_units_can_weave_and_a_gpu_with_a_cpu_cannot(file: Path) -> None:
+    machine = Machine(cores=6, memory=3 << 30, gpus=2)
+    assert woven(file, GPUS + "weave: [{hot: unit-0, cold: unit-2}]", machine)[0] == WeaveSpec(
+        "unit-2", 0.45, 0.3
+    )
+    with pytest.raises(
+        ConfigError, match=r"weave\.0\.cold: unit-1 is on cpu, unit-0 on cuda:0; two CPU units"
+    ):
+        woven(file, GPUS + "weave: [{hot: unit-0, cold: unit-1}]", machine)
+    with pytest.raises(ConfigError, match=r"weave\.0\.control: iterations; between GPU units operators"):
+        woven(file, GPUS + "weave: [{hot: unit-0, cold: unit-2, control: iterations}]", machine)

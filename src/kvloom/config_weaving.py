@@ -57,12 +57,20 @@ def weave_units(
             if name not in units:
                 raise ValueError(f"{where}: no unit {name!r}; {nearest(name, list(units))}")
             unit = units[name]
-            if unit.device != _CPU or unit.ranks > 1 or transport != "shm":
-                raise ValueError(f"{where}: {name}; a CPU unit of one rank, with the transport shm, is right")
+            if unit.ranks > 1 or transport != "shm":
+                raise ValueError(f"{where}: {name}; a unit of one rank, with the transport shm, is right")
             if sum(getattr(other, key) == name for other in relations) > 1:
                 raise ValueError(f"{where}: {name} is {key} twice; one loan at a time is right")
         if one.hot == one.cold:
             raise ValueError(f"weave.{i}.cold: {one.cold} would lend to itself; another unit is right")
+        kinds = [units[name].device for name in (one.hot, one.cold)]
+        if kinds.count(_CPU) == 1:
+            raise ValueError(
+                f"weave.{i}.cold: {one.cold} is on {kinds[1]}, {one.hot} on {kinds[0]}; "
+                "two CPU units, or two GPU units, are right"
+            )
+        if _CPU not in kinds and one.control != "operators":
+            raise ValueError(f"weave.{i}.control: {one.control}; between GPU units operators is right")
         if units[one.hot].models > 1:
             raise ValueError(
                 f"weave.{i}.hot: {one.hot} has {units[one.hot].models} models; a unit of one is right"

@@ -225,5 +225,7 @@ class Weaving:
     @property
     def _able(self) -> Weaver:
         if self._weaver is None:
-            raise BadRequest("weave: this unit's device cannot; CPU units over shared memory can")
+            raise BadRequest(
+                "weave: this unit cannot; CPU units over shared memory can, and GPU units of one rank"
+            )
         return self._weaver

@@ -120,7 +120,13 @@ class CudaMemory:
         except DriverError as error:
             raise Unavailable(f"the peer's KV arena cannot be mapped: {error}") from error
         foreign = _Foreign(self._driver, base, told.offset, told.size)
-        return torch.as_tensor(foreign, device=self._device)
+        mapped = torch.as_tensor(foreign, device=self._device)
+        if mapped.data_ptr() != base + told.offset:
+            raise Unavailable(
+                f"the peer's memory is another GPU's, which {self._device} cannot map as its own; units "
+                "of one GPU are right"
+            )
+        return mapped
 
     def mark(self) -> Mark:
         with torch.cuda.device(self._device):

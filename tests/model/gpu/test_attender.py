@@ -119,7 +119,7 @@ def test_tasks_are_done_on_the_way(
         async with running_on_device(spec, device, operations) as (engine, executor):
             alone = (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens
             with attending(loan, device, operations) as attender:
-                executor.lend(attender)
+                executor.loans.lend(attender)
                 for step in range(2):
                     decoding.post([step + 2, 4])
                     assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
@@ -128,7 +128,7 @@ def test_tasks_are_done_on_the_way(
             done = int(loan.mail.word("done"))
             assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
             assert int(loan.mail.word("done")) == done
-            executor.lend(None)
+            executor.loans.lend(None)
             assert attender.over is End(int(loan.mail.word("over"))) is End.CLOSED
             assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
 
@@ -143,9 +143,9 @@ def test_a_poll_after_each_product_and_each_attention(tmp_path: Path) -> None:
     async def serve() -> GpuExecutor:
         async with running_on_device(spec_of({"m": path}, max_running=1), device) as (engine, executor):
             with attending(loan, device, operations) as attender:
-                executor.lend(attender)
+                executor.loans.lend(attender)
                 await ask(engine, body("m", PROMPT, max_tokens=1))  # a prefill
-                executor.lend(None)
+                executor.loans.lend(None)
             return executor
 
     executor = asyncio.run(serve())

@@ -1,0 +1,198 @@
+"""Engines on devices that weave, in this process or in one of its own; the host's memory is the devices'."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from kvloom.core.errors import Unavailable
+from kvloom.core.shipment import Parcel
+from kvloom.core.spec import EngineSpec
+from kvloom.core.weaving import Borrow, Loan
+from kvloom.engine.engine import Engine
+from kvloom.kernels.block_copy import copy_blocks
+from kvloom.kernels.mail import Desk, Lent, Mail, Pad, signed
+from kvloom.model.gpu.device import Device
+from kvloom.model.gpu.loading import load_executor
+from kvloom.model.gpu.operations import Operations, plain_operations, triton_operations
+from kvloom.model.gpu.partitions import Lane, Partitions
+from kvloom.model.gpu.streams import HostStream
+from kvloom.model.gpu.weaver import DeviceWeaver
+from kvloom.serve.engine_process import load_unit, open_transport, open_weaver
+from kvloom.transport.cuda_ipc import CudaIpcTransport
+from kvloom.transport.room import Room
+from tests.engines import ask, body, running_over, spec_of
+
+COMPUTE = 8
+LOOKS = 1 << 30  # the lender answers, or is gone
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
+
+
+class _Now:
+    def wait(self) -> None:
+        """All is done."""
+
+
+class SharedMemory:
+    """Satisfies DeviceMemory for whatever tensors of this host: exported, they lie in shared memory."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, tuple[int, Tensor]] = {}
+
+    def export(self, memory: Tensor) -> bytes:
+        storage = memory.untyped_storage()
+        storage.share_memory_()
+        fd, size = storage._share_fd_cpu_()
+        self._files[fd] = size, memory
+        return msgspec.msgpack.encode((os.getpid(), fd, memory.numel()))
+
+    def map(self, handle: bytes) -> Tensor:
+        pid, number, size = msgspec.msgpack.decode(handle, type=tuple[int, int, int])
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        except OSError as error:
+            raise Unavailable(f"the peer's arena cannot be mapped: {error}") from error
+        try:
+            return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        finally:
+            os.close(fd)
+
+    def mark(self) -> _Now:
+        return _Now()
+
+    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
+        lists = (parcel.own, parcel.peer, parcel.offsets, parcel.counts)
+        copy_blocks(
+            source.numpy(),
+            target.numpy(),
+            *lists,
+            block_bytes=room.block_bytes,
+            page_tokens=room.page_tokens,
+            token_bytes=room.token_bytes,
+        )
+
+
+def one_lane() -> Device:
+    return Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, HostStream()), []))
+
+
+@asynccontextmanager
+async def weaving_on_device(
+    spec: EngineSpec, operations: Operations | None = None, looks: int = LOOKS
+) -> AsyncIterator[Engine]:
+    """An engine that can lend and borrow; afterwards laws 1 and 4 hold."""
+    executor = load_executor(spec, one_lane(), operations or twins())
+    transport = CudaIpcTransport(spec.unit, executor.arena, SharedMemory())
+    weaver = DeviceWeaver(executor, transport, looks)
+    async with running_over(spec, executor, transport, weaver) as engine:
+        yield engine
+
+
+def twins() -> Operations:
+    """Of the host. Who would look again and again, and keep others from their work, sleeps instead."""
+    return _patient(plain_operations())
+
+
+@asynccontextmanager
+async def weaving_on_gpu(spec: EngineSpec) -> AsyncIterator[Engine]:
+    """The same on a device, put together as a unit's process does it."""
+    executor = load_unit(spec, Path(), lambda _: None)
+    transport = open_transport(spec, executor.arena)
+    async with running_over(spec, executor, transport, open_weaver(executor, transport)) as engine:
+        yield engine
+
+
+def gpu_spec(name: str, path: Path, max_running: int) -> EngineSpec:
+    """In float32, so that the tie rule holds."""
+    made = spec_of({name: path}, max_running=max_running)
+    models = tuple(structs.replace(one, dtype="float32") for one in made.models)
+    return structs.replace(made, device="cuda:0", models=models)
+
+
+def interpreted() -> Operations:
+    """With the kernels that work a mailbox in Triton's interpreter."""
+    return _patient(triton_operations(), programs=2)
+
+
+def _patient(made: Operations, **how: Any) -> Operations:
+    """At most one of them at a time, as the interpreter wants it."""
+    turn = threading.Lock()
+
+    def serve(mail: Mail, desk: Desk, lent: Lent, looks: int = 0) -> None:
+        posted = mail.word("posted")
+        _wait(lambda: signed(int(posted)) != signed(int(desk.claim) >> 32), 5 if looks else 0)
+        with turn:
+            made.serve(mail, desk, lent, 0, **how)
+
+    def post(*given: Any) -> None:
+        with turn:
+            made.post(*given, **how)
+
+    def collect(mail: Mail, pad: Pad, out: Tensor, looks: int) -> None:
+        done, over, (posted, collected) = mail.word("done"), mail.word("over"), pad.words[:2].tolist()
+        if posted != collected:
+            _wait(lambda: int(done) != collected or int(over) or int(pad.status), looks)
+        with turn:
+            made.collect(mail, pad, out, 0, **how)
+
+    return replace(plain_operations(), serve=serve, post=post, collect=collect)
+
+
+def _wait(holds: Callable[[], object], looks: int) -> None:
+    while looks and not holds():
+        looks -= 1
+        time.sleep(0.0003)
+
+
+@contextmanager
+def cold_unit(path: Path, *, gpu: bool = False) -> Iterator[tuple[Callable[[Borrow], Awaitable[Loan]], Any]]:
+    """One in a process of its own, which may be killed: what lends, and the process."""
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=_start, args=(theirs, str(path), gpu))
+    process.start()
+    theirs.close()
+
+    async def lend(borrow: Borrow) -> Loan:
+        ours.send_bytes(msgspec.msgpack.encode(borrow))
+        return msgspec.msgpack.decode(await asyncio.to_thread(ours.recv_bytes), type=Loan)
+
+    try:
+        yield lend, process
+    finally:
+        ours.close()
+        process.join(20)
+        process.kill()
+        process.join()
+
+
+def _start(end: Connection, path: str, gpu: bool) -> None:
+    asyncio.run(_serve(end, Path(path), gpu))
+
+
+async def _serve(end: Connection, path: Path, gpu: bool) -> None:
+    """Lend once, and generate meanwhile, until the caller closes its end."""
+    spec = gpu_spec("cold", path, 1) if gpu else spec_of({"cold": path}, max_running=1)
+    async with weaving_on_gpu(spec) if gpu else weaving_on_device(spec) as engine:
+        borrow = msgspec.msgpack.decode(await asyncio.to_thread(end.recv_bytes), type=Borrow)
+        end.send_bytes(msgspec.msgpack.encode(engine.weaving.lend(borrow)))
+        over = asyncio.create_task(asyncio.to_thread(end.recv_bytes))
+        while not over.done():
+            await ask(engine, body("cold", [5, 7, 9], max_tokens=32))
+        with suppress(EOFError):
+            await over
