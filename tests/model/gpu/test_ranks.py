@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from kvloom.core.errors import Unavailable
 from kvloom.core.spec import EngineSpec
 from kvloom.engine.engine import Engine
 from kvloom.model.gpu.fusing import DeviceGatedMLP
 from kvloom.model.gpu.operations import plain_operations
-from kvloom.model.parallel.gpu_executor import ParallelGpuExecutor
+from kvloom.model.parallel.gpu_executor import ParallelGpuExecutor, all_alike
+from kvloom.model.parallel.group import Group
 from kvloom.model.parallel.modules import Summed
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.model.gpu.engines import running_executor, running_on_device
 from tests.model.gpu.rank import one_lane, start
+from tests.model.ranks import both
 from tests.oracle import Oracle
 
 LENGTHS = (1, 17, WINDOW + 1, 70)  # ragged; past the window; more than a chunk
@@ -32,15 +36,21 @@ def spec(paths: dict[str, Path], kv_bytes: int = 4 << 20) -> EngineSpec:
     return replace(made, tensor_parallel=2, device="cuda:0")
 
 
-def load(wanted: EngineSpec) -> ParallelGpuExecutor:
-    return ParallelGpuExecutor.over(wanted, one_lane(), plain_operations(), start=start)
-
-
 @asynccontextmanager
 async def running(wanted: EngineSpec) -> AsyncIterator[tuple[Engine, ParallelGpuExecutor]]:
-    executor = load(wanted)
+    executor = ParallelGpuExecutor.over(wanted, one_lane(), plain_operations(), start=start, seconds=30)
     async with running_executor(wanted, executor) as engine:
         yield engine, executor
+
+
+async def one_gets_stuck(engine: Engine, executor: ParallelGpuExecutor) -> None:
+    """The rank reads its orders no more, as one whose device hangs."""
+    executor._seconds = 0.2
+    executor._ranks._members[0].process.send_signal(signal.SIGSTOP)
+    asked = asyncio.create_task(ask(engine, body("a", [1, 2, 3])))
+    assert await executor.lost() == "unit-0: a job has not ended within 0.2 s: a rank is stuck"
+    executor._ranks.close()  # where an engine's process ends
+    assert (await asyncio.gather(asked, return_exceptions=True))[0]
 
 
 async def draws(engine: Engine, prompts: dict[str, list[list[int]]]) -> list[object]:
@@ -78,7 +88,9 @@ def test_tokens_are_those_of_one_rank_and_of_transformers(tmp_path: Path) -> Non
             again = await ask(engine, body("a", prompts["a"][3], max_tokens=COUNT))
             assert again.ends[0].cached_tokens
             assert again.tokens[0] == found[3]
-            return found, await draws(engine, prompts)
+            told = await draws(engine, prompts)
+            await one_gets_stuck(engine, executor)
+            return found, told
 
     async def over_one() -> list[object]:
         async with running_on_device(spec_of(paths, max_running=4)) as (engine, _):
@@ -91,3 +103,18 @@ def test_tokens_are_those_of_one_rank_and_of_transformers(tmp_path: Path) -> Non
         for prompt in prompts[name]:
             oracle.check(prompt, next(answers))
     assert told == asyncio.run(over_one())
+
+
+def test_ranks_agree_on_blocks_and_on_what_is_recorded(tmp_path: Path) -> None:
+    def run(group: Group) -> list[object]:
+        agree = all_alike(group)
+        found: list[object] = [group.least(7 - group.rank), agree(True), agree(False)]
+        try:
+            agree(group.rank == 0)
+        except Unavailable as error:
+            found.append(error.message)
+        return found
+
+    first, second = both(tmp_path, run)
+    assert first == [6, True, False, "decode steps could be recorded at some ranks and not at others"]
+    assert second == [6, True, False]

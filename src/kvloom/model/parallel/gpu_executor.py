@@ -40,7 +40,7 @@ class ParallelGpuExecutor(GpuExecutor):
         arena: Store,
         device: Device,
         ranks: Ranks,
-        seconds: float = SECONDS,
+        seconds: float,
     ) -> None:
         super().__init__(models, arena, device)
         self.stride, self.ahead = 1, 0
@@ -56,6 +56,7 @@ class ParallelGpuExecutor(GpuExecutor):
         folder: Path | None = None,
         progress: Callable[[str], None] = lambda _: None,
         start: Start = start_process,
+        seconds: float = SECONDS,
     ) -> ParallelGpuExecutor:
         """Start the other ranks, and load with them. folder, start: see `Ranks`. Raises ConfigError, and
         Unavailable where a rank ends meanwhile."""
@@ -63,9 +64,8 @@ class ParallelGpuExecutor(GpuExecutor):
         ranks = Ranks(spec, device.torch, folder, start)
 
         def load() -> ParallelGpuExecutor:
-            executor = ParallelGpuExecutor(
-                *load_pool(spec, device, operations, progress, ranks), device, ranks
-            )
+            models, arena = load_pool(spec, device, operations, progress, ranks)
+            executor = ParallelGpuExecutor(models, arena, device, ranks, seconds)
             rehearse(executor, spec, device, progress, all_alike(ranks.group))
             ranks.meet()
             return executor
