@@ -138,7 +138,7 @@ def serve(member: Member, open_one: Open) -> NoReturn:
         worker.start(step)
 
 
-def run_rank(open_one: Open = open_worker) -> NoReturn:
+def run_rank(open_one: Open = open_worker) -> None:
     """The process' whole life. Its first argument is the descriptor of the wire."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank says when to end
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -148,7 +148,11 @@ def run_rank(open_one: Open = open_worker) -> NoReturn:
         serve(member, open_one)
     except ConfigError as error:
         member.refuse(error)
-    os._exit(2)
+        os._exit(2)
+    except Exception:
+        logging.exception("the rank failed")
+        sys.stderr.flush()
+        os._exit(1)  # what is left of an exchange may hold an interpreter's own end up
 
 
 if __name__ == "__main__":
