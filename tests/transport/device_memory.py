@@ -58,6 +58,45 @@ class HostMemory:
         )
 
 
+class SharedMemory:
+    """Satisfies DeviceMemory for whatever tensors of this host: exported, they lie in shared memory."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, tuple[int, Tensor]] = {}
+
+    def export(self, memory: Tensor) -> bytes:
+        storage = memory.untyped_storage()
+        storage.share_memory_()
+        fd, size = storage._share_fd_cpu_()
+        self._files[fd] = size, memory
+        return msgspec.msgpack.encode((os.getpid(), fd, memory.numel()))
+
+    def map(self, handle: bytes) -> Tensor:
+        pid, number, size = msgspec.msgpack.decode(handle, type=tuple[int, int, int])
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        except OSError as error:
+            raise Unavailable(f"the peer's arena cannot be mapped: {error}") from error
+        try:
+            return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        finally:
+            os.close(fd)
+
+    def mark(self) -> Mark:
+        return _Now()
+
+    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
+        lists = (parcel.own, parcel.peer, parcel.offsets, parcel.counts)
+        copy_blocks(
+            source.numpy(),
+            target.numpy(),
+            *lists,
+            block_bytes=room.block_bytes,
+            page_tokens=room.page_tokens,
+            token_bytes=room.token_bytes,
+        )
+
+
 class GatedMemory:
     """Calls `passing` before each copy."""
 

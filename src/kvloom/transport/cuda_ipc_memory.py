@@ -122,8 +122,8 @@ class CudaMemory:
         foreign = _Foreign(self._driver, base, told.offset, told.size)
         mapped = torch.as_tensor(foreign, device=self._device)
         if mapped.data_ptr() != base + told.offset:
-            raise Unavailable(
-                f"the peer's memory is another GPU's, which {self._device} cannot map as its own; units "
+            raise BadRequest(
+                f"peer: its memory is another GPU's, which {self._device} cannot map as its own; units "
                 "of one GPU are right"
             )
         return mapped

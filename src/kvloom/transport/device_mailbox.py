@@ -1,7 +1,8 @@
 """A mailbox in a device's memory: the words and arrays of `mailbox.py`, worked by kernels on both sides.
 
-The lender makes it, and exports it as it does its arena; the borrower maps it. Neither host looks into it but
-for the sheet, which the borrower's writes once an iteration.
+The lender makes it, and exports it as it does its arena; the borrower maps it, and says so by the word
+`waiting`, for nobody sleeps here. Neither host looks into it but for the sheet, which the borrower's writes
+once an iteration.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ class OwnDeviceMailbox:
             self.mail.word(name).fill_(signed(start))
 
     @property
+    def opened(self) -> bool:
+        """The borrower has mapped it."""
+        return bool(self.mail.word("waiting"))
+
+    @property
     def left(self) -> bool:
         """The borrower writes nothing any more."""
         return bool(self.mail.word("left"))
@@ -108,6 +114,7 @@ class BorrowedMailbox:
         self.dtype: str = where.dtype
         self.mail = mail_of(memory, where.form, where.dtype)
         self.pad = Pad(int(self.mail.word("posted")), memory.device)
+        self.mail.word("waiting").fill_(1)
         self._iteration = 0
         self._told: I64 = np.zeros(where.form.pages, np.int64)  # versions of map rows; real ones > 0
 

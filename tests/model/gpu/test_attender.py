@@ -182,6 +182,21 @@ def test_what_ends_a_loan_is_told(word: str, why: End, reason: str) -> None:
     assert attender.over is End(int(loan.mail.word("over"))) is why
 
 
+def test_a_borrower_that_never_opens_the_mailbox_ends_the_loan() -> None:
+    loan, device, told, reasons = Loaned(Shape()), one_lane(), threading.Event(), list[str]()
+    loan.mail.word("waiting").zero_()
+
+    def ended(why: str) -> None:
+        reasons.append(why)
+        told.set()
+
+    given = loan.mail, loan.lent, loan.start, device.partitions.lanes, Lane(COMPUTE, _Slow())
+    made = DeviceAttender(*given, plain_operations(), os.getpid(), ended, looks=0, comes=0.05)
+    assert told.wait(DEADLINE)
+    made.close()
+    assert reasons == ["the borrower has not come"]
+
+
 def test_a_borrower_that_is_killed_is_noticed() -> None:
     told, reasons = threading.Event(), []
     process = subprocess.Popen(["sleep", "60"])

@@ -202,3 +202,21 @@ def test_a_cold_unit_that_dies_is_not_waited_for(path: Path, cold: Path) -> None
                 return answers
 
     check(path, asked, asyncio.run(serve()))
+
+
+def test_two_units_that_borrow_of_each_other(path: Path) -> None:
+    """A step that waits for the other's attention does not keep the other's from being done."""
+    asked = prompts(3, seed=8)
+
+    async def serve() -> list[Answer]:
+        async with (
+            weaving_on_device(spec_of({MODEL: path}, max_running=4)) as first,
+            weaving_on_device(spec_of({MODEL: path}, max_running=4)) as second,
+        ):
+            lend(first, second, 1.0)
+            lend(second, first, 1.0)
+            found = await asyncio.gather(generate(first, asked), generate(second, asked))
+            assert all(woven_of(one).tokens > COUNT for one in (first, second))
+            return [*found[0], *found[1]]
+
+    check(path, [*asked, *asked], asyncio.run(serve()))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,12 +18,9 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from kvloom.core.errors import Unavailable
-from kvloom.core.shipment import Parcel
 from kvloom.core.spec import EngineSpec
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.engine.engine import Engine
-from kvloom.kernels.block_copy import copy_blocks
 from kvloom.kernels.mail import Desk, Lent, Mail, Pad, signed
 from kvloom.model.gpu.device import Device
 from kvloom.model.gpu.loading import load_executor
@@ -35,57 +30,13 @@ from kvloom.model.gpu.streams import HostStream
 from kvloom.model.gpu.weaver import DeviceWeaver
 from kvloom.serve.engine_process import load_unit, open_transport, open_weaver
 from kvloom.transport.cuda_ipc import CudaIpcTransport
-from kvloom.transport.room import Room
 from tests.engines import ask, body, running_over, spec_of
+from tests.transport.device_memory import SharedMemory
 
 COMPUTE = 8
 LOOKS = 1 << 30  # the lender answers, or is gone
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
-
-
-class _Now:
-    def wait(self) -> None:
-        """All is done."""
-
-
-class SharedMemory:
-    """Satisfies DeviceMemory for whatever tensors of this host: exported, they lie in shared memory."""
-
-    def __init__(self) -> None:
-        self._files: dict[int, tuple[int, Tensor]] = {}
-
-    def export(self, memory: Tensor) -> bytes:
-        storage = memory.untyped_storage()
-        storage.share_memory_()
-        fd, size = storage._share_fd_cpu_()
-        self._files[fd] = size, memory
-        return msgspec.msgpack.encode((os.getpid(), fd, memory.numel()))
-
-    def map(self, handle: bytes) -> Tensor:
-        pid, number, size = msgspec.msgpack.decode(handle, type=tuple[int, int, int])
-        try:
-            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-        except OSError as error:
-            raise Unavailable(f"the peer's arena cannot be mapped: {error}") from error
-        try:
-            return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
-        finally:
-            os.close(fd)
-
-    def mark(self) -> _Now:
-        return _Now()
-
-    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
-        lists = (parcel.own, parcel.peer, parcel.offsets, parcel.counts)
-        copy_blocks(
-            source.numpy(),
-            target.numpy(),
-            *lists,
-            block_bytes=room.block_bytes,
-            page_tokens=room.page_tokens,
-            token_bytes=room.token_bytes,
-        )
 
 
 def one_lane() -> Device:

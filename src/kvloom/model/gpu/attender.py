@@ -7,6 +7,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -19,6 +20,7 @@ _LOOKS = 500  # of a launch while no forward runs: half a millisecond, for which
 _SLICE = 0.05  # seconds between two looks at whether the borrower lives
 _LIVELY = 64  # launches of the thread after a task, one after the other
 _PAUSE = 0.002  # seconds between those after them
+_COMES = 30.0  # seconds for the borrower to map the mailbox: it may be unable to
 
 
 class DeviceAttender:
@@ -39,9 +41,11 @@ class DeviceAttender:
         borrower: int,
         ended: Callable[[str], None],
         looks: int = _LOOKS,
+        comes: float = _COMES,
     ) -> None:
         """start: what the mailbox' counters begin with. lanes: of forwards. idle: of the thread. borrower:
-        its process' id. Raises OSError where it is gone."""
+        its process' id. comes: seconds until it has mapped the mailbox, or the loan ends. Raises OSError
+        where it is gone."""
         self._mail = mail
         self._lent = lent
         self._lanes = list(lanes)
@@ -56,6 +60,7 @@ class DeviceAttender:
         self._working = 0
         self._lively = _LIVELY
         self._claim = int(self._desk.claim)
+        self._due = time.monotonic() + comes
         self._free = threading.Condition()
         self._resting = threading.Lock()  # a launch of the thread's
         self._thread = threading.Thread(target=self._watch, name="weave", daemon=True)
@@ -100,6 +105,8 @@ class DeviceAttender:
                     self._end(End.FORGED, "the borrower has written what cannot be")
                 elif int(self._mail.word("left")) or poll.poll(0):
                     self._end(End.CLOSED, "the borrower has left")
+                elif time.monotonic() > self._due and not int(self._mail.word("waiting")):
+                    self._end(End.CLOSED, "the borrower has not come")
         except RuntimeError as error:  # the device has failed; its unit is about to end
             _log.error("weave: %s", " ".join(str(error).split())[:200])
         finally:
