@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvloom.core.arrays import AnyArray
+from kvloom.core.errors import Unavailable
 from kvloom.core.job import Job
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.partitions import Lane
@@ -99,7 +100,7 @@ class DecodeSteps:
                 logits = buffers.logits(self._forward(views, tables))
                 step()  # has compiled and loaded all that it needs
                 recording = self._lane.record(step)
-        except RuntimeError as error:
+        except (RuntimeError, Unavailable) as error:  # one of an exchange between ranks among them
             _log.warning("%s decodes without graphs: %s", model.card.name, " ".join(str(error).split())[:200])
             return False
         self._steps = sorted([*self._steps, _Step(rows, recording, logits)], key=lambda step: step.rows)
