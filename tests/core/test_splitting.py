@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.splitting import conditional_wait, cut, expected_stall, split
+from kvloom.core.splitting import Gap, conditional_wait, cut, expected_stall, split
 
 # Llama-3-8B on an A100, batch 128, in microseconds: norm, qkv, rope, o, norm, gate and up, activation, down,
 # add, of 32 layers, and the head
@@ -89,3 +89,25 @@ def test_only_what_is_longest_is_split(times: list[float], most: float) -> None:
 @given(times=TIMES)
 def test_enough_is_enough(times: list[float]) -> None:
     assert split(times, 0.0, expected_stall(times, 0.0) * (1 + 1e-9)) == [1] * len(times)
+
+
+def test_a_gap_counts_by_its_share_of_the_time() -> None:
+    draw = random.Random(2)
+    met = draw.choices([*LLAMA, 5_000.0], [*LLAMA, 5_000.0], k=200_000)
+    waits = [draw.random() * (t if t < 5_000 else 60.0) for t in met]
+    gap, beyond = Gap(5_000.0, 30.0), [w - 20 for w in waits if w > 20]
+    assert expected_stall(LLAMA, 0, gap) == pytest.approx(sum(waits) / len(waits), rel=0.02)
+    assert expected_stall(LLAMA, 20, gap) == pytest.approx(sum(beyond) / len(waits), rel=0.02)
+    assert conditional_wait(LLAMA, 20, gap) == pytest.approx(20 + sum(beyond) / len(beyond), rel=0.02)
+    assert expected_stall([4.0], 0, Gap(4.0, 100.0)) == 2.0  # no wake takes longer than the gap
+    assert expected_stall([4.0], 0, Gap(12.0, 0.0)) == 0.5  # somebody is there at once
+
+
+@given(time=st.floats(0.1, 100), items=st.integers(1, 50), parts=st.integers(1, 60))
+def test_parts_are_as_even_as_items_allow(time: float, items: int, parts: int) -> None:
+    pieces = cut([time], [parts], [items])
+    whole = pieces * items / time
+    assert len(pieces) == min(items, parts)
+    assert whole == pytest.approx(whole.round())
+    assert whole.max() - whole.min() < 1.5
+    assert pieces.sum() == pytest.approx(time)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvloom.core.arrays import F64
 from kvloom.core.plan import Plan
-from kvloom.core.splitting import Rule, cut, split
+from kvloom.core.splitting import Rule, split
 from kvloom.model.straight import Straight
 from kvloom.model.weaving.attender import Attender
 from kvloom.model.weaving.split import Split
@@ -85,7 +85,7 @@ def test_is_bit_for_bit_what_one_piece_is(architecture: str, threads: int, tmp_p
                         with attender.polled():
                             found = other.forward(*given, polls(attender))
                         assert found.equal(plain.forward(*given)), (rows, turn)
-                        step.parts[:] = rng.integers(1, 9, len(step.parts))
+                        step.parts[:] = rng.integers(1, 30, len(step.parts))
             assert attender.waits().tasks_total > 0
             assert (step.times[: len(step.parts)] > 0).all()
     finally:
@@ -162,7 +162,8 @@ def test_the_plan_is_algorithm_1s_over_what_was_measured() -> None:
         step.begin(limits)
         step.end()
     assert step.parts.tolist() == split([4e-5, 1e-5, 4e-6], 2e-6, 3e-6, limits)
-    assert told[-1] == pytest.approx(cut([4e-5, 1e-5, 4e-6], step.parts.tolist()))
+    assert step.parts.tolist() == [5, 1, 1]  # of eight panels, some have two
+    assert sorted(told[-1]) == pytest.approx([4e-6, 5e-6, 5e-6, 1e-5, 1e-5, 1e-5, 1e-5])
     step.begin([8, 2, 8, 1])
     assert step.parts.tolist() == [1, 1, 1, 1]
 

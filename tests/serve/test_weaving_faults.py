@@ -15,6 +15,8 @@ import pytest
 from kvloom.core.errors import Conflict, Unavailable
 from kvloom.core.verbs import Prefix
 from kvloom.engine.engine import Engine
+from kvloom.model.weaving.asking import Asking
+from kvloom.transport import tasks
 from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.tasks import TaskSender
 from tests.checkpoints import make_checkpoint
@@ -53,25 +55,19 @@ def before(target: type, method: str, nth: int) -> Callable[[pytest.MonkeyPatch,
     return arm
 
 
-def while_waiting(patch: pytest.MonkeyPatch, kill: Kill) -> None:
-    """It has stopped, and dies a moment later: nobody wakes who waits."""
-    real = TaskSender.collect
-
-    def collect(self: TaskSender, task: int, out: Any) -> None:
-        if task & 31 == 0:
-            kill()
-        real(self, task, out)
-
-    patch.setattr(TaskSender, "collect", collect)
+def before_waiting(patch: pytest.MonkeyPatch, kill: Kill) -> None:
+    """By the host, which waits where the kernel has not looked often enough."""
+    patch.setattr(tasks, "_SPINS", 0)
+    before(TaskSender, "collect", 2)(patch, kill)
 
 
 POINTS = {
     "before the first copy": before(BorrowedBlocks, "put", 1),
     "before a later one": before(BorrowedBlocks, "put", 4),
     "before a sheet": before(TaskSender, "begin", 3),
-    "before a task": before(TaskSender, "post", 8),
-    "before it is waited for": before(TaskSender, "collect", 11),
-    WAITING: while_waiting,
+    "before a step's tasks": before(Asking, "enter", 3),
+    "before one is waited for": before_waiting,
+    WAITING: before_waiting,
     BACK: before(BorrowedBlocks, "take", 1),
 }
 
@@ -81,7 +77,7 @@ def test_a_cold_unit_that_dies_costs_no_token(paths: tuple[Path, Path]) -> None:
 
     async def at(point: str, hot: Engine, cold: ColdUnit) -> list[list[int]]:
         def kill() -> None:
-            if point == WAITING:
+            if point == WAITING:  # it has stopped, and dies a moment later: nobody wakes who waits
                 os.kill(cold.process.pid, signal.SIGSTOP)
                 threading.Timer(0.05, cold.process.kill).start()
             else:

@@ -34,24 +34,43 @@ class Rule(NamedTuple):
         return Rule(ahead, waits * step / layers) if split == "auto" and step > 0 else None
 
 
-def conditional_wait(times: Sequence[float] | F64, ahead: float) -> float:
+class Gap(NamedTuple):
+    """Between two iterations: who is to do tasks sleeps until one comes. time: all of it; wake: the mean time
+    from when one comes until it is looked at. It counts as operators of 2 · wake, as many as there is time
+    for, so that a task that comes in it waits for `wake` on average; of its own length at most."""
+
+    time: float
+    wake: float
+
+
+NONE = Gap(0.0, 0.0)
+
+
+def conditional_wait(times: Sequence[float] | F64, ahead: float, gap: Gap = NONE) -> float:
     """E[W | W > c], the paper's objective (equations 1 and 3): Σ (T² − c²) / (2 Σ (T − c)) over T > c. 0
     where no operator is longer than c."""
     c = max(0.0, ahead)
-    longer = _longer(times, c)
-    return float((longer**2 - c * c).sum() / (2 * (longer - c).sum())) if longer.size else 0.0
+    longer, weights = _longer(times, c, gap)
+    over = 2 * float((weights * (longer - c)).sum())
+    return float((weights * (longer**2 - c * c)).sum()) / over if over > 0 else 0.0
 
 
-def expected_stall(times: Sequence[float] | F64, ahead: float) -> float:
+def expected_stall(times: Sequence[float] | F64, ahead: float, gap: Gap = NONE) -> float:
     """E[max(0, W − c)], by which the asking unit is held up: Σ (T − c)² over T > c, over 2 Σ T. At c = 0 that
     is E[W]."""
-    c, whole = max(0.0, ahead), float(np.sum(times))
-    return float(((_longer(times, c) - c) ** 2).sum()) / (2 * whole) if whole > 0 else 0.0
+    c, whole = max(0.0, ahead), float(np.sum(times)) + gap.time
+    longer, weights = _longer(times, c, gap)
+    return float((weights * (longer - c) ** 2).sum()) / (2 * whole) if whole > 0 else 0.0
 
 
-def _longer(times: Sequence[float] | F64, c: float) -> F64:
-    all_ = np.asarray(times, np.float64)
-    return all_[all_ > c]
+def _longer(times: Sequence[float] | F64, c: float, gap: Gap) -> tuple[F64, F64]:
+    """The operators longer than c, and how many of each there are."""
+    all_, weights = np.asarray(times, np.float64), np.ones(len(times))
+    size = min(gap.time, 2 * gap.wake)
+    if size > 0:
+        all_, weights = np.append(all_, size), np.append(weights, gap.time / size)
+    longer = all_ > c
+    return all_[longer], weights[longer]
 
 
 def split(
@@ -85,7 +104,14 @@ def split(
     return parts
 
 
-def cut(times: Sequence[float], parts: Sequence[int] | I64) -> F64:
-    """The times of all parts."""
-    counts = np.asarray(parts, np.int64)
-    return np.repeat(np.asarray(times, np.float64) / counts, counts)
+def cut(times: Sequence[float], parts: Sequence[int] | I64, items: Sequence[int] | I64 | None = None) -> F64:
+    """The times of all parts. items: of each operator, where it can only be cut between these, all as long:
+    parts are then as even as they allow, some of them longer by one item than the others."""
+    whole, counts = np.asarray(times, np.float64), np.asarray(parts, np.int64)
+    if items is None:
+        return np.repeat(whole / counts, counts)
+    of = np.asarray(items, np.int64)
+    counts = np.minimum(counts, of)
+    fewer, more = np.divmod(of, counts)
+    one = whole / of
+    return np.concatenate([np.repeat(one * fewer, counts - more), np.repeat(one * (fewer + 1), more)])

@@ -1,6 +1,6 @@
 """Looks for another unit's tasks between two parts of a kernel, and does them at once (Weaver, section 4.1):
-without the host, whose language has a lock that others hold, and which is asked only once an iteration of
-that unit, to check what its tasks are over."""
+without the host, whose language has a lock that others hold. It is asked only where something is not as it
+should be, to say what."""
 
 import ctypes
 from typing import Any
@@ -10,43 +10,49 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from kvloom.kernels.cpu_attention import ALL, AttentionArguments, attend
+from kvloom.kernels.cpu_attention import AttentionArguments, attend
+from kvloom.kernels.cpu_sheet import check
 from kvloom.kernels.parallel import kernel
-from kvloom.kernels.signals import acquire, exchange, take
-from kvloom.kernels.vector import observe, pointer_at, read_double
+from kvloom.kernels.signals import acquire, exchange, take, wake
+from kvloom.kernels.vector import fetch_add, observe, pointer_at, read_double
 
 MASK = 0xFFFFFFFF
 HELD, AWAITED = 1, 2  # the lock word, where it is not 0: taken; taken, and somebody sleeps until it is not
-_WAKE, _EVERYBODY = 1, 0x7FFFFFFF
 _MOST = 10_000_000_000  # nanoseconds: of a wait; the stamp that it begins with is another process'
 _MONOTONIC = 1
 _clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
 class PollArguments(ctypes.Structure):
-    """Of one loan; whoever has `lock` writes them. Addresses: lock and the mailbox' words posted, left,
-    finished and waiting; notes, qkv and out, whose slots are so many bytes apart; map, of the first layer;
-    task, the AttentionArguments that are filled in for each; host, int64(), called with the lock for what is
-    to be checked first: not 0 where nothing is to be done; clock, 16 bytes.
+    """Of one loan; whoever has `lock` writes them, but for what `enter` and the thread that watches do.
+    Addresses: lock and the mailbox' words posted, left, finished, waiting and asleep; notes, qkv and out,
+    whose slots are so many bytes apart; map, of the first layer; sheet, the SheetArguments; task, the
+    AttentionArguments that are filled in for each; host, int64(), called with the lock where a task is not
+    one that the sheet allows: not 0 where nothing is to be done; clock, 16 bytes.
 
-    iteration: the one whose rows `task` is for; −1 for none. done: the number of the last task that is;
-    tasks: how many; waits and services: of the last `kept` of them, in nanoseconds; busy: nanoseconds for
-    all. stamp: where in a note it says when it was posted. k_bytes and v_bytes: from q to k and to v. futex:
-    the system call's number."""
+    iteration: the one whose rows `task` is for; −1 for none. closed: nobody but the host is to check any.
+    done: the number of the last task that is; tasks: how many; waits and services: of the last `kept` of
+    them, in nanoseconds; busy: nanoseconds for all. stamp: where in a note it says when it was posted.
+    k_bytes and v_bytes: from q to k and to v. futex: the system call's number.
+
+    working: forwards that look for tasks; resting: 1 while a thread sleeps until one comes. since: when the
+    last of these forwards ended, 0 before; gaps: nanoseconds in which there was none, less what tasks took of
+    it; awake, woken: what was waited for until the thread was there, and how often."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("lock", "posted", "left", "finished", "waiting")),
+        *((name, ctypes.c_int64) for name in ("lock", "posted", "left", "finished", "waiting", "asleep")),
         *((name, ctypes.c_int64) for name in ("notes", "note_bytes", "stamp", "slots", "layers")),
         *((name, ctypes.c_int64) for name in ("qkv", "qkv_slot", "out", "out_slot", "k_bytes", "v_bytes")),
-        *((name, ctypes.c_int64) for name in ("map", "map_layer", "task", "host", "clock", "futex")),
-        *((name, ctypes.c_int64) for name in ("iteration", "rows", "done")),
+        *((name, ctypes.c_int64) for name in ("map", "map_layer", "sheet", "task", "host", "clock", "futex")),
+        *((name, ctypes.c_int64) for name in ("iteration", "closed", "rows", "done")),
         *((name, ctypes.c_int64) for name in ("tasks", "kept", "waits", "services", "busy")),
+        *((name, ctypes.c_int64) for name in ("working", "resting", "since", "gaps", "awake", "woken")),
     ]
 
 
 _POLL = np.dtype(PollArguments)
 _TASK = np.dtype(AttentionArguments)
+_WORKING, _RESTING = PollArguments.working.offset, PollArguments.resting.offset
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -68,19 +74,20 @@ def nanoseconds(scratch):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def _wake(p, word):  # type: ignore[no-untyped-def]
-    _syscall(p.futex, word, _WAKE, _EVERYBODY, 0, 0, 0)
-
-
-@njit(inline="never")
 def _signed(word):  # type: ignore[no-untyped-def]
     return word - 0x100000000 if word > 0x7FFFFFFF else word
 
 
 @njit(inline="never")
-def _do(p, note, slot, layer):  # type: ignore[no-untyped-def]
-    """Append and attend in one: q and k come turned and normalised."""
-    begin = nanoseconds(p.clock)
+def waited(p, note, until):  # type: ignore[no-untyped-def]
+    """Nanoseconds from a note's stamp, which anybody may have written."""
+    return min(_MOST, max(0, until - observe(note + p.stamp)))
+
+
+@njit(inline="never")
+def _do(p, note, slot, layer, found):  # type: ignore[no-untyped-def]
+    """Append and attend in one: q and k come turned and normalised. It is waited for until it is found; what
+    is checked first counts as its own time."""
     task = carray(pointer_at(p.task), 1, _TASK)[0]
     task.q = p.qkv + slot * p.qkv_slot
     task.k, task.v = task.q + p.k_bytes, task.q + p.v_bytes
@@ -90,16 +97,27 @@ def _do(p, note, slot, layer):  # type: ignore[no-untyped-def]
     task.scale, task.softcap = read_double(note + 16), read_double(note + 24)
     task.next = 0
     task.done = 0
-    attend(task, p.task, ALL)
-    wait = min(_MOST, max(0, begin - observe(note + p.stamp)))
+    attend(task, p.task)
     at = p.tasks % p.kept
-    carray(pointer_at(p.waits), p.kept, np.int64)[at] = wait
-    carray(pointer_at(p.services), p.kept, np.int64)[at] = nanoseconds(p.clock) - begin
+    carray(pointer_at(p.waits), p.kept, np.int64)[at] = waited(p, note, found)
+    carray(pointer_at(p.services), p.kept, np.int64)[at] = nanoseconds(p.clock) - found
     p.tasks += 1
     p.done = (p.done + 1) & MASK
     exchange(p.finished, p.done)
     if acquire(p.waiting) != 0:
-        _wake(p, p.finished)
+        wake(p.futex, p.finished)
+
+
+@njit(inline="never")
+def _known(p, iteration):  # type: ignore[no-untyped-def]
+    """Whether the rows of its sheet are known, or can be."""
+    if iteration != p.iteration and p.closed == 0:
+        p.iteration = -1
+        rows = check(p.sheet, iteration)
+        if rows != 0:
+            carray(pointer_at(p.task), 1, _TASK)[0].batch = rows
+            p.rows, p.iteration = rows, iteration
+    return iteration == p.iteration
 
 
 @njit(inline="never")
@@ -110,14 +128,15 @@ def _serve(p):  # type: ignore[no-untyped-def]
         waiting = (acquire(p.posted) - p.done) & MASK
         if waiting == 0 or acquire(p.left) != 0:
             return
+        found = nanoseconds(p.clock)
         slot = p.done & (p.slots - 1)
         note = p.notes + slot * p.note_bytes
         iteration, layer, rows = acquire(note), acquire(note + 4), acquire(note + 8)
-        if waiting > p.slots or iteration != p.iteration or layer >= p.layers or rows != p.rows:
+        if waiting > p.slots or layer >= p.layers or not _known(p, iteration) or rows != p.rows:
             if _call(p.host) != 0:
                 return
         else:
-            _do(p, note, slot, layer)
+            _do(p, note, slot, layer, found)
 
 
 @njit(inline="never")
@@ -130,7 +149,15 @@ def look_for_task(address):  # type: ignore[no-untyped-def]
     _serve(p)
     p.busy += nanoseconds(p.clock) - begin
     if exchange(p.lock, 0) == AWAITED:
-        _wake(p, p.lock)
+        wake(p.futex, p.lock)
+
+
+@njit(inline="never")
+def look_when_due(poll, taken, items, parts):  # type: ignore[no-untyped-def]
+    """After `taken` of `items`: look if one of `parts` parts has ended with it; 0 parts are never looked
+    after."""
+    if taken * parts // items != (taken - 1) * parts // items:
+        look_for_task(poll)
 
 
 @njit(inline="never")
@@ -139,10 +166,49 @@ def busy(address):  # type: ignore[no-untyped-def]
     return carray(pointer_at(address), 1, _POLL)[0].busy
 
 
+@njit(inline="never")
+def enter(address, clock):  # type: ignore[no-untyped-def]
+    """The caller looks for tasks from here on, so nobody is woken for them. clock: 16 bytes of its own."""
+    p = carray(pointer_at(address), 1, _POLL)[0]
+    if fetch_add(address + _WORKING, 1) == 0:
+        exchange(p.asleep, 0)
+        if p.since != 0:
+            p.gaps += max(0, nanoseconds(clock) - p.busy - p.since)
+            p.since = 0
+    look_for_task(address)
+
+
+@njit(inline="never")
+def leave(address, clock):  # type: ignore[no-untyped-def]
+    """It does not any more: whoever sleeps until a task comes is to be woken. Either that thread sees that no
+    forward works, or this one that it sleeps, because both exchange before they look."""
+    p = carray(pointer_at(address), 1, _POLL)[0]
+    look_for_task(address)
+    if fetch_add(address + _WORKING, -1) == 1:
+        p.since = nanoseconds(clock) - p.busy
+        if observe(address + _RESTING) != 0:
+            exchange(p.asleep, 1)
+            look_for_task(address)
+
+
 class PollOnce(ctypes.Structure):
-    _fields_ = [("poll", ctypes.c_int64)]
+    """clock: 16 bytes of the caller's own."""
+
+    _fields_ = [("poll", ctypes.c_int64), ("clock", ctypes.c_int64)]
 
 
 @kernel(PollOnce)
 def poll_once(pointer):  # type: ignore[no-untyped-def]
     look_for_task(carray(pointer, 1)[0].poll)
+
+
+@kernel(PollOnce)
+def enter_once(pointer):  # type: ignore[no-untyped-def]
+    a = carray(pointer, 1)[0]
+    enter(a.poll, a.clock)
+
+
+@kernel(PollOnce)
+def leave_once(pointer):  # type: ignore[no-untyped-def]
+    a = carray(pointer, 1)[0]
+    leave(a.poll, a.clock)

@@ -1,13 +1,14 @@
 """Stages of the one-kernel step: the products, a run of panels an item.
 
 Items are handed out by a counter, and a stage is over when as many are done. `poll` is where another unit's
-tasks come from, 0 for nowhere: after every `every` items a thread looks for one.
+tasks come from, 0 for nowhere; a thread looks for one between `parts` parts of all items that are as even as
+items allow.
 """
 
 from numba import njit, types
 
 from kvloom.kernels.attention_tile import score
-from kvloom.kernels.cpu_poll import look_for_task
+from kvloom.kernels.cpu_poll import look_when_due
 from kvloom.kernels.panels import PANEL, panel_product
 from kvloom.kernels.rows import copy_row, norm_row
 from kvloom.kernels.vector import (
@@ -65,7 +66,7 @@ def _from(linear, item, then):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def product(linear, then, to, to_row, x, x_row, rows, onto, counters, sums, poll, every):  # type: ignore[no-untyped-def]
+def product(linear, then, to, to_row, x, x_row, rows, onto, counters, sums, poll, parts):  # type: ignore[no-untyped-def]
     """A stage: to = [to +] x · weightᵀ + bias."""
     item, taken = fetch_add(counters, 1), 0
     while item < linear.count:
@@ -75,8 +76,7 @@ def product(linear, then, to, to_row, x, x_row, rows, onto, counters, sums, poll
         _put(to + item * _BYTES, to_row, sums, linear.bias + item * _BYTES, rows, onto)
         fetch_add(counters + 8, 1)
         taken += 1
-        if taken % every == 0:
-            look_for_task(poll)
+        look_when_due(poll, taken, linear.count, parts)
         item = coming
     wait(counters, linear.count)
 
@@ -97,7 +97,7 @@ def _activate(to, to_row, gates, ups, rows, kind):  # type: ignore[no-untyped-de
 
 
 @njit(inline="never")
-def gated(layer, to, to_row, x, x_row, rows, counters, sums, poll, every):  # type: ignore[no-untyped-def]
+def gated(layer, to, to_row, x, x_row, rows, counters, sums, poll, parts):  # type: ignore[no-untyped-def]
     """A stage: to = activation(gate(x)) ∘ up(x)."""
     gate, up, ups = layer.gate, layer.up, sums + (rows + 3) * _BYTES
     item, taken = fetch_add(counters, 1), 0
@@ -111,14 +111,13 @@ def gated(layer, to, to_row, x, x_row, rows, counters, sums, poll, every):  # ty
         _activate(to + bias, to_row, sums, ups, rows, layer.activation)
         fetch_add(counters + 8, 1)
         taken += 1
-        if taken % every == 0:
-            look_for_task(poll)
+        look_when_due(poll, taken, gate.count, parts)
         item = coming
     wait(counters, gate.count)
 
 
 @njit(inline="never")
-def plain_head(s, x, x_row, counters, sums, poll, every):  # type: ignore[no-untyped-def]
+def plain_head(s, x, x_row, counters, sums, poll, parts):  # type: ignore[no-untyped-def]
     """A stage: logits = x · weightᵀ of a weight [V, K] in plain rows, 64 of them an item."""
     items = (s.vocab + PANEL - 1) // PANEL
     item, taken = fetch_add(counters, 1), 0
@@ -129,7 +128,6 @@ def plain_head(s, x, x_row, counters, sums, poll, every):  # type: ignore[no-unt
             copy_row(s.logits + r * s.logits_row + item * _BYTES, sums + r * _BYTES, count * 4)
         fetch_add(counters + 8, 1)
         taken += 1
-        if taken % every == 0:
-            look_for_task(poll)
+        look_when_due(poll, taken, items, parts)
         item = fetch_add(counters, 1)
     wait(counters, items)

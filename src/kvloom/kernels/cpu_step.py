@@ -6,6 +6,8 @@ when as many are done: a thread that comes late finds the work done by the other
 
 Where another unit's tasks may come, the thread that is first to enter looks for them: after each stage, and
 so often within it as the plan of its parts says. No sum changes by that, and the others go on meanwhile.
+
+Where some rows are away, another unit attends for them while this one does for its own (`cpu_ask.py`).
 """
 
 import ctypes
@@ -13,8 +15,9 @@ import ctypes
 import numpy as np
 from numba import carray, njit
 
-from kvloom.kernels.cpu_attention import ALL, AttentionArguments, attend
-from kvloom.kernels.cpu_poll import busy, look_for_task, nanoseconds
+from kvloom.kernels.cpu_ask import collect, post, resumed_at
+from kvloom.kernels.cpu_attention import ALL, AttentionArguments, advance, begin, room_of, tokens_of
+from kvloom.kernels.cpu_poll import busy, enter, leave, look_for_task, nanoseconds
 from kvloom.kernels.cpu_stages import gated, normalise, plain_head, product, wait
 from kvloom.kernels.panels import PANEL
 from kvloom.kernels.parallel import kernel
@@ -22,7 +25,9 @@ from kvloom.kernels.rows import copy_row, norm_row
 from kvloom.kernels.vector import LANES, fetch_add, observe, pointer_at, read_int
 
 COUNTERS = 16  # 64-bit words a stage: `next` and `done`, alone in their cache lines
-STAGES = OPERATORS = 5  # a layer; before the first the embedding, after the last the head
+OPERATORS = 5  # a layer; before the first the embedding, after the last the head
+STAGES = OPERATORS + 1  # two of rows that are away, in place of attention, which has counters of its own
+FIRST = 16  # byte of the first counters: threads that have come, where one of them is to look
 _LINE = 64
 
 
@@ -48,15 +53,16 @@ class StepArguments(ctypes.Structure):
     """Addresses and sizes. Rows of x, qkv, mixed, inner and logits are their `_row` bytes apart, and all but
     mixed have room for whole panels. plain: the head's weight [V, K] where it is not in panels, else 0.
 
-    poll: the PollArguments, or 0 where no tasks come. parts [OPERATORS · depth + 1]: those of each stage, the
-    last the head. times, as long, and 4 words more: nanoseconds that they took in the thread that looks."""
+    ask: the AskArguments, or 0 where no row is away; poll: the PollArguments, or 0 where no tasks come.
+    parts [OPERATORS · depth + 1]: those of each stage, the last the head. times, as long, and 5 words more:
+    nanoseconds that they took in the thread that looks."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("counters", "layers", "attention", "depth", "rows", "size")),
         *((name, ctypes.c_int64) for name in ("tokens", "embedding", "x", "x_row", "qkv", "qkv_row")),
         *((name, ctypes.c_int64) for name in ("mixed", "mixed_row", "inner", "inner_row")),
         *((name, ctypes.c_int64) for name in ("kept", "kept_rows", "logits", "logits_row", "plain", "vocab")),
-        *((name, ctypes.c_int64) for name in ("poll", "parts", "times", "threads")),
+        *((name, ctypes.c_int64) for name in ("ask", "poll", "parts", "times", "threads")),
         ("norm", NormArguments),
         ("head", LinearArguments),
     ]
@@ -68,21 +74,27 @@ _ATTENTION_BYTES = ctypes.sizeof(AttentionArguments)
 
 
 @njit(inline="never")
-def _every(s, poll, stage, items):  # type: ignore[no-untyped-def]
-    """Items of a stage between two looks of the thread that looks; the others never do."""
+def _parts(s, poll, stage):  # type: ignore[no-untyped-def]
+    """Parts of a stage after which the thread that looks does so; the others never do. Of all items: where
+    there are more threads it has some of them alone."""
     if poll == 0:
-        return ALL
-    parts = carray(pointer_at(s.parts), OPERATORS * s.depth + 1, np.int64)[stage] * s.threads
-    return (items + parts - 1) // parts
+        return 0
+    return carray(pointer_at(s.parts), OPERATORS * s.depth + 1, np.int64)[stage] * s.threads
+
+
+@njit(inline="never")
+def _clock(s):  # type: ignore[no-untyped-def]
+    """16 bytes of the thread that looks."""
+    return s.times + (OPERATORS * s.depth + 3) * 8
 
 
 @njit(inline="never")
 def _begin(s, poll):  # type: ignore[no-untyped-def]
     if poll != 0:
+        enter(poll, _clock(s))
         stages = OPERATORS * s.depth + 1
-        last = carray(pointer_at(s.times), stages + 4, np.int64)
-        last[stages] = nanoseconds(s.times + (stages + 2) * 8)
-        last[stages + 1] = busy(poll)
+        last = carray(pointer_at(s.times), stages + 5, np.int64)
+        last[stages], last[stages + 1] = nanoseconds(_clock(s)), busy(poll)
 
 
 @njit(inline="never")
@@ -91,8 +103,8 @@ def _after(s, poll, stage):  # type: ignore[no-untyped-def]
     if poll != 0:
         look_for_task(poll)
         stages = OPERATORS * s.depth + 1
-        times = carray(pointer_at(s.times), stages + 4, np.int64)
-        now, others = nanoseconds(s.times + (stages + 2) * 8), busy(poll)
+        times = carray(pointer_at(s.times), stages + 5, np.int64)
+        now, others = nanoseconds(_clock(s)), busy(poll)
         times[stage] = now - times[stages] - (others - times[stages + 1])
         times[stages], times[stages + 1] = now, others
 
@@ -109,32 +121,54 @@ def _embed(s, counters):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def _layer(s, layer, then, turn, next_token, counters, normal, sums, poll, stage):  # type: ignore[no-untyped-def]
-    """`then` is the product after this layer's last; stage: the number of its first."""
+def _attend(turn, counters, poll, parts):  # type: ignore[no-untyped-def]
+    """A stage. Parts are of so many tokens, wherever in a sequence they end."""
+    scratch = np.empty(room_of(turn) + LANES, np.float32)
+    place = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
+    tokens, part = tokens_of(turn), 1
+    begin(place)
+    while advance(turn, counters, place, ALL if parts == 0 else max(part, tokens * part // parts)):
+        look_for_task(poll)
+        part += 1
+    wait(counters, turn.batch * turn.spans)
+    scratch[0] = 0
+
+
+@njit(inline="never")
+def _mix(s, layer, turn, next_token, counters, normal, sums, poll, stage):  # type: ignore[no-untyped-def]
+    """Up to attention's output; False where the host has to wait for a part of that. stage: the number of the
+    layer's first."""
     step, wide = COUNTERS * 8, s.x_row
     if observe(counters) < layer.qkv.count:
         normalise(normal, wide, s.x, wide, s.rows, s.size, layer.before)
-    every = _every(s, poll, stage, layer.qkv.count)
-    product(layer.qkv, layer.o, s.qkv, s.qkv_row, normal, wide, s.rows, False, counters, sums, poll, every)
+    parts = _parts(s, poll, stage)
+    product(layer.qkv, layer.o, s.qkv, s.qkv_row, normal, wide, s.rows, False, counters, sums, poll, parts)
     _after(s, poll, stage)
-    every = _every(s, poll, stage + 1, turn.batch * turn.spans)
-    while attend(turn, next_token, every):
-        look_for_task(poll)
-    wait(next_token, turn.batch * turn.spans)
+    number = stage // OPERATORS
+    if s.ask != 0:
+        post(s.ask, turn, number, counters + step)
+    _attend(turn, next_token, poll, _parts(s, poll, stage + 1))
     _after(s, poll, stage + 1)
-    counters += 2 * step
-    every = _every(s, poll, stage + 2, layer.o.count)
-    product(layer.o, layer.gate, s.x, wide, s.mixed, s.mixed_row, s.rows, True, counters, sums, poll, every)
+    return s.ask == 0 or collect(s.ask, turn, number, counters + step, counters + 2 * step)
+
+
+@njit(inline="never")
+def _finish(s, layer, then, counters, normal, sums, poll, stage):  # type: ignore[no-untyped-def]
+    """After it. `then` is the product after this layer's last."""
+    step, wide = COUNTERS * 8, s.x_row
+    counters += 3 * step
+    parts = _parts(s, poll, stage + 2)
+    product(layer.o, layer.gate, s.x, wide, s.mixed, s.mixed_row, s.rows, True, counters, sums, poll, parts)
     _after(s, poll, stage + 2)
     counters += step
     if observe(counters) < layer.gate.count:
         normalise(normal, wide, s.x, wide, s.rows, s.size, layer.between)
-    every = _every(s, poll, stage + 3, layer.gate.count)
-    gated(layer, s.inner, s.inner_row, normal, wide, s.rows, counters, sums, poll, every)
+    parts = _parts(s, poll, stage + 3)
+    gated(layer, s.inner, s.inner_row, normal, wide, s.rows, counters, sums, poll, parts)
     _after(s, poll, stage + 3)
     counters += step
-    every = _every(s, poll, stage + 4, layer.down.count)
-    product(layer.down, then, s.x, wide, s.inner, s.inner_row, s.rows, True, counters, sums, poll, every)
+    parts = _parts(s, poll, stage + 4)
+    product(layer.down, then, s.x, wide, s.inner, s.inner_row, s.rows, True, counters, sums, poll, parts)
     _after(s, poll, stage + 4)
 
 
@@ -144,35 +178,43 @@ def _head(s, normal, counters, sums, poll):  # type: ignore[no-untyped-def]
     for r in range(s.kept_rows):
         x = s.x + read_int(s.kept + r * 4) * wide
         norm_row(normal + r * wide, x, s.norm.weight, s.size, s.norm.eps, s.norm.offset)
+    parts = _parts(s, poll, stage)
     if s.plain != 0:
-        every = _every(s, poll, stage, (s.vocab + PANEL - 1) // PANEL)
-        plain_head(s, normal, wide, counters, sums, poll, every)
+        plain_head(s, normal, wide, counters, sums, poll, parts)
     else:
-        every = _every(s, poll, stage, s.head.count)
         to, row = s.logits, s.logits_row
-        product(s.head, s.head, to, row, normal, wide, s.kept_rows, False, counters, sums, poll, every)
+        product(s.head, s.head, to, row, normal, wide, s.kept_rows, False, counters, sums, poll, parts)
     _after(s, poll, stage)
+
+
+@njit(inline="never")
+def _layers(s, normal, sums, poll):  # type: ignore[no-untyped-def]
+    """False where the host has to wait for another unit first, and then begin anew with `resume`."""
+    layers = carray(pointer_at(s.layers), s.depth, _LAYER)
+    turns = carray(pointer_at(s.attention), s.depth, _ATTENTION)
+    resume = resumed_at(s.ask)
+    for i in range(max(0, resume), s.depth):
+        counters = s.counters + (1 + i * STAGES) * COUNTERS * 8
+        turn, stage = s.attention + i * _ATTENTION_BYTES, i * OPERATORS
+        if i != resume and not _mix(s, layers[i], turns[i], turn, counters, normal, sums, poll, stage):
+            return False
+        then = layers[i + 1].qkv if i + 1 < s.depth else s.head
+        _finish(s, layers[i], then, counters, normal, sums, poll, stage)
+    return True
 
 
 @kernel(StepArguments)
 def step(pointer):  # type: ignore[no-untyped-def]
     s = carray(pointer, 1)[0]
-    layers = carray(pointer_at(s.layers), s.depth, _LAYER)
-    turns = carray(pointer_at(s.attention), s.depth, _ATTENTION)
     most = max(s.rows, s.kept_rows)
     scratch = np.empty(most * s.x_row // 4 + 2 * (most + 3) * PANEL + LANES, np.float32)
     normal = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
     sums = normal + most * s.x_row
-    counters = s.counters
-    poll = s.poll if s.poll != 0 and fetch_add(counters + 16, 1) == 0 else 0
+    poll = s.poll if s.poll != 0 and fetch_add(s.counters + FIRST, 1) == 0 else 0
     _begin(s, poll)
-    _embed(s, counters)
-    counters += COUNTERS * 8
-    for i in range(s.depth):
-        layer = layers[i]
-        then = layers[i + 1].qkv if i + 1 < s.depth else s.head
-        turn = s.attention + i * _ATTENTION_BYTES
-        _layer(s, layer, then, turns[i], turn, counters, normal, sums, poll, i * OPERATORS)
-        counters += STAGES * COUNTERS * 8
-    _head(s, normal, counters, sums, poll)
+    _embed(s, s.counters)
+    if _layers(s, normal, sums, poll):
+        _head(s, normal, s.counters + (1 + s.depth * STAGES) * COUNTERS * 8, sums, poll)
+    if poll != 0:
+        leave(poll, _clock(s))
     scratch[0] = 0  # numba frees an array after its last use, and addresses are none

@@ -10,13 +10,15 @@ import ctypes
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from kvloom.kernels.parallel import kernel
 
 _SPINS = 2000  # loads before the core is offered to others at each further one
+_SLEEP, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF  # of words that processes share
 _yield = types.ExternalFunction("sched_yield", types.int32())
+_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
 class SignalArguments(ctypes.Structure):
@@ -69,6 +71,19 @@ def take(context: Any, word: Any) -> Any:
         return builder.zext(builder.extract_value(found, 1), ir.IntType(64))
 
     return types.int64(types.int64), generate
+
+
+@njit(inline="never")
+def wake(futex, word):  # type: ignore[no-untyped-def]
+    """All who sleep on it. futex: the system call's number."""
+    _syscall(futex, word, _WAKE, _EVERYBODY, 0, 0, 0)
+
+
+@njit(inline="never")
+def sleep(futex, word, seen, limit):  # type: ignore[no-untyped-def]
+    """Until `wake`, at most for `limit`, the address of a timespec; not at all where the word is another than
+    `seen`. May return early."""
+    _syscall(futex, word, _SLEEP, seen, limit, 0, 0)
 
 
 @kernel(SignalArguments)

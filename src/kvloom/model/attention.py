@@ -14,6 +14,7 @@ from kvloom.core.arrays import I64
 from kvloom.core.errors import ConfigError
 from kvloom.core.plan import PageCopy, Plan
 from kvloom.kernels import cpu, reference
+from kvloom.model.weaving.asking import Asking
 from kvloom.model.weaving.split import Split
 
 NAME = "kvloom"
@@ -63,9 +64,9 @@ class ForwardState:
         return self.plan.positions
 
     @property
-    def layered(self) -> bool:
-        """True where each layer is to call `attend`, whatever a model could do at once."""
-        return False
+    def asking(self) -> Asking | None:
+        """Where another unit is to attend for some rows."""
+        return None
 
     @property
     def polled(self) -> Split | None:

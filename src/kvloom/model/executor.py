@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,8 +102,7 @@ class TorchExecutor:
     def _run(self, slot: int, job: Job) -> JobResult:
         started = time.perf_counter()
         torch.set_num_threads(job.share)
-        rows = [row.row for row in job.samples] + [row.row for row in job.prompts]
-        kept = np.asarray(rows, dtype=np.int64)
+        kept = job.kept
         lost = None
         with torch.inference_mode():
             if job.away is None:
@@ -113,7 +111,7 @@ class TorchExecutor:
                 logits, lost = self._woven(job, job.away, kept)
             count = len(job.samples)
             tokens, reports = sample(logits[:count], job.samples)
-            prompts = prompt_logprobs(logits[count : len(rows)], job.prompts)
+            prompts = prompt_logprobs(logits[count : len(kept)], job.prompts)
         return JobResult(tokens, reports, prompts, time.perf_counter() - started, lost)
 
     def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
@@ -121,16 +119,17 @@ class TorchExecutor:
         attender = self.attender
         if attender is None or not (attender.launches or attender.lively()):
             return self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
-        with attender.polled():
-            if attender.launches:
-                logits = self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
-            else:
-                state = PolledState(job.plan, self._views[job.model], attender, attender.split(job.model))
-                logits = self._through(job, kept, state)
-                if state.pieces:
-                    state.split.ran(len(job.tokens), state.longest, state.pieces)
-            attender.poll()
-            return logits
+        if attender.launches:
+            with attender.polled():
+                return self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
+        state = PolledState(job.plan, self._views[job.model], attender, attender.split(job.model))
+        try:
+            logits = self._through(job, kept, state)
+        finally:
+            state.leave()
+        if state.pieces:
+            state.split.ran(len(job.tokens), state.longest, state.pieces)
+        return logits
 
     def _through(self, job: Job, kept: I64, state: ForwardState) -> Tensor:
         state.copy_pages(job.plan.copies)
@@ -144,7 +143,7 @@ class TorchExecutor:
                 loan.move(self.arena.bytes.numpy(), job.plan.page_map, away.plan.page_map, move)
         except KvloomError as error:
             lost = error.message
-        state = WovenState(job.plan, self._views[job.model], away, loan, lost)
+        state = WovenState(job.plan, self._views[job.model], away, loan.tasks, lost)
         return self._through(job, kept, state), state.lost
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.core.arrays import I64
+from kvloom.kernels.attention_tile import TILE
 from kvloom.kernels.cpu_stages import GELU, SWISH
-from kvloom.kernels.cpu_step import COUNTERS, OPERATORS, STAGES, LayerArguments, StepArguments, step
+from kvloom.kernels.cpu_step import COUNTERS, FIRST, STAGES, LayerArguments, StepArguments, step
 from kvloom.kernels.panels import PANEL
 from kvloom.model import turns
 from kvloom.model.layer import DecoderLayer
@@ -19,10 +20,11 @@ from kvloom.model.linear import PackedLinear, TiedLinear
 from kvloom.model.norm import FusedRMSNorm
 from kvloom.model.panels import Panels, panels_of
 from kvloom.model.parallel.modules import Gathered, Summed
+from kvloom.model.weaving.asking import Asking
 from kvloom.model.weaving.split import Split
 
 FEW_ROWS = 96  # more are faster by oneDNN's products, layer by layer
-_ATTENTION = 1  # its stage in a layer
+_UP = 3  # of a layer's products, in one stage with the one before it
 _KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
 
 
@@ -42,7 +44,11 @@ class FewRows:
         self._size, first = embedding.weight.shape[1], layers[0]
         self._vocab = head.weight.shape[0] if isinstance(head, TiedLinear) else head.out_features
         self._widths = (panels[0].count * PANEL, first.heads.q * first.heads.size, panels[2].count * PANEL)
-        self._most = self._limits(layers, panels)
+        self._panels = [
+            tuple(one.count for i, one in enumerate(panels[5 * layer : 5 * layer + 5]) if i != _UP)
+            for layer in range(len(layers))
+        ]
+        self._windows = [layer.scoring.window for layer in layers]
         self._layers = (LayerArguments * len(layers))(
             *(
                 LayerArguments(
@@ -64,14 +70,6 @@ class FewRows:
             norm=_norm(norm),
             head=panels[-1].fields,
         )
-
-    def _limits(self, layers: Sequence[DecoderLayer], panels: Sequence[Panels]) -> list[int]:
-        """Panels of each product, KV heads of each attention."""
-        most = list[int]()
-        for i, layer in enumerate(layers):
-            qkv, o, gate, _, down = (one.count for one in panels[5 * i : 5 * i + 5])
-            most += (qkv, layer.heads.kv, o, gate, down)
-        return [*most, -(-self._vocab // PANEL)]
 
     @classmethod
     def of(
@@ -100,19 +98,34 @@ class FewRows:
     def takes(self, tokens: I64, kept: I64) -> bool:
         return max(tokens.size, kept.size) <= FEW_ROWS
 
-    def limits(self, rows: int) -> list[int]:
-        """Into how many parts the operators of a step can be split at most, stage by stage."""
-        return [rows * most if i % OPERATORS == _ATTENTION else most for i, most in enumerate(self._most)]
-
-    def attention_parts(self, split: Split | None) -> int:
-        """Those that the attention of some layer is split into."""
-        return 1 if split is None else int(split.parts[_ATTENTION::OPERATORS].max())
+    def limits(self, lengths: Tensor, page_tokens: int, threads: int) -> list[int]:
+        """Into how many parts the operators of a step can be split at most, stage by stage: panels of a
+        product, tiles of tokens of attention over lengths [B]; of those of one thread."""
+        tile = min(TILE, page_tokens)
+        tiles = {
+            window: int(((lengths.clamp(max=window) if window else lengths) + (tile - 1)).div_(
+                tile, rounding_mode="floor"
+            ).sum())
+            for window in set(self._windows)
+        }  # fmt: skip
+        most = list[int]()
+        for (qkv, o, gate, down), window in zip(self._panels, self._windows, strict=True):
+            most += (qkv, tiles[window], o, gate, down)
+        most.append(-(-self._vocab // PANEL))
+        return [max(1, one // threads) for one in most]
 
     def __call__(
-        self, tokens: I64, kept: I64, now: turns.Turns, threads: int, split: Split | None = None
+        self,
+        tokens: I64,
+        kept: I64,
+        now: turns.Turns,
+        threads: int,
+        split: Split | None = None,
+        asking: Asking | None = None,
     ) -> Tensor:
         """tokens [B], kept [R]; `now`, the attention's records of this forward → logits [R, V]. split: where
-        others' tasks may come, and was told of this step's limits."""
+        others' tasks may come, and was told of this step's limits. asking: where the rows that are not in
+        `now`, the last ones, are away."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
@@ -127,12 +140,19 @@ class FewRows:
         call.mixed, call.mixed_row = mixed.data_ptr(), mixed.stride(0) * 4
         call.inner, call.inner_row = inner.data_ptr(), inner.stride(0) * 4
         call.logits, call.logits_row = logits.data_ptr(), logits.stride(0) * 4
-        if split is None:
-            step(call, threads)
-        else:
+        if split is not None:
             call.poll, call.threads = split.poll, threads
             call.parts, call.times = split.parts.ctypes.data, split.times.ctypes.data
+        if asking is not None:
+            call.ask = asking.enter()
+        step(call, threads)
+        while asking is not None and asking.paused:
+            asking.resume(qkv, mixed, now)
+            counters[FIRST // 8] = 0
             step(call, threads)
+        if asking is not None:
+            asking.leave(len(now))
+        if split is not None:
             split.end()
         return logits[:, : self._vocab]
 

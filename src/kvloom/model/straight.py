@@ -43,16 +43,16 @@ class Straight:
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
         cos, sin = self._angles(state)
         threads, few = torch.get_num_threads(), self._few
-        if state.decode and not state.layered and few is not None and few.takes(tokens, kept):
+        if state.decode and few is not None and few.takes(tokens, kept):
             split = state.polled
             if split is not None:
-                split.begin(few.limits(len(tokens)))
-            now = turns.of_forward(self._turns, state, cos, sin, threads, few.attention_parts(split))
-            logits = few(tokens, kept, now, threads, split)
+                split.begin(few.limits(state.lengths, state.arena.shape[2], threads))
+            now = turns.of_forward(self._turns, state, cos, sin, threads)
+            logits = few(tokens, kept, now, threads, split, state.asking)
             for layer in self._parts.layers:
                 state.send(layer.index)
             return logits
-        if not state.decode or state.layered or state.polled is not None:
+        if not state.decode or state.asking is not None or state.polled is not None:
             return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state)
         now = turns.of_forward(self._turns, state, cos, sin, threads)
         return self._decode(torch.from_numpy(tokens), padded(kept), now, threads, state)

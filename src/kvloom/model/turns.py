@@ -32,11 +32,8 @@ def lasting(layers: Sequence[DecoderLayer]) -> Turns:
     return turns
 
 
-def of_forward(
-    lasting: Turns, state: ForwardState, cos: Tensor, sin: Tensor, threads: int, parts: int = 1
-) -> Turns:
-    """The records of one forward; cos, sin [N, R]. parts: work items that each is to have at least, as far as
-    it has heads. Where q, k, v and out lie is for the caller to add."""
+def of_forward(lasting: Turns, state: ForwardState, cos: Tensor, sin: Tensor, threads: int) -> Turns:
+    """The records of one forward; cos, sin [N, R]. Where q, k, v and out lie is for the caller to add."""
     turns = lasting.copy()
     arena = state.arena
     turns["arena"], turns["block_bytes"] = arena.data_ptr(), arena.stride(0) * 4
@@ -49,7 +46,6 @@ def of_forward(
     turns["turned"], turns["turn_row"] = cos.shape[1], cos.stride(0) * 4
     kv_heads = int(lasting["kv_heads"][0])
     span = span_of(len(state.lengths), kv_heads, threads)
-    span = min(span, max(1, len(state.lengths) * kv_heads // parts))
     turns["span"], turns["spans"] = span, -(-kv_heads // span)
     return turns
 

@@ -44,23 +44,31 @@ class Task:
 
 
 class TaskReceiver:
-    """For one thread at a time. done: the number of the last task that is. As the borrower says, in seconds:
-    meanwhile, what it has to do itself while it waits for a task; period, from one iteration to the next."""
+    """For one thread at a time. done: the number of the last task that is. map, known: own blocks of the
+    borrower's pages, and which it has told; whoever else checks sheets writes there too."""
 
     def __init__(self, mailbox: Mailbox, lent: I32, page_tokens: int) -> None:
         """lent: [pages · layers · kv_heads] own blocks, in the order in which the borrower counts them."""
         self._memory = mailbox
-        self._lent = lent
-        self._page_tokens = page_tokens
+        self.lent: I32 = np.ascontiguousarray(lent)
+        self.page_tokens = page_tokens
         form = mailbox.form
-        self._map: I32 = np.zeros((form.pages, form.layers, form.kv_heads), np.int32)
-        self._known = np.zeros(form.pages, np.bool_)
+        self.map: I32 = np.zeros((form.pages, form.layers, form.kv_heads), np.int32)
+        self.known = np.zeros(form.pages, np.bool_)
         self.done = mailbox.done.get()
         self._iteration = -1
-        self.meanwhile = 0.0
-        self.period = 0.0
         nothing = np.zeros(0, np.int32)
-        self._sheet = Sheet(nothing, nothing.reshape(0, 0), self._map, nothing, nothing)
+        self._sheet = Sheet(nothing, nothing.reshape(0, 0), self.map, nothing, nothing)
+
+    @property
+    def meanwhile(self) -> float:
+        """Seconds, as the borrower says, that it has to do itself while it waits for a task."""
+        return _seconds(float(self._memory.pace[0]))
+
+    @property
+    def period(self) -> float:
+        """Seconds, as it says, from one iteration to the next."""
+        return _seconds(float(self._memory.pace[1]))
 
     @property
     def left(self) -> bool:
@@ -121,31 +129,30 @@ class TaskReceiver:
             raise BadRequest(
                 f"weave: iteration {iteration} has a sheet of {told}, {rows} rows, {changed} pages"
             )
-        self.meanwhile, self.period = (_seconds(told) for told in memory.pace.tolist())
         self._take(memory.changed[:changed].copy())
         lengths = memory.lengths[:rows].copy()
-        most = form.width * self._page_tokens
+        most = form.width * self.page_tokens
         if lengths.min() < 1 or lengths.max() > most:
             raise BadRequest(f"weave: rows of {lengths.min()} to {lengths.max()} tokens; want 1 to {most}")
-        counts = -(-lengths // self._page_tokens)
+        counts = -(-lengths // self.page_tokens)
         tables = memory.tables[:rows, : counts.max()].copy()
         used = np.arange(tables.shape[1]) < counts[:, None]
         tables[~used] = 0
         pages = tables[used]
-        if not _inside(pages, form.pages) or not self._known[pages].all():
+        if not _inside(pages, form.pages) or not self.known[pages].all():
             raise BadRequest("weave: a row names a page that the loan has not")
-        edges, offsets = np.divmod(lengths - 1, np.int32(self._page_tokens))
-        return Sheet(lengths, tables, self._map, tables[np.arange(rows), edges], offsets)
+        edges, offsets = np.divmod(lengths - 1, np.int32(self.page_tokens))
+        return Sheet(lengths, tables, self.map, tables[np.arange(rows), edges], offsets)
 
     def _take(self, pages: I32) -> None:
         """Rows of the borrower's map that it has changed."""
-        if not _inside(pages, len(self._map)):
+        if not _inside(pages, len(self.map)):
             raise BadRequest("weave: a page of the map that the loan has not")
         blocks = self._memory.map[pages]  # a copy
-        if not _inside(blocks, len(self._lent)):
-            raise BadRequest(f"weave: a block beyond the {len(self._lent)} that are lent")
-        self._map[pages] = self._lent[blocks]
-        self._known[pages] = True
+        if not _inside(blocks, len(self.lent)):
+            raise BadRequest(f"weave: a block beyond the {len(self.lent)} that are lent")
+        self.map[pages] = self.lent[blocks]
+        self.known[pages] = True
 
 
 def _seconds(told: float) -> float:

@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from kvloom.core.arrays import I32, I64
 from kvloom.core.errors import BadRequest, QueueFull, Unavailable
-from kvloom.transport.mailbox import START, WHAT, End, Mailbox, Place, size_of
+from kvloom.kernels.cpu_ask import NOWHERE, AskArguments
+from kvloom.transport.mailbox import NOTE, START, WHAT, End, Mailbox, Place, size_of
 from kvloom.transport.peer import Peer
-from kvloom.transport.word import MASK
+from kvloom.transport.word import MASK, futex_number
 
 _SPINS = 20_000  # looks before the thread sleeps; all but the first of them offer the core to others
 _NEW = 0.05  # weight of a number in a mean
@@ -39,7 +40,10 @@ class Mean:
 
 class TaskSender:
     """For one thread at a time, and one iteration after the other. Once a method has raised Unavailable it
-    is of no more use."""
+    is of no more use.
+
+    record: with it a kernel posts and collects the tasks of an iteration that has begun by itself; `settle`
+    follows. What it leaves undone `collect` goes on with."""
 
     def __init__(self, peer: Peer, place: bytes, patience: float) -> None:
         """patience: seconds that the lender has for an answer. Raises BadRequest where `place` is no mailbox,
@@ -48,11 +52,11 @@ class TaskSender:
         self._patience = patience
         self._memory = _mapped(peer, place)
         self.form = self._memory.form
-        self._posted = self._memory.posted.get()
+        self._spent: I64 = np.zeros(self.form.layers + 2, np.int64)  # by layer; two for the clock
+        self.record = _record(self._memory, self._spent)
         self._iteration = START
         self._rows = 0
         self._begun = 0.0  # the iteration
-        self._went = 0.0  # the last task
         self._meanwhile = Mean()
         self._period = Mean()
         self._sent: I64 = np.zeros(
@@ -76,6 +80,7 @@ class TaskSender:
         self._sent[changed] = versions[changed]
         self._iteration = (self._iteration + 1) & MASK
         self._rows = rows
+        self.record.iteration = self._iteration
         now = time.monotonic()
         if self._begun and now - self._begun < _LONG:
             self._period.take(now - self._begun)
@@ -88,26 +93,27 @@ class TaskSender:
         many as there are slots wait, Unavailable where the lender takes none."""
         memory = self._memory
         self._refuse_over()
-        if (self._posted - memory.done.get()) & MASK >= self.form.slots:
+        if (self.record.count - memory.done.get()) & MASK >= self.form.slots:
             raise QueueFull(f"weave: {self.form.slots} tasks wait at {self._unit} already", retry_after=1)
-        slot = self._posted % self.form.slots
+        slot = self.record.count % self.form.slots
         memory.qkv[slot, : self._rows] = qkv
         now = time.monotonic_ns()
         memory.notes[slot] = (self._iteration, layer, self._rows, window, scale, softcap, now)
-        self._posted = (self._posted + 1) & MASK
-        memory.posted.swap(self._posted)  # a full barrier: who is not asleep now looks once more before it is
+        number = (int(self.record.count) + 1) & MASK
+        self.record.count = number
+        memory.posted.swap(number)  # a full barrier: who is not asleep now looks once more before it is
         if memory.asleep.get():
             memory.posted.wake()
-        self._went = now / 1e9
-        return self._posted
+        self.record.went = now
+        return number
 
     def collect(self, task: int, out: Floats) -> None:
         """Wait for a task's output, into out [B, heads, D]. Raises Unavailable where the lender is gone,
         gives up, or takes longer than is waited for."""
         memory = self._memory
-        now = time.monotonic()
-        self._meanwhile.take(now - self._went)
-        due = now + self._patience
+        due = time.monotonic() + self._patience
+        if self.record.paused == NOWHERE:  # else the kernel has noted it
+            self._meanwhile.take((time.monotonic_ns() - self.record.went) / 1e9)
         done = memory.done.spin((task - 1) & MASK, _SPINS)
         while not self._is_done(task, done):
             self._refuse_over()
@@ -121,6 +127,11 @@ class TaskSender:
             done = memory.done.get()
         out[:] = memory.out[(task - 1) % self.form.slots, : len(out)]
 
+    def settle(self, layers: int) -> None:
+        """A kernel has posted and collected the tasks of so many layers."""
+        for spent in self._spent[:layers].tolist():
+            self._meanwhile.take(spent / 1e9)
+
     def close(self) -> None:
         """Tell the lender that no more comes."""
         self._memory.left.set(End.CLOSED)
@@ -132,9 +143,10 @@ class TaskSender:
 
     def _is_done(self, task: int, done: int) -> bool:
         """Raises Unavailable where `done` is ahead of all that was posted."""
-        if (self._posted - done) & MASK > self.form.slots:
+        posted = self.record.count
+        if (posted - done) & MASK > self.form.slots:
             raise Unavailable(f"{self._unit} has done tasks that nobody has posted")
-        return (self._posted - done) & MASK <= (self._posted - task) & MASK
+        return bool((posted - done) & MASK <= (posted - task) & MASK)
 
     def _refuse_over(self) -> None:
         over = self._memory.over.get()
@@ -144,6 +156,33 @@ class TaskSender:
     def _ended(self, over: int) -> Unavailable:
         why = _ENDS.get(End(over), "") if over in set(End) else ""
         return Unavailable(f"{self._unit} {why or f'ended the loan with {over}'}")
+
+
+def _record(mailbox: Mailbox, spent: I64) -> AskArguments:
+    """spent [layers + 2]: where the kernel writes times."""
+    form = mailbox.form
+    return AskArguments(
+        posted=mailbox.posted.address,
+        finished=mailbox.done.address,
+        asleep=mailbox.asleep.address,
+        over=mailbox.over.address,
+        notes=mailbox.notes.ctypes.data,
+        note_bytes=NOTE.itemsize,
+        slots=form.slots,
+        qkv=mailbox.qkv.ctypes.data,
+        qkv_slot=mailbox.qkv.strides[0],
+        qkv_row=mailbox.qkv.strides[1],
+        out=mailbox.out.ctypes.data,
+        out_slot=mailbox.out.strides[0],
+        out_row=mailbox.out.strides[1],
+        meanwhile=spent.ctypes.data,
+        clock=spent[form.layers :].ctypes.data,
+        futex=futex_number(),
+        spins=_SPINS,
+        count=mailbox.posted.get(),
+        paused=NOWHERE,
+        resume=NOWHERE,
+    )
 
 
 def _mapped(peer: Peer, place: bytes) -> Mailbox:

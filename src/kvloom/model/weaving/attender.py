@@ -18,7 +18,7 @@ import torch
 from kvloom.core.arrays import F64
 from kvloom.core.errors import BadRequest
 from kvloom.core.load import Waits
-from kvloom.core.splitting import Rule, conditional_wait, expected_stall
+from kvloom.core.splitting import Gap, Rule, conditional_wait, expected_stall
 from kvloom.core.weaving import Borrow
 from kvloom.kernels.cpu_attention import attend_all
 from kvloom.kv.arena import Arena
@@ -30,7 +30,6 @@ from kvloom.transport.mailbox import End
 _log = logging.getLogger(__name__)
 _LIVELY = 64  # forwards that poll after a task has come
 _SECONDS = 5.0  # for the thread to end: it has nothing to do any more
-_SLICE = 0.05  # seconds of rest between two looks at whether the borrower lives
 _RECENT = 16  # forwards whose operators the expected wait is told of
 
 
@@ -48,13 +47,13 @@ class Attender:
         self._terms = borrow
         self._ended = ended
         self._process = os.pidfd_open(borrow.pid)
-        self._polling = Polling(self._mailbox, arena, self._receiver.done, self._check)
+        self._polling = Polling(self._mailbox, arena, self._receiver, self._check)
         self._over = False  # set with the polling's lock
-        self._lively = 0
-        self._working = 0
+        self._lively = self._seen = 0
+        self._counting = threading.Lock()
         self._splits: dict[str, Split] = {}  # by own model
         self._recent: deque[F64] = deque(maxlen=_RECENT)  # seconds of each part, by forward
-        self._free = threading.Condition()
+        self._gaps: deque[float] = deque([0.0], maxlen=_RECENT + 1)  # seconds of all, when it landed
         self._thread = threading.Thread(target=self._idle, name="weave", daemon=True)
         self._thread.start()
 
@@ -73,11 +72,14 @@ class Attender:
     def landed(self, times: F64) -> None:
         """A forward has polled after each of these times, in seconds."""
         self._recent.append(times)
+        self._gaps.append(self._polling.gaps)
 
     def lively(self) -> bool:
         """Whether the forward that is to begin had better poll: a task has come lately. Without, a forward
         takes the fastest way there is, and what comes meanwhile the thread does beside it."""
-        with self._free:
+        with self._counting:
+            if self._seen != self._polling.tasks:
+                self._seen, self._lively = self._polling.tasks, _LIVELY
             self._lively -= self._lively > 0
             return self._lively > 0
 
@@ -97,23 +99,28 @@ class Attender:
         """Nanoseconds that tasks have taken."""
         return int(self._polling.record.busy)
 
+    def enter(self) -> None:
+        """The caller polls from here on; what is there is done."""
+        self._polling.enter()
+
+    def leave(self) -> None:
+        """What is there is done, and the caller polls no more: the thread does."""
+        self._polling.leave()
+
     @contextmanager
     def polled(self) -> Iterator[None]:
         """While in it, the caller polls."""
-        with self._free:
-            self._working += 1
+        self.enter()
         try:
             yield
         finally:
-            with self._free:
-                self._working -= 1
-                self._free.notify_all()
+            self.leave()
 
     def waits(self) -> Waits:
         """How long the last tasks have waited, and how long by the model they should have."""
         served, ahead = self._polling.served(), self._ahead()
         recent = tuple(self._recent)
-        times = np.concatenate(recent) if recent else np.zeros(0)
+        times, gap = np.concatenate(recent) if recent else np.zeros(0), self._gap()
         beyond = [wait for wait in served.waits if wait > ahead]
         return Waits(
             tasks_total=self._polling.tasks,
@@ -123,17 +130,20 @@ class Attender:
             wait=_mean(served.waits),
             beyond=_mean(beyond),
             stall=_mean([max(0.0, wait - ahead) for wait in served.waits]),
-            expected_wait=expected_stall(times, 0.0),
-            expected_beyond=conditional_wait(times, ahead),
-            expected_stall=expected_stall(times, ahead),
+            expected_wait=expected_stall(times, 0.0, gap),
+            expected_beyond=conditional_wait(times, ahead, gap),
+            expected_stall=expected_stall(times, ahead, gap),
         )
+
+    def _gap(self) -> Gap:
+        """Between the last forwards."""
+        gaps = tuple(self._gaps)
+        return Gap(gaps[-1] - gaps[0], self._polling.wake)
 
     def close(self) -> None:
         """Take no more tasks; when it returns, none is under way, and the thread has ended."""
         with self._polling.held():
             self._end(End.CLOSED, None)
-        with self._free:
-            self._free.notify_all()
         self._mailbox.posted.wake()
         self._thread.join(_SECONDS)
 
@@ -155,16 +165,7 @@ class Attender:
 
     def _watch(self) -> None:
         while not self._over:
-            with self._free:
-                if self._working:
-                    self._free.wait(_SLICE)
-                    resting = False
-                else:
-                    resting = True
-            if resting:
-                self._receiver.rest(_SLICE)
-            if not self._working:
-                self._polling.once()
+            self._polling.watch()
             if self._receiver.left or self._gone():
                 with self._polling.held():
                     self._end(End.CLOSED, "the borrower has left")
@@ -175,12 +176,11 @@ class Attender:
         return bool(poll.poll(0))
 
     def _check(self) -> int:
-        """Under the lock, called by a kernel: what is there is the first task of an iteration, or forged."""
+        """Under the lock, called by a kernel: what is there is not what it takes. Mostly it is forged."""
         self._receiver.done = self._polling.record.done
         with self._guarded():
             task = None if self._over else self._receiver.next()
             if task is not None:
-                self._lively = _LIVELY
                 self._polling.prepare(task)
                 return 0
         return 1
@@ -190,15 +190,14 @@ class Attender:
         self._receiver.done = self._polling.record.done
         with self._guarded():
             for _ in range(2 * self._mailbox.form.slots):  # who posts without end does not keep the lock
+                found = time.monotonic_ns()
                 task = None if self._over else self._receiver.next()
                 if task is None:
                     return
-                begun = time.monotonic_ns()
-                self._lively = _LIVELY
                 attend_all(self._polling.arguments(task, threads), threads)
                 self._receiver.answer(task)
                 self._polling.record.done = task.number
-                self._polling.note(task, begun)
+                self._polling.note(task, found)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -214,7 +213,7 @@ class Attender:
     def _end(self, why: End, reason: str | None) -> None:
         if not self._over:
             self._over = True
-            self._polling.forget()
+            self._polling.close()
             self._receiver.end(why)
             if reason is not None:
                 with suppress(RuntimeError):  # the loop that it would tell is closed

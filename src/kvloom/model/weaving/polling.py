@@ -13,9 +13,11 @@ import torch
 
 from kvloom.core.arrays import I64
 from kvloom.kernels.cpu_attention import AttentionArguments, span_of
-from kvloom.kernels.cpu_poll import AWAITED, PollArguments, PollOnce, poll_once
+from kvloom.kernels.cpu_poll import AWAITED, PollArguments, PollOnce, enter_once, leave_once, poll_once
+from kvloom.kernels.cpu_sheet import SheetArguments
+from kvloom.kernels.cpu_watch import WatchArguments, watch
 from kvloom.kv.arena import Arena
-from kvloom.transport.attending import Task
+from kvloom.transport.attending import Sheet, Task, TaskReceiver
 from kvloom.transport.mailbox import NOTE, Mailbox
 from kvloom.transport.word import Word, futex_number
 
@@ -26,7 +28,7 @@ _Host = ctypes.CFUNCTYPE(ctypes.c_int64)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The last tasks, in seconds: from being posted to their begin, and from there to their end."""
+    """The last tasks, in seconds: from being posted to being found, and from there to their end."""
 
     waits: list[float]
     services: list[float]
@@ -35,25 +37,37 @@ class Served:
 class Polling:
     """`address` is what kernels are given. Whoever does a task, in a kernel or here, holds the lock."""
 
-    def __init__(self, mailbox: Mailbox, arena: Arena, done: int, check: Callable[[], int]) -> None:
-        """done: tasks so far. check: called with the lock where what a task is over is not known: 0 once it
-        has called `prepare`. It raises nothing."""
+    def __init__(
+        self, mailbox: Mailbox, arena: Arena, receiver: TaskReceiver, check: Callable[[], int]
+    ) -> None:
+        """check: called with the lock where a task is not one that a kernel takes: 0 once it has called
+        `prepare`. It raises nothing."""
         self._mailbox = mailbox
         self._arena = arena
         self._host = _Host(check)
-        self._words = np.zeros(4, np.int64)  # the lock; two for the clock
+        self._words = np.zeros(9, np.int64)  # the lock; three clocks; how long to sleep
+        self._words[7:] = 0, int(_SLICE * 1e9)
         self._lock = Word(self._words.ctypes.data)
         self._waits: I64 = np.zeros(_KEPT, np.int64)
         self._services: I64 = np.zeros(_KEPT, np.int64)
-        self._task = AttentionArguments()
-        self._known: Task | None = None  # keeps what `_task` names
         form, size = mailbox.form, mailbox.form.head_dim * 4
+        self._own = Sheet(
+            np.zeros(form.rows, np.int32),
+            np.zeros((form.rows, form.width), np.int32),
+            receiver.map,
+            np.zeros(form.rows, np.int32),
+            np.zeros(form.rows, np.int32),
+        )
+        self._task = self._over(self._own, 0, 1)
+        self._lent = receiver.lent, receiver.known
+        self._sheet = _sheet(mailbox, receiver, self._own)
         self.record = PollArguments(
             lock=self._words.ctypes.data,
             posted=mailbox.posted.address,
             left=mailbox.left.address,
             finished=mailbox.done.address,
             waiting=mailbox.waiting.address,
+            asleep=mailbox.asleep.address,
             notes=mailbox.notes.ctypes.data,
             note_bytes=NOTE.itemsize,
             stamp=NOTE.fields["posted"][1],  # type: ignore[index]
@@ -65,23 +79,41 @@ class Polling:
             out_slot=mailbox.out.strides[0],
             k_bytes=form.heads * size,
             v_bytes=(form.heads + form.kv_heads) * size,
+            map=receiver.map.ctypes.data,
             map_layer=form.kv_heads * 4,
+            sheet=ctypes.addressof(self._sheet),
             task=ctypes.addressof(self._task),
             host=ctypes.cast(self._host, ctypes.c_void_p).value,
             clock=self._words.ctypes.data + 8,
             futex=futex_number(),
             iteration=-1,
-            done=done,
+            done=receiver.done,
             kept=_KEPT,
             waits=self._waits.ctypes.data,
             services=self._services.ctypes.data,
         )
         self.address = ctypes.addressof(self.record)
-        self._once = PollOnce(self.address)
+        clock = self._words.ctypes.data + 8
+        self._once = PollOnce(self.address, clock + 16)
+        self._watch = WatchArguments(self.address, clock + 32, clock + 48, int(_SLICE * 1e9))
 
     def once(self) -> None:
         """Do what is there on this thread alone, without the GIL, unless another is at it."""
         poll_once(self._once, 1)
+
+    def watch(self) -> None:
+        """While no forward looks for tasks, sleep until one comes, and do it; for a moment. Of one thread."""
+        watch(self._watch, 1)
+
+    def enter(self) -> None:
+        """The caller looks for tasks from here on, so nobody is woken for them; it does what is there."""
+        clock = np.zeros(2, np.int64)
+        enter_once(PollOnce(self.address, clock.ctypes.data), 1)
+
+    def leave(self) -> None:
+        """It does what is there, and does not look any more."""
+        clock = np.zeros(2, np.int64)
+        leave_once(PollOnce(self.address, clock.ctypes.data), 1)
 
     def taken(self) -> bool:
         """Take the lock, if nobody has it; then `free` is to follow."""
@@ -104,40 +136,64 @@ class Polling:
 
     def prepare(self, task: Task) -> None:
         """Its iteration is checked: other tasks of it need not be."""
-        sheet = task.sheet
-        self._known = task
-        ctypes.memmove(ctypes.addressof(self._task), ctypes.addressof(self.arguments(task, 1)), _TASK_BYTES)
-        self.record.map = sheet.map.ctypes.data
-        self.record.rows = len(sheet.lengths)
+        sheet, own = task.sheet, self._own
+        rows, width = sheet.tables.shape
+        own.tables[:rows, :width] = sheet.tables
+        for told, kept in zip(
+            (sheet.lengths, sheet.slot_page, sheet.slot_offset),
+            (own.lengths, own.slot_page, own.slot_offset),
+            strict=True,
+        ):
+            kept[:rows] = told
+        self._task.batch = self.record.rows = rows
         self.record.iteration = task.iteration
 
-    def forget(self) -> None:
-        """With the lock: whatever task comes, `check` is asked first."""
-        self.record.iteration = -1
+    def close(self) -> None:
+        """With the lock: kernels do no task any more."""
+        self.record.closed, self.record.iteration = 1, -1
 
     def arguments(self, task: Task, threads: int) -> AttentionArguments:
         """Append and attend in one: q and k come turned and normalised."""
-        form, sheet, size = self._mailbox.form, task.sheet, self._mailbox.form.head_dim * 4
-        qkv, out = self._mailbox.qkv[task.slot], self._mailbox.out[task.slot]
-        q = qkv.ctypes.data
-        k = q + form.heads * size
+        found = self._over(task.sheet, task.layer, threads)
+        qkv, out, record = self._mailbox.qkv[task.slot], self._mailbox.out[task.slot], self.record
+        found.q, found.out = qkv.ctypes.data, out.ctypes.data
+        found.k, found.v = found.q + record.k_bytes, found.q + record.v_bytes
+        found.window, found.scale, found.softcap = task.window, task.scale, task.softcap
+        return found
+
+    def _over(self, sheet: Sheet, layer: int, threads: int) -> AttentionArguments:
+        """Of any task over the sheet; its q, k, v and output, and how they are scored, are to be added."""
+        form, size = self._mailbox.form, self._mailbox.form.head_dim * 4
         view = self._arena.view(form.head_dim, torch.float32)
         rows, span = len(sheet.lengths), span_of(len(sheet.lengths), form.kv_heads, threads)
         return AttentionArguments(
-            0, 0, out.ctypes.data, out.strides[0], size, q, qkv.strides[0], size,
-            view.data_ptr(), self._arena.block_bytes, view.shape[2], form.head_dim,
-            sheet.map.ctypes.data + task.layer * form.kv_heads * 4, sheet.map.strides[0],
-            sheet.tables.ctypes.data, sheet.tables.strides[0], sheet.lengths.ctypes.data,
-            rows, form.kv_heads, form.heads // form.kv_heads, task.window, span, -(-form.kv_heads // span),
-            task.scale, task.softcap,
-            k, k + form.kv_heads * size, sheet.slot_page.ctypes.data, sheet.slot_offset.ctypes.data,
-        )  # fmt: skip
+            out_row=self._mailbox.out.strides[1],
+            out_head=size,
+            q_row=self._mailbox.qkv.strides[1],
+            q_head=size,
+            arena=view.data_ptr(),
+            block_bytes=self._arena.block_bytes,
+            page_tokens=view.shape[2],
+            head_dim=form.head_dim,
+            map=sheet.map.ctypes.data + layer * form.kv_heads * 4,
+            map_page=sheet.map.strides[0],
+            tables=sheet.tables.ctypes.data,
+            table_row=sheet.tables.strides[0],
+            lengths=sheet.lengths.ctypes.data,
+            batch=rows,
+            kv_heads=form.kv_heads,
+            group=form.heads // form.kv_heads,
+            span=span,
+            spans=-(-form.kv_heads // span),
+            slot_page=sheet.slot_page.ctypes.data,
+            slot_offset=sheet.slot_offset.ctypes.data,
+        )
 
-    def note(self, task: Task, begun: int) -> None:
-        """A task that was not done by a kernel has ended. begun: nanoseconds of the monotonic clock."""
+    def note(self, task: Task, found: int) -> None:
+        """A task that was not done by a kernel has ended. found: nanoseconds of the monotonic clock."""
         record, at = self.record, self.record.tasks % _KEPT
-        took = time.monotonic_ns() - begun
-        self._waits[at] = min(max(0, begun - task.posted), 10**10)
+        took = time.monotonic_ns() - found
+        self._waits[at] = min(max(0, found - task.posted), 10**10)
         self._services[at] = took
         record.tasks += 1
         record.busy += took
@@ -151,5 +207,36 @@ class Polling:
         count = min(self.tasks, _KEPT)
         return Served((self._waits[:count] / 1e9).tolist(), (self._services[:count] / 1e9).tolist())
 
+    @property
+    def gaps(self) -> float:
+        """Seconds in which no forward looked for tasks, ever, less what tasks took of it."""
+        return float(self.record.gaps) / 1e9
 
-_TASK_BYTES = ctypes.sizeof(AttentionArguments)
+    @property
+    def wake(self) -> float:
+        """Seconds until the thread that sleeps then is at a task, on average; 0 where nobody knows."""
+        return self.record.awake / self.record.woken / 1e9 if self.record.woken else 0.0
+
+
+def _sheet(mailbox: Mailbox, receiver: TaskReceiver, own: Sheet) -> SheetArguments:
+    form = mailbox.form
+    return SheetArguments(
+        head=mailbox.head.ctypes.data,
+        their_lengths=mailbox.lengths.ctypes.data,
+        their_tables=mailbox.tables.ctypes.data,
+        changed=mailbox.changed.ctypes.data,
+        told=mailbox.map.ctypes.data,
+        lent=receiver.lent.ctypes.data,
+        blocks=len(receiver.lent),
+        map=receiver.map.ctypes.data,
+        known=receiver.known.ctypes.data,
+        lengths=own.lengths.ctypes.data,
+        tables=own.tables.ctypes.data,
+        slot_page=own.slot_page.ctypes.data,
+        slot_offset=own.slot_offset.ctypes.data,
+        rows=form.rows,
+        width=form.width,
+        pages=form.pages,
+        page_blocks=form.layers * form.kv_heads,
+        page_tokens=receiver.page_tokens,
+    )

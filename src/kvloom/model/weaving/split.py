@@ -16,7 +16,7 @@ _FEWEST = 32  # rows of a run: fewer would have the weights read too often
 
 
 class Split:
-    """Of one model's forwards. Operators are the step kernel's stages. parts [S]: of each; times [S + 4]:
+    """Of one model's forwards. Operators are the step kernel's stages. parts [S]: of each; times [S + 5]:
     what the kernel measures, in nanoseconds, and room for its clock."""
 
     def __init__(self, poll: int, rule: Callable[[], Rule | None], landed: Callable[[F64], None]) -> None:
@@ -53,7 +53,7 @@ class Split:
         self._limits = limits
         if len(self.parts) != len(limits):
             self.parts = np.ones(len(limits), np.int64)
-            self.times = np.zeros(len(limits) + 4, np.int64)
+            self.times = np.zeros(len(limits) + 5, np.int64)
             self._means = []
 
     def end(self) -> None:
@@ -66,4 +66,4 @@ class Split:
             self._left = _AGAIN
             rule = self._rule()
             self.parts[:] = split(self._means, *rule, self._limits) if rule else 1
-        self._landed(cut(took, np.minimum(self.parts, self._limits)))
+        self._landed(cut(took, self.parts, self._limits))

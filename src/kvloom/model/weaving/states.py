@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvloom.core.arrays import I64
-from kvloom.core.errors import KvloomError
 from kvloom.core.weaving import Away
 from kvloom.model.attention import ForwardState, Scoring
+from kvloom.model.weaving.asking import Asking
 from kvloom.model.weaving.attender import Attender
 from kvloom.model.weaving.split import Split
-from kvloom.transport.loan import BorrowedBlocks
+from kvloom.transport.tasks import TaskSender
 
 
 @dataclass(slots=True)
@@ -27,10 +27,16 @@ class PolledState(ForwardState):
     pieces: list[float] = field(default_factory=list)  # seconds between looks
     longest: float = 0.0  # of them that are no attention, which has no parts
     _last: tuple[int, int] = (0, 0)
+    _entered: bool = False
 
     @property
     def polled(self) -> Split:
         return self.split
+
+    def leave(self) -> None:
+        """The forward has ended."""
+        if self._entered:
+            self.attender.leave()
 
     def poll(self) -> None:
         self.longest = max(self.longest, self._looked())
@@ -38,7 +44,11 @@ class PolledState(ForwardState):
     def _looked(self) -> float:
         """Look for tasks. Seconds since the last look, less what tasks have taken."""
         began, busy = self._last
-        self.attender.poll()
+        if self._entered:
+            self.attender.poll()
+        else:
+            self._entered = True
+            self.attender.enter()
         self._last = time.monotonic_ns(), self.attender.busy
         if not began:
             return 0.0
@@ -54,27 +64,31 @@ class PolledState(ForwardState):
 
 @dataclass(slots=True)
 class WovenState(ForwardState):
-    """A decode step of which the rows of `away`, after those of `plan`, are computed by the lender.
-
-    lost: why it has not, from where it failed on; the attention of those rows is zeros then.
-    """
+    """A decode step of which the rows of `away`, after those of `plan`, are computed by the lender."""
 
     away: Away
-    loan: BorrowedBlocks
-    lost: str | None = None
+    tasks: TaskSender
+    lost_before: InitVar[str | None] = None  # why nobody is to be asked
+    _asking: Asking = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lost_before: str | None) -> None:
         ForwardState.__post_init__(self)
         plan = self.away.plan
+        self._asking = Asking(self.tasks, len(self.plan.sequences), len(plan.sequences), lost_before)
         if plan.versions is None or plan.copies or plan.sends or (plan.appends != 1).any():
             raise ValueError("away: want a plain decode step, with the versions of its page map")
         if plan.sequences and self.lost is None:
             lengths = (plan.starts + 1).astype(np.int32)
-            self.loan.tasks.begin(lengths, plan.tables, plan.page_map, plan.versions)
+            self.tasks.begin(lengths, plan.tables, plan.page_map, plan.versions)
 
     @property
-    def layered(self) -> bool:
-        return True
+    def lost(self) -> str | None:
+        """Why the lender has not attended for the rows away, which mean nothing then."""
+        return self._asking.lost
+
+    @property
+    def asking(self) -> Asking | None:
+        return self._asking if self._asking.count else None
 
     @property
     def positions(self) -> I64:
@@ -85,29 +99,12 @@ class WovenState(ForwardState):
         home = len(self.lengths)
         count = home + len(self.away.plan.sequences)
         out = torch.empty(q.shape, dtype=q.dtype)
-        task = self._post(layer, torch.cat((q, k, v), 1)[home:count], scoring)
+        new = torch.cat((q, k, v), 1)[home:count]
+        task = self._asking.post(layer, new, scoring.scale, scoring.window, scoring.softcap)
         if home:
             self._write(layer, k[:home], v[:home])
             self._decode(layer, q[:home], out[:home], scoring)
-        self._collect(task, out[home:count])
+        if home < count:
+            self._asking.collect(task, out[home:count])
         out[count:] = out[count - 1]
         return out
-
-    def _post(self, layer: int, qkv: Tensor, scoring: Scoring) -> int | None:
-        if self.lost is None and len(qkv):
-            try:
-                return self.loan.tasks.post(
-                    layer, qkv.numpy(), scoring.scale, scoring.window, scoring.softcap
-                )
-            except KvloomError as error:
-                self.lost = error.message
-        return None
-
-    def _collect(self, task: int | None, out: Tensor) -> None:
-        if task is not None:
-            try:
-                self.loan.tasks.collect(task, out.numpy())
-                return
-            except KvloomError as error:
-                self.lost = error.message
-        out.zero_()
