@@ -14,16 +14,25 @@ class DriverError(Exception):
 class Driver:
     """Calls of the driver by their names, `driver("cuDeviceGet", 0)`: what they return, without the status.
 
-    The primary context of the device must be current in the calling thread, as torch makes it.
+    Most want the primary context of a device to be current in the calling thread: see `enter`.
     """
 
     def __init__(self) -> None:
         """Raises DriverError where there are no bindings or no driver."""
+        self._contexts: dict[int, Any] = {}
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
             self("cuInit", 0)
         except (ImportError, RuntimeError) as error:
             raise DriverError(f"cuda-bindings cannot be used here: {error}") from error
+
+    def enter(self, index: int) -> None:
+        """Make the primary context of GPU `index` the calling thread's. torch sets a thread's device without
+        that, until the thread asks the runtime for something. Raises DriverError."""
+        if index not in self._contexts:
+            number = self("cuDeviceGet", index)
+            self._contexts[index] = self("cuDevicePrimaryCtxRetain", number)  # for the process' life
+        self("cuCtxSetCurrent", self._contexts[index])
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """One result by itself, several as a tuple. Raises DriverError."""

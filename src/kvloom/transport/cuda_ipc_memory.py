@@ -59,14 +59,14 @@ class _Handle(Struct, frozen=True, array_like=True):
 class _Foreign:
     """Bytes at an address of the device, as torch takes them; they are let go of with this object."""
 
-    def __init__(self, driver: Driver, base: int, offset: int, size: int) -> None:
+    def __init__(self, driver: Driver, device: int, base: int, offset: int, size: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",
             "data": (base + offset, False),
             "version": 3,
         }
-        weakref.finalize(self, _close, driver, base)
+        weakref.finalize(self, _close, driver, device, base)
 
 
 class _Event:
@@ -91,9 +91,9 @@ class CudaMemory:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def export(self, memory: Tensor) -> bytes:
-        self._enter()
         at = memory.data_ptr()
         try:
+            self._driver.enter(self._device.index)
             base, _ = self._driver("cuMemGetAddressRange", at)
             handle = self._driver("cuIpcGetMemHandle", base)
         except DriverError as error:
@@ -107,11 +107,11 @@ class CudaMemory:
             told = msgspec.msgpack.decode(handle, type=_Handle)
         except msgspec.MsgspecError as error:
             raise BadRequest(f"peer: its memory's handle cannot be read: {error}") from error
-        self._enter()
         api: Any = self._driver.api
         ipc = api.CUipcMemHandle()
         ipc.reserved = told.ipc
         try:
+            self._driver.enter(self._device.index)
             base = int(
                 self._driver(
                     "cuIpcOpenMemHandle", ipc, int(api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
@@ -119,7 +119,7 @@ class CudaMemory:
             )
         except DriverError as error:
             raise Unavailable(f"the peer's KV arena cannot be mapped: {error}") from error
-        foreign = _Foreign(self._driver, base, told.offset, told.size)
+        foreign = _Foreign(self._driver, self._device.index, base, told.offset, told.size)
         mapped = torch.as_tensor(foreign, device=self._device)
         if mapped.data_ptr() != base + told.offset:
             raise BadRequest(
@@ -148,11 +148,9 @@ class CudaMemory:
             )
             self._stream.synchronize()
 
-    def _enter(self) -> None:
-        """Make the device's primary context this thread's."""
-        torch.cuda.set_device(self._device)
 
-
-def _close(driver: Driver, base: int) -> None:
+def _close(driver: Driver, device: int, base: int) -> None:
+    """On whichever thread the memory's last holder ends."""
     with suppress(DriverError):  # the process is ending, or its device has failed
+        driver.enter(device)
         driver("cuIpcCloseMemHandle", base)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,6 +42,25 @@ class Device:
         """Give back memory that this process keeps and does not use."""
         if self.torch.type == "cuda":
             torch.cuda.empty_cache()
+
+    def settle(self) -> None:
+        """Wait for all that this process has asked for."""
+        if self.torch.type == "cuda":
+            torch.cuda.synchronize(self.torch)
+
+    @contextmanager
+    def unasked(self) -> Iterator[None]:
+        """What waits for the device meanwhile raises RuntimeError instead, on any thread, as far as torch
+        sees it. A recording that fails on that leaves torch's allocator as if it were still under way."""
+        if self.torch.type != "cuda":
+            yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def beside(self) -> Lane:
         """One more lane, beside those of jobs."""

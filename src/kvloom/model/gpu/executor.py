@@ -67,7 +67,8 @@ class GpuExecutor:
         self._idle: list[_Slot] = []
         self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
         self._buffers: dict[Lane, Buffers] = {}
-        self.loans = Loans(models, self._buffers, device.partitions.lanes)
+        self._plain: set[str] = set()  # models whose steps cannot be recorded
+        self.loans = Loans(models, self._buffers, device.partitions.lanes, self._plain)
         self._reason = ""
         self._breaks = asyncio.Event()
 
@@ -84,6 +85,7 @@ class GpuExecutor:
         are several; it raises where some have and others have not. Raises torch's OutOfMemoryError where
         the rest of the memory is too little."""
         self._device.enter()
+        self._device.settle()  # weights and pool, before other streams read them
         pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
         for model in self._models.values():
             progress(f"warming up {model.card.name}")
@@ -91,12 +93,14 @@ class GpuExecutor:
             for tokens in (*(1 << i for i in range(longest.bit_length())), longest):
                 self._rehearse(model, tokens)
         for i, lane in enumerate(self._device.partitions.lanes):
-            buffers = self._buffers[lane] = Buffers(most_running, pages, self._device.torch)
+            with lane.entered():
+                buffers = self._buffers[lane] = Buffers(most_running, pages, self._device.torch)
             for name, model in self._models.items():
                 progress(f"recording decode steps of {name} ({i + 1}/{len(self._device.partitions.lanes)})")
                 steps = self._steps[name, lane] = DecodeSteps(model, lane, buffers)
                 for rows in buckets_up_to(most_running):
-                    if not agree(steps.record(rows)):
+                    if name in self._plain or not agree(steps.record(rows, self._device.unasked)):
+                        self._plain.add(name)
                         break
 
     @property

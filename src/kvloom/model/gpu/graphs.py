@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -84,8 +85,9 @@ class DecodeSteps:
         self._pages = model.geometry.pages(model.card.context_length)
         self._steps: list[_Step] = []  # the smallest first
 
-    def record(self, rows: int) -> bool:
-        """For batches of up to `rows` sequences. False where the model cannot be recorded, and runs step by
+    def record(self, rows: int, unasked: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
+        """For batches of up to `rows` sequences. unasked: in which a step raises that waits for the device,
+        where it can be told before recording. False where the model cannot be recorded, and runs step by
         step."""
         model, buffers = self._model, self._buffers
         views = Layout(_arrays(rows)).views(buffers.inputs)
@@ -98,7 +100,8 @@ class DecodeSteps:
             with torch.inference_mode(), self._lane.entered():
                 _fill(views)
                 logits = buffers.logits(self._forward(views, tables))
-                step()  # has compiled and loaded all that it needs
+                with unasked():
+                    step()  # has compiled and loaded all that it needs
                 recording = self._lane.record(step)
         except (RuntimeError, Unavailable) as error:  # one of an exchange between ranks among them
             _log.warning("%s decodes without graphs: %s", model.card.name, " ".join(str(error).split())[:200])

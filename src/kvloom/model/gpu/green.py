@@ -28,6 +28,7 @@ def cut_green(device: torch.device, count: int) -> list[tuple[Side, Side]]:
     pair of plain streams, which share all, and a line in the log."""
     try:
         driver = Driver()
+        driver.enter(device.index)
         sizes = sorted({max(STEP, round(count * part / STEP) * STEP) for part in PARTS})
         return [_pair(driver, device, size) for size in sizes if size < count]
     except DriverError as error:
@@ -57,5 +58,17 @@ def _side(driver: Driver, device: torch.device, number: Any, resource: Any) -> S
     context = driver("cuGreenCtxCreate", description, number, flags)
     flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
     stream = driver("cuGreenCtxStreamCreate", context, flags, 0)
-    wrapped = torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
-    return int(resource.sm.smCount), CudaStream(wrapped)
+    wrapped = CudaStream(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
+    _try_out(wrapped, device)
+    return int(resource.sm.smCount), wrapped
+
+
+def _try_out(stream: CudaStream, device: torch.device) -> None:
+    """Raises DriverError where work and events of the primary context, as torch makes them, do not go into
+    the stream."""
+    try:
+        with stream.entered():
+            torch.zeros(1, device=device)
+        stream.mark().wait()
+    except RuntimeError as error:
+        raise DriverError(f"their streams take no work: {' '.join(str(error).split())[:200]}") from error

@@ -20,11 +20,17 @@ class Loans:
     """models, buffers: the executor's own. What jobs ask of it they ask in a turn of their lane."""
 
     def __init__(
-        self, models: Mapping[str, DeviceModel], buffers: dict[Lane, Buffers], lanes: Sequence[Lane]
+        self,
+        models: Mapping[str, DeviceModel],
+        buffers: dict[Lane, Buffers],
+        lanes: Sequence[Lane],
+        plain: set[str],
     ) -> None:
+        """plain: models whose steps cannot be recorded."""
         self._models = models
         self._buffers = buffers
         self._lanes = lanes
+        self._plain = plain
         self._polled: PolledSteps | None = None
         self._woven: dict[str, WovenSteps] = {}
 
@@ -38,11 +44,12 @@ class Loans:
                 self._polled.close()
             for woven in self._woven.values():
                 woven.forget()
-            self._polled = PolledSteps(attender, self._models, self._buffers) if attender else None
+            given = self._models, self._buffers, self._plain
+            self._polled = PolledSteps(attender, *given) if attender else None
 
     def borrow(self, model: str, loan: BorrowedDeviceBlocks, looks: int = LOOKS) -> None:
         """Its jobs may have rows away from here on. looks: as `collect` counts them."""
-        self._woven[model] = WovenSteps(loan, self._models[model], self._buffers, looks)
+        self._woven[model] = WovenSteps(loan, self._models[model], self._buffers, self._plain, looks)
 
     def give_back(self, model: str) -> BorrowedDeviceBlocks:
         """No job of it runs that has."""

@@ -20,13 +20,18 @@ class PolledSteps:
     thread that holds the lane's lock. To be made and closed while no forward runs."""
 
     def __init__(
-        self, attender: DeviceAttender, models: Mapping[str, DeviceModel], buffers: Mapping[Lane, Buffers]
+        self,
+        attender: DeviceAttender,
+        models: Mapping[str, DeviceModel],
+        buffers: Mapping[Lane, Buffers],
+        plain: set[str],
     ) -> None:
+        """plain: models whose steps cannot be recorded."""
         self.attender = attender
         self._models = models
         self._buffers = buffers
         self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
-        self._plain: set[str] = set()  # models that cannot be recorded
+        self._plain = plain
         self._hooks = [
             product.register_forward_hook(lambda *_: attender.poll())
             for model in models.values()

@@ -20,7 +20,7 @@ _HALVES: Final = ("bfloat16", "float16")
 
 
 class DeviceTarget:
-    """Weights go from the mapped files straight to the device, each once; a rank's slices are there before."""
+    """Weights go from the mapped files straight to the device, each once; a rank's slices lie there."""
 
     def __init__(self, device: Device, operations: Operations) -> None:
         self._device = device

@@ -72,14 +72,20 @@ class WovenSteps:
     it, by a thread that holds the lane's lock. One job at a time has rows away."""
 
     def __init__(
-        self, loan: BorrowedDeviceBlocks, model: DeviceModel, buffers: dict[Lane, Buffers], looks: int
+        self,
+        loan: BorrowedDeviceBlocks,
+        model: DeviceModel,
+        buffers: dict[Lane, Buffers],
+        plain: set[str],
+        looks: int,
     ) -> None:
+        """plain: models whose steps cannot be recorded."""
         self.loan = loan
         self._model = model
         self._buffers = buffers
         self._state = partial(WovenState, mailbox=loan.mailbox, looks=looks)
         self._steps: dict[Lane, _Steps] = {}
-        self._plain = False  # it cannot be recorded
+        self._plain = plain
         self._failure: str | None = None
 
     def move(self, arena: Tensor, job: Job) -> None:
@@ -102,9 +108,10 @@ class WovenSteps:
             known = _Steps(mailbox, self._model, lane, buffers, poll, self._state)
             self._steps[lane] = known
         rows = fitting(buffers.rows, job.tokens.size)
-        if rows and not self._plain and not known.recorded(rows):
+        if rows and job.model not in self._plain and not known.recorded(rows):
             mailbox.rest()  # what runs while it is recorded posts nothing
-            self._plain = not known.record(rows)
+            if not known.record(rows):
+                self._plain.add(job.model)
         return known
 
     def forget(self) -> None:
