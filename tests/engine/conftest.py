@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvloom.engine.batching.view import ModelView
-from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.views import View, look
 from tests.engine.real_fleet import Fleet, make_fleet
 
 
@@ -19,11 +19,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
 @pytest.fixture(autouse=True)
 def _kept_views_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every test: what a policy is shown is what it would be shown if it were looked at anew."""
-    kept = ModelQueue.view
+    kept = View.at
 
-    def view(self: ModelQueue, now: int) -> ModelView:
-        told, (fresh, since) = kept(self, now), self._look()
+    def at(self: View, now: int) -> ModelView:
+        told, (fresh, since) = kept(self, now), look(self._queue)
         assert told == replace(fresh, waited=0 if since is None else now - since)
         return told
 
-    monkeypatch.setattr(ModelQueue, "view", view)
+    monkeypatch.setattr(View, "at", at)

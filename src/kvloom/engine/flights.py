@@ -18,6 +18,7 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence
 from kvloom.engine.strides import Strides
 from kvloom.engine.tuner import QuotaTuner
+from kvloom.engine.views import View
 from kvloom.engine.woven import Woven
 from kvloom.kv.pool import Pool
 
@@ -41,6 +42,7 @@ class Flights:
     ) -> None:
         self.jobs = 0
         self._queues = queues
+        self._views = [View(queue) for queue in queues.values()]
         self._pool = pool
         self._executor = executor
         self._requests = requests
@@ -124,7 +126,7 @@ class Flights:
         self.jobs += 1
         self._idle -= share
         self._last_phase = phase
-        queue.started(phase, self.jobs)
+        queue.tally.started(phase, self.jobs)
         self.jobs += self._strides.took_off(flight)
         if steps > 1:
             self._long.add(flight)
@@ -163,14 +165,14 @@ class Flights:
                     flight, result = self._woven(queue.woven, flight, result)
                 if flight.job.phase is Phase.DECODE:
                     queue.pace.note(result.seconds / steps)
-                queue.finished(flight.job, len(result.tokens), steps, self.jobs)
+                queue.tally.finished(flight.job, len(result.tokens), steps, self.jobs)
                 self._requests.land(flight, result, self.jobs)
                 if len(queue.running) < running:
                     self.cut()
             else:
                 self._strides.failed(flight)
                 queue.cache.abort_forward(flight.job.plan)
-                queue.failed(flight.job)
+                queue.tally.failed(flight.job)
                 if queue.woven is not None and flight.job.away is not None:
                     self._put_back(queue, flight, queue.woven.fail())
                 _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
@@ -190,7 +192,7 @@ class Flights:
         """What counts of a step that was done away in part."""
         void, gone = woven.land(result.lost)
         if result.lost is None and flight.job.away is not None:
-            self._queues[flight.job.model].away_tokens += len(flight.job.away.plan.sequences)
+            self._queues[flight.job.model].tally.away_tokens += len(flight.job.away.plan.sequences)
         if not void:
             return flight, result
         kept, less = flight.without(void, result)
@@ -206,7 +208,7 @@ class Flights:
 
     def _view(self) -> UnitView:
         return UnitView(
-            models=tuple(queue.view(self.jobs) for queue in self._queues.values()),
+            models=tuple(view.at(self.jobs) for view in self._views),
             compute=self._executor.compute,
             idle=self._idle,
             free_blocks=self._pool.available,

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import replace
 from operator import attrgetter
 
 from msgspec import structs
 
 from kvloom.core.address import KVForm
-from kvloom.core.job import Job, Phase
 from kvloom.core.request import ModelCard
-from kvloom.engine.batching.view import ModelView
 from kvloom.engine.pace import Pace
 from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.tally import Tally
 from kvloom.engine.woven import Woven
 from kvloom.kv.cache import ModelCache
 
-_NOBODY = (0, 0, 0)
 _ORDER = attrgetter("order")
 
 
@@ -44,18 +41,9 @@ class ModelQueue:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.woven: Woven | None = None  # while it has a loan
-        self.jobs: dict[Phase, int] = dict.fromkeys(Phase, 0)  # started, ever
-        self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)  # running now
-        self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when one last began or ended
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.received_tokens = 0
-        self.output_tokens = 0
-        self.preemptions = 0
-        self.away_tokens = 0
+        self.tally = Tally()
         self.pace = Pace()
-        self._changes = 0  # of what a view tells, but for the cache's
-        self._seen: tuple[tuple[object, ...], ModelView, int | None] | None = None
+        self.changes = 0  # of who waits and who runs
 
     @property
     def full(self) -> bool:
@@ -69,27 +57,27 @@ class ModelQueue:
 
     def enqueue(self, sequence: Sequence, now: int) -> None:
         """now: jobs that the unit has started."""
-        self._changes += 1
+        self.changes += 1
         sequence.waiting_since = now
         insort(self.waiting, sequence, key=_ORDER)
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, and what is cached of its tokens. One that sends takes whole
         pages: it would have to keep a page that it has sent a part of and then copied, beside the copy."""
-        self._changes += 1
+        self.changes += 1
         self.waiting.remove(sequence)
         whole = sequence.outbound is not None
         tokens, most = sequence.tokens.list(), sequence.cacheable
         sequence.adopted(self.cache.adopt(sequence.id, tokens, most, whole_pages=whole))
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
-        self.cached_tokens += sequence.hits
+        self.tally.cached_tokens += sequence.hits
         if sequence.outbound:
             sequence.outbound.begin(self.cache, sequence.id, sequence.computed)
 
     def release(self, sequence: Sequence, status: Status) -> None:
         """Take a sequence's place and its blocks, which stay cached while nobody needs them."""
-        self._changes += 1
+        self.changes += 1
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             if self.woven is not None:
@@ -112,7 +100,7 @@ class ModelQueue:
         if len(self.running) >= self.max_running:
             self.enqueue(child, now)
             return
-        self._changes += 1
+        self.changes += 1
         self.cache.fork_sequence(parent.id, child.id)
         child.computed = parent.computed
         child.become(Status.RUNNING)
@@ -134,7 +122,7 @@ class ModelQueue:
 
     def put_back(self, sequence: Sequence, now: int) -> None:
         """A running sequence waits again, and has no K and V."""
-        self.preemptions += 1
+        self.tally.preemptions += 1
         sequence.preempted_at = now
         self.release(sequence, Status.WAITING)
         self.enqueue(sequence, now)
@@ -149,29 +137,6 @@ class ModelQueue:
             last, victim = crowded[-1], max((s for s in self.running if not s.in_job), key=_ORDER)
             self.put_back(victim if victim.order[0] > last.order[0] else last, now)
         return bool(crowded)
-
-    def started(self, phase: Phase, now: int) -> None:
-        """A job has started, the unit's `now`-th."""
-        self._changes += 1
-        self.jobs[phase] += 1
-        self.active[phase] += 1
-        self.last[phase] = now
-
-    def finished(self, job: Job, drawn: int, steps: int, now: int) -> None:
-        """A job has ended well: it drew `drawn` tokens in `steps` steps, each as good as a job. now: jobs
-        that the unit has started."""
-        self._changes += 1
-        self.active[job.phase] -= 1
-        self.jobs[job.phase] += steps - 1
-        self.last[job.phase] = now
-        self.output_tokens += drawn
-        if job.phase is Phase.PREFILL:
-            self.prompt_tokens += job.tokens.size
-
-    def failed(self, job: Job) -> None:
-        """A job has ended as if it had never been."""
-        self._changes += 1
-        self.active[job.phase] -= 1
 
     def decode_batch(self) -> list[tuple[Sequence, int]]:
         """Those of the next step. Where some go out with it to make room for others, these wait for that."""
@@ -193,8 +158,8 @@ class ModelQueue:
         """Those at home that take nothing there for their next token."""
         return self.woven.places.urged(ready) if self.woven else []
 
-    def _takers(self, ready: list[Sequence]) -> list[int]:
-        """Those that do."""
+    def takers(self, ready: list[Sequence]) -> list[int]:
+        """Those at home that take blocks there for their next token."""
         leaving = self._leaving(ready)
         return [s.id for s in ready if self.is_here(s) and s not in leaving]
 
@@ -209,56 +174,9 @@ class ModelQueue:
     @property
     def spare(self) -> int:
         """Blocks that are left once each who is here, and ready, has those for the next token."""
-        here = self._takers([s for s, _ in self.decode_batch()])
+        here = self.takers([s for s, _ in self.decode_batch()])
         available = self.cache.pages.available * self.cache.geometry.blocks_per_page
         return available - self.cache.blocks_for_each(here, 1)
-
-    def view(self, now: int) -> ModelView:
-        """now: jobs that the unit has started. Looked at anew only where something has changed: policies are
-        asked several times a job, and there may be hundreds of sequences."""
-        mark = self._changes, self.cache.changes, self.quota, self.woven and self.woven.places.mark
-        if self._seen is None or self._seen[0] != mark:
-            self._seen = mark, *self._look()
-        _, view, since = self._seen
-        waited = 0 if since is None else now - since
-        return view if waited == view.waited else replace(view, waited=waited)
-
-    def _look(self) -> tuple[ModelView, int | None]:
-        """The view, and since when its head has waited."""
-        idle = [s for s in self.running if not s.in_job]
-        here = [s for s in idle if self.is_here(s)]
-        decodes = [s for s in idle if s.decodes]
-        ready = [s for s, _ in self.decode_batch()]
-        partial = len(idle) - len(decodes)
-        room = len(self.running) < self.max_running
-        head = None
-        if partial:
-            head = next(s for s in idle if not s.decodes)
-        elif self.waiting and room:
-            head = self.waiting[0]
-        view = ModelView(
-            name=self.card.name,
-            waiting=len(self.waiting) if room else 0,
-            partial=partial,
-            head_blocks=self.blocks([head], to_end=True) if head else 0,
-            head=head.order if head else _NOBODY,
-            decodable=len(ready),
-            decode_blocks=self.cache.blocks_for_each(self._takers(ready), 1),
-            held=len(here),
-            victim=max(map(_ORDER, here), default=_NOBODY),
-            running=len(self.running),
-            prefilling=self.active[Phase.PREFILL] > 0,
-            decoding=self.active[Phase.DECODE] > 0,
-            used=self.cache.used_blocks,
-            quota=self.quota,
-            page_blocks=self.cache.geometry.blocks_per_page,
-            last_prefill=self.last[Phase.PREFILL],
-            last_decode=self.last[Phase.DECODE],
-            waited=0,
-            prefill_share=self.shares[0],
-            decode_share=self.shares[1],
-        )
-        return view, head.waiting_since if head else None
 
     def blocks(self, sequences: Iterable[Sequence], *, to_end: bool = False) -> int:
         """Blocks that the sequences' next token, or all they have pending, would take."""

@@ -192,7 +192,7 @@ class Reservations:
     def _keep(self, reservation: Reservation, received: int) -> None:
         """Nobody writes any more: what has been received is cached from now on, and the room is nobody's."""
         cache, sequence, matched = reservation.cache, reservation.sequence, reservation.answer.matched
-        self._queues[reservation.body.model].received_tokens += received - matched
+        self._queues[reservation.body.model].tally.received_tokens += received - matched
         cache.pages.unpromise(cache.page_list(sequence))
         if reservation.answer.end > matched:
             cache.commit_receive(sequence, received - matched)

@@ -156,7 +156,7 @@ class Shipping:
         cache, sequence = queue.cache, self._requests.new_id()
         cached = cache.adopt(sequence, body.prompt, outbound.end)
         if cached == outbound.end:
-            queue.cached_tokens += outbound.end - outbound.sent
+            queue.tally.cached_tokens += outbound.end - outbound.sent
             outbound.begin(cache, sequence, cached)
             outbound.hold(cache, sequence)
         cache.remove_sequence(sequence)

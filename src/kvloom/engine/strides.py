@@ -61,7 +61,7 @@ class Strides:
 
     def _settled(self, queue: ModelQueue) -> bool:
         """It has nothing to do, or its decode job runs and takes all it has."""
-        if queue.waiting or queue.active[Phase.PREFILL]:
+        if queue.waiting or queue.tally.active[Phase.PREFILL]:
             return False
         return all(sequence.in_job for sequence in queue.running)
 

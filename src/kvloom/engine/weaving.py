@@ -69,7 +69,7 @@ class Weaving:
             woven = queue.woven
             if woven is None:
                 continue
-            if woven.withdrawn and not queue.active[Phase.DECODE]:
+            if woven.withdrawn and not queue.tally.active[Phase.DECODE]:
                 self.give_back(model, now)
                 self._ends.set()
             elif not woven.short:
