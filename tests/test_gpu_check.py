@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from tools.gpu_check import main
+from tools.gpu_check import main, run_tests
 from tools.gpu_checks import beside, mailbox
 from tools.gpu_checks.llama import Jobs
 from tools.gpu_checks.report import Figure, Report, Run
@@ -37,6 +38,7 @@ def test_its_jobs_run_again_and_again(tmp_path: Path) -> None:
     jobs = Jobs(load_executor(spec, host_device(4), plain_operations()), 16)
     with jobs.sequences(3, 20) as ids:
         assert len(jobs.seconds(Phase.DECODE, ids, 1, 2)) == 2
+        assert len(jobs.seconds(Phase.DECODE, ids, 1, 1, steps=4)) == 1
         with jobs.sequences(1, 0) as prompt:
             steps, prefills, _ = asyncio.run(beside.play(jobs, ids, prompt, 2, 2, chunk=8, steps=4))
     assert len(steps) == 2
@@ -60,13 +62,42 @@ def test_what_fails_is_told_and_the_rest_runs(tmp_path: Path) -> None:
     def wrong() -> list[Figure]:
         raise AssertionError("both sides run on [3]")
 
-    run, late = Run(60), Run(-1)
+    run, late = Run(60, tmp_path / "figures.json"), Run(-1, tmp_path / "late.json")
     run.check("partitions", wrong)
     run.check("ceilings", lambda: [Figure(name="copy", value=3000.0, unit="GB/s", bound=3350.0)])
     late.check("ceilings", wrong)
-    run.report.write(tmp_path / "figures.json")
     read = msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Report)
     assert read.failures == {"partitions": "AssertionError: both sides run on [3]"}
     assert [figure.value for figure in read.figures] == [3000.0]
     assert "NOT RUN, OR WRONG: partitions: AssertionError" in run.report.table()
     assert late.report.failures == {"ceilings": "not run: the time for all checks is over"}
+
+
+def test_what_hangs_is_told_and_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, codes = Run(60, tmp_path / "figures.json"), list[int]()
+
+    def hangs() -> list[Figure]:
+        run.check("before", lambda: [Figure(name="copy", value=1.0, unit="GB/s")])
+        run.give_up(codes.append)
+        return []
+
+    run.check("a mailbox", hangs)
+    assert codes == [1]
+    read = msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Report)
+    assert read.failures == {"a mailbox": "did not end"}
+    assert len(read.figures) == 1
+    assert "a mailbox: did not end" in capsys.readouterr().out
+
+
+def test_it_ends_in_time_though_it_waits(tmp_path: Path) -> None:
+    run, ended = Run(60, tmp_path / "figures.json"), threading.Event()
+    with run.bounded(0.0, lambda _: ended.set()):
+        assert ended.wait(30)
+
+
+def test_each_test_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test_two.py"
+    file.write_text("def test_one(): assert 0\ndef test_other(): assert 0\ndef test_third(): pass\n")
+    monkeypatch.setattr("tools.gpu_check.TESTS", (str(file), "-p", "no:cacheprovider"))
+    with pytest.raises(AssertionError, match=r"2 failed, 1 passed.*test_one.*test_other"):
+        run_tests()

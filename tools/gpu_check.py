@@ -10,8 +10,12 @@ and 2 where there is no CUDA device.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +24,10 @@ import torch
 if TYPE_CHECKING:
     from tools.gpu_checks.report import Figure, Run
 
-SECONDS = 480.0
+SECONDS = 480.0  # after which no check begins
+END = 530.0  # by when the process has ended, whatever hangs
 TESTS = ("tests/gpu", "tests/kernels/triton", "tests/transport/test_contract.py")
-TEST_SECONDS = 240
+TEST_SECONDS = 200
 KV_BYTES = 24 << 30
 
 
@@ -56,16 +61,15 @@ def _check(file: Path, *, tests: bool) -> int:
     from tools.gpu_checks.peers import transformers_own  # noqa: PLC0415
     from tools.gpu_checks.report import Run  # noqa: PLC0415
 
-    run = Run(SECONDS)
-    if tests:
-        run.check("tests", _tests)
-    run.check("ceilings", ceilings)
-    run.check("memory between processes", between_processes)
-    run.check("kvloom's executor", lambda: _executor(run))
-    torch.cuda.empty_cache()
-    run.check("transformers", transformers_own)
-    run.report.write(file)
-    print(f"\n{run.report.table()}\nwritten to {file}")
+    run = Run(SECONDS, file)
+    with run.bounded(END):
+        if tests:
+            run.check("tests", run_tests)
+        run.check("ceilings", ceilings)
+        run.check("memory between processes", between_processes)
+        run.check("kvloom's executor", lambda: _executor(run))
+        run.check("transformers", transformers_own)
+    run.close()
     return 1 if run.report.failures else 0
 
 
@@ -90,18 +94,26 @@ def _executor(run: Run) -> list[Figure]:
     return []
 
 
-def _tests() -> list[Figure]:
-    """Raises AssertionError with pytest's last line where one fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *TESTS, "-x", "-q"],
-        capture_output=True,
-        text=True,
-        timeout=TEST_SECONDS,
-        check=False,
-    )
-    last = (done.stdout.strip().splitlines() or ["pytest said nothing"])[-1]
-    print(f"   {last}", flush=True)
-    assert done.returncode == 0, last
+def run_tests() -> list[Figure]:
+    """Raises AssertionError with the tests that fail, TimeoutError with what pytest has said by then."""
+    command = [sys.executable, "-m", "pytest", *TESTS, "-q", "-rfE", "--tb=short"]
+    with tempfile.TemporaryFile("w+") as said:
+        pytest = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        late = False
+        try:
+            pytest.wait(TEST_SECONDS)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(pytest.pid, signal.SIGKILL)  # and what it has started
+            pytest.wait()
+        said.seek(0)
+        lines = said.read().strip().splitlines() or ["pytest said nothing"]
+    print("\n".join(f"   {line}" for line in lines[-60:]), flush=True)
+    if late:
+        raise TimeoutError(f"not over after {TEST_SECONDS} s: {lines[-1]}")
+    assert pytest.returncode == 0, "; ".join([lines[-1], *(one for one in lines if one.startswith("FAILED"))])
     return []
 
 

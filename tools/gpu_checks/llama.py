@@ -92,23 +92,28 @@ class Jobs:
         for one in ids:
             cache.remove_sequence(one)
 
-    async def run(self, phase: Phase, share: int, ids: Sequence[int], appends: int) -> JobResult:
+    async def run(
+        self, phase: Phase, share: int, ids: Sequence[int], appends: int, steps: int = 1
+    ) -> JobResult:
         cache = self._pool.caches["m"]
-        plan = cache.begin_forward(list(ids), [appends] * len(ids))
+        plan = cache.begin_forward(list(ids), [appends] * len(ids), steps if steps > 1 else 0)
         tokens = np.random.default_rng(0).integers(self._vocabulary, size=appends * len(ids))
         params = SamplingParams(max_tokens=1, seed=0)
         rows = tuple(SampleRow((i + 1) * appends - 1, i, 0, params) for i in range(len(ids)))
         try:
-            return await self.executor.launch(Job("m", phase, share, plan, tokens, rows))
+            return await self.executor.launch(Job("m", phase, share, plan, tokens, rows, steps=steps))
         finally:
             cache.abort_forward(plan)
 
-    def seconds(self, phase: Phase, ids: Sequence[int], appends: int, times: int) -> list[float]:
-        """Of jobs on the whole device, the first two left out."""
+    def seconds(
+        self, phase: Phase, ids: Sequence[int], appends: int, times: int, steps: int = 1
+    ) -> list[float]:
+        """Of a step of jobs on the whole device, the first two left out."""
 
         async def repeat() -> list[float]:
-            found = [await self.run(phase, self.executor.compute, ids, appends) for _ in range(times + 2)]
-            return [one.seconds for one in found[2:]]
+            given = phase, self.executor.compute, ids, appends, steps
+            found = [await self.run(*given) for _ in range(times + 2)]
+            return [one.seconds / steps for one in found[2:]]
 
         return asyncio.run(repeat())
 

@@ -37,6 +37,7 @@ def ours(executor: GpuExecutor) -> list[Figure]:
 
 def transformers_own() -> list[Figure]:
     """`generate_batch` over paged attention, as transformers sets it up."""
+    torch.cuda.empty_cache()  # of what was measured before
     module = make_module("sdpa")
     config = GenerationConfig(
         max_new_tokens=_OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=True

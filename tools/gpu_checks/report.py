@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -51,12 +54,38 @@ class Report(Struct, kw_only=True):
 
 
 class Run:
-    """Checks one after the other, within `seconds` in all."""
+    """Checks one after the other, none begun after `seconds`. What is known is in `file` after each."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, file: Path) -> None:
         self._began = time.monotonic()
         self._seconds = seconds
+        self._file = file
+        self._under_way: list[str] = []
         self.report = Report(environment=environment())
+
+    @contextmanager
+    def bounded(self, seconds: float, end: Callable[[int], object] = os._exit) -> Iterator[None]:
+        """While in it: so many seconds from now the process ends, whatever it waits for."""
+        timer = threading.Timer(seconds, self.give_up, (end,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def give_up(self, end: Callable[[int], object]) -> None:
+        """What is under way does not end: a device that hangs cannot be asked to stop."""
+        for name in self._under_way:
+            self.report.failures[name] = "did not end"
+        self.close()
+        end(1)
+
+    def close(self) -> None:
+        """Write all down, and print it."""
+        self.report.seconds = time.monotonic() - self._began
+        self.report.write(self._file)
+        print(f"\n{self.report.table()}\nwritten to {self._file}", flush=True)
 
     def check(self, name: str, measure: Callable[[], list[Figure]]) -> None:
         """What raises is told of, and the others run."""
@@ -65,11 +94,14 @@ class Run:
             self.report.failures[name] = "not run: the time for all checks is over"
         else:
             print(f"-- {name} ({left:.0f} s left)", flush=True)
+            self._under_way.append(name)
             try:
                 self.report.figures += measure()
             except Exception as error:  # noqa: BLE001 -- the others are worth having
                 self.report.failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._under_way.remove(name)
         self.report.seconds = time.monotonic() - self._began
+        self.report.write(self._file)
 
 
 def environment() -> dict[str, str]:
