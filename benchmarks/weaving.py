@@ -2,9 +2,10 @@
 
 python -m benchmarks.weaving [--quick]. Both serve shape A and decode; the hot one has part of its attention
 done by the cold one. Weaver's figure 7a: its time a token where the cold one looks for tasks between
-iterations, between operators, and with operators split, and the cold one's beside each. Then what tasks wait
-by the queueing model and as measured, for several plans; and what the hot one makes with a quarter of the
-pool that its load needs, alone and with a loan. All in turn, round by round, in one run.
+iterations, between operators, and with operators split, and the cold one's beside each; and the same where
+the cold one has fresh prompts, too. Then what tasks wait by the queueing model and as measured, for several
+plans; and what the hot one makes with a quarter of the pool that its load needs, alone and with a loan. All
+in turn, round by round, in one run.
 """
 
 from __future__ import annotations
@@ -46,19 +47,37 @@ QUARTER = 0.75  # away, where home holds a quarter
 LENT = 0.3
 PATIENCE = 120.0
 
-VARIANTS: dict[str, WeaveSpec | None] = {
-    "dedicated": None,
-    "control between iterations": WeaveSpec(COLD, SHARE, LENT, control="iterations", split="none"),
-    "between operators": WeaveSpec(COLD, SHARE, LENT, split="none"),
-    "operators split": WeaveSpec(COLD, SHARE, LENT),
-    "split for 2 %": WeaveSpec(COLD, SHARE, LENT, waits=0.02),
-    "split for 1 %": WeaveSpec(COLD, SHARE, LENT, waits=0.01),
+FRESH, PAUSE = 128, 0.5  # tokens of a fresh prompt, and seconds until the next
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """prompts: fresh ones come to the cold unit beside what it decodes. pool: the hot unit's part of the
+    blocks that its sequences, which come and go, need; 0 where all are of one age and there is room. rounds:
+    so many of the first that it is in."""
+
+    weave: WeaveSpec | None
+    prompts: bool = False
+    pool: float = 0.0
+    rounds: int = 99
+
+
+VARIANTS = {
+    "dedicated": Variant(None),
+    "control between iterations": Variant(
+        WeaveSpec(COLD, SHARE, LENT, control="iterations", split="none"), rounds=1
+    ),
+    "between operators": Variant(WeaveSpec(COLD, SHARE, LENT, split="none")),
+    "operators split": Variant(WeaveSpec(COLD, SHARE, LENT)),
+    "split for 2 %": Variant(WeaveSpec(COLD, SHARE, LENT, waits=0.02)),
+    "split for 1 %": Variant(WeaveSpec(COLD, SHARE, LENT, waits=0.01)),
+    "prompts at the cold one, dedicated": Variant(None, prompts=True, rounds=2),
+    "prompts at the cold one, woven": Variant(WeaveSpec(COLD, SHARE, LENT), prompts=True, rounds=2),
+    "the whole pool, dedicated": Variant(None, pool=1.0, rounds=2),
+    "a quarter of the pool, dedicated": Variant(None, pool=0.25),
+    "a quarter of the pool, woven": Variant(WeaveSpec(COLD, QUARTER, LENT), pool=0.25),
 }
-ALONE, HOST, OPERATORS, SPLIT, _, FINEST = VARIANTS
-SCARCE: dict[str, WeaveSpec | None] = {
-    "a quarter of the pool, dedicated": None,
-    "a quarter of the pool, woven": WeaveSpec(COLD, QUARTER, LENT),
-}
+ALONE, HOST, OPERATORS, SPLIT, _, FINEST, PROMPTS, FED, WHOLE_POOL, FEW, WOVEN = VARIANTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +89,8 @@ class Effort:
     hot: int = 12  # a step takes about 1.4 of the cold unit's, as in the paper
     cold: int = 8
     many: int = 16
-    tokens: int = 48
-    seconds: float = 10.0
+    tokens: int = 40
+    seconds: float = 8.0
 
 
 QUICK = Effort(rounds=1, tokens=12, seconds=3.0)
@@ -85,6 +104,7 @@ class Found:
     cold: list[float] = field(default_factory=list)
     rate: list[float] = field(default_factory=list)
     waits: list[Waits] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)  # part of the cold unit's time that tasks take
 
 
 @asynccontextmanager
@@ -104,12 +124,12 @@ async def engine(spec: EngineSpec, folder: Path, secret: str) -> AsyncIterator[H
         yield await stack.enter_async_context(HttpEngineClient(f"unix://{path}", secret=secret))
 
 
-async def one(client: HttpEngineClient, name: str, number: int, tokens: int) -> None:
+async def one(client: HttpEngineClient, name: str, number: int, tokens: int, length: int = PROMPT) -> None:
     """A request, told of at its end. Requests of one number have one prompt, which is cached soon."""
     body = StartGenerate(
         model=MODEL,
         request=name,
-        prompt=[300 + (number * 7919 + i * 104729) % 7800 for i in range(PROMPT)],
+        prompt=[300 + (number * 7919 + i * 104729) % 7800 for i in range(length)],
         sampling=SamplingParams(max_tokens=tokens, seed=number),
         interval=1024,
     )
@@ -135,6 +155,25 @@ async def busy(client: HttpEngineClient, sequences: int) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def fed(client: HttpEngineClient) -> AsyncIterator[None]:
+    """A prompt that nobody has seen, again and again, for one token each."""
+
+    async def again() -> None:
+        seen = secrets.randbelow(1 << 20)
+        while True:
+            seen += 1
+            await one(client, f"p{seen}", 1000 + seen, 1, FRESH)
+            await asyncio.sleep(PAUSE)
+
+    task = asyncio.create_task(again())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def until(client: HttpEngineClient, holds: Callable[[UnitLoad], bool]) -> UnitLoad:
@@ -171,20 +210,27 @@ class Units:
 
 async def span(units: Units, hot: HttpEngineClient, found: Found, over: Awaitable[object]) -> None:
     """What both do while `over` lasts."""
-    began, first, before = time.perf_counter(), steps(await hot.load()), steps(await units.cold.load())
+    began, first, cold = time.perf_counter(), steps(await hot.load()), await units.cold.load()
+    before = steps(cold)
     await over
     load, last = await units.cold.load(), steps(await hot.load())
     took = time.perf_counter() - began
     found.hot.append(1e3 * took / (last.decode_jobs_total - first.decode_jobs_total))
     found.cold.append(1e3 * took / (steps(load).decode_jobs_total - before.decode_jobs_total))
     found.rate.append((last.output_tokens_total - first.output_tokens_total) / took)
-    if load.waits is not None:
+    if load.waits is not None and cold.waits is not None:
         found.waits.append(load.waits)
+        tasks = load.waits.tasks_total - cold.waits.tasks_total
+        found.busy.append(tasks * load.waits.service / took)
 
 
-async def paced(units: Units, weave: WeaveSpec | None, effort: Effort, found: Found) -> None:
+async def paced(units: Units, variant: Variant, effort: Effort, found: Found) -> None:
     """All hot sequences of one age, from their WARM-th token on."""
-    async with units.hot(weave, WHOLE) as hot:
+    weave = variant.weave
+    async with AsyncExitStack() as stack:
+        hot = await stack.enter_async_context(units.hot(weave, WHOLE))
+        if variant.prompts:
+            await stack.enter_async_context(fed(units.cold))
         count = effort.hot
         tasks = [asyncio.create_task(one(hot, f"h{i}", i, 2 * OUTPUT)) for i in range(count)]
         load = await until(hot, lambda load: steps(load).output_tokens_total >= count * WARM)
@@ -198,28 +244,27 @@ async def paced(units: Units, weave: WeaveSpec | None, effort: Effort, found: Fo
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def scarce(units: Units, weave: WeaveSpec | None, effort: Effort, found: Found) -> None:
-    """Hot sequences that come and go, over a quarter of the blocks that they need."""
-    pages = effort.many * -(-(PROMPT + OUTPUT) // PAGE) // 4
-    async with units.hot(weave, pages * PAGE_BLOCKS * BLOCK) as hot, busy(hot, effort.many):
-        await until(hot, lambda load: steps(load).output_tokens_total >= effort.many * OUTPUT)
+async def scarce(units: Units, variant: Variant, effort: Effort, found: Found) -> None:
+    """Hot sequences that come and go, over a part of the blocks that they need."""
+    pages = int(effort.many * -(-(PROMPT + OUTPUT) // PAGE) * variant.pool)
+    async with units.hot(variant.weave, pages * PAGE_BLOCKS * BLOCK) as hot, busy(hot, effort.many):
+        await until(hot, lambda load: steps(load).output_tokens_total >= effort.many * OUTPUT // 2)
         await span(units, hot, found, asyncio.sleep(effort.seconds))
 
 
 async def measure(effort: Effort, console: Console) -> Report:
-    found = {name: Found() for name in (*VARIANTS, *SCARCE)}
+    found = {name: Found() for name in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:
         secret = secrets.token_urlsafe(16)
         spec = spec_of("A", COLD, kv_bytes=WHOLE, threads=1)
         async with engine(spec, Path(folder), secret) as cold, busy(cold, effort.cold):
             units = Units(cold, Path(folder), secret)
             for turn in range(effort.rounds):
-                for name, weave in VARIANTS.items():
-                    console.print(f"round {turn + 1}: {name}")
-                    await paced(units, weave, effort, found[name])
-                for name, weave in SCARCE.items():
-                    console.print(f"round {turn + 1}: {name}")
-                    await scarce(units, weave, effort, found[name])
+                for name, variant in VARIANTS.items():
+                    if turn < variant.rounds:
+                        console.print(f"round {turn + 1}: {name}")
+                        measured = scarce if variant.pool else paced
+                        await measured(units, variant, effort, found[name])
     return told(found, effort)
 
 
@@ -228,7 +273,7 @@ def told(found: dict[str, Found], effort: Effort) -> Report:
     return Report(
         name="weaving",
         title=f"Weaving: {effort.hot} hot sequences, {effort.cold} cold ones, medians of {effort.rounds}",
-        columns=[*columns, "stall, µs", "by the model", "task, µs", "parts"],
+        columns=[*columns, "stall, µs", "by the model", "task, µs", "parts", "tasks, % of the cold core"],
         rows=[_row(name, one) for name, one in found.items()],
         findings=_findings(found),
         machine=this_machine(),
@@ -244,23 +289,27 @@ def _of(waits: list[Waits], name: str) -> float:
 def _row(name: str, found: Found) -> list[Cell]:
     row: list[Cell] = [name, median(found.hot), median(found.cold), median(found.rate)]
     if not found.waits:
-        return [*row, None, None, None, None, None, None]
+        return [*row, *[None] * 7]
     names = ("wait", "expected_wait", "stall", "expected_stall", "service")
-    return [*row, *(_of(found.waits, name) for name in names), max(one.parts for one in found.waits)]
+    parts = max(one.parts for one in found.waits)
+    return [*row, *(_of(found.waits, name) for name in names), parts, 100 * median(found.busy)]
 
 
 def _findings(found: dict[str, Found]) -> list[Finding]:
     hot = {name: median(one.hot) for name, one in found.items()}
     cold = {name: median(one.cold) for name, one in found.items()}
     rate = {name: median(one.rate) for name, one in found.items()}
-    few, woven = SCARCE
     return [
         Finding(what="hot, operators against iterations", value=hot[HOST] / hot[OPERATORS], least=3),
         Finding(what="hot, split against operators", value=hot[OPERATORS] / hot[SPLIT], least=1.05),
         Finding(what="hot, split for 1 % against operators", value=hot[OPERATORS] / hot[FINEST]),
         Finding(what="cold, split against dedicated", value=cold[SPLIT] / cold[ALONE], most=1.1),
-        Finding(what="quarter of the pool, hot tokens/s", value=rate[woven] / rate[few], least=1.4),
-        Finding(what="quarter of the pool, cold", value=cold[woven] / cold[few], most=1.15),
+        Finding(what="hot, split against dedicated", value=hot[SPLIT] / hot[ALONE]),
+        Finding(what="prompts at the cold one, hot, woven against dedicated", value=hot[FED] / hot[PROMPTS]),
+        Finding(what="prompts at the cold one, cold, the same", value=cold[FED] / cold[PROMPTS]),
+        Finding(what="quarter of the pool, hot tokens/s", value=rate[WOVEN] / rate[FEW], least=1.4),
+        Finding(what="quarter of the pool, cold", value=cold[WOVEN] / cold[FEW], most=1.15),
+        Finding(what="the same, against the whole pool, dedicated", value=cold[WOVEN] / cold[WHOLE_POOL]),
         *(
             Finding(
                 what=f"wait by the model against measured, {name}",
@@ -269,7 +318,7 @@ def _findings(found: dict[str, Found]) -> list[Finding]:
                 most=1.2,
             )
             for name, one in found.items()
-            if name in VARIANTS and one.waits and name != HOST
+            if one.waits and name != HOST
         ),
     ]
 

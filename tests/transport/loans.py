@@ -50,6 +50,14 @@ class Lender:
         memory.out[task.slot, :rows] = memory.qkv[task.slot, :rows, :HEADS] * (task.layer + 1)
         self.lending.receiver.answer(task)
 
+    def rest(self, seconds: float) -> None:
+        """Until there is a task, the borrower leaves, or the time is over; may return early."""
+        memory = self.lending.mailbox.memory
+        memory.asleep.swap(1)
+        if not self.lending.receiver.left:
+            memory.posted.sleep(memory.done.get(), seconds)
+        memory.asleep.set(0)
+
     def end(self) -> None:
         assert self.lending.close()
         self.transport.close_all()
@@ -88,7 +96,7 @@ def _serve(end: Connection, start: int, answers: int) -> None:
     while not receiver.left:
         task = receiver.next() if answers else None
         if task is None:
-            receiver.rest(0.05)
+            made.rest(0.05)
         else:
             made.echo(task)
             answers -= 1

@@ -48,7 +48,7 @@ def _echo_all(made: Lender, count: int, naps: frozenset[int]) -> None:
     done = 0
     while done < count:
         if done in naps:
-            made.lending.receiver.rest(0.5)
+            made.rest(0.5)
         task = made.lending.receiver.next()
         if task is not None:
             made.echo(task)

@@ -113,14 +113,6 @@ class TaskReceiver:
         self._memory.over.swap(why)
         self._memory.done.wake()
 
-    def rest(self, seconds: float) -> None:
-        """Until there is a task, the borrower leaves, or the time is over; may return early."""
-        memory = self._memory
-        memory.asleep.swap(1)
-        if memory.left.get() == End.NONE:
-            memory.posted.sleep(memory.done.get(), seconds)
-        memory.asleep.set(0)
-
     def _read(self, iteration: int) -> Sheet:
         """Copied first, and then checked: the borrower may write meanwhile."""
         memory, form = self._memory, self._memory.form

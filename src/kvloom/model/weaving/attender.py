@@ -30,7 +30,7 @@ from kvloom.transport.mailbox import End
 _log = logging.getLogger(__name__)
 _LIVELY = 64  # forwards that poll after a task has come
 _SECONDS = 5.0  # for the thread to end: it has nothing to do any more
-_RECENT = 16  # forwards whose operators the expected wait is told of
+_RECENT = 64  # forwards whose operators the expected wait is told of: as long as a few hundred tasks take
 
 
 class Attender:
@@ -136,9 +136,9 @@ class Attender:
         )
 
     def _gap(self) -> Gap:
-        """Between the last forwards."""
+        """Between the last forwards; where there were none there is nothing else."""
         gaps = tuple(self._gaps)
-        return Gap(gaps[-1] - gaps[0], self._polling.wake)
+        return Gap(gaps[-1] - gaps[0] if self._recent else 1.0, self._polling.wake)
 
     def close(self) -> None:
         """Take no more tasks; when it returns, none is under way, and the thread has ended."""
