@@ -10,15 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.core.arrays import AnyArray
 from kvloom.core.errors import Unavailable
 from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult, Phase
-from kvloom.core.plan import PageCopy
 from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.kv.arena import Store
 from kvloom.model.gpu.device import Device
@@ -27,10 +24,10 @@ from kvloom.model.gpu.loans import Loans
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.operations import Operations
 from kvloom.model.gpu.partitions import Lane
+from kvloom.model.gpu.prefill import prefill_inputs, rehearse, run_prefill
 from kvloom.model.gpu.progress import Progress
 from kvloom.model.gpu.sampling import Draws
-from kvloom.model.gpu.staging import Sent, Staging, widened
-from kvloom.model.gpu.state import Places, PrefillState
+from kvloom.model.gpu.staging import Sent, Staging
 from kvloom.model.gpu.streams import Mark
 from kvloom.model.sampler import prompt_logprobs
 
@@ -91,7 +88,7 @@ class GpuExecutor:
             progress(f"warming up {model.card.name}")
             longest = min(chunk, model.card.context_length)
             for tokens in (*(1 << i for i in range(longest.bit_length())), longest):
-                self._rehearse(model, tokens)
+                rehearse(model, tokens, self._device)
         for i, lane in enumerate(self._device.partitions.lanes):
             with lane.entered():
                 buffers = self._buffers[lane] = Buffers(most_running, pages, self._device.torch)
@@ -219,9 +216,9 @@ class GpuExecutor:
                     model.advance(sent, ids)
                     ids, _ = draws.take(steps.run(job, sent), sent.arrays, progress.begun - 1)
                     later = staging.fetch(ids), lane.mark()
-                tell(landed := _landed(asked))
+                tell(landed := _landed(*asked))
                 drawn, asked = drawn + landed, later
-            drawn += _landed(asked)
+            drawn += _landed(*asked)
         return drawn, reports or [None] * len(drawn), prompts
 
     @contextmanager
@@ -242,7 +239,7 @@ class GpuExecutor:
         self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws, steps: DecodeSteps
     ) -> tuple[Tensor, Sent]:
         """The first step → logits [samples and prompts, V], and what was sent."""
-        arrays = steps.arrays(job) | _kept(job) | draws.arrays | model.copies(job.plan.copies)
+        arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays | model.copies(job.plan.copies)
         sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
         model.copy_pages(sent)
         logits = steps.run(job, sent)
@@ -253,19 +250,7 @@ class GpuExecutor:
     def _prefill(
         self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws
     ) -> tuple[Tensor, Sent]:
-        plan = job.plan
-        arrays: dict[str, AnyArray] = {
-            "tokens": job.tokens,
-            "positions": plan.positions,
-            "slot_page": plan.slot_page,
-            "slot_offset": plan.slot_offset,
-            "tables": widened(plan.tables),
-            "starts": plan.starts.astype(np.int32),
-            "begins": np.concatenate(([0], np.cumsum(plan.appends))).astype(np.int32),
-            **_kept(job),
-            **draws.arrays,
-            **model.copies(plan.copies),
-        }
+        plan, arrays = job.plan, prefill_inputs(job) | draws.arrays | model.copies(job.plan.copies)
         sent = model.page_map.refresh(plan, lane, lambda rows: staging.send({**arrays, **rows}))
         model.copy_pages(sent)
 
@@ -273,46 +258,11 @@ class GpuExecutor:
             for send in plan.sends:
                 send.shipment.put(send.parcel(plan.page_map, layer))
 
-        return _prefill(model, sent.arrays, written, self.loans.poll), sent
-
-    def _rehearse(self, model: DeviceModel, tokens: int) -> None:
-        """A prefill of so many tokens that are written nowhere, and a copy of no tokens."""
-        lane, none = self._device.partitions.whole, np.zeros(tokens, dtype=np.int32)
-        arrays: dict[str, AnyArray] = {
-            "tokens": np.zeros(tokens, dtype=np.int64),
-            "positions": np.arange(tokens),
-            "slot_page": none - 1,
-            "slot_offset": none,
-            "tables": widened(np.zeros((1, model.geometry.pages(tokens)), dtype=np.int32)),
-            "starts": none[:1],
-            "begins": np.asarray([0, tokens], dtype=np.int32),
-            "kept": np.asarray([tokens - 1]),
-            **model.copies((PageCopy(0, 0, 0),)),
-        }
-        with torch.inference_mode(), lane.entered():
-            sent = Staging(self._device).send(arrays)
-            model.copy_pages(sent)
-            _prefill(model, sent.arrays, lambda layer: None, lambda: None)
-        lane.mark().wait()
+        return run_prefill(model, sent.arrays, written, self.loans.poll), sent
 
 
-def _landed(asked: tuple[Tensor, Mark]) -> list[int]:
+def _landed(tokens: Tensor, mark: Mark) -> list[int]:
     """Tokens on their way to the host, once they are there."""
-    tokens, mark = asked
     mark.wait()
     found: list[int] = tokens.tolist()
     return found
-
-
-def _prefill(
-    model: DeviceModel, arrays: dict[str, Tensor], written: Callable[[int], None], poll: Callable[[], None]
-) -> Tensor:
-    places = Places(
-        model.arena, model.page_map.blocks, arrays["tables"], arrays["slot_page"], arrays["slot_offset"]
-    )
-    state = PrefillState(model.operations, places, arrays["starts"], arrays["begins"], written, poll)
-    return model.logits(arrays["tokens"], arrays["positions"], state, arrays["kept"])
-
-
-def _kept(job: Job) -> dict[str, AnyArray]:
-    return {"kept": job.kept}

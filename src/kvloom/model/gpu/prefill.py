@@ -1,0 +1,65 @@
+"""A prefill job on a device: its inputs and its forward, which is not recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvloom.core.arrays import AnyArray
+from kvloom.core.job import Job
+from kvloom.core.plan import PageCopy
+from kvloom.model.gpu.device import Device
+from kvloom.model.gpu.model import DeviceModel
+from kvloom.model.gpu.staging import Staging, widened
+from kvloom.model.gpu.state import Places, PrefillState
+
+
+def prefill_inputs(job: Job) -> dict[str, AnyArray]:
+    """What `run_prefill` needs on the device."""
+    plan = job.plan
+    return {
+        "tokens": job.tokens,
+        "positions": plan.positions,
+        "slot_page": plan.slot_page,
+        "slot_offset": plan.slot_offset,
+        "tables": widened(plan.tables),
+        "starts": plan.starts.astype(np.int32),
+        "begins": np.concatenate(([0], np.cumsum(plan.appends))).astype(np.int32),
+        "kept": job.kept,
+    }
+
+
+def run_prefill(
+    model: DeviceModel, arrays: Mapping[str, Tensor], written: Callable[[int], None], poll: Callable[[], None]
+) -> Tensor:
+    """→ logits of the rows `kept` [R, V]. written, poll: see `PrefillState`."""
+    places = Places(
+        model.arena, model.page_map.blocks, arrays["tables"], arrays["slot_page"], arrays["slot_offset"]
+    )
+    state = PrefillState(model.operations, places, arrays["starts"], arrays["begins"], written, poll)
+    return model.logits(arrays["tokens"], arrays["positions"], state, arrays["kept"])
+
+
+def rehearse(model: DeviceModel, tokens: int, device: Device) -> None:
+    """A prefill of so many tokens that are written nowhere, and a copy of no tokens, so that their kernels
+    are compiled."""
+    lane, none = device.partitions.whole, np.zeros(tokens, dtype=np.int32)
+    arrays: dict[str, AnyArray] = {
+        "tokens": np.zeros(tokens, dtype=np.int64),
+        "positions": np.arange(tokens),
+        "slot_page": none - 1,
+        "slot_offset": none,
+        "tables": widened(np.zeros((1, model.geometry.pages(tokens)), dtype=np.int32)),
+        "starts": none[:1],
+        "begins": np.asarray([0, tokens], dtype=np.int32),
+        "kept": np.asarray([tokens - 1]),
+        **model.copies((PageCopy(0, 0, 0),)),
+    }
+    with torch.inference_mode(), lane.entered():
+        sent = Staging(device).send(arrays)
+        model.copy_pages(sent)
+        run_prefill(model, sent.arrays, lambda layer: None, lambda: None)
+    lane.mark().wait()
