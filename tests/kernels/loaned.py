@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.kernels.mail import Desk, Lent, Mail, Pad
+from kvloom.kernels.mail import SPAN, Desk, Lent, Mail, Pad
 from kvloom.kernels.reference import block_view
 from kvloom.transport.device_mailbox import BorrowedMailbox, MailDtype, OwnDeviceMailbox
 from kvloom.transport.mailbox import MailboxForm
@@ -63,6 +63,7 @@ class Loaned:
     shape: Shape
     start: int = WRAPS
     seed: int = 0
+    span: int = SPAN
     seen: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Loaned:
         self.box = OwnDeviceMailbox(shape.form, shape.dtype, here, self.start)
         device = _Same(self.box.memory)
         self.borrowed = BorrowedMailbox(self.box.place(device), "lender", device)  # type: ignore[arg-type]
-        self.desk = Desk(self.start, here)
+        self.desk = Desk(self.start, self.mail, self.span)
         count = PAGES * LAYERS * shape.kv_heads
         size = -(-2 * shape.tokens * shape.head_dim * dtype.itemsize // 64) * 64
         values = torch.full(((count + SPARE) * size // dtype.itemsize,), torch.nan, dtype=dtype)
@@ -145,6 +146,7 @@ class Loaned:
         """All memory that kernels write."""
         parts = ("words", "head", "lengths", "tables", "map", "notes", "qkv", "out")
         own = {"claim": self.desk.claim, "desk": self.desk.words, "pad": self.pad.words}
+        own["counts"] = self.desk.counts
         return {"arena": self.lent.arena, **own, **{name: getattr(self.mail, name) for name in parts}}
 
 

@@ -22,8 +22,9 @@ class Ends:
     go on by themselves, and the next launch of a lane begins when all have ended."""
 
     def __init__(self, start: int, lanes: int, programs: int, steps: int, ahead: int, looks: int) -> None:
-        """ahead: tasks that are posted before one is collected. looks: of a poll."""
-        self.loan = Loaned(_SHAPE, start)
+        """ahead: tasks that are posted before one is collected. looks: of a poll. Rows are cut token by
+        token."""
+        self.loan = Loaned(_SHAPE, start, span=1)
         self.programs = programs
         self.steps = steps
         self.ahead = ahead

@@ -47,7 +47,7 @@ class Loan:
     def __init__(self, form: MailboxForm, dtype: Any, device: torch.device, context: int) -> None:
         self.mail: Mail = OwnDeviceMailbox(form, dtype, device).mail
         kind = getattr(torch, dtype)
-        self.desk, self.pad = Desk(START, device), Pad(START, device)
+        self.desk, self.pad = Desk(START, self.mail), Pad(START, device)
         count = form.pages * form.kv_heads
         memory = torch.randn(count * _BLOCK // kind.itemsize, device=device).to(kind).view(torch.uint8)
         self.lent = Lent(

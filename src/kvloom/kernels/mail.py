@@ -101,18 +101,36 @@ class Lent:
     arena: Tensor
 
 
+SPAN: Final = 256  # tokens of a row that are worth a part of their own
+PARTS: Final = 32  # of a task, up to which its rows are cut
+
+
 class Desk:
     """What a lender's device keeps for itself of one loan: which task is next, or being done, and how many of
-    its parts are taken; how many are done; and why no more tasks are taken. A part is a row and a KV head.
+    its parts are taken; how many are done; and why no more tasks are taken. A part is a row and a KV head; of
+    a task of few rows, of which one is long, a run of its tokens, whose sums are kept until the last is done.
 
     claim: [1] int64, tasks done before in the high half, parts taken in the low one. words: [2, 16] int32.
+    counts: [PARTS] int32, runs that are done of a row and a KV head. sums: [PARTS, R, D] and scales: [PARTS,
+    2, R] float32 of each run, for the R or fewer queries of a KV head and D or fewer dimensions: not divided
+    by their norms, then norms and the largest scores (base 2) that they are relative to.
     """
 
-    def __init__(self, start: int, device: torch.device) -> None:
-        """start: what the mailbox' counters begin with."""
+    def __init__(self, start: int, mail: Mail, span: int = SPAN) -> None:
+        """start: what the mailbox' counters begin with. span: tokens that a run has at least."""
+        device, head_dim = mail.words.device, mail.out.shape[3]
+        queries = _padded(mail.heads // mail.kv_heads)
+        self.span = span
         self.claim = torch.zeros(1, dtype=torch.int64, device=device)
         self.words = torch.zeros(2, LINE // 4, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(PARTS, dtype=torch.int32, device=device)
+        self.sums = torch.zeros(PARTS, queries, _padded(head_dim), dtype=torch.float32, device=device)
+        self.scales = torch.zeros(PARTS, 2, queries, dtype=torch.float32, device=device)
         self.claim.fill_(signed(start) << 32)
+
+    def most(self, mail: Mail, tokens: int) -> int:
+        """Runs that a row may be cut into, where pages have so many tokens."""
+        return -(-mail.tables.shape[1] * tokens // self.span)
 
     @property
     def finished(self) -> Tensor:
@@ -138,6 +156,11 @@ class Pad:
     @property
     def status(self) -> Tensor:
         return self.words[2:3]
+
+
+def _padded(size: int) -> int:
+    """As kernels hold it: a power of two, 16 at least."""
+    return 1 << max(4, (size - 1).bit_length())
 
 
 def signed(count: int) -> int:

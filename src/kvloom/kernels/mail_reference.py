@@ -8,12 +8,13 @@ other.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from math import ceil
 
 import torch
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.mail import MASK, Desk, End, Lent, Mail, Pad, Trouble, signed
+from kvloom.kernels.mail import MASK, PARTS, Desk, End, Lent, Mail, Pad, Trouble, signed
 
 Steps = Generator[None, None, None]
 Word = Generator[None, None, int]
@@ -79,14 +80,16 @@ def serve_steps(mail: Mail, desk: Desk, lent: Lent, looks: int, programs: int) -
         if (yield from _look(desk.claim, 32)) == task:
             yield from _refuse(mail, desk)
         return
-    parts = rows * mail.kv_heads
+    pairs = rows * mail.kv_heads
+    runs = max(1, min(PARTS // pairs, desk.most(mail, lent.arena.shape[2])))
+    parts = pairs * runs
     for _ in range(-(-parts // programs)):
         part = yield from _take(desk.claim, task, parts)
         if part < 0:
             return
-        row, kv_head = divmod(part, mail.kv_heads)
+        pair, run = divmod(part, runs)
         yield
-        if not _attend_row(mail, slot, row, kv_head, layer, window, lent):
+        if not (yield from _attend_run(mail, desk, slot, pair, run, runs, layer, window, lent)):
             yield from _refuse(mail, desk)
         last = (yield from _add(desk.finished)) == parts - 1
         if last and not (yield from _look(desk.over)):
@@ -115,20 +118,49 @@ def _refuse(mail: Mail, desk: Desk) -> Steps:
     yield from _set(mail.word("over"), int(desk.over))
 
 
-def _attend_row(mail: Mail, slot: int, row: int, kv_head: int, layer: int, window: int, lent: Lent) -> int:
-    arena = lent.arena
-    length, tokens = int(mail.lengths[row]), arena.shape[2]
+def _attend_run(
+    mail: Mail, desk: Desk, slot: int, pair: int, run: int, runs: int, layer: int, window: int, lent: Lent
+) -> Word:
+    """→ whether what it names is lent. Who ends the last run of a row attends for all of it; the last run of
+    all appends."""
+    row, kv_head = divmod(pair, mail.kv_heads)
+    length, tokens = int(mail.lengths[row]), lent.arena.shape[2]
     if not 1 <= length <= mail.tables.shape[1] * tokens:
         return 0
-    edge, offset = divmod(length - 1, tokens)
     start = max(0, length - window) if window > 0 else 0
+    each = ceil(ceil((length - start) / runs) / desk.span) * desk.span
+    count = ceil((length - start) / each)
+    if run >= count:
+        return 1
+    if run == count - 1 and not _append(mail, slot, row, kv_head, layer, length - 1, lent):
+        return 0
+    if count > 1:
+        if (yield from _add(desk.counts[pair : pair + 1])) < count - 1:
+            return 1
+        desk.counts[pair] = 0
+    return _attend_row(mail, slot, row, kv_head, layer, start, length, lent)
+
+
+def _append(mail: Mail, slot: int, row: int, kv_head: int, layer: int, position: int, lent: Lent) -> int:
+    page, offset = divmod(position, lent.arena.shape[2])
+    block = _named(mail, row, page, layer, kv_head, lent.blocks)
+    if block is None:
+        return 0
+    first, where = mail.heads + kv_head, torch.tensor([[[block]]], dtype=torch.int32)
+    k, v = (mail.qkv[slot, row, at][None, None] for at in (first, first + mail.kv_heads))
+    reference.write_kv(lent.arena, where, 0, k, v, torch.tensor([0]), torch.tensor([offset]))
+    return 1
+
+
+def _attend_row(
+    mail: Mail, slot: int, row: int, kv_head: int, layer: int, start: int, length: int, lent: Lent
+) -> int:
+    """Over tokens from `start` on."""
+    arena, tokens = lent.arena, lent.arena.shape[2]
+    edge = (length - 1) // tokens
     named = [_named(mail, row, page, layer, kv_head, lent.blocks) for page in range(edge + 1)]
     own = torch.tensor([0 if block is None else block for block in named], dtype=torch.int32)
     page_map, table = own[:, None, None], torch.arange(edge + 1, dtype=torch.int32)[None]
-    first = mail.heads + kv_head
-    k, v = (mail.qkv[slot, row, at][None, None] for at in (first, first + mail.kv_heads))
-    if named[edge] is not None:
-        reference.write_kv(arena, page_map, 0, k, v, table[0, -1:], torch.tensor([offset]))
     if None in named[start // tokens :]:
         return 0
     group = mail.heads // mail.kv_heads
@@ -136,8 +168,8 @@ def _attend_row(mail: Mail, slot: int, row: int, kv_head: int, layer: int, windo
     q, form = mail.qkv[slot, row, heads][None].to(arena.dtype), mail.scoring[slot].tolist()
     out = torch.empty_like(q, dtype=mail.out.dtype)
     lengths = torch.tensor([length], dtype=torch.int32)
-    scale, softcap = form[0], max(0.0, form[1])
-    reference.decode_attention(out, q, arena, page_map, 0, table, lengths, scale, max(0, window), softcap)
+    scale, softcap, window = form[0], max(0.0, form[1]), length - start
+    reference.decode_attention(out, q, arena, page_map, 0, table, lengths, scale, window, softcap)
     mail.out[slot, row, heads] = out[0]
     return 1
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from kvloom.kernels import mail_reference
-from kvloom.kernels.mail import MASK, End, Trouble, signed
+from kvloom.kernels.mail import MASK, PARTS, End, Trouble, signed
 from kvloom.kernels.triton import ask, serve
 from tests.kernels.loaned import CLOSE, LAYERS, PAGES, WIDTH, WRAPS, Loaned, Shape, same, scale_of
 
@@ -56,6 +57,50 @@ def test_a_task_like_its_twin_and_like_attention(name: str, window: int, softcap
     torch.testing.assert_close(out[1:-1].double(), wanted, rtol=close, atol=close)
     assert out[[0, -1]].isnan().all()
     assert not int(loan.pad.status)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "one query a head, one head", "half precision", "many queries, odd size"]
+)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (6, 2.0)])
+def test_long_rows_are_cut(name: str, window: int, softcap: float) -> None:
+    """Rows of one run, of some, and of as many as there are; the second launch finds nothing left."""
+    shape = replace(SHAPES[name], tokens=16)
+    loan, twin = both(shape, span=5)
+    lengths = [16, 5, 32][: shape.rows]
+    form = scale_of(shape), window, softcap
+    for one in (loan, twin):
+        one.begin(lengths)
+    q, k, v = loan.rows(len(lengths))
+    for one in (loan, twin):
+        mail_reference.post(one.mail, one.pad, q, k, v, 0, *form)
+    parts = PARTS // (len(lengths) * shape.kv_heads)
+    cut = -(-max(lengths if not window else [window]) // 5)
+    assert min(parts, cut) > 1
+    for programs in (3, 2):
+        serve.serve(loan.mail, loan.desk, loan.lent, programs=programs)
+        mail_reference.serve(twin.mail, twin.desk, twin.lent, programs=programs)
+        same(loan, twin)
+    out = torch.empty_like(q)
+    ask.collect(loan.mail, loan.pad, out, 0, programs=2)
+    assert not int(loan.pad.status)
+    assert not loan.desk.counts.any()
+    close = CLOSE[shape.dtype]
+    torch.testing.assert_close(out.double(), loan.wanted(0, q, k, v, *form), rtol=close, atol=close)
+
+
+def test_a_page_that_is_not_lent_in_any_run_ends_the_loan() -> None:
+    for page in range(2):
+        loan, twin = both(Shape(tokens=16, rows=1), span=5)
+        for one in (loan, twin):
+            one.begin([32])
+            mail_reference.post(one.mail, one.pad, *one.rows(1), 1, 1.0)
+            one.mail.tables[0, page] = PAGES
+        serve.serve(loan.mail, loan.desk, loan.lent, programs=2)
+        mail_reference.serve(twin.mail, twin.desk, twin.lent, programs=2)
+        for one in (loan, twin):
+            assert int(one.mail.word("over")) == int(one.desk.over) == End.FORGED
+            assert int(one.mail.word("done")) == signed(WRAPS)
 
 
 def test_nothing_posted_is_nothing_done() -> None:

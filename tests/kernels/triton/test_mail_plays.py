@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.kernels import mail_reference
-from kvloom.kernels.mail import MASK, End
+from kvloom.kernels.mail import MASK, SPAN, End
 from kvloom.kernels.triton import ask, serve
 from tests.kernels.loaned import LAYERS, WRAPS, Loaned, Shape, same, scale_of
 
@@ -19,8 +19,8 @@ _SCALE = scale_of(_SHAPE)
 class Play:
     """A loan that kernels work, and the same that their twins do."""
 
-    def __init__(self, start: int) -> None:
-        self.loan, self.twin = Loaned(_SHAPE, start), Loaned(_SHAPE, start)
+    def __init__(self, start: int, span: int = SPAN) -> None:
+        self.loan, self.twin = (Loaned(_SHAPE, start, span=span) for _ in range(2))
         self.wanted: list[torch.Tensor] = []
         self.posted = self.step = 0
 
@@ -60,11 +60,13 @@ class Play:
 @settings(max_examples=4)
 @given(
     start=st.sampled_from([0, WRAPS, (1 << 31) - 1]),
+    span=st.sampled_from([1, SPAN]),
     turns=st.lists(st.sampled_from(["post", "serve", "more", "collect"]), min_size=4, max_size=14),
 )
-def test_launches_in_any_order(start: int, turns: list[str]) -> None:
-    """Each task is done once and in order, and the kernels leave what their twins leave."""
-    play = Play(start)
+def test_launches_in_any_order(start: int, span: int, turns: list[str]) -> None:
+    """Each task is done once and in order, and the kernels leave what their twins leave; of rows that are cut
+    as well."""
+    play = Play(start, span)
     for turn in turns:
         if turn in ("serve", "more"):
             play.serve(3 if turn == "more" else 1)

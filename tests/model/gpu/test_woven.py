@@ -166,7 +166,9 @@ def test_the_cold_unit_wants_its_blocks_back(path: Path, cold: Path) -> None:
     check(path, asked, asyncio.run(serve()))
 
 
-def test_a_cold_unit_that_never_answers_is_waited_for_so_long(path: Path, cold: Path) -> None:
+def test_a_cold_unit_that_never_answers_is_waited_for_so_long(
+    path: Path, cold: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """And what was away is computed again, as if it had died."""
     asked = prompts(3, seed=2)
     silent = replace(twins(), serve=lambda *_: None)
@@ -183,9 +185,12 @@ def test_a_cold_unit_that_never_answers_is_waited_for_so_long(path: Path, cold: 
             return answers
 
     check(path, asked, asyncio.run(serve()))
+    assert "has not attended" in caplog.text
 
 
-def test_a_cold_unit_that_dies_is_not_waited_for(path: Path, cold: Path) -> None:
+def test_a_cold_unit_that_dies_is_not_waited_for(
+    path: Path, cold: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its process is watched: nothing else would end this wait."""
     asked = prompts(3, seed=5)
 
@@ -202,6 +207,7 @@ def test_a_cold_unit_that_dies_is_not_waited_for(path: Path, cold: Path) -> None
                 return answers
 
     check(path, asked, asyncio.run(serve()))
+    assert "is gone" in caplog.text
 
 
 def test_two_units_that_borrow_of_each_other(path: Path) -> None:

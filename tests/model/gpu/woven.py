@@ -34,7 +34,7 @@ from tests.engines import ask, body, running_over, spec_of
 from tests.transport.device_memory import SharedMemory
 
 COMPUTE = 8
-LOOKS = 1 << 30  # the lender answers, or is gone
+LOOKS = 100_000  # half a minute: the lender answers, or is gone
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 

@@ -128,7 +128,7 @@ def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
     arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
     name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
     lent = Lent(_empty(mail.map.numel()), arena)
-    yield f"serve {name}", serve_launch(mail, Desk(0, device), lent)
+    yield f"serve {name}", serve_launch(mail, Desk(0, mail), lent)
     q, k = (_empty(rows, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
     pad = Pad(0, device)
     yield f"post {name}", post_launch(mail, pad, q, k, k, 3, head_dim**-0.5)

@@ -4,6 +4,9 @@ Launched after an operator, also from a recording. Programs take parts of the ta
 by one, and none more than its share: what is left, because some programs looked before the task came, the
 next launch takes. So launches on several streams may run at the same time. Who does the last part tells.
 
+Where a task has few rows, long ones are cut into runs of tokens, each a part (split KV, as Flash-Decoding
+does it): whoever ends the last run of a row and a KV head puts their sums together.
+
 Nothing that the borrower writes is believed. It may change between two looks, and a compiler may load a value
 twice: so every id is clamped to what is lent on its way into an address, whatever else is decided about it.
 """
@@ -86,25 +89,73 @@ def _block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _serve_row(  # type: ignore[no-untyped-def]
-    out, qkv, arena, table, mapped, lent, layer, length, kv_head, scale, bound, window, arena_block,
-    PAGES: tl.constexpr, LAYERS: tl.constexpr, LENT: tl.constexpr, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PRECISION: tl.constexpr,
+def _cut(length, window, runs, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """→ the first token of a row that counts, tokens of each run, and how many runs there are."""
+    start = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    each = tl.cdiv(tl.cdiv(length - start, runs), SPAN) * SPAN
+    return start, each, tl.cdiv(length - start, each)
+
+
+@triton.jit
+def _append(  # type: ignore[no-untyped-def]
+    qkv, arena, table, mapped, lent, layer, position, kv_head, arena_block, PAGES: tl.constexpr,
+    LAYERS: tl.constexpr, LENT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Append K and V of one KV head, and attend with its queries. → whether all pages were lent; where not,
-    there is no output."""
-    dims, row = tl.arange(0, DIMS), tl.arange(0, ROWS)
+    """K and V of one KV head. → whether the page was lent; where not, nothing is written."""
+    dims = tl.arange(0, DIMS)
     kind = arena.dtype.element_ty
     inside = dims < HEAD_DIM
-    page = look(table + (length - 1) // PAGE_TOKENS)
+    page = look(table + position // PAGE_TOKENS)
     block, good = _block(mapped, lent, page, layer, kv_head, True, PAGES, LAYERS, KV_HEADS, LENT)
-    to = arena + block * arena_block + (length - 1) % PAGE_TOKENS * HEAD_DIM + dims
+    to = arena + block * arena_block + position % PAGE_TOKENS * HEAD_DIM + dims
     new = qkv + (KV_HEADS * GROUP + kv_head) * HEAD_DIM + dims
     tl.store(to, tl.load(new, mask=inside).to(kind), mask=inside & good)
     new += KV_HEADS * HEAD_DIM
     tl.store(to + PAGE_TOKENS * HEAD_DIM, tl.load(new, mask=inside).to(kind), mask=inside & good)
     tl.debug_barrier()  # other threads read it
+    return good
+
+
+@triton.jit
+def _together(sums, scales, first, count, ROWS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums and norms of `count` parts from `first` on, as if they were one's."""
+    row = tl.arange(0, ROWS)
+    places = row[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
+    total = tl.zeros([ROWS, DIMS], tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    best = tl.full([ROWS], LOWEST, tl.float32)
+    for part in range(first, first + count):
+        scale = scales + part * 2 * ROWS + row
+        other = tl.load(scale + ROWS, cache_modifier=".cg")  # others wrote it, past this one's nearest cache
+        top = tl.maximum(best, other)
+        old, new = tl.exp2(best - top), tl.exp2(other - top)
+        norm = norm * old + tl.load(scale, cache_modifier=".cg") * new
+        more = tl.load(sums + part * ROWS * DIMS + places, cache_modifier=".cg")
+        total = total * old[:, None] + more * new[:, None]
+        best = top
+    return total, norm
+
+
+@triton.jit
+def _serve_run(  # type: ignore[no-untyped-def]
+    out, qkv, arena, table, mapped, lent, counts, partial, scales, layer, length, start, each, count, run,
+    pair, first_part, scale, bound, arena_block, PAGES: tl.constexpr, LAYERS: tl.constexpr,
+    LENT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend with the queries of one KV head to one of its row's runs; the last appends before. → whether all
+    pages were lent; where not, the output means nothing."""
+    dims, row = tl.arange(0, DIMS), tl.arange(0, ROWS)
+    kind = arena.dtype.element_ty
+    inside = dims < HEAD_DIM
+    kv_head = (pair % KV_HEADS).to(tl.int32)
+    good = kv_head >= 0
+    if run == count - 1:
+        good = _append(
+            qkv, arena, table, mapped, lent, layer, length - 1, kv_head, arena_block,
+            PAGES, LAYERS, LENT, KV_HEADS, GROUP, PAGE_TOKENS, HEAD_DIM, DIMS,
+        )  # fmt: skip
 
     heads = kv_head * GROUP + row
     valid = (row < GROUP)[:, None] & inside[None, :]
@@ -115,10 +166,11 @@ def _serve_row(  # type: ignore[no-untyped-def]
     norm = tl.zeros([ROWS], tl.float32)
     best = tl.full([ROWS], LOWEST, tl.float32)
     wrong = tl.zeros([TILE], tl.int32)
-    start = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    for first in range(start, length, TILE):
+    begin = start + run * each
+    end = tl.minimum(begin + each, length)
+    for first in range(begin, end, TILE):
         positions = first + tl.arange(0, TILE)
-        there = positions < length
+        there = positions < end
         pages = tl.load(table + positions // PAGE_TOKENS, mask=there, other=0)
         blocks, named = _block(mapped, lent, pages, layer, kv_head, there, PAGES, LAYERS, KV_HEADS, LENT)
         wrong += (there & (named == 0)).to(tl.int32)
@@ -128,18 +180,31 @@ def _serve_row(  # type: ignore[no-untyped-def]
             PAGE_TOKENS, HEAD_DIM, DIMS, True, False, True, PRECISION,
         )  # fmt: skip
     good = good & (tl.sum(wrong, 0) == 0)
+    whole = count == 1
+    if count > 1:
+        part = first_part + run
+        tl.store(partial + part * ROWS * DIMS + row[:, None] * DIMS + dims[None, :], sums)
+        tl.store(scales + part * 2 * ROWS + row, norm)
+        tl.store(scales + part * 2 * ROWS + ROWS + row, best)
+        tl.debug_barrier()
+        whole = tl.atomic_add(counts + pair, 1, sem="acq_rel", scope="gpu") == count - 1
+        if whole:
+            tl.atomic_xchg(counts + pair, 0, sem="relaxed", scope="gpu")
+            sums, norm = _together(partial, scales, first_part, count, ROWS, DIMS)
     result = sums / tl.where(norm > 0, norm, 1.0)[:, None]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=valid & good)
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=valid & good & whole)
     return good
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _serve(  # type: ignore[no-untyped-def]
-    posted, done, left, over, claim, finished, ended, head, lengths, tables, mapped, places, scoring, qkv,
-    out, lent, arena, looks, arena_block, note_words, qkv_slot, qkv_row, out_slot, out_row, scoring_slot,
+    posted, done, left, over, claim, finished, ended, counts, partial, scales, head, lengths, tables, mapped,
+    places, scoring, qkv, out, lent, arena, looks, arena_block, note_words, qkv_slot, qkv_row, out_slot,
+    out_row, scoring_slot,
     SLOTS: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr, PAGES: tl.constexpr, LAYERS: tl.constexpr,
     LENT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, RUNS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """A program takes parts of one task."""
     waiting, task = _waiting(posted, claim, looks)
@@ -159,7 +224,8 @@ def _serve(  # type: ignore[no-untyped-def]
     scale = tl.load(scoring + slot * scoring_slot).to(tl.float32)
     cap = tl.load(scoring + slot * scoring_slot + 1).to(tl.float32)
     scale *= tl.where(cap > 0, 2 * _LOG2E / tl.where(cap > 0, cap, 1.0), _LOG2E)
-    parts = rows * KV_HEADS
+    runs = tl.maximum(1, tl.minimum(PARTS // (rows * KV_HEADS), RUNS))
+    parts = rows * KV_HEADS * runs
     turns = tl.cdiv(parts, tl.num_programs(0))
     while turns > 0:
         turns -= 1
@@ -167,16 +233,20 @@ def _serve(  # type: ignore[no-untyped-def]
         if part < 0:
             turns = 0
         else:
-            row, kv_head = part // KV_HEADS, (part % KV_HEADS).to(tl.int32)
+            pair, run = part // runs, (part % runs).to(tl.int32)
+            row = pair // KV_HEADS
             length = look(lengths + row)
             good = (length >= 1) & (length <= WIDTH * PAGE_TOKENS)
             if good:
-                good = _serve_row(
-                    out + slot * out_slot + row * out_row, qkv + slot * qkv_slot + row * qkv_row, arena,
-                    tables + row * WIDTH, mapped, lent, layer, length, kv_head, scale,
-                    tl.where(cap > 0, cap * _LOG2E, 0.0), window, arena_block,
-                    PAGES, LAYERS, LENT, KV_HEADS, GROUP, ROWS, TILE, PAGE_TOKENS, HEAD_DIM, DIMS, PRECISION,
-                )  # fmt: skip
+                start, each, count = _cut(length, window, runs, SPAN)
+                if run < count:
+                    good = _serve_run(
+                        out + slot * out_slot + row * out_row, qkv + slot * qkv_slot + row * qkv_row, arena,
+                        tables + row * WIDTH, mapped, lent, counts, partial, scales, layer, length, start,
+                        each, count, run, pair, pair * runs, scale, tl.where(cap > 0, cap * _LOG2E, 0.0),
+                        arena_block, PAGES, LAYERS, LENT, KV_HEADS, GROUP, ROWS, TILE, PAGE_TOKENS, HEAD_DIM,
+                        DIMS, PRECISION,
+                    )  # fmt: skip
             if good == 0:
                 _refuse(ended, over)
             tl.debug_barrier()
@@ -205,6 +275,8 @@ def serve_launch(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: i
     words = {name: mail.word(name) for name in WORDS if name in ("posted", "done", "left", "over")}
     arguments: dict[str, Any] = words | {
         **{"claim": desk.claim, "finished": desk.finished, "ended": desk.over, "looks": looks},
+        **{"counts": desk.counts, "partial": desk.sums, "scales": desk.scales, "SPAN": desk.span},
+        **{"PARTS": len(desk.counts), "RUNS": desk.most(mail, tokens)},
         **{"head": mail.head, "lengths": mail.lengths, "tables": mail.tables, "mapped": mail.map},
         **{"places": mail.places, "scoring": mail.scoring, "qkv": mail.qkv, "out": mail.out},
         **{"lent": lent.blocks, "arena": lent.arena, "arena_block": lent.arena.stride(0)},

@@ -54,7 +54,7 @@ class DeviceAttender:
         self._ended = ended
         self._looks = looks
         self._process = os.pidfd_open(borrower)
-        self._desk = Desk(start, mail.words.device)
+        self._desk = Desk(start, mail)
         self._ending = threading.Lock()  # over `_over`
         self._over = False
         self._working = 0
