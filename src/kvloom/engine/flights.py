@@ -13,6 +13,7 @@ from kvloom.core.spec import EngineSpec
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.flight import Flight, compose
+from kvloom.engine.landings import Landings
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence
@@ -45,7 +46,7 @@ class Flights:
         self._views = [View(queue) for queue in queues.values()]
         self._pool = pool
         self._executor = executor
-        self._requests = requests
+        self._landings = Landings(queues, requests)
         self._tuner = tuner
         self._spec = spec
         self._policy = POLICIES[spec.policy]
@@ -147,7 +148,7 @@ class Flights:
         while self._told:
             job, tokens = self._told.popleft()
             flight = next(flight for flight in self._long if flight.job is job)
-            if self._requests.step(flight, tokens):
+            if self._landings.step(flight, tokens):
                 self.cut()
         while self._ended:
             flight, future = self._ended.popleft()
@@ -166,7 +167,7 @@ class Flights:
                 if flight.job.phase is Phase.DECODE:
                     queue.pace.note(result.seconds / steps)
                 queue.tally.finished(flight.job, len(result.tokens), steps, self.jobs)
-                self._requests.land(flight, result, self.jobs)
+                self._landings.land(flight, result, self.jobs)
                 if len(queue.running) < running:
                     self.cut()
             else:
@@ -176,7 +177,7 @@ class Flights:
                 if queue.woven is not None and flight.job.away is not None:
                     self._put_back(queue, flight, queue.woven.fail())
                 _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
-                self._requests.fail(flight, error)
+                self._landings.fail(flight, error)
                 self.cut()
             self._tuner.observe(steps)
         self._settle()
@@ -196,7 +197,7 @@ class Flights:
         if not void:
             return flight, result
         kept, less = flight.without(void, result)
-        self._requests.lose(flight, kept, gone, self.jobs)
+        self._landings.lose(flight, kept, gone, self.jobs)
         return kept, less
 
     def _put_back(self, queue: ModelQueue, flight: Flight, gone: list[Sequence]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from kvloom.core.errors import BadRequest, QueueFull, UnknownModel
-from kvloom.core.job import JobResult, Phase
 from kvloom.core.request import (
     EndEvent,
     FinishReason,
@@ -20,7 +19,6 @@ from kvloom.core.request import (
 )
 from kvloom.engine.checks import check_prompt, check_request
 from kvloom.engine.errands import Errands
-from kvloom.engine.flight import Flight
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.outbound import Outbound
@@ -106,7 +104,7 @@ class Requests:
         output = sequence.tokens.output.tolist()
         for token in output if sequence.guide else ():
             if not sequence.cancelled and sequence.guide and not sequence.guide.accepts(token):
-                self._end(sequence, "error", message=f"made: token {token} breaks the guide")
+                self.end(sequence, "error", message=f"made: token {token} breaks the guide")
         if output and not sequence.cancelled:
             self._end_after(sequence, output[-1])
 
@@ -146,91 +144,9 @@ class Requests:
             if choice not in (None, sequence.choice):
                 continue
             if not sequence.cancelled and sequence.status is not Status.ENDED:
-                self._end(sequence, reason, message=message)
+                self.end(sequence, reason, message=message)
 
-    def land(self, flight: Flight, result: JobResult, now: int) -> None:
-        """A job has ended: its tokens go to their sequences and streams."""
-        queue = self._queues[flight.job.model]
-        for asker, report in zip(flight.asked, result.prompt_logprobs, strict=True):
-            self._report_prompt(asker, report)
-        drawn = len(flight.drawers)
-        self._land_earlier(flight, result.tokens[: len(result.tokens) - drawn])
-        for sequence, count in flight.batch:
-            sequence.in_job = False
-            sequence.computed += count
-            if sequence.outbound:
-                sequence.outbound.computed(sequence.computed)
-            if sequence.pending == 0:
-                if flight.job.phase is Phase.PREFILL:
-                    queue.cache.keep(sequence.id, sequence.tokens.list())
-                siblings, sequence.siblings = sequence.siblings, []
-                for sibling in siblings:
-                    if not sibling.cancelled:
-                        queue.fork(sequence, sibling, now)
-            if sequence.cancelled:
-                self._release(queue, sequence)
-            elif sequence.pending == 0 and not sequence.draws:
-                self._end(sequence, "length")
-        last = (
-            zip(flight.drawers, result.tokens[-drawn:], result.logprobs[-drawn:], strict=True)
-            if drawn
-            else ()
-        )
-        for drawer, token, logprob in last:
-            if not drawer.cancelled:
-                self._append(drawer, token, logprob)
-        self.errands.run()
-
-    def step(self, flight: Flight, tokens: list[int]) -> bool:
-        """One step of a job that goes on has ended. Returns whether a sequence in it has, by now: what is
-        drawn for that one from here on nobody sees, though its K and V may be cached."""
-        for drawer, token in zip(flight.drawers, tokens, strict=True):
-            drawer.computed += 1
-            if drawer.cancelled:
-                drawer.tokens.append(token)
-            else:
-                self._append(drawer, token, None)
-        return any(drawer.cancelled for drawer in flight.drawers)
-
-    def _land_earlier(self, flight: Flight, tokens: list[int]) -> None:
-        """Those of all steps but the job's last that `step` has not had; they end nothing."""
-        each = len(flight.drawers)
-        for i, drawer in enumerate(flight.drawers if tokens else ()):
-            own = tokens[i::each][drawer.output_length - flight.job.samples[i].index :]
-            index = drawer.output_length
-            drawer.tokens.extend(own)
-            drawer.computed += len(own)
-            if not drawer.cancelled:
-                stream = self._streams[drawer.request]
-                stream.extend([TokenEvent(drawer.choice, at, token) for at, token in enumerate(own, index)])
-
-    def lose(self, flight: Flight, kept: Flight, lost: list[Sequence], now: int) -> None:
-        """A step has ended, but only what is `kept` of it counts. The `lost` ones have no K and V any more,
-        and are computed again; the others are as before it."""
-        queue, counted = self._queues[flight.job.model], {s.id for s, _ in kept.batch}
-        for sequence, _ in flight.batch:
-            if sequence.id not in counted:
-                sequence.in_job = False
-                if sequence.cancelled:
-                    self._release(queue, sequence)
-        for sequence in lost:
-            if not sequence.cancelled:
-                queue.put_back(sequence, now)
-
-    def fail(self, flight: Flight, error: BaseException) -> None:
-        """A job has failed: so have its sequences, and nothing else."""
-        queue = self._queues[flight.job.model]
-        for sequence, _ in flight.batch:
-            sequence.in_job = False
-            if sequence.cancelled:
-                self._release(queue, sequence)
-        message = f"the job failed ({type(error).__name__}); the engine's log has more"
-        for sequence, _ in flight.batch:
-            if not sequence.cancelled:
-                self.cancel(sequence.request, "error", message)
-        self.errands.run()
-
-    def _release(self, queue: ModelQueue, sequence: Sequence) -> None:
+    def release(self, queue: ModelQueue, sequence: Sequence) -> None:
         """It has ended and is in no job. The first of those who wait for its prompt takes its place."""
         queue.release(sequence, Status.ENDED)
         heirs, sequence.siblings = [s for s in sequence.siblings if not s.cancelled], []
@@ -239,19 +155,11 @@ class Requests:
             first.siblings.extend(rest)
             queue.enqueue(first, sequence.waiting_since)
 
-    def _report_prompt(self, sequence: Sequence, logprob: TokenLogprob) -> None:
-        sequence.prompt_logprobs.append(logprob)
-        if len(sequence.prompt_logprobs) < sequence.prompt_length - 1:
-            return
-        stream = self._streams.get(sequence.request)
-        if stream and sequence in stream.sequences:  # it may have ended, but not all choices with it
-            stream.add(PromptEvent(sequence.prompt_logprobs))
-
-    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+    def append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         index = sequence.output_length
         sequence.tokens.append(token)
         if sequence.guide and not sequence.guide.accepts(token):
-            self._end(sequence, "error", message=f"token {token} breaks the guide that drew it")
+            self.end(sequence, "error", message=f"token {token} breaks the guide that drew it")
             return
         self._streams[sequence.request].add(TokenEvent(sequence.choice, index, token, logprob))
         self._end_after(sequence, token)
@@ -261,14 +169,14 @@ class Requests:
         reason = sequence.ends_with(token, self._queues[sequence.model].card.context_length)
         if reason:
             stop = token if token in sequence.sampling.stop_token_ids else None
-            self._end(sequence, reason, stop_token=stop)
+            self.end(sequence, reason, stop_token=stop)
 
-    def _end(
+    def end(
         self, sequence: Sequence, reason: FinishReason, *, stop_token: int | None = None, message: str = ""
     ) -> None:
         sequence.cancelled = True
         if not sequence.in_job:
-            self._release(self._queues[sequence.model], sequence)
+            self.release(self._queues[sequence.model], sequence)
         stream = self._streams[sequence.request]
         stream.add(EndEvent(sequence.choice, reason, stop_token, sequence.cached or 0, message))
         if stream.ended:

@@ -1,0 +1,111 @@
+"""What the end of a job means for the requests in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvloom.core.job import JobResult, Phase
+from kvloom.core.request import PromptEvent, TokenEvent, TokenLogprob
+from kvloom.engine.flight import Flight
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.requests import Requests
+from kvloom.engine.sequence import Sequence
+
+
+class Landings:
+    """Of one unit's jobs, whose tokens go to sequences and streams."""
+
+    def __init__(self, queues: Mapping[str, ModelQueue], requests: Requests) -> None:
+        self._queues = queues
+        self._requests = requests
+
+    def land(self, flight: Flight, result: JobResult, now: int) -> None:
+        """A job has ended well."""
+        queue = self._queues[flight.job.model]
+        for asker, report in zip(flight.asked, result.prompt_logprobs, strict=True):
+            self._report_prompt(asker, report)
+        drawn = len(flight.drawers)
+        self._land_earlier(flight, result.tokens[: len(result.tokens) - drawn])
+        for sequence, count in flight.batch:
+            sequence.in_job = False
+            sequence.computed += count
+            if sequence.outbound:
+                sequence.outbound.computed(sequence.computed)
+            if sequence.pending == 0:
+                if flight.job.phase is Phase.PREFILL:
+                    queue.cache.keep(sequence.id, sequence.tokens.list())
+                siblings, sequence.siblings = sequence.siblings, []
+                for sibling in siblings:
+                    if not sibling.cancelled:
+                        queue.fork(sequence, sibling, now)
+            if sequence.cancelled:
+                self._requests.release(queue, sequence)
+            elif sequence.pending == 0 and not sequence.draws:
+                self._requests.end(sequence, "length")
+        last = (
+            zip(flight.drawers, result.tokens[-drawn:], result.logprobs[-drawn:], strict=True)
+            if drawn
+            else ()
+        )
+        for drawer, token, logprob in last:
+            if not drawer.cancelled:
+                self._requests.append(drawer, token, logprob)
+        self._requests.errands.run()
+
+    def step(self, flight: Flight, tokens: list[int]) -> bool:
+        """One step of a job that goes on has ended. Returns whether a sequence in it has, by now: what is
+        drawn for that one from here on nobody sees, though its K and V may be cached."""
+        for drawer, token in zip(flight.drawers, tokens, strict=True):
+            drawer.computed += 1
+            if drawer.cancelled:
+                drawer.tokens.append(token)
+            else:
+                self._requests.append(drawer, token, None)
+        return any(drawer.cancelled for drawer in flight.drawers)
+
+    def _land_earlier(self, flight: Flight, tokens: list[int]) -> None:
+        """Those of all steps but the job's last that `step` has not had; they end nothing."""
+        each = len(flight.drawers)
+        for i, drawer in enumerate(flight.drawers if tokens else ()):
+            own = tokens[i::each][drawer.output_length - flight.job.samples[i].index :]
+            index = drawer.output_length
+            drawer.tokens.extend(own)
+            drawer.computed += len(own)
+            if not drawer.cancelled:
+                stream = self._requests.stream(drawer.request)
+                assert stream is not None
+                stream.extend([TokenEvent(drawer.choice, at, token) for at, token in enumerate(own, index)])
+
+    def lose(self, flight: Flight, kept: Flight, lost: list[Sequence], now: int) -> None:
+        """A step has ended, but only what is `kept` of it counts. The `lost` ones have no K and V any more,
+        and are computed again; the others are as before it."""
+        queue, counted = self._queues[flight.job.model], {s.id for s, _ in kept.batch}
+        for sequence, _ in flight.batch:
+            if sequence.id not in counted:
+                sequence.in_job = False
+                if sequence.cancelled:
+                    self._requests.release(queue, sequence)
+        for sequence in lost:
+            if not sequence.cancelled:
+                queue.put_back(sequence, now)
+
+    def fail(self, flight: Flight, error: BaseException) -> None:
+        """A job has failed: so have its sequences, and nothing else."""
+        queue = self._queues[flight.job.model]
+        for sequence, _ in flight.batch:
+            sequence.in_job = False
+            if sequence.cancelled:
+                self._requests.release(queue, sequence)
+        message = f"the job failed ({type(error).__name__}); the engine's log has more"
+        for sequence, _ in flight.batch:
+            if not sequence.cancelled:
+                self._requests.cancel(sequence.request, "error", message)
+        self._requests.errands.run()
+
+    def _report_prompt(self, sequence: Sequence, logprob: TokenLogprob) -> None:
+        sequence.prompt_logprobs.append(logprob)
+        if len(sequence.prompt_logprobs) < sequence.prompt_length - 1:
+            return
+        stream = self._requests.stream(sequence.request)
+        if stream and sequence in stream.sequences:  # it may have ended, but not all choices with it
+            stream.add(PromptEvent(sequence.prompt_logprobs))
