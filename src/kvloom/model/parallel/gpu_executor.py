@@ -19,7 +19,6 @@ from kvloom.model.gpu.executor import GpuExecutor
 from kvloom.model.gpu.loading import load_pool, open_gpu, rehearse
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.operations import Operations
-from kvloom.model.gpu.partitions import Lane
 from kvloom.model.parallel.group import SECONDS, Group
 from kvloom.model.parallel.ranks import Ranks, Start, start_process
 
@@ -102,18 +101,17 @@ class ParallelGpuExecutor(GpuExecutor):
             raise self._ranks.failed(error) from error
 
     @contextmanager
-    def _turn(self, job: Job, lane: Lane) -> Iterator[None]:
+    def _told(self, job: Job) -> Iterator[None]:
         """No job is told between another one's being told and asked for, and none after one that failed on
         the way. A job of one step has one turn."""
-        with super()._turn(job, lane):
-            if self._broken:
-                raise Unavailable("a job before it has failed")
-            try:
-                self._ranks.step(0, job, job.kept)
-                yield
-            except BaseException:
-                self._broken = True
-                raise
+        if self._broken:
+            raise Unavailable("a job before it has failed")
+        try:
+            self._ranks.step(0, job, job.kept)
+            yield
+        except BaseException:
+            self._broken = True
+            raise
 
 
 def load_parallel_gpu_executor(
