@@ -29,12 +29,12 @@ from kvloom.core.verbs import (
     Standing,
 )
 from kvloom.core.weaving import Borrow, Loan, Weaver
-from kvloom.engine.fitting import fitted, planned_shares, tell_waste
+from kvloom.engine.fitting import fit
 from kvloom.engine.flights import Flights
 from kvloom.engine.guide import Guides
 from kvloom.engine.holds import Holds
+from kvloom.engine.leases import Leases
 from kvloom.engine.llumlet import Llumlet
-from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.pins import Pins
 from kvloom.engine.promises import Promises
 from kvloom.engine.report import model_load
@@ -43,7 +43,6 @@ from kvloom.engine.reservations import MOST, Reservations
 from kvloom.engine.shipping import Shipping
 from kvloom.engine.tuner import QuotaTuner
 from kvloom.engine.weaving import Weaving
-from kvloom.kv.pool import Pool
 
 MAX_RESERVED: Final = MOST + 1  # a cache's rows beyond those that run: reservations, and one for a send
 
@@ -60,32 +59,14 @@ class Engine:
         weaver: Weaver | None = None,
     ) -> None:
         self._spec = spec
-        tell_waste(executor.geometries)
-        cards = {
-            name: fitted(card, executor.geometries[name], executor.blocks)
-            for name, card in executor.cards.items()
-        }
-        self.pool = Pool(
-            executor.blocks,
-            executor.geometries,
-            max_sequences=spec.max_running + MAX_RESERVED,
-            max_tokens={name: card.context_length for name, card in cards.items()},
-        )
-        shares = {model.name: planned_shares(model, executor.compute) for model in spec.models}
-        self._queues = {
-            name: ModelQueue(
-                card, self.pool.caches[name], spec.max_running, spec.max_waiting, shares.get(name, (0, 0))
-            )
-            for name, card in cards.items()
-        }
+        self.pool, self._queues = fit(executor, spec, reserved=MAX_RESERVED)
         self._tuner = QuotaTuner(self._queues, spec, self.pool.total, clock)
-        self._clock = clock
         self._wake = asyncio.Event()
         self._requests = Requests(self._queues)
         self._flights = Flights(
             self._queues, self.pool, executor, self._requests, self._tuner, spec, wake=self._wake.set
         )
-        self._guides = Guides(cards)
+        self._guides = Guides({name: queue.card for name, queue in self._queues.items()})
         promises = Promises(self._queues, self.pool.total)
         self._pins = Pins(self._queues, promises, clock, spec.lease)
         self._reservations = Reservations(
@@ -96,6 +77,7 @@ class Engine:
         )
         self._holds = Holds(self._queues, self._requests, clock, spec.lease, jobs=lambda: self._flights.jobs)
         self.weaving = Weaving(self._queues, self.pool, promises, weaver, clock, wake=self._called)
+        self._leases = Leases((self._reservations, self._pins, self._holds, self.weaving), clock)
         self._llumlet = Llumlet(self._queues, self._requests, spec.priorities)
         self._stopping = False
 
@@ -124,26 +106,15 @@ class Engine:
 
     async def _rest(self) -> None:
         """Until a job ends, a caller comes, or a lease runs out."""
-        due = self._due
         with suppress(TimeoutError):
-            async with asyncio.timeout(None if due is None else max(0.0, due - self._clock.now())):
+            async with asyncio.timeout(self._leases.left):
                 await self._wake.wait()
-
-    @property
-    def _due(self) -> float | None:
-        """When the next lease runs out."""
-        parts = self._reservations, self._pins, self._holds, self.weaving
-        return min((due for one in parts if (due := one.due) is not None), default=None)
 
     def _expire(self) -> None:
         """Give up what nobody has renewed."""
-        due = self._due
-        if due is not None and due <= self._clock.now():
+        if self._leases.left == 0:
             self._flights.cut()
-            self._reservations.expire()
-            self._pins.expire()
-            self._holds.expire()
-            self.weaving.expire()
+            self._leases.expire()
 
     async def stop(self) -> None:
         """Refuse new requests, end every stream, and let the loop end when running jobs have."""

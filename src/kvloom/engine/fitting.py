@@ -8,11 +8,38 @@ from collections.abc import Mapping
 import msgspec
 
 from kvloom.core.geometry import Geometry
+from kvloom.core.job import Executor
 from kvloom.core.request import ModelCard
-from kvloom.core.spec import ModelSpec
+from kvloom.core.spec import EngineSpec, ModelSpec
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.kv.pool import Pool
 
 _log = logging.getLogger(__name__)
 _MUCH_WASTE = 0.05
+
+
+def fit(executor: Executor, spec: EngineSpec, *, reserved: int) -> tuple[Pool, dict[str, ModelQueue]]:
+    """A pool over the executor's blocks, and a queue for each model. reserved: a cache's rows beyond those of
+    sequences that run."""
+    _tell_waste(executor.geometries)
+    cards = {
+        name: fitted(card, executor.geometries[name], executor.blocks)
+        for name, card in executor.cards.items()
+    }
+    pool = Pool(
+        executor.blocks,
+        executor.geometries,
+        max_sequences=spec.max_running + reserved,
+        max_tokens={name: card.context_length for name, card in cards.items()},
+    )
+    shares = {model.name: _planned_shares(model, executor.compute) for model in spec.models}
+    queues = {
+        name: ModelQueue(
+            card, pool.caches[name], spec.max_running, spec.max_waiting, shares.get(name, (0, 0))
+        )
+        for name, card in cards.items()
+    }
+    return pool, queues
 
 
 def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
@@ -29,7 +56,7 @@ def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
     return msgspec.structs.replace(card, context_length=most)
 
 
-def planned_shares(model: ModelSpec, compute: int) -> tuple[int, int]:
+def _planned_shares(model: ModelSpec, compute: int) -> tuple[int, int]:
     """Of a prefill and of a decode job, in units of `compute`; 0 where none is planned."""
     prefill, decode = (
         0 if share is None else max(1, round(share * compute))
@@ -38,7 +65,7 @@ def planned_shares(model: ModelSpec, compute: int) -> tuple[int, int]:
     return prefill, decode
 
 
-def tell_waste(geometries: Mapping[str, Geometry]) -> None:
+def _tell_waste(geometries: Mapping[str, Geometry]) -> None:
     """Whose head size fits the blocks badly."""
     for name, geometry in geometries.items():
         if geometry.waste > _MUCH_WASTE:
