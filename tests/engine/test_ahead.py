@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.job import Job, JobResult
+from kvloom.core.job import Job, JobResult, Phase
 from kvloom.core.request import StartGenerate
 from kvloom.engine.engine import Engine
 from tests.engine.plays import MOST_JOBS, check, order
@@ -32,18 +32,23 @@ class _Run:
 
 
 class AheadExecutor(ModelledExecutor):
-    """One step has always begun beside the one whose tokens come next; it has written its K and V by then."""
+    """One step has always begun beside the one whose tokens come next; it has written its K and V by then.
+    longest: steps of a job. beside: jobs of several steps that have begun while a prefill ran."""
 
     def __init__(self, blocks: int, stride: int, seed: int) -> None:
         super().__init__(blocks, seed=seed)
         self.stride, self.ahead = stride, 1
-        self.longest = 0
+        self.longest = self.beside = self._prefills = 0
         self._order = random.Random(seed)
         self._runs: list[_Run] = []
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         if job.steps == 1:
-            return super().launch(job)
+            future, prefill = super().launch(job), job.phase is Phase.PREFILL
+            self._prefills += prefill
+            future.add_done_callback(lambda _: self._ended(prefill))
+            return future
+        self.beside += self._prefills > 0
         assert job.plan.ahead >= job.steps
         assert not job.plan.copies
         self.jobs.append(job)
@@ -54,6 +59,9 @@ class AheadExecutor(ModelledExecutor):
         self._write(job)
         self._soon(run)
         return run.future
+
+    def _ended(self, prefill: bool) -> None:
+        self._prefills -= prefill
 
     def taken(self, job: Job) -> int:
         return self._run(job).begun
@@ -221,3 +229,11 @@ def test_what_ends_a_sequence_ends_the_job_one_step_later() -> None:
     check(executor, body, answers[0], whole=True)
     assert len(answers[0].tokens[0]) == 10
     assert executor.longest == 10  # the prompt's own token, nine, and one or two that nobody sees
+
+
+def test_steps_go_on_beside_a_prefill() -> None:
+    bodies = [order("r", "wide", 5, max_tokens=60), order("other", "tall", 80, max_tokens=2)]
+    answers, executor = asyncio.run(_play(Play(bodies, [0, 60], {}, 1000, 400, 32, 0)))
+    for body, answer in zip(bodies, answers, strict=True):
+        check(executor, body, answer, whole=True)
+    assert executor.beside > 0

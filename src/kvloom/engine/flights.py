@@ -168,7 +168,7 @@ class Flights:
                     queue.pace.note(result.seconds / steps)
                 queue.tally.finished(flight.job, len(result.tokens), steps, self.jobs)
                 self._landings.land(flight, result, self.jobs)
-                if len(queue.running) < running:
+                if len(queue.running) < running or flight.job.phase is Phase.PREFILL:
                     self.cut()
             else:
                 self._strides.failed(flight)

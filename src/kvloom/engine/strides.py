@@ -44,7 +44,7 @@ class Strides:
     def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
         """For the decode job that the policy wants, having seen `view`."""
         most, queue = self._executor.stride, self._queues[action.model]
-        if most == 1 or not batch or len(batch) < len(queue.running) or queue.woven is not None:
+        if most == 1 or not batch or queue.woven is not None or not self._takes_all(queue, len(batch)):
             return 1
         if not all(self._settled(other) for other in self._queues.values() if other is not queue):
             return 1
@@ -59,9 +59,16 @@ class Strides:
         claimed = sum(stride.room for stride in self._running)
         return steps if room + claimed <= self._pool.available else 1
 
+    def _takes_all(self, queue: ModelQueue, count: int) -> bool:
+        """Whether a decode job of so many sequences takes all that it could. Beside a prefill that runs one
+        of many steps ends some time after it, which is for an executor that has little time between steps."""
+        if not self._executor.ahead:
+            return count == len(queue.running)
+        return count == sum(not sequence.in_job for sequence in queue.running)
+
     def _settled(self, queue: ModelQueue) -> bool:
-        """It has nothing to do, or its decode job runs and takes all it has."""
-        if queue.waiting or queue.tally.active[Phase.PREFILL]:
+        """It has nothing to do, or its jobs run and take all it has."""
+        if queue.waiting or (queue.tally.active[Phase.PREFILL] and not self._executor.ahead):
             return False
         return all(sequence.in_job for sequence in queue.running)
 
