@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import pytest
 from msgspec.structs import replace
 
 from kvloom.core.load import UnitLoad
 from kvloom.core.priority import Level
 from kvloom.fleet.placing import Arrival
+from kvloom.router import units
 from kvloom.router.report import LINGER, PERIOD, Report
 from tests.fleet.loads import model, unit
 from tests.router.fleets import Fleets, ManualClock, ask_well, body, routed, run, turns
@@ -187,5 +189,27 @@ def test_no_other_program_has_units_asked() -> None:
                 await ask_well(fleets.router, body())
                 await fleets.clock.advance(PERIOD)
             assert [unit.report.expected() for unit in fleets.router.units.values()] == [None, None]
+
+    run(test)
+
+
+def test_a_unit_that_hangs_costs_a_report_of_all_loads_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "REPORT_SECONDS", 0.02)
+
+    async def test() -> None:
+        async with routed(2) as fleets:
+            engine, asked = fleets.engines[1], Asked(unit())
+            asked.leave.clear()
+            monkeypatch.setattr(engine, "load", asked)
+            for _ in range(3):
+                assert set(await fleets.router.loads()) == {"a"}
+            assert asked.times == 1
+            assert fleets.router.services["b"] == "up"  # it is late, and not yet lost
+            asked.leave.set()
+            await turns()
+            assert set(await fleets.router.loads()) == {"a", "b"}
+            asked.leave.clear()
+            assert set(await fleets.router.loads()) == {"a"}
+        assert asked.times == 3  # and nobody waits for the last one
 
     run(test)

@@ -16,7 +16,7 @@ from kvloom.sim.chaos import Verdict, run_ordeal
 from kvloom.sim.chaos_runs import chaos, run_quietly, verdicts
 from kvloom.sim.faults import Death, GatewayLoss, Order, Relocation, SchedulerLoss, Switch
 from kvloom.sim.ordeal import PROGRAMS as DRAWN
-from kvloom.sim.ordeal import draw_ordeal
+from kvloom.sim.restless import draw_ordeal
 from kvloom.sim.world import Parts
 from tests.sim.breakers import ShortWire
 
@@ -29,9 +29,11 @@ def test_300_seeds_keep_the_laws() -> None:
     for what in (
         "requests ended", "requests failed", "requests left", "requests lost", "jobs failed", "calls harmed",
         "engines killed", "engines stopped", "gateways lost", "programs switched", "orders",
-        "schedulers lost", "requests moved", "moves refused",
+        "schedulers lost", "moved by order", "moves refused", "units started",
     ):  # fmt: skip
         assert counts[what] > 20, what
+    assert counts["units ended"] > 10
+    assert counts["moved by pairs"] > 200
     assert counts["requests ended"] > counts["requests failed"]
 
 
@@ -68,6 +70,7 @@ def test_all_kinds_of_faults_are_drawn() -> None:
     assert sum(ordeal.harmless for ordeal in ordeals) > 20
     assert sum(ordeal.tidy for ordeal in ordeals) > 20
     assert sum(ordeal.rescheduling is not None for ordeal in ordeals) > 100
+    assert sum(bool(ordeal.rescheduling and ordeal.rescheduling.groups) for ordeal in ordeals) > 10
     assert {len(ordeal.units) for ordeal in ordeals} == {1, 2, 3, 4}
     assert {client.body.n for ordeal in ordeals for client in ordeal.clients} == {1, 2, 3}
 

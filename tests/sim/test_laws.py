@@ -21,7 +21,7 @@ from kvloom.sim.laws import (
     SAME_TOKENS,
     check_answer,
 )
-from kvloom.sim.ordeal import draw_ordeal
+from kvloom.sim.restless import draw_ordeal
 from kvloom.sim.world import Parts
 from tests.sim.breakers import (
     FaintingHost,

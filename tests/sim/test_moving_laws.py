@@ -52,7 +52,7 @@ def told(verdict: Verdict, law: str) -> str:
 def test_requests_are_moved_to_and_fro() -> None:
     verdict = run_ordeal(moving())
     assert not verdict.broken
-    assert verdict.counts["requests moved"] >= 5
+    assert verdict.counts["moved by order"] >= 5
 
 
 def test_requests_follow_pairs_and_go_on_without_a_scheduler() -> None:
@@ -64,7 +64,7 @@ def test_requests_follow_pairs_and_go_on_without_a_scheduler() -> None:
         assert not verdict.broken
         return verdict
 
-    moves = [run(*losses).counts["requests moved"] for losses in ((), LOST, BACK)]
+    moves = [run(*losses).counts["moved by pairs"] for losses in ((), LOST, BACK)]
     assert moves[0] >= moves[2] > moves[1] == 0
 
 

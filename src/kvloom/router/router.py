@@ -182,14 +182,13 @@ class Router:
         self._program = program
 
     async def loads(self) -> dict[str, UnitLoad]:
-        """By unit, of those that answer, the drained ones too, and those that are emptied for a restart."""
-        async with asyncio.TaskGroup() as group:
-            asked = {
-                unit.name: group.create_task(unit.load())
-                for unit in self._units.values()
-                if unit.service not in NO_PROCESS or (unit.service == "restarting" and unit.calls)
-            }
-        return {name: load for name, task in asked.items() if (load := task.result())}
+        """By unit, of those that answer soon, the drained ones too, and those that are emptied for a
+        restart."""
+        return await self._units.loads(
+            unit
+            for unit in self._units.values()
+            if unit.service not in NO_PROCESS or (unit.service == "restarting" and unit.calls)
+        )
 
     @property
     def services(self) -> dict[str, Service]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
 from kvloom.core.errors import ConfigError, Conflict
+from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.replica import Replica
 from kvloom.router.unit import Unit
 
+REPORT_SECONDS: Final = 1.0  # for which a report of all loads waits for each of them
 _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")
 
 
@@ -36,6 +38,7 @@ class Units(Mapping[str, Unit]):
         self._changed = changed
         self._tasks: asyncio.TaskGroup | None = None  # until they are watched
         self._watches: dict[str, Sequence[asyncio.Task[None]]] = {}
+        self._asked: dict[str, asyncio.Task[UnitLoad | None]] = {}  # for their loads
         self._units = {
             name: self._unit(name, client, away.get(name), withdrawn=name in withdrawn)
             for name, client in engines.items()
@@ -57,6 +60,21 @@ class Units(Mapping[str, Unit]):
                 if unit.presence == "here":
                     asking.create_task(unit.ask())
 
+    async def loads(self, units: Iterable[Unit]) -> dict[str, UnitLoad]:
+        """By unit, of those that answer within REPORT_SECONDS. Who is late is not asked again meanwhile: one
+        that hangs costs the others nothing."""
+        assert self._tasks is not None, "they are asked while they are watched"
+        asked = {unit.name: self._asking(unit, self._tasks) for unit in units}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=REPORT_SECONDS)
+        return {name: load for name, task in asked.items() if task.done() and (load := task.result())}
+
+    def _asking(self, unit: Unit, tasks: asyncio.TaskGroup) -> asyncio.Task[UnitLoad | None]:
+        asked = self._asked.get(unit.name)
+        if asked is None or asked.done():
+            asked = self._asked[unit.name] = tasks.create_task(unit.load())
+        return asked
+
     def watch(self, tasks: asyncio.TaskGroup) -> None:
         """From now on until `unwatch`."""
         self._tasks = tasks
@@ -67,6 +85,8 @@ class Units(Mapping[str, Unit]):
         self._tasks = None
         for name in list(self._watches):
             self._unwatch(name)
+        for asked in self._asked.values():
+            asked.cancel()
 
     def add(self, name: str, client: EngineClient) -> Unit:
         """A unit that has no process yet. Raises Conflict."""

@@ -27,7 +27,7 @@ from kvloom.sim.laws import (
     check_witnesses,
 )
 from kvloom.sim.loop import run_virtual
-from kvloom.sim.ordeal import draw_ordeal
+from kvloom.sim.restless import draw_ordeal
 from kvloom.sim.world import Parts, World
 
 PATIENCE: Final = 300.0  # virtual seconds in which every request has ended
@@ -110,8 +110,9 @@ async def _check_idle(world: World) -> None:
     assert world.gateway is not None
     world.broken.extend(check_router(world.gateway.router))
     for host in world.hosts.values():
-        assert host.process is not None
-        world.broken.extend(check_idle(host, await host.process.engine.load()))
+        assert (host.process is None) == (host.name in world.supervisor.away)
+        if host.process is not None:
+            world.broken.extend(check_idle(host, await host.process.engine.load()))
         world.broken.extend(check_witnesses(host))
 
 

@@ -8,16 +8,21 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
+from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
+from kvloom.core.replicas import GroupSpec, Steps
 from kvloom.core.request import EndEvent, Event, PromptEvent, TokenEvent
+from kvloom.core.spec import EngineSpec
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
+from kvloom.router.roster import Roster
 from kvloom.router.router import Router
 from kvloom.sim.answer import Answer
 from kvloom.sim.crew import Crashed, Crew
 from kvloom.sim.faulty_wire import FaultyWire
 from kvloom.sim.journal import Journal
+from kvloom.sim.supervisor import ModelledSupervisor
 
 T = TypeVar("T")
 
@@ -32,23 +37,40 @@ class Gateway:
         clock: Clock,
         journal: Journal,
         crashed: Crashed,
+        specs: Sequence[EngineSpec],
+        groups: Mapping[str, GroupSpec],
+        supervisor: ModelledSupervisor,
     ) -> None:
         self.wires = wires
-        self.router = Router(wires, program, clock)
-        self.rescheduler = Rescheduler(self.router, clock)
+        self.router = Router(wires, program, clock, away=supervisor.away)
+        self.roster = Roster(
+            self.router,
+            specs=specs,
+            groups=groups,
+            processes=supervisor,
+            connect=self._connect,
+            changed=supervisor.leave,
+            memory=0,  # nobody plans anew
+            cores=0,
+        )
+        self.rescheduler = Rescheduler(self.router, clock, self.roster)
+        self._leaving = supervisor.leaving - supervisor.away.keys()
         self._clock = clock
         self._journal = journal
         self._crew = Crew(crashed)
 
     async def start(self) -> None:
         await self.router.__aenter__()
+        await self.roster.__aenter__()
+        self.roster.begin(Steps(stop=tuple(sorted(self._leaving))))
         await self.rescheduler.__aenter__()
         self._journal("gateway", "", "is up")
 
     async def close(self) -> None:
         await self.rescheduler.__aexit__(None, None, None)
-        self._journal.counts["requests moved"] += self.rescheduler.moved
+        self._journal.counts["moved by pairs"] += self.rescheduler.moved
         self._journal.counts["moves refused"] += self.rescheduler.stayed
+        await self.roster.__aexit__(None, None, None)
         await self.router.__aexit__(None, None, None)
 
     async def lose(self) -> None:
@@ -103,8 +125,11 @@ class Gateway:
                 self._journal("order", unit, f"{request} stays:", error.message)
                 self._journal.count("moves refused")
             else:
-                self._journal.count("requests moved")
+                self._journal.count("moved by order")
                 return
+
+    async def _connect(self, unit: str) -> EngineClient:
+        return self.wires[unit]
 
     async def _read(self, answer: Answer) -> None:
         client = answer.client

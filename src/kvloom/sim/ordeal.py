@@ -82,12 +82,21 @@ class Lot(Dice):
         self.hasty = self._odds(0.3)  # many hang up, and links are slow
         self.cramped = self._odds(0.4)  # prompts are long, and pools hold one or two
         self.calm = self._odds(0.2)  # nobody dies, and no call is lost
+        self.served = 0.9  # of the models, by each unit
+        self.odd = 0.05  # of the units, those with blocks of their own size
+        self.delays: Sequence[float] = (0.0001, 0.0003, 0.02)
+        self.scheduled = 0.7  # of the fleets of several units
+        self.rooms: Sequence[float] = (1.0, 1.0, 1.2, 1.6, 2.1) if self.cramped else (0.6, 1.0, 1.4, 3.0, 8.0)
+        self.paces: Sequence[float] = (1e-3, 3e-3) if self.lasting else (1e-5, 1e-4, 1e-3)
+        self.links: Sequence[float] = (3e3, 1e4) if self.hasty else (1e4, 1e5, 1e6, 1e9)
+        self.crowd = (4, 8 if self.lasting else 16)  # clients
+        self.answers: Sequence[int] = (5, 30, 40) if self.lasting else (1, 2, 5, 12)
 
     def draw(self) -> Ordeal:
         units = self._units()
         served = [name for name in self.shapes if any(name in unit.shapes for unit in units)]
         clients = sorted(
-            (self._client(i, served) for i in range(self._count(4, 8 if self.lasting else 16))),
+            (self._client(i, served) for i in range(self._count(*self.crowd))),
             key=lambda one: one.at,
         )
         faults = sorted([*self._faults(units), *self._relocations(units, clients)], key=lambda one: one.at)
@@ -99,8 +108,8 @@ class Lot(Dice):
             clients=tuple(clients),
             faults=tuple(faults),
             rates=self._rates(),
-            delay=self._random.choice((0.0001, 0.0003, 0.02)),
-            rescheduling=self._rescheduling() if len(units) > 1 and self._odds(0.7) else None,
+            delay=self._random.choice(self.delays),
+            rescheduling=self._rescheduling(units) if len(units) > 1 and self._odds(self.scheduled) else None,
         )
 
     # -- who serves -------------------------------------------------------------------------------------
@@ -121,18 +130,17 @@ class Lot(Dice):
         draw, count = self._random, self._random.choice((1, 2, 2, 3, 3, 4))
         block, lease = draw.choice((32, 64, 128)), LONG_LEASE if self.calm else draw.choice(LEASES)
         return tuple(
-            self._unit(f"unit-{i}", draw.choice((32, 64, 128)) if self._odds(0.05) else block, lease)
+            self._unit(f"unit-{i}", draw.choice((32, 64, 128)) if self._odds(self.odd) else block, lease)
             for i in range(count)
         )
 
     def _unit(self, name: str, block: int, lease: float) -> SimulatedUnit:
         draw = self._random
-        models = [model for model in self.shapes if self._odds(0.9)] or [next(iter(self.shapes))]
+        models = [model for model in self.shapes if self._odds(self.served)] or [next(iter(self.shapes))]
         shapes = {model: self.shapes[model] for model in models}
         longest = max(shape.geometry(block).blocks(self.contexts[model]) for model, shape in shapes.items())
         least = 2 * max(shape.geometry(block).blocks_per_page for shape in shapes.values())
-        room = draw.choice((1.0, 1.0, 1.2, 1.6, 2.1) if self.cramped else (0.6, 1.0, 1.4, 3.0, 8.0))
-        blocks = max(least, int(longest * room))
+        blocks = max(least, int(longest * draw.choice(self.rooms)))
         spec = EngineSpec(
             models=tuple(self._model(model) for model in models),
             kv_bytes=blocks * block,
@@ -147,8 +155,7 @@ class Lot(Dice):
             quotas="fixed" if self._odds(0.1) else "adaptive",
             overload=draw.choice((0.0, 0.0, 0.5)),
         )
-        cost = Evenly(draw.choice((1e-3, 3e-3) if self.lasting else (1e-5, 1e-4, 1e-3)))
-        bandwidth = draw.choice((3e3, 1e4) if self.hasty else (1e4, 1e5, 1e6, 1e9))
+        cost, bandwidth = Evenly(draw.choice(self.paces)), draw.choice(self.links)
         return SimulatedUnit(spec, shapes, draw.choice((1, 2, 4)), cost, bandwidth=bandwidth, stride=1)
 
     def _model(self, name: str) -> ModelSpec:
@@ -170,7 +177,7 @@ class Lot(Dice):
         }
         return Switch(at, program, options)
 
-    def _rescheduling(self) -> Rescheduling:
+    def _rescheduling(self, units: Sequence[SimulatedUnit]) -> Rescheduling:
         draw = self._random
         return Rescheduling(draw.choice((0.05, 0.2, 0.5)), draw.choice(BANDS))
 
@@ -201,14 +208,13 @@ class Lot(Dice):
 
     def _sampling(self) -> SamplingParams:
         draw, more = self._random, dict[str, Any]()
-        answers = (5, 30, 40) if self.lasting else (1, 2, 5, 12)
         if self._odds(0.4):
             more["temperature"] = 1.0
         if self._odds(0.3):
             more["stop_token_ids"] = tuple(range(0, VOCAB, 9))
         if self._odds(0.05):
             more["prompt_logprobs"] = 0
-        return SamplingParams(max_tokens=draw.choice(answers), seed=draw.randrange(2**32), **more)
+        return SamplingParams(max_tokens=draw.choice(self.answers), seed=draw.randrange(2**32), **more)
 
     def _prompt(self, length: int) -> list[int]:
         """Of at most `length` tokens; mostly it begins as others do."""
@@ -276,7 +282,3 @@ class Lot(Dice):
 
     def _when(self) -> float:
         return self._random.uniform(0.0, 1.2 * self.span)
-
-
-def draw_ordeal(seed: int) -> Ordeal:
-    return Lot(seed).draw()

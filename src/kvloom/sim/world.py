@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ from kvloom.sim.host import Host
 from kvloom.sim.journal import Journal
 from kvloom.sim.laws import Broken, check_pool
 from kvloom.sim.links import ModelledPlane
+from kvloom.sim.rescheduling import Rescheduling
+from kvloom.sim.supervisor import ModelledSupervisor
 from kvloom.sim.unit import SimulatedUnit
 
 
@@ -57,14 +60,18 @@ class World:
         self._mishaps: list[Mishaps] = []
         self._plane = ModelledPlane()
         self.hosts = {unit.spec.unit: self._host(unit) for unit in ordeal.units}
+        given = ordeal.rescheduling or Rescheduling()
+        self.supervisor = ModelledSupervisor(
+            self.hosts, given.away, clock, journal, self._crashed, told=self._heed
+        )
+        self._groups = given.groups
         self._program = _load(ordeal.program)
         self._up = asyncio.Event()
         self._crew = Crew(self._crashed)
         self._scheduler = self._make_scheduler()
 
     async def start(self) -> None:
-        for host in self.hosts.values():
-            host.start()
+        self.supervisor.begin()
         await self._open_gateway()
         if self._scheduler is not None:
             self._scheduler.start()
@@ -120,10 +127,24 @@ class World:
 
     async def _open_gateway(self) -> None:
         wires = {name: self._wire(host) for name, host in self.hosts.items()}
-        gateway = Gateway(wires, self._program, self._clock, self._journal, self._crashed)
+        specs = [unit.spec for unit in self.ordeal.units]
+        gateway = Gateway(
+            wires,
+            self._program,
+            self._clock,
+            self._journal,
+            self._crashed,
+            specs,
+            self._groups,
+            self.supervisor,
+        )
         await gateway.start()
         self.gateway = gateway
         self._up.set()
+
+    def _heed(self, away: Collection[str]) -> None:
+        if self.gateway is not None:
+            self.gateway.roster.heed(away)
 
     async def _ask(self, answer: Answer) -> None:
         await self._clock.sleep(answer.client.at)
@@ -165,8 +186,7 @@ class World:
         else:
             host.kill()
         await self._clock.sleep(death.down)
-        if host.process is None:
-            host.start()
+        self.supervisor.renew(death.unit)
 
     async def _lose_gateway(self, loss: GatewayLoss) -> None:
         gateway, self.gateway = self.gateway, None
@@ -209,9 +229,12 @@ class World:
             case "reserve":
                 await wire.prep_recv(PrepRecv(model=model, request=name, prompt=prompt))
             case "drain":
-                gateway.router.withdraw(order.unit)
-                await self._clock.sleep(order.seconds)
-                await gateway.router.admit(order.unit)
+                unit = gateway.router.units[order.unit]
+                if unit.presence == "here":
+                    unit.withdraw()
+                    await self._clock.sleep(order.seconds)
+                if unit.presence == "here":
+                    await unit.admit()
 
     def _crashed(self, error: BaseException) -> None:
         if not self.crash.done():
