@@ -19,7 +19,7 @@ from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import Pairs
 from kvloom.core.service import Drain
 from kvloom.core.spec import ProgramSpec
-from kvloom.fleet.scheduler import Fleet
+from kvloom.fleet.scheduler import FleetControl
 from kvloom.router.program import load_program
 from kvloom.router.rolling import Rolling
 from kvloom.router.router import Router as Routing
@@ -35,7 +35,7 @@ class Admin:
     router: Routing
     orders: UnitOrders
     rolling: Rolling
-    fleet: Fleet
+    fleet: FleetControl
     chosen: Callable[[ProgramSpec], None]
 
     @property

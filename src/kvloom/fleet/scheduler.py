@@ -20,7 +20,7 @@ STANDS: Final = 3  # periods for which pairs stand where no others are told
 _log = logging.getLogger(__name__)
 
 
-class Fleet(Protocol):
+class FleetControl(Protocol):
     """Who carries out what is decided: a gateway. Raises KvloomError where it cannot be reached."""
 
     async def state(self) -> FleetState: ...
@@ -37,7 +37,7 @@ class FleetScheduler:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: FleetControl,
         clock: Clock,
         *,
         period: float = 0.5,

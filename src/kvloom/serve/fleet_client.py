@@ -16,7 +16,7 @@ ANSWER_SECONDS: Final = 10.0  # more than the gateway itself waits for a unit
 
 
 class FleetClient:
-    """Satisfies `Fleet`. Whoever listens at the URL by now answers; nothing is kept between calls."""
+    """Satisfies `FleetControl`. Whoever listens at the URL by now answers; nothing is kept between calls."""
 
     def __init__(self, url: str, *, secret: str) -> None:
         parts = urlsplit(url)

@@ -23,7 +23,7 @@ Verb = Callable[[Rescheduler], Awaitable[T]]
 
 
 class FleetWire:
-    """Satisfies `Fleet`, as HTTP to the gateway that is there would: what has gone out arrives, whoever has
+    """Satisfies `FleetControl`, as HTTP to the gateway that is there would: what has gone out arrives, whoever has
     stopped waiting for it. gateway: None while there is none. delay: seconds of one way."""
 
     def __init__(

@@ -82,7 +82,7 @@ class Stress:
 
 
 class Watched:
-    """Satisfies the fleet scheduler's `Fleet`: between a state and the pairs that follow on it nothing runs
+    """Satisfies the fleet scheduler's `FleetControl`: between a state and the pairs that follow on it nothing runs
     but the scheduler."""
 
     def __init__(self, fleet: Rescheduler, meter: Meter) -> None:
