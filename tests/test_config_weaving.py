@@ -96,5 +96,3 @@ def test_two_gpu_units_can_weave_and_a_gpu_with_a_cpu_cannot(file: Path) -> None
         ConfigError, match=r"weave\.0\.cold: unit-1 is on cpu, unit-0 on cuda:0; two CPU units"
     ):
         woven(file, GPUS + "weave: [{hot: unit-0, cold: unit-1}]", machine)
-    with pytest.raises(ConfigError, match=r"weave\.0\.control: iterations; between GPU units operators"):
-        woven(file, GPUS + "weave: [{hot: unit-0, cold: unit-2, control: iterations}]", machine)

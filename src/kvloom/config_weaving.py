@@ -69,8 +69,6 @@ def weave_units(
                 f"weave.{i}.cold: {one.cold} is on {kinds[1]}, {one.hot} on {kinds[0]}; "
                 "two CPU units, or two GPU units, are right"
             )
-        if _CPU not in kinds and one.control != "operators":
-            raise ValueError(f"weave.{i}.control: {one.control}; between GPU units operators is right")
         if units[one.hot].models > 1:
             raise ValueError(
                 f"weave.{i}.hot: {one.hot} has {units[one.hot].models} models; a unit of one is right"

@@ -148,7 +148,8 @@ class BorrowedMailbox:
         """What the tasks that follow are over, on the current stream, once all before are collected. sheet:
         the arrays on the device."""
         mail, tables = self.mail, sheet["away_tables"]
-        mail.map.index_copy_(0, sheet["away_pages"], sheet["away_map"])
+        if len(sheet["away_pages"]):
+            mail.map.index_copy_(0, sheet["away_pages"], sheet["away_map"])
         mail.lengths[: len(tables)].copy_(sheet["away_lengths"])
         mail.tables[: len(tables), : tables.shape[1]].copy_(tables)
         mail.head[0].copy_(sheet["away_head"])

@@ -10,12 +10,16 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from kvloom.engine.engine import Engine
+from kvloom.model.gpu.loans import Loans
 from kvloom.model.gpu.operations import Operations
+from kvloom.model.gpu.weaver import DeviceWeaver
 from tests import interpreter
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
@@ -59,9 +63,15 @@ async def pair(
         yield borrower, lender
 
 
-def lend(hot: Engine, cold: Engine, share: float, pages: int = PAGES) -> None:
-    terms = hot.weaving.terms(MODEL, pages)
+def lend(hot: Engine, cold: Engine, share: float, **how: Any) -> None:
+    terms = structs.replace(hot.weaving.terms(MODEL, PAGES), **how)
     hot.weaving.borrow(terms, cold.weaving.lend(terms), share)
+
+
+def loans_of(engine: Engine) -> Loans:
+    weaver = engine.weaving._weaver
+    assert isinstance(weaver, DeviceWeaver)
+    return weaver._executor.loans
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -122,6 +132,22 @@ def test_all_are_away_and_none_is_at_home(path: Path, cold: Path) -> None:
             return answers
 
     check(path, asked, asyncio.run(serve()))
+
+
+def test_where_tasks_wait_for_the_host_no_forward_polls(path: Path, cold: Path) -> None:
+    asked = prompts(3, seed=6)
+
+    async def serve() -> tuple[list[Answer], list[Answer]]:
+        async with pair(path, cold) as (hot, lender):
+            lend(hot, lender, 1.0, control="iterations")
+            found = await asyncio.gather(generate(hot, asked), generate(lender, asked, "cold"))
+            assert woven_of(hot).tokens > COUNT
+            assert loans_of(lender)._polled is None
+            return found
+
+    answers, others = asyncio.run(serve())
+    check(path, asked, answers)
+    check(cold, asked, others)
 
 
 @pytest.mark.skipif(not interpreter.INSTALLED, reason="triton is not installed: pip install '.[gpu]'")
@@ -223,6 +249,11 @@ def test_two_units_that_borrow_of_each_other(path: Path) -> None:
             lend(second, first, 1.0)
             found = await asyncio.gather(generate(first, asked), generate(second, asked))
             assert all(woven_of(one).tokens > COUNT for one in (first, second))
+            steps = loans_of(first)._woven[MODEL]._steps
+            assert steps
+            first.weaving.recall()
+            await until(lambda: not first.pool.lent)
+            assert not steps  # what was recorded would go on to poll
             return [*found[0], *found[1]]
 
     check(path, [*asked, *asked], asyncio.run(serve()))

@@ -42,10 +42,14 @@ class DeviceAttender:
         ended: Callable[[str], None],
         looks: int = _LOOKS,
         comes: float = _COMES,
+        *,
+        launches: bool = False,
     ) -> None:
         """start: what the mailbox' counters begin with. lanes: of forwards. idle: of the thread. borrower:
-        its process' id. comes: seconds until it has mapped the mailbox, or the loan ends. Raises OSError
-        where it is gone."""
+        its process' id. comes: seconds until it has mapped the mailbox, or the loan ends. launches:
+        tasks wait until the host launches them, between two forwards (the paper's baseline, control by the
+        CPU). Raises OSError where the borrower is gone."""
+        self.launches = launches
         self._mail = mail
         self._lent = lent
         self._lanes = list(lanes)

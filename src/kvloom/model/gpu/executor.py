@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,13 +36,11 @@ STRIDE: Final = 32  # steps of a decode job: each takes a row's next page at onc
 
 
 class _Slot:
-    """A thread for one job at a time, with memory of its own to send from and fetch to. job: its last one."""
+    """A thread for one job at a time, with memory of its own to send from and fetch to."""
 
     def __init__(self, number: int, device: Device) -> None:
         self.thread = ThreadPoolExecutor(1, f"gpu-job-{number}")
         self.staging = Staging(device)
-        self.job: Job | None = None
-        self.progress = Progress(1)
 
 
 class GpuExecutor:
@@ -62,6 +61,7 @@ class GpuExecutor:
         self._device = device
         self._slots: list[_Slot] = []
         self._idle: list[_Slot] = []
+        self._progress: dict[int, Progress] = {}  # by id, for as long as somebody holds the job
         self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
         self._buffers: dict[Lane, Buffers] = {}
         self._plain: set[str] = set()  # models whose steps cannot be recorded
@@ -132,14 +132,15 @@ class GpuExecutor:
             self._slots.append(_Slot(len(self._slots), self._device))
             self._idle.append(self._slots[-1])
         slot = self._idle.pop()
-        slot.job, slot.progress = job, Progress(job.steps)
+        progress = self._progress[id(job)] = Progress(job.steps)
+        weakref.finalize(job, self._progress.pop, id(job), None)
         loop = asyncio.get_running_loop()
 
         def tell(tokens: list[int]) -> None:
             if job.told is not None:
                 loop.call_soon_threadsafe(job.told, job, tokens)
 
-        future = loop.run_in_executor(slot.thread, self._run, job, lane, slot.staging, slot.progress, tell)
+        future = loop.run_in_executor(slot.thread, self._run, job, lane, slot.staging, progress, tell)
 
         def ended(job: asyncio.Future[JobResult]) -> None:
             self._idle.append(slot)
@@ -152,14 +153,10 @@ class GpuExecutor:
         return future
 
     def taken(self, job: Job) -> int:
-        return self._progress(job).begun
+        return self._progress[id(job)].begun
 
     def cut(self, job: Job) -> None:
-        self._progress(job).cut()
-
-    def _progress(self, job: Job) -> Progress:
-        """Of a job whose result has not been taken in: no other has its slot yet."""
-        return next(slot.progress for slot in self._slots if slot.job is job)
+        self._progress[id(job)].cut()
 
     def close(self) -> None:
         """Wait for running jobs and end the threads."""
@@ -179,7 +176,7 @@ class GpuExecutor:
                 woven.move(self.arena.bytes, job)
             tokens, reports, prompts = self._ask(job, lane, staging, progress, tell)
         except torch.OutOfMemoryError as error:
-            lane.mark().wait()  # what was asked for may still write to blocks that are about to be others'
+            _settle(lane)
             self._device.trim()
             free, total = self._device.free()
             raise Unavailable(
@@ -188,7 +185,7 @@ class GpuExecutor:
                 "chunk_tokens is right"
             ) from error
         except BaseException:
-            lane.mark().wait()
+            _settle(lane)
             raise
         lost = woven.lost() if woven is not None else None
         return JobResult(tokens, list(reports), prompts, time.perf_counter() - started, lost)
@@ -198,12 +195,13 @@ class GpuExecutor:
     ) -> tuple[list[int], Sequence[TokenLogprob | None], list[TokenLogprob]]:
         model, draws = self._models[job.model], Draws.of(job.samples, job.steps)
         with torch.inference_mode():
-            with self._turn(job, lane), self._told(job):
+            with self._turn(job, lane):
                 steps = self._steps_of(job, lane) if job.phase is Phase.DECODE else None
-                if steps is None:
-                    logits, sent = self._prefill(model, job, lane, staging, draws)
-                else:
-                    logits, sent = self._decode(model, job, lane, staging, draws, steps)
+                with self._told(job):
+                    if steps is None:
+                        logits, sent = self._prefill(model, job, lane, staging, draws)
+                    else:
+                        logits, sent = self._decode(model, job, lane, staging, draws, steps)
                 count = len(job.samples)
                 ids, reports = draws.take(logits[:count], sent.arrays)
                 prompts = prompt_logprobs(logits[count:], job.prompts)
@@ -224,7 +222,7 @@ class GpuExecutor:
     @contextmanager
     def _turn(self, job: Job, lane: Lane) -> Iterator[None]:
         """What this thread asks for goes to the lane, and nothing of others comes between."""
-        with lane.lock, lane.entered(), self.loans.polling(job):
+        with lane.lock, lane.entered(), self.loans.polling(job, lane):
             yield
 
     def _told(self, job: Job) -> AbstractContextManager[None]:
@@ -259,6 +257,14 @@ class GpuExecutor:
                 send.shipment.put(send.parcel(plan.page_map, layer))
 
         return run_prefill(model, sent.arrays, written, self.loans.poll), sent
+
+
+def _settle(lane: Lane) -> None:
+    """Wait for what was asked for, which may still write to blocks that are about to be others'. Under its
+    lock: a mark in the middle of another thread's recording would be recorded."""
+    with lane.lock:
+        mark = lane.mark()
+    mark.wait()
 
 
 def _landed(tokens: Tensor, mark: Mark) -> list[int]:

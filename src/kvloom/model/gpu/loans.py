@@ -31,6 +31,7 @@ class Loans:
         self._buffers = buffers
         self._lanes = lanes
         self._plain = plain
+        self._attender: DeviceAttender | None = None
         self._polled: PolledSteps | None = None
         self._woven: dict[str, WovenSteps] = {}
 
@@ -45,7 +46,9 @@ class Loans:
             for woven in self._woven.values():
                 woven.forget()
             given = self._models, self._buffers, self._plain
-            self._polled = PolledSteps(attender, *given) if attender else None
+            polls = attender is not None and not attender.launches
+            self._polled = PolledSteps(attender, *given) if attender and polls else None
+            self._attender = attender
 
     def borrow(self, model: str, loan: BorrowedDeviceBlocks, looks: int = LOOKS) -> None:
         """Its jobs may have rows away from here on. looks: as `collect` counts them."""
@@ -72,14 +75,19 @@ class Loans:
         return self._polled.attender.poll if self._polled else _nothing
 
     @contextmanager
-    def polling(self, job: Job) -> Iterator[None]:
-        """While in it, a job asks for a forward that polls. One that itself waits for others does it as well,
-        but is not relied on: two units that borrow of each other would wait for ever."""
-        if self._polled is None or job.away is not None:
+    def polling(self, job: Job, lane: Lane) -> Iterator[None]:
+        """While in it, a job asks for a forward that polls; or for one that is followed by a single look, and
+        waited for, where tasks wait for the host. A forward with rows away polls as well, but while it waits
+        for others somebody else has to attend for them."""
+        attender = self._attender
+        if attender is None or job.away is not None:
             yield
             return
-        with self._polled.attender.polled():
+        with attender.polled():
             yield
+            if attender.launches:
+                attender.poll()
+                lane.mark().wait()
 
 
 def _nothing() -> None:

@@ -94,8 +94,6 @@ class DeviceWeaver:
     def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
         if self._service is not None:
             raise Conflict("weave: this unit lends already; one loan at a time")
-        if borrow.control != "operators":
-            raise BadRequest(f"weave: control {borrow.control}; between GPUs operators is right")
         loop, executor = asyncio.get_running_loop(), self._executor
         executor.device.enter()
         self._kept = [one for one in self._kept if not one.unused]
@@ -113,6 +111,7 @@ class DeviceWeaver:
                 executor.operations,
                 borrow.pid,
                 lambda why: _tell(loop, ended, why),
+                launches=borrow.control == "iterations",
             )
         except OSError as error:
             raise Unavailable(
