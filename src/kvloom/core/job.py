@@ -54,7 +54,7 @@ class PromptRow:
     top: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Job:
     """`share` units of the device's compute are this job's own until it ends. tokens: [N] input ids.
 

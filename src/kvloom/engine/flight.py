@@ -39,6 +39,12 @@ class Flight:
         """That it took."""
         return len(result.tokens) // len(self.drawers) if self.job.steps > 1 else 1
 
+    def drawn(self, result: JobResult) -> int:
+        """Tokens that come with its result; those that were told of step by step have been counted."""
+        if self.job.told is None:
+            return len(result.tokens)
+        return sum(not drawer.cancelled for drawer in self.drawers)
+
 
 def compose(
     queue: ModelQueue,

@@ -166,7 +166,7 @@ class Flights:
                     flight, result = self._woven(queue.woven, flight, result)
                 if flight.job.phase is Phase.DECODE:
                     queue.pace.note(result.seconds / steps)
-                queue.tally.finished(flight.job, len(result.tokens), steps, self.jobs)
+                queue.tally.finished(flight.job, flight.drawn(result), steps, self.jobs)
                 self._landings.land(flight, result, self.jobs)
                 if len(queue.running) < running or flight.job.phase is Phase.PREFILL:
                     self.cut()

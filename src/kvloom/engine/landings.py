@@ -55,6 +55,8 @@ class Landings:
     def step(self, flight: Flight, tokens: list[int]) -> bool:
         """One step of a job that goes on has ended. Returns whether a sequence in it has, by now: what is
         drawn for that one from here on nobody sees, though its K and V may be cached."""
+        tally = self._queues[flight.job.model].tally
+        tally.output_tokens += sum(not drawer.cancelled for drawer in flight.drawers)
         for drawer, token in zip(flight.drawers, tokens, strict=True):
             drawer.computed += 1
             if drawer.cancelled:

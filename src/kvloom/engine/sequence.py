@@ -156,7 +156,13 @@ class Sequence:
         ends = sampling.stop_token_ids and not told
         if bent or ends or sampling.logprobs is not None or self.outbound:
             return 1
-        return min(sampling.max_tokens - self.output_length, limit - self.tokens.length)
+        room = limit - self.tokens.length
+        return room if told else min(self.remaining, room)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still make."""
+        return self.sampling.max_tokens - self.output_length
 
     def ends_with(self, token: int, limit: int) -> FinishReason | None:
         """Why the sequence is over after `token`, which was just appended. limit: the longest sequence."""

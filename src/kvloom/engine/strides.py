@@ -55,6 +55,7 @@ class Strides:
         limit = queue.card.context_length
         told = self._executor.ahead > 0
         steps = min(most, *(sequence.strides(limit, told=told) for sequence, _ in batch))
+        steps = min(steps, max(sequence.remaining for sequence, _ in batch))
         room = queue.cache.blocks_for_each([sequence.id for sequence, _ in batch], steps)
         claimed = sum(stride.room for stride in self._running)
         return steps if room + claimed <= self._pool.available else 1

@@ -49,8 +49,8 @@ class _Mark(HostMark):
         stream = self._stream
         stream.waits += 1
         if stream.executor is not None and stream.waits in stream.cuts:
-            for slot in stream.executor._slots:
-                slot.progress.cut()
+            for progress in list(stream.executor._progress.values()):
+                progress.cut()
 
 
 class _Kept(GpuExecutor):

@@ -88,7 +88,7 @@ class DecodeSteps:
     def record(self, rows: int, unasked: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """For batches of up to `rows` sequences. unasked: in which a step raises that waits for the device,
         where it can be told before recording. False where the model cannot be recorded, and runs step by
-        step."""
+        step. Raises torch's OutOfMemoryError."""
         model, buffers = self._model, self._buffers
         views = Layout(_arrays(rows)).views(buffers.inputs)
         tables = buffers.tables[:rows, : self._pages]
@@ -103,15 +103,25 @@ class DecodeSteps:
                 with unasked():
                     step()  # has compiled and loaded all that it needs
                 recording = self._lane.record(step)
+        except torch.OutOfMemoryError:
+            raise  # at one rank alone, perhaps: what the others exchange would not be what this one does
         except (RuntimeError, Unavailable) as error:  # one of an exchange between ranks among them
             _log.warning("%s decodes without graphs: %s", model.card.name, " ".join(str(error).split())[:200])
             return False
         self._steps = sorted([*self._steps, _Step(rows, recording, logits)], key=lambda step: step.rows)
         return True
 
-    def recorded(self, rows: int) -> bool:
-        """Whether there is a recording of just this size."""
-        return any(step.rows == rows for step in self._steps)
+    def record_late(self, rows: int, plain: set[str]) -> None:
+        """While serving: have a recording for a batch of `rows`, where the device has room for it now and the
+        model is none of the `plain`, which cannot be recorded."""
+        name, size = self._model.card.name, fitting(self._buffers.rows, rows)
+        if not size or name in plain or any(step.rows == size for step in self._steps):
+            return
+        try:
+            if not self.record(size):
+                plain.add(name)
+        except torch.OutOfMemoryError as error:
+            _log.warning("%s decodes without a graph of %d rows: %s", name, size, str(error)[:200])
 
     def arrays(self, job: Job) -> dict[str, AnyArray]:
         """What `run` needs on the device; those of a recording come first, as they lie in its inputs."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from kvloom.core.job import Job
 from kvloom.model.gpu.attender import DeviceAttender
-from kvloom.model.gpu.graphs import Buffers, DecodeSteps, fitting
+from kvloom.model.gpu.graphs import Buffers, DecodeSteps
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.partitions import Lane
 from kvloom.model.sisters import Sister
@@ -44,9 +44,7 @@ class PolledSteps:
         if known is None:
             model, poll = self._models[job.model], self.attender.poll
             known = self._steps[job.model, lane] = DecodeSteps(model, lane, self._buffers[lane], poll)
-        rows = fitting(self._buffers[lane].rows, job.tokens.size)
-        if rows and job.model not in self._plain and not known.recorded(rows) and not known.record(rows):
-            self._plain.add(job.model)
+        known.record_late(job.tokens.size, self._plain)
         return known
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from kvloom.core.errors import KvloomError
 from kvloom.core.job import Job
 from kvloom.kernels.mail import Trouble
 from kvloom.model.attention import Scoring
-from kvloom.model.gpu.graphs import Buffers, DecodeSteps, fitting
+from kvloom.model.gpu.graphs import Buffers, DecodeSteps
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.partitions import Lane
 from kvloom.model.gpu.staging import Sent
@@ -47,6 +47,10 @@ class _Steps(DecodeSteps):
     def __init__(self, mailbox: BorrowedMailbox, *rest: Any) -> None:
         super().__init__(*rest)
         self._mailbox = mailbox
+
+    def record(self, *given: Any) -> bool:
+        self._mailbox.rest()  # what runs while it is recorded posts nothing
+        return super().record(*given)
 
     def arrays(self, job: Job) -> dict[str, AnyArray]:
         assert job.away is not None
@@ -107,11 +111,7 @@ class WovenSteps:
         if known is None:
             known = _Steps(mailbox, self._model, lane, buffers, poll, self._state)
             self._steps[lane] = known
-        rows = fitting(buffers.rows, job.tokens.size)
-        if rows and job.model not in self._plain and not known.recorded(rows):
-            mailbox.rest()  # what runs while it is recorded posts nothing
-            if not known.record(rows):
-                self._plain.add(job.model)
+        known.record_late(job.tokens.size, self._plain)
         return known
 
     def forget(self) -> None:
