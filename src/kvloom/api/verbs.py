@@ -1,15 +1,10 @@
-"""The verbs over HTTP, as an engine process serves them to its gateways.
-
-start_generate answers with a chunked stream: frames (core.frames), or lines of JSON.
-"""
+"""The verbs over HTTP, as an engine process serves them to its gateways."""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, ClassVar, Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,12 +16,12 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.errors import error_response, on_http_error, on_kvloom_error
+from kvloom.api.generate_verb import GenerateVerb
 from kvloom.api.stream import while_connected
-from kvloom.api.wire import JSON, MSGPACK, VERBS, Body, answer, decode, media, read_body
+from kvloom.api.wire import VERBS, Body, answer, decode, read_body
 from kvloom.core.client import EngineClient
 from kvloom.core.errors import BadRequest, KvloomError, Unauthorized
-from kvloom.core.frames import FrameEncoder
-from kvloom.core.request import PROTOCOL, Event, StartGenerate
+from kvloom.core.request import PROTOCOL
 from kvloom.core.verbs import (
     Held,
     Hold,
@@ -46,7 +41,7 @@ from kvloom.core.weaving import Borrow, Loan
 MAX_BODY = 16 << 20
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-Call = Callable[[Body], Coroutine[Any, Any, object]]
+Call = Callable[[Any], Coroutine[Any, Any, object]]
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -86,60 +81,68 @@ def create_verbs(
 
 
 def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
-    """A route for each verb of one engine. A caller of `waits` who hangs up has changed its mind."""
+    """A route for each verb of one engine. A caller of `remote_send` or `hold`
+    who hangs up has changed its mind."""
+    calls = _Calls(client)
 
-    def verb(
-        kind: type[Body], call: Callable[[Body], Coroutine[Any, Any, object]], *, waits: bool = False
-    ) -> Endpoint:
-        return _verb(kind, call, max_body, waits=waits)
-
-    def report(call: Callable[[], Awaitable[object]]) -> Endpoint:
-        async def endpoint(request: Request) -> Response:
-            return answer(request, await call())
-
-        return endpoint
-
-    async def abort(body: Abort) -> Done:
-        await client.abort(body.request, body.choice)
-        return Done()
-
-    async def renew(body: Renew) -> Lease:
-        return await client.renew(body.request)
-
-    async def unpin(body: Unpin) -> Held:
-        return await client.unpin(body.request)
-
-    async def hold(body: Hold) -> Standing:
-        return await client.hold(body.request, body.sends)
-
-    async def resume(body: Resume) -> Done:
-        await client.resume(body.request)
-        return Done()
-
-    async def health() -> Done:
-        return Done()
+    def verb(name: str, kind: type[Body], call: Call, *, waits: bool = False) -> Route:
+        return Route(f"/{name}", _verb(kind, call, max_body, waits=waits), methods=["POST"])
 
     return [
         Route("/start_generate", GenerateVerb(client, max_body), methods=["POST"]),
-        Route("/prep_recv", verb(PrepRecv, client.prep_recv), methods=["POST"]),
-        Route("/remote_send", verb(RemoteSend, client.remote_send, waits=True), methods=["POST"]),
-        Route("/abort", verb(Abort, abort), methods=["POST"]),
-        Route("/renew", verb(Renew, renew), methods=["POST"]),
-        Route("/pin", verb(Pin, client.pin), methods=["POST"]),
-        Route("/unpin", verb(Unpin, unpin), methods=["POST"]),
-        Route("/hold", verb(Hold, hold), methods=["POST"]),
-        Route("/resume", verb(Resume, resume), methods=["POST"]),
-        Route("/offer", verb(Offer, client.offer), methods=["POST"]),
-        Route("/evict", verb(Prefix, client.evict), methods=["POST"]),
-        Route("/models", report(client.models), methods=["GET"]),
-        Route("/load", report(client.load), methods=["GET"]),
-        Route("/health", report(health), methods=["GET"]),
+        verb("prep_recv", PrepRecv, client.prep_recv),
+        verb("remote_send", RemoteSend, client.remote_send, waits=True),
+        verb("abort", Abort, calls.abort),
+        verb("renew", Renew, calls.renew),
+        verb("pin", Pin, client.pin),
+        verb("unpin", Unpin, calls.unpin),
+        verb("hold", Hold, calls.hold, waits=True),
+        verb("resume", Resume, calls.resume),
+        verb("offer", Offer, client.offer),
+        verb("evict", Prefix, client.evict),
+        Route("/models", _report(client.models), methods=["GET"]),
+        Route("/load", _report(client.load), methods=["GET"]),
+        Route("/health", _report(calls.health), methods=["GET"]),
     ]
+
+
+class _Calls:
+    """Verbs whose body an engine's client takes apart."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    async def abort(self, body: Abort) -> Done:
+        await self._client.abort(body.request, body.choice)
+        return Done()
+
+    async def renew(self, body: Renew) -> Lease:
+        return await self._client.renew(body.request)
+
+    async def unpin(self, body: Unpin) -> Held:
+        return await self._client.unpin(body.request)
+
+    async def hold(self, body: Hold) -> Standing:
+        return await self._client.hold(body.request, body.sends)
+
+    async def resume(self, body: Resume) -> Done:
+        await self._client.resume(body.request)
+        return Done()
+
+    async def health(self) -> Done:
+        return Done()
+
+
+def _report(call: Callable[[], Awaitable[object]]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        return answer(request, await call())
+
+    return endpoint
 
 
 def _verb(
     kind: type[Body],
-    call: Callable[[Body], Coroutine[Any, Any, object]],
+    call: Call,
     max_body: int,
     *,
     waits: bool = False,
@@ -175,82 +178,6 @@ class Guard:
                 f"kvloom-protocol: this engine speaks {PROTOCOL}, the caller {version or 'none'}"
             )
         return None
-
-
-class GenerateVerb:
-    """start_generate as plain ASGI: what runs once a token is one encoding and one send."""
-
-    def __init__(self, client: EngineClient, max_body: int) -> None:
-        self._client = client
-        self._max_body = max_body
-        self._forms: dict[str, Form] = {MSGPACK: Frames(), JSON: Lines()}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        body = decode(request, await read_body(request, self._max_body), StartGenerate)
-        async with aclosing(self._client.start_generate(body)) as events:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    watch = group.create_task(_hung_up(receive))
-                    await self._stream(events, request, send)
-                    watch.cancel()
-            except* HungUp:
-                pass
-
-    async def _stream(self, events: AsyncGenerator[list[Event], None], request: Request, send: Send) -> None:
-        try:
-            first: list[Event] = await anext(events, [])
-        except KvloomError as error:  # refused at admission: an HTTP status still can say so
-            await error_response(request.scope, error)(request.scope, request.receive, send)
-            return
-        form = self._forms[media(request)]
-        headers = [(b"content-type", form.media)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            await send({"type": "http.response.body", "body": form.events(first), "more_body": True})
-            async for frame in events:
-                await send({"type": "http.response.body", "body": form.events(frame), "more_body": True})
-        except KvloomError as error:
-            await send({"type": "http.response.body", "body": form.error(error), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class HungUp(Exception):
-    """The caller is gone."""
-
-
-async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise HungUp
-
-
-class Form(Protocol):
-    """How a stream is written."""
-
-    media: ClassVar[bytes]
-
-    def events(self, events: list[Event]) -> bytes: ...
-
-    def error(self, error: KvloomError) -> bytes: ...
-
-
-class Frames(FrameEncoder):
-    """For gateways."""
-
-    media: ClassVar[bytes] = MSGPACK.encode()
-
-
-class Lines:
-    """For curl: a JSON array of events a line, or the error's object."""
-
-    media: ClassVar[bytes] = b"application/x-ndjson"
-
-    def events(self, events: list[Event]) -> bytes:
-        return msgspec.json.encode(events) + b"\n"
-
-    def error(self, error: KvloomError) -> bytes:
-        return msgspec.json.encode(error.to_wire()) + b"\n"
 
 
 async def _fail(request: Request, _: Exception) -> Response:
