@@ -56,7 +56,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     walls (no unified pool). overload: of the unit's compute, by which the shares of jobs that run together
     may exceed it. tensor_parallel: ranks, each a process with its heads of all
     models, that share the unit's cores and pool. device: `cpu`, or `cuda:N`, where kv_bytes 0 is what the
-    weights leave; of several ranks N is the first one's GPU, and the others have those after it. weave: from whom it borrows."""
+    weights leave; of several ranks N is the first one's GPU, and the others have those after it. weave:
+    from whom it borrows."""
 
     models: tuple[ModelSpec, ...]
     kv_bytes: int

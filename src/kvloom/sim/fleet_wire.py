@@ -23,8 +23,8 @@ Verb = Callable[[Rescheduler], Awaitable[T]]
 
 
 class FleetWire:
-    """Satisfies `FleetControl`, as HTTP to the gateway that is there would: what has gone out arrives, whoever has
-    stopped waiting for it. gateway: None while there is none. delay: seconds of one way."""
+    """Satisfies `FleetControl`, as HTTP to the gateway that is there would: what has gone out arrives,
+    whoever has stopped waiting for it. gateway: None while there is none. delay: seconds of one way."""
 
     def __init__(
         self,

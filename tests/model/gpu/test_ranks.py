@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from kvloom.core.errors import Unavailable
@@ -16,6 +17,7 @@ from kvloom.core.spec import EngineSpec
 from kvloom.engine.engine import Engine
 from kvloom.model.gpu.fusing import DeviceGatedMLP
 from kvloom.model.gpu.operations import plain_operations
+from kvloom.model.gpu.sampling import Draws
 from kvloom.model.parallel.gpu_executor import ParallelGpuExecutor, all_alike
 from kvloom.model.parallel.group import Group
 from kvloom.model.parallel.modules import Summed
@@ -43,12 +45,20 @@ async def running(wanted: EngineSpec) -> AsyncIterator[tuple[Engine, ParallelGpu
         yield engine, executor
 
 
+async def one_job_fails(engine: Engine) -> None:
+    """At the draw, when all ranks have done their parts: the unit serves on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draws, "take", lambda *_: 1 / 0)
+        failed = await ask(engine, body("a", [1, 2, 3], max_tokens=1))
+    assert "ZeroDivisionError" in failed.ends[0].message
+
+
 async def one_gets_stuck(engine: Engine, executor: ParallelGpuExecutor) -> None:
     """The rank reads its orders no more, as one whose device hangs."""
     executor._seconds = 0.2
     executor._ranks._members[0].process.send_signal(signal.SIGSTOP)
     asked = asyncio.create_task(ask(engine, body("a", [1, 2, 3])))
-    assert await executor.lost() == "unit-0: a job has not ended within 0.2 s: a rank is stuck"
+    assert await executor.lost() == "unit-0: no job has ended within 0.2 s: a rank is stuck"
     executor._ranks.close()  # where an engine's process ends
     assert (await asyncio.gather(asked, return_exceptions=True))[0]
 
@@ -88,6 +98,7 @@ def test_tokens_are_those_of_one_rank_and_of_transformers(tmp_path: Path) -> Non
             again = await ask(engine, body("a", prompts["a"][3], max_tokens=COUNT))
             assert again.ends[0].cached_tokens
             assert again.tokens[0] == found[3]
+            await one_job_fails(engine)
             told = await draws(engine, prompts)
             await one_gets_stuck(engine, executor)
             return found, told

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvloom.core.errors import Unavailable
 from kvloom.core.job import Job, JobResult
 from kvloom.core.spec import EngineSpec
@@ -29,8 +31,9 @@ class ParallelGpuExecutor(GpuExecutor):
     they are asked for, so that exchanges meet in one order everywhere. A job has one step: the tokens of a
     step are drawn here.
 
-    A job that fails, or has not ended after `seconds`, ends the ranks: an exchange that waits on a device for
-    a rank which does not come ends with the process alone.
+    A job that fails on its way to the logits ends the ranks, and so do `seconds` without a job's end while
+    some are under way: an exchange that waits on a device for a rank which does not come ends with the
+    process alone.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class ParallelGpuExecutor(GpuExecutor):
         self._ranks = ranks
         self._seconds = seconds
         self._broken = False
+        self._under_way = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     @staticmethod
     def over(
@@ -86,9 +91,22 @@ class ParallelGpuExecutor(GpuExecutor):
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         future = super().launch(job)
-        late = asyncio.get_running_loop().call_later(self._seconds, self._ranks.late, self._seconds)
-        future.add_done_callback(lambda _: late.cancel())
+        future.add_done_callback(self._ended)
+        self._under_way += 1
+        if self._under_way == 1:
+            self._watch()
         return future
+
+    def _ended(self, _: asyncio.Future[JobResult]) -> None:
+        self._under_way -= 1
+        self._watch()
+
+    def _watch(self) -> None:
+        """From now on, for the end of the next of the jobs that are under way."""
+        if self._timer is not None:
+            self._timer.cancel()
+        loop, seconds = asyncio.get_running_loop(), self._seconds
+        self._timer = loop.call_later(seconds, self._ranks.late, seconds) if self._under_way else None
 
     def close(self) -> None:
         self._ranks.close()
@@ -98,12 +116,14 @@ class ParallelGpuExecutor(GpuExecutor):
         try:
             return super()._run(*given)
         except Exception as error:
-            raise self._ranks.failed(error) from error
+            if self._broken or isinstance(error, torch.AcceleratorError):
+                raise self._ranks.failed(error) from error
+            raise  # all ranks have done their parts
 
     @contextmanager
     def _told(self, job: Job) -> Iterator[None]:
-        """No job is told between another one's being told and asked for, and none after one that failed on
-        the way. A job of one step has one turn."""
+        """In a turn of the lane: no job is told between another one's being told and asked for, and none
+        after one that failed on the way."""
         if self._broken:
             raise Unavailable("a job before it has failed")
         try:

@@ -117,8 +117,8 @@ class Ranks:
         self.group.enter(slot)
 
     def late(self, seconds: float) -> None:
-        """A job has not ended for so long: one of the ranks is stuck."""
-        self._lose(f"{self._name}: a job has not ended within {seconds:g} s: a rank is stuck")
+        """No job has ended for so long, though some are under way: one of the ranks is stuck."""
+        self._lose(f"{self._name}: no job has ended within {seconds:g} s: a rank is stuck")
 
     def failed(self, error: BaseException) -> KvloomError:
         """A job of all ranks has failed here, so that the ranks are no longer in step: they end. Returns what

@@ -82,8 +82,8 @@ class Stress:
 
 
 class Watched:
-    """Satisfies the fleet scheduler's `FleetControl`: between a state and the pairs that follow on it nothing runs
-    but the scheduler."""
+    """Satisfies `FleetControl`: between a state and the pairs that follow on it nothing runs but the fleet
+    scheduler."""
 
     def __init__(self, fleet: Rescheduler, meter: Meter) -> None:
         self._fleet = fleet
