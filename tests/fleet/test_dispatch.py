@@ -15,7 +15,7 @@ from kvloom.core.priority import Level
 from kvloom.fleet.dispatch import Dispatch, freest, infaas
 from kvloom.fleet.freeness import freeness
 from kvloom.fleet.placing import Arrival
-from kvloom.fleet.usage import headroom
+from kvloom.fleet.usage import headroom, wanted
 from tests.fleet.loads import arrivals, fleets, model, unit, unit_loads
 
 POLICIES = [freest, infaas]
@@ -42,7 +42,7 @@ def test_a_draining_unit_gets_nothing(
 
 @given(fleets(), arrivals)
 def test_to_the_one_that_is_freest_then(loads: dict[str, UnitLoad], arrival: Arrival) -> None:
-    """Of those that hold it where its level brings least headroom; of all, where nobody holds it."""
+    """Of those that hold it where its level brings least headroom."""
     chosen = freest(loads, zeros(loads), arrival)
     if chosen is None:
         return
@@ -54,8 +54,6 @@ def test_to_the_one_that_is_freest_then(loads: dict[str, UnitLoad], arrival: Arr
         assert not rivals
         rivals = [free[name] for name, more in brings.items() if more == 0 == brings[chosen]]
         assert free[chosen] >= max(rivals, default=-math.inf) * (1 - 1e-9)
-    elif max(free.values()) < -1e-6:
-        assert free[chosen] == pytest.approx(max(free.values()))
 
 
 def _brought(arrival: Arrival, load: UnitLoad) -> float:
@@ -68,7 +66,30 @@ def test_plain_requests_go_to_the_freest(loads: dict[str, UnitLoad], prompt: int
     arrival = Arrival("m", prompt, choices)
     chosen = freest(loads, zeros(loads), arrival)
     free = {name: freeness(arrival.placed(load)) for name, load in loads.items()}
-    assert chosen is None or free[chosen] == pytest.approx(max(free.values()))
+    assert chosen is None or max(free.values()) < 0 or free[chosen] == pytest.approx(max(free.values()))
+
+
+@given(fleets(), arrivals)
+def test_where_nobody_holds_it_all_that_waits_counts(loads: dict[str, UnitLoad], arrival: Arrival) -> None:
+    chosen = freest(loads, zeros(loads), arrival)
+    open_ = {name: arrival.placed(load) for name, load in loads.items() if not load.draining}
+    if chosen is None or max(map(freeness, open_.values())) >= 0:
+        return
+    lacks = {
+        name: (wanted(load) + headroom(load) - load.total_blocks)
+        / max(one.token_blocks for one in load.models.values())
+        for name, load in open_.items()
+    }
+    assert lacks[chosen] == pytest.approx(min(lacks.values()))
+
+
+def test_a_short_head_hides_no_queue() -> None:
+    """Of two units that are full the one where less waits in all, though its first wants more."""
+    loads = {
+        "hidden": unit(model(8, 15_900, waiting=9, head_blocks=10, waiting_blocks=2_000)),
+        "plain": unit(model(8, 15_900, waiting=1, head_blocks=300, waiting_blocks=300)),
+    }
+    assert freest(loads, zeros(loads), ONE) == "plain"
 
 
 @given(fleets(), arrivals, st.data())

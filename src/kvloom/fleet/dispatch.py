@@ -24,11 +24,12 @@ def freest(loads: Mapping[Unit, UnitLoad], turns: Mapping[Unit, int], arrival: A
     """Of those that hold the request, to one where its level brings least headroom; of these, to the one that
     has most freeness once it runs there. Llumnix (section 4.4) looks at freeness alone, and before. But where
     others of a level run its headroom is there already, so they gather, until it finds no room beside their
-    load. A request of no level brings none anywhere. Where nobody holds it, most freeness decides."""
+    load. A request of no level brings none anywhere. Where nobody holds it, it waits behind all that wait
+    there, of which freeness counts the first alone: so to the one that lacks least for all of them."""
 
     def cost(load: UnitLoad) -> tuple[int, float]:
         left = arrival.freeness(load)
-        return (arrival.headroom(load) if left >= 0 else _NO_ROOM, -left)
+        return (arrival.headroom(load), -left) if left >= 0 else (_NO_ROOM, arrival.lacks(load))
 
     return _least(loads, turns, cost)
 

@@ -9,7 +9,7 @@ from msgspec import structs
 from kvloom.core.load import LevelLoad, UnitLoad
 from kvloom.core.priority import Level, level_of
 from kvloom.fleet.freeness import freeness
-from kvloom.fleet.usage import headroom
+from kvloom.fleet.usage import headroom, wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,13 @@ class Arrival:
     def freeness(self, load: UnitLoad) -> float:
         """Of the load `placed`."""
         return freeness(self.placed(load))
+
+    def lacks(self, load: UnitLoad) -> float:
+        """Room that is missing once it runs there, and all that waits, in tokens of the unit's largest model;
+        negative where some is left."""
+        placed = self.placed(load)
+        missing = wanted(placed) + headroom(placed) - placed.total_blocks
+        return missing / max((one.token_blocks for one in placed.models.values()), default=1.0)
 
     def headroom(self, load: UnitLoad) -> int:
         """Tokens of its model by which more is kept free there for its level: none where others have paid."""
