@@ -54,27 +54,12 @@ def create_app(
     clock = clock or WallClock()
     gateway = Gateway(client, Catalog(client, clock), Metrics(clock), clock, unix_time, random_bits)
     info = _Information(gateway, moves, int(unix_time()))
-
-    def document() -> dict[str, Any]:
-        return describe(units=admin.units if admin else ())
-
-    async def openapi_json(_: Request) -> Response:
-        return _json(document())
-
-    async def docs_page(_: Request) -> Response:
-        return HTMLResponse(page(document()))
-
-    completions, chat = CompletionEndpoint(gateway), ChatEndpoint(gateway)
     app = Starlette(
         routes=[
-            Route("/v1/models", info.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", info.model, methods=["GET"]),
-            Route("/v1/completions", completions.__call__, methods=["POST"]),
-            Route("/v1/chat/completions", chat.__call__, methods=["POST"]),
-            Route("/health", info.health, methods=["GET"]),
-            Route("/metrics", info.metrics, methods=["GET"]),
-            Route("/openapi.json", openapi_json, methods=["GET"]),
-            Route("/docs", docs_page, methods=["GET"]),
+            *info.routes(),
+            Route("/v1/completions", CompletionEndpoint(gateway).__call__, methods=["POST"]),
+            Route("/v1/chat/completions", ChatEndpoint(gateway).__call__, methods=["POST"]),
+            *_Description(admin).routes(),
             *(admin.routes() if admin else ()),
         ],
         middleware=[
@@ -99,6 +84,14 @@ class _Information:
     gateway: Gateway
     moves: Callable[[], Mapping[str, int]]
     started: int
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
 
     async def models(self, _: Request) -> Response:
         served = await self.gateway.catalog.models()
@@ -145,6 +138,28 @@ class _Information:
                 return await self.gateway.client.loads()
         except TimeoutError:
             raise Unavailable(f"no answer from the engine in {ENGINE_SECONDS:g} s") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """What can be asked for here, as the units are by now."""
+
+    admin: Admin | None
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/openapi.json", self.openapi_json, methods=["GET"]),
+            Route("/docs", self.docs_page, methods=["GET"]),
+        ]
+
+    async def openapi_json(self, _: Request) -> Response:
+        return _json(self._document())
+
+    async def docs_page(self, _: Request) -> Response:
+        return HTMLResponse(page(self._document()))
+
+    def _document(self) -> dict[str, Any]:
+        return describe(units=self.admin.units if self.admin else ())
 
 
 def _json(value: object) -> Response:

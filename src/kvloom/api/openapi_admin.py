@@ -32,82 +32,58 @@ _BODY: Final = (400, 408, 413, *_ANY)
 
 def admin_paths(units: Sequence[str]) -> Json:
     unit = {"parameters": [unit_parameter(units)]}
+    of_one = {
+        f"/admin/units/{{unit}}{path}": {method: operation | unit for method, operation in own.items()}
+        for path, own in _of_a_unit().items()
+    }
+    return _of_the_fleet() | of_one
+
+
+def _of_the_fleet() -> Json:
     return {
         "/admin/program": {
-            "get": _operation("program", "The router program that runs.", None, ProgramSpec, *_ANY),
-            "post": _operation(
-                "set_program", "Another, for requests from now on.", ProgramSpec, ProgramSpec, 409, *_BODY
-            ),
+            "get": _get("program", "The router program that runs.", ProgramSpec),
+            "post": _post("set_program", "Another, for requests from now on.", ProgramSpec, ProgramSpec, 409),
         },
         "/admin/restart": {"post": _restart()},
-        "/admin/fleet": {
-            "get": _operation("fleet", "What the fleet scheduler decides by.", None, FleetState, *_ANY)
-        },
+        "/admin/fleet": {"get": _get("fleet", "What the fleet scheduler decides by.", FleetState)},
         "/admin/pairs": {
-            "post": _operation(
-                "pair", "Let requests move between these units, and no others.", Pairs, Pairs, *_BODY
-            )
+            "post": _post("pair", "Let requests move between these units, and no others.", Pairs, Pairs)
         },
-        "/admin/scale": {
-            "post": _operation("scale", "Let these units come, and those go.", Steps, Steps, 409, *_BODY)
-        },
-        "/admin/placement": {
-            "get": _operation("placement", "Which units there are and may be.", None, Placement, *_ANY)
-        },
+        "/admin/scale": {"post": _post("scale", "Let these units come, and those go.", Steps, Steps, 409)},
+        "/admin/placement": {"get": _get("placement", "Which units there are and may be.", Placement)},
         "/admin/units": {
             "get": _units(),
-            "post": _operation(
-                "add", "Start a unit that was not there.", EngineSpec, UnitState, 409, 503, *_BODY
-            ),
+            "post": _post("add", "Start a unit that was not there.", EngineSpec, UnitState, 409, 503),
         },
-        "/admin/units/{unit}": {
-            "get": _operation("unit", "Whether a unit takes requests.", None, UnitState, 404, *_ANY) | unit
-        },
-        "/admin/units/{unit}/drain": {
-            "post": _operation(
-                "drain",
-                "Give a unit no new request; answered when those it has are done, or have had their time.",
-                Drain,
-                UnitState,
-                *(404, 409, *_BODY),
-            )
-            | unit
-        },
-        "/admin/units/{unit}/admit": {
-            "post": _operation("admit", "Undo drain.", Admit, UnitState, 404, 409, *_BODY) | unit
-        },
-        "/admin/units/{unit}/restart": {
-            "post": _operation(
-                "restart",
-                "Drain a unit, put a new process in its place, and admit that; answered then.",
-                Drain,
-                UnitState,
-                *(404, 409, 503, *_BODY),
-            )
-            | unit
-        },
-        "/admin/units/{unit}/start": {
-            "post": _operation(
-                "start", "Give a unit that has none a process.", Admit, UnitState, 404, 409, 503, *_BODY
-            )
-            | unit
-        },
-        "/admin/units/{unit}/stop": {
-            "post": _operation(
-                "stop",
-                "Drain a unit and end its process; requests that only it can answer wait.",
-                Drain,
-                UnitState,
-                *(404, 409, *_BODY),
-            )
-            | unit
-        },
-        "/admin/units/{unit}/remove": {
-            "post": _operation(
-                "remove", "Forget a unit that has no process.", Admit, UnitState, 404, 409, *_BODY
-            )
-            | unit
-        },
+    }
+
+
+def _of_a_unit() -> Json:
+    """By what comes after the unit's name."""
+
+    def post(name: str, summary: str, body: type, *refusals: int) -> Json:
+        return {"post": _post(name, summary, body, UnitState, 404, 409, *refusals)}
+
+    return {
+        "": {"get": _get("unit", "Whether a unit takes requests.", UnitState, 404)},
+        "/drain": post(
+            "drain",
+            "Give a unit no new request; answered when those it has are done, or have had their time.",
+            Drain,
+        ),
+        "/admit": post("admit", "Undo drain.", Admit),
+        "/restart": post(
+            "restart",
+            "Drain a unit, put a new process in its place, and admit that; answered then.",
+            Drain,
+            503,
+        ),
+        "/start": post("start", "Give a unit that has none a process.", Admit, 503),
+        "/stop": post(
+            "stop", "Drain a unit and end its process; requests that only it can answer wait.", Drain
+        ),
+        "/remove": post("remove", "Forget a unit that has no process.", Admit),
     }
 
 
@@ -118,26 +94,29 @@ def admin_schemas() -> Json:
 
 
 def _units() -> Json:
-    operation = _operation("units", "Whether each unit takes requests.", None, UnitState, *_ANY)
+    operation = _get("units", "Whether each unit takes requests.", UnitState)
     answer = operation["responses"]["200"]["content"]["application/json"]
     answer["schema"] = {"type": "array", "items": answer["schema"]}
     return operation
 
 
 def _restart() -> Json:
-    operation = _operation(
-        "restart_all",
-        "Restart the whole fleet, one component after the other.",
-        Drain,
-        RestartStep,
-        409,
-        *_BODY,
+    operation = _post(
+        "restart_all", "Restart the whole fleet, one component after the other.", Drain, RestartStep, 409
     )
     operation["responses"]["200"] = {
         "description": "Lines of JSON, each a step; the last tells how it ended.",
         "content": {"application/x-ndjson": {}},
     }
     return operation
+
+
+def _get(name: str, summary: str, answer: type, *refusals: int) -> Json:
+    return _operation(name, summary, None, answer, *refusals, *_ANY)
+
+
+def _post(name: str, summary: str, body: type, answer: type, *refusals: int) -> Json:
+    return _operation(name, summary, body, answer, *refusals, *_BODY)
 
 
 def _operation(name: str, summary: str, body: type | None, answer: type, *refusals: int) -> Json:
