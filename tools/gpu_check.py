@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if missing:
         print(f"no CUDA device: {missing}")
         return 2
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as a unit's process has it
     return _check(given.json, tests=not given.no_tests)
 
 

@@ -150,3 +150,27 @@ def test_what_the_host_has_a_say_in_goes_step_by_step(kept: tuple[_Kept, _Stream
     for way in ways:
         serve(kept[0], 8, [body("m", PROMPTS[0], max_tokens=4, **way)])
         assert kept[0].seen == [1, 1, 1], way
+
+
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_steps_of_two_models_come_between_each_other(tmp_path: Path, pairs: int) -> None:
+    """On one lane, whose inputs and logits both use, and on two."""
+    whole, first, second = (Lane(size, HostStream()) for size in (COMPUTE, COMPUTE // 2, COMPUTE // 2))
+    device = Device(torch.device("cpu"), COMPUTE, Partitions(whole, [(first, second)] * pairs))
+    kinds = {"m": "llama", "o": "qwen3"}
+    paths = {name: make_checkpoint(tmp_path / name, kind) for name, kind in kinds.items()}
+    spec = spec_of(paths, max_running=4)
+    executor = load_executor(spec, device, plain_operations())
+    executor.__class__ = _Kept
+    assert isinstance(executor, _Kept)
+
+    async def run(stride: int) -> list[list[int]]:
+        executor.stride, executor.seen = stride, []
+        async with running_executor(spec, executor) as engine:
+            asked = [body(name, p, max_tokens=COUNT) for p in PROMPTS for name in kinds]
+            return [answer.tokens[0] for answer in await asyncio.gather(*(ask(engine, one) for one in asked))]
+
+    stepped, strode = asyncio.run(run(1)), asyncio.run(run(8))
+    GpuExecutor.close(executor)
+    assert max(executor.seen) == 8
+    assert strode == stepped

@@ -21,6 +21,7 @@ from kvloom.model.loader import LoadedModel, load_models
 from kvloom.model.parallel.team import Team
 
 WORKING: Final = 0.1  # of the device's memory, which `kv_memory: auto` leaves to what jobs compute with
+_QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS", "32"  # streams that share one, of 8, wait for each other
 _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -35,6 +36,7 @@ def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[Device, Operations]:
     """The device of a rank of a unit whose first one's is `name`: ranks have GPUs one after the other. cut:
     see `cuda_device`. Raises ConfigError."""
     refuse_expandable(os.environ)
+    os.environ.setdefault(*_QUEUES)
     try:
         operations = triton_operations()
     except ImportError as error:

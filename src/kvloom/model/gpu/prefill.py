@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from kvloom.core.arrays import AnyArray
-from kvloom.core.job import Job
+from kvloom.core.job import Job, SampleRow
 from kvloom.core.plan import PageCopy
+from kvloom.core.sampling import SamplingParams
 from kvloom.model.gpu.device import Device
 from kvloom.model.gpu.model import DeviceModel
+from kvloom.model.gpu.sampling import Draws
 from kvloom.model.gpu.staging import Staging, widened
 from kvloom.model.gpu.state import Places, PrefillState
 
@@ -44,9 +46,10 @@ def run_prefill(
 
 
 def rehearse(model: DeviceModel, tokens: int, device: Device) -> None:
-    """A prefill of so many tokens that are written nowhere, and a copy of no tokens, so that their kernels
-    are compiled."""
+    """A prefill of so many tokens that are written nowhere, a copy of no tokens, a draw, and what lies
+    between two steps, so that their kernels are compiled."""
     lane, none = device.partitions.whole, np.zeros(tokens, dtype=np.int32)
+    draws = Draws.of((SampleRow(0, 0, 0, SamplingParams(max_tokens=1, seed=0, temperature=1.0)),))
     arrays: dict[str, AnyArray] = {
         "tokens": np.zeros(tokens, dtype=np.int64),
         "positions": np.arange(tokens),
@@ -56,10 +59,14 @@ def rehearse(model: DeviceModel, tokens: int, device: Device) -> None:
         "starts": none[:1],
         "begins": np.asarray([0, tokens], dtype=np.int32),
         "kept": np.asarray([tokens - 1]),
+        "lengths": none[:1],
+        **draws.arrays,
         **model.copies((PageCopy(0, 0, 0),)),
     }
     with torch.inference_mode(), lane.entered():
         sent = Staging(device).send(arrays)
         model.copy_pages(sent)
-        run_prefill(model, sent.arrays, lambda layer: None, lambda: None)
+        logits = run_prefill(model, sent.arrays, lambda layer: None, lambda: None)
+        ids, _ = draws.take(logits, sent.arrays)
+        model.advance(sent, ids)
     lane.mark().wait()
