@@ -22,7 +22,7 @@ import pytest
 INSTALLED = importlib.util.find_spec("triton") is not None
 _KERNELS = (
     *("activation", "advance", "ask", "copy", "decode", "merge", "norm", "poll", "prefill", "rotary"),
-    *("serve", "write"),
+    *("runs", "serve", "write"),
 )
 
 

@@ -82,13 +82,13 @@ def test_a_unit_of_ranks_cannot_weave(file: Path) -> None:
         )
 
 
-GPUS = UNITS.replace("{models: [a]}", "{models: [a], device: cuda}").replace(
+GPUS = "kv_memory: 3GiB\n" + UNITS.replace("{models: [a]}", "{models: [a], device: cuda}").replace(
     "[a, b]}", "[a, b], device: cuda}"
 )
 
 
 def test_two_gpu_units_can_weave_and_a_gpu_with_a_cpu_cannot(file: Path) -> None:
-    machine = Machine(cores=6, memory=3 << 30, gpus=2)
+    machine = Machine(cores=6, memory=3 << 30, gpus=1)
     assert woven(file, GPUS + "weave: [{hot: unit-0, cold: unit-2}]", machine)[0] == WeaveSpec(
         "unit-2", 0.45, 0.3
     )
@@ -96,3 +96,6 @@ def test_two_gpu_units_can_weave_and_a_gpu_with_a_cpu_cannot(file: Path) -> None
         ConfigError, match=r"weave\.0\.cold: unit-1 is on cpu, unit-0 on cuda:0; two CPU units"
     ):
         woven(file, GPUS + "weave: [{hot: unit-0, cold: unit-1}]", machine)
+    two = Machine(cores=6, memory=3 << 30, gpus=2)
+    with pytest.raises(ConfigError, match=r"unit-2 is on cuda:1, unit-0 on cuda:0; two units of one GPU"):
+        woven(file, GPUS + "weave: [{hot: unit-0, cold: unit-2}]", two)

@@ -69,6 +69,11 @@ def weave_units(
                 f"weave.{i}.cold: {one.cold} is on {kinds[1]}, {one.hot} on {kinds[0]}; "
                 "two CPU units, or two GPU units, are right"
             )
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"weave.{i}.cold: {one.cold} is on {kinds[1]}, {one.hot} on {kinds[0]}; "
+                "two units of one GPU are right (units go round the GPUs in their order)"
+            )
         if units[one.hot].models > 1:
             raise ValueError(
                 f"weave.{i}.hot: {one.hot} has {units[one.hot].models} models; a unit of one is right"

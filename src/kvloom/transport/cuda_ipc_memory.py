@@ -120,10 +120,13 @@ class CudaMemory:
         except DriverError as error:
             raise Unavailable(f"the peer's KV arena cannot be mapped: {error}") from error
         foreign = _Foreign(self._driver, self._device.index, base, told.offset, told.size)
-        mapped = torch.as_tensor(foreign, device=self._device)
-        if mapped.data_ptr() != base + told.offset:
+        try:
+            mapped = torch.as_tensor(foreign)  # with a device it would be copied there, all of it
+        except RuntimeError as error:
+            raise Unavailable(f"the peer's memory cannot be taken as a tensor: {error}") from error
+        if mapped.device != self._device or mapped.data_ptr() != base + told.offset:
             raise BadRequest(
-                f"peer: its memory is another GPU's, which {self._device} cannot map as its own; units "
+                f"peer: its memory is {mapped.device}'s, which {self._device} cannot map as its own; units "
                 "of one GPU are right"
             )
         return mapped

@@ -60,6 +60,13 @@ class BorrowedDeviceBlocks(LentMemory[Tensor]):
             self.mailbox.close()  # else it would be lent for nothing
             raise
 
+    def close(self) -> None:
+        """Tell the lender that no more comes. What a process had that is gone is not written to."""
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        if not poll.poll(0):
+            self.mailbox.close()
+
     def why(self, status: int) -> str | None:
         """In words, of the mailbox' status; None where all is well."""
         if not status:

@@ -80,11 +80,6 @@ class OwnDeviceMailbox:
             self.mail.word(name).fill_(signed(start))
 
     @property
-    def opened(self) -> bool:
-        """The borrower has mapped it."""
-        return bool(self.mail.word("waiting"))
-
-    @property
     def left(self) -> bool:
         """The borrower writes nothing any more."""
         return bool(self.mail.word("left"))

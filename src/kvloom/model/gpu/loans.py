@@ -43,7 +43,7 @@ class Loans:
                 stack.enter_context(lane.lock)
             if self._polled is not None:
                 self._polled.close()
-            for woven in self._woven.values():
+            for woven in list(self._woven.values()):  # the loop's thread changes them
                 woven.forget()
             given = self._models, self._buffers, self._plain
             polls = attender is not None and not attender.launches

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -20,6 +21,8 @@ from kvloom.model.gpu.woven import LOOKS
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.transport.device_loan import BorrowedDeviceBlocks, DeviceLending
 
+_log = logging.getLogger(__name__)
+
 
 class _Service:
     """A loan to another unit. What has to wait for jobs is done on a thread of its own."""
@@ -29,7 +32,7 @@ class _Service:
         self._executor = executor
         self._attender = attender
         self._thread = ThreadPoolExecutor(1, "weave-end")
-        self._begun = self._thread.submit(self._begin)
+        self._thread.submit(self._begin)
         self._ended: Future[None] | None = None
 
     def end(self) -> bool:
@@ -37,20 +40,24 @@ class _Service:
         if self._ended is None:
             self._ended = self._thread.submit(self._end)
             self._thread.shutdown(wait=False)
-        if not self._ended.done():
-            return False
-        self._ended.result()
-        return self.lending.close()
+        return self._ended.done() and self.lending.close()
 
     def _begin(self) -> None:
-        self._executor.device.enter()
-        self._executor.loans.lend(self._attender)
+        self._set(self._attender)
 
     def _end(self) -> None:
-        self._executor.device.enter()
-        self._attender.close()
-        self._begun.result()
-        self._executor.loans.lend(None)
+        try:
+            self._executor.device.enter()
+            self._attender.close()
+        finally:
+            self._set(None)
+
+    def _set(self, attender: DeviceAttender | None) -> None:
+        try:
+            self._executor.device.enter()
+            self._executor.loans.lend(attender)
+        except Exception:  # noqa: BLE001 -- a device that has failed; its unit is about to end
+            _log.exception("weave: what forwards poll for could not be changed")
 
 
 class DeviceWeaver:
@@ -75,7 +82,7 @@ class DeviceWeaver:
 
     def borrow(self, borrow: Borrow, loan: Loan) -> int:
         self._executor.device.enter()
-        with self._beside.entered():
+        with self._beside.entered(), _room("borrow"):
             borrowed = BorrowedDeviceBlocks(borrow, loan, self._transport)
             self._beside.mark().wait()
         self._executor.loans.borrow(borrow.model, borrowed, self._looks)
@@ -88,7 +95,7 @@ class DeviceWeaver:
             asyncio.get_running_loop().remove_reader(borrowed.process)
         self._executor.device.enter()
         with self._beside.entered():
-            borrowed.mailbox.close()
+            borrowed.close()
             self._beside.mark().wait()
 
     def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
@@ -99,24 +106,24 @@ class DeviceWeaver:
         self._kept = [one for one in self._kept if not one.unused]
         form = borrow.form
         arena = executor.arena.view(form.head_dim, getattr(torch, form.dtype))
-        lent = Lent(torch.from_numpy(blocks).to(arena.device), arena)
-        try:
+        with _watched(borrow), _room("lend"):
+            lent = Lent(torch.from_numpy(blocks).to(arena.device), arena)
             lending = DeviceLending(borrow, blocks, self._transport, executor.arena.bytes)
-            attender = DeviceAttender(
-                lending.mailbox.mail,
-                lent,
-                lending.start,
-                executor.device.partitions.lanes,
-                executor.device.beside(),
-                executor.operations,
-                borrow.pid,
-                lambda why: _tell(loop, ended, why),
-                launches=borrow.control == "iterations",
-            )
-        except OSError as error:
-            raise Unavailable(
-                f"weave: process {borrow.pid}, which wants to borrow, cannot be watched: {error.strerror}"
-            ) from error
+            try:
+                attender = DeviceAttender(
+                    lending.mailbox.mail,
+                    lent,
+                    lending.start,
+                    executor.device.partitions.lanes,
+                    executor.device.beside(),
+                    executor.operations,
+                    borrow.pid,
+                    lambda why: _tell(loop, ended, why),
+                    launches=borrow.control == "iterations",
+                )
+            except BaseException:
+                lending.close()  # nobody has been told of it
+                raise
         self._service = _Service(executor, lending, attender)
         return lending.loan
 
@@ -139,6 +146,27 @@ class DeviceWeaver:
         self._executor.device.enter()
         with self._beside.entered():
             borrowed.mailbox.fail(Trouble.GONE)
+
+
+@contextmanager
+def _watched(borrow: Borrow) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(
+            f"weave: process {borrow.pid}, which wants to borrow, cannot be watched: {error.strerror}"
+        ) from error
+
+
+@contextmanager
+def _room(what: str) -> Iterator[None]:
+    """For what a loan needs of the device's memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise Unavailable(
+            f"{what}: the device has no memory for a mailbox beside the pool; less kv_memory is right"
+        ) from error
 
 
 def _tell(loop: asyncio.AbstractEventLoop, ended: Callable[[str], None], why: str) -> None:

@@ -22,7 +22,7 @@ from kvloom.model.gpu.state import DecodeState
 from kvloom.transport.device_loan import BorrowedDeviceBlocks
 from kvloom.transport.device_mailbox import BorrowedMailbox
 
-LOOKS: Final = 4_000_000  # of a `collect`, a few seconds: then the sequences away are computed again at home
+LOOKS: Final = 20_000_000  # of a `collect`, some ten seconds: a lender's first task finds its kernel compiled
 
 
 class WovenState(DecodeState):
