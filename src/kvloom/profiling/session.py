@@ -66,19 +66,13 @@ async def measure(
         for setting in grid(name, share, limits[name], quick=effort.quick)
     ]
     both = pairs(list(shapes), cores, limits)
-    seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
     beside = [
         setting
         for name in shapes
         for setting in pressed_settings(name, cores, limits[name], quick=effort.quick)
     ]
     done = _Done(effort.rounds * len(settings) + 4 * len(both) + 10 * len(beside) + 8 * len(shapes), tell)
-    rng = random.Random(0)
-    for _ in range(effort.rounds):
-        rng.shuffle(settings)
-        for setting in settings:
-            done.tell(Stage.told(setting))
-            seconds[setting] += await _timed(stage, setting, effort)
+    jobs = await _jobs(stage, settings, cores, effort, done)
     crowded = []
     for pair in both:
         done.tell(f"{Stage.told(pair[0])} beside {pair[1].model} {pair[1].phase.value}", 4)
@@ -98,14 +92,28 @@ async def measure(
         block_bytes=spec.block_bytes,
         temperature=temperature,
         shapes=dict(shapes),
-        jobs=tuple(
-            Timed(doing=Doing.of(setting.work(cores), setting.cores), seconds=tuple(found))
-            for setting, found in seconds.items()
-        ),
+        jobs=jobs,
         crowded=tuple(crowded),
         steps=tuple(steps),
         pressed=tuple(pressed),
         stalled=tuple(stalled),
+    )
+
+
+async def _jobs(
+    stage: Stage, settings: list[Setting], cores: int, effort: Effort, done: _Done
+) -> tuple[Timed, ...]:
+    """Each alone, round by round."""
+    seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    rng, order = random.Random(0), list(settings)
+    for _ in range(effort.rounds):
+        rng.shuffle(order)
+        for setting in order:
+            done.tell(Stage.told(setting))
+            seconds[setting] += await _timed(stage, setting, effort)
+    return tuple(
+        Timed(doing=Doing.of(setting.work(cores), setting.cores), seconds=tuple(found))
+        for setting, found in seconds.items()
     )
 
 
