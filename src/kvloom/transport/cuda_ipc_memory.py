@@ -121,7 +121,7 @@ class CudaMemory:
             raise Unavailable(f"the peer's KV arena cannot be mapped: {error}") from error
         foreign = _Foreign(self._driver, self._device.index, base, told.offset, told.size)
         try:
-            mapped = torch.as_tensor(foreign)  # with a device it would be copied there, all of it
+            mapped = torch.as_tensor(foreign)  # on the pointer's own device; one that is given is believed
         except RuntimeError as error:
             raise Unavailable(f"the peer's memory cannot be taken as a tensor: {error}") from error
         if mapped.device != self._device or mapped.data_ptr() != base + told.offset:

@@ -57,7 +57,6 @@ class DeviceAttender:
         self._operations = operations
         self._ended = ended
         self._looks = looks
-        self._process = os.pidfd_open(borrower)
         self._desk = Desk(start, mail)
         self._ending = threading.Lock()  # over `_over`
         self._over = False
@@ -67,6 +66,7 @@ class DeviceAttender:
         self._due = time.monotonic() + comes
         self._free = threading.Condition()
         self._resting = threading.Lock()  # a launch of the thread's
+        self._process = os.pidfd_open(borrower)  # the thread closes it
         self._thread = threading.Thread(target=self._watch, name="weave", daemon=True)
         self._thread.start()
 
