@@ -74,19 +74,22 @@ def test_a_send_that_fails_leaves_it_standing() -> None:
     run(test)
 
 
-def test_whoever_waited_for_the_step_goes_on_before_the_next_one_begins() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_whoever_waited_for_the_step_goes_on_before_the_next_one_begins(n: int) -> None:
     """So its copies do not wait for a core."""
     seen = []
 
     async def test() -> None:
         async with units(2) as (source, target):
-            reader = Reader(source, generate(prompt(13), max_tokens=20))
+            body = replace(generate(prompt(13), temperature=1.0, max_tokens=20), n=n)
+            reader = Reader(source, body)
             other = Reader(source, generate(prompt(9, first=3), request="other", max_tokens=20))
             await reader.until(5)
             stream = source.engine._requests.stream("r")
             while not (stream and stream.in_job):
                 await turns(1)
-            send = await order(target, [*prompt(13), *reader.answer.tokens[0]], "room")
+            contexts = [[*prompt(13), *tokens] for tokens in reader.answer.tokens.values()]
+            sends = [await order(target, context, f"room-{i}") for i, context in enumerate(contexts)]
             while not stream.in_job:
                 await turns(1)
             launch, ship = source.executor.launch, source.transport.ship
@@ -101,10 +104,41 @@ def test_whoever_waited_for_the_step_goes_on_before_the_next_one_begins() -> Non
 
             source.executor.launch = launched  # type: ignore[method-assign,assignment]
             source.transport.ship = shipped  # type: ignore[method-assign,assignment]
-            await source.engine.hold("r", [send])
+            await source.engine.hold("r", sends)
             await source.engine.abort("r")
-            await target.engine.abort("room")
+            for i in range(n):
+                await target.engine.abort(f"room-{i}")
             await asyncio.gather(reader.task, other.task)
 
     run(test)
-    assert seen[0] == "send"
+    assert seen[:n] == ["send"] * n
+
+
+def test_who_hangs_up_ends_the_send_and_not_the_standing() -> None:
+    """`units` looks that no block is left."""
+
+    async def test() -> None:
+        async with units(2) as (source, target):
+            reader = Reader(source, generate(prompt(60), temperature=1.0, max_tokens=20))
+            await reader.until(5)
+            send = await order(target, [*prompt(60), *reader.answer.tokens[0]], "room")
+            shipped, ship = asyncio.Event(), source.transport.ship
+
+            def shipping(*arguments: Any) -> Any:
+                shipped.set()
+                return ship(*arguments)
+
+            source.transport.ship = shipping  # type: ignore[method-assign,assignment]
+            holding = asyncio.create_task(source.engine.hold("r", [send]))
+            await shipped.wait()
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+            await turns(20)
+            assert not source.engine._shipping._open
+            assert not reader.task.done()
+            await target.engine.abort("room")
+            await source.engine.resume("r")
+            await reader.task
+            assert reader.answer.tokens == expected(source.executor, reader.body)
+
+    run(test)

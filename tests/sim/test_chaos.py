@@ -29,10 +29,10 @@ def test_300_seeds_keep_the_laws() -> None:
     for what in (
         "requests ended", "requests failed", "requests left", "requests lost", "jobs failed", "calls harmed",
         "engines killed", "engines stopped", "gateways lost", "programs switched", "orders",
-        "schedulers lost", "moved by order", "moves refused", "units started",
+        "schedulers lost", "moved by order", "moves refused",
     ):  # fmt: skip
         assert counts[what] > 20, what
-    assert counts["units ended"] > 10
+    assert min(counts["units started"], counts["units ended"]) > 10
     assert counts["moved by pairs"] > 200
     assert counts["requests ended"] > counts["requests failed"]
 

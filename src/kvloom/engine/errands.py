@@ -38,9 +38,11 @@ class Errands:
         return await done
 
     async def told(self) -> None:
-        """Whoever had to wait goes on before the next job begins, which would want the core for itself."""
+        """Whoever had to wait goes on before the next job begins, which would want the core for itself; so do
+        the tasks that this begins."""
         if self._done:
             self._done = False
+            await asyncio.sleep(0)
             await asyncio.sleep(0)
 
     def run(self) -> None:

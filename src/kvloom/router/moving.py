@@ -152,7 +152,10 @@ class Move:
 
     async def _next_token(self) -> None:
         """There is a whole step then in which to make room and to tell the source: what has grown by more
-        than that step has too little room, and stands still until there is more."""
+        than that step has too little room, and stands still until there is more. A caller that is not told
+        each token knows of no step's end."""
+        if self._call.body.interval > 1:
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(LULL):
                 await self._call.progress.news()

@@ -38,7 +38,8 @@ class Units(Mapping[str, Unit]):
         self._changed = changed
         self._tasks: asyncio.TaskGroup | None = None  # until they are watched
         self._watches: dict[str, Sequence[asyncio.Task[None]]] = {}
-        self._asked: dict[str, asyncio.Task[UnitLoad | None]] = {}  # for their loads
+        self._asked: dict[Unit, asyncio.Task[UnitLoad | None]] = {}  # for their loads
+        self._said: dict[Unit, UnitLoad | None] = {}
         self._units = {
             name: self._unit(name, client, away.get(name), withdrawn=name in withdrawn)
             for name, client in engines.items()
@@ -61,18 +62,22 @@ class Units(Mapping[str, Unit]):
                     asking.create_task(unit.ask())
 
     async def loads(self, units: Iterable[Unit]) -> dict[str, UnitLoad]:
-        """By unit, of those that answer within REPORT_SECONDS. Who is late is not asked again meanwhile: one
-        that hangs costs the others nothing."""
-        assert self._tasks is not None, "they are asked while they are watched"
-        asked = {unit.name: self._asking(unit, self._tasks) for unit in units}
+        """By unit, of those that answer. Who is late by REPORT_SECONDS counts with what it last said until
+        it is lost, and is not asked again meanwhile: one that hangs costs the others little."""
+        if self._tasks is None:
+            return {}
+        asked = {unit: self._asking(unit, self._tasks) for unit in units}
         if asked:
             await asyncio.wait(asked.values(), timeout=REPORT_SECONDS)
-        return {name: load for name, task in asked.items() if task.done() and (load := task.result())}
+        for unit, task in asked.items():
+            if task.done():
+                self._said[unit] = None if task.cancelled() else task.result()
+        return {unit.name: load for unit in asked if (load := self._said.get(unit))}
 
     def _asking(self, unit: Unit, tasks: asyncio.TaskGroup) -> asyncio.Task[UnitLoad | None]:
-        asked = self._asked.get(unit.name)
+        asked = self._asked.get(unit)
         if asked is None or asked.done():
-            asked = self._asked[unit.name] = tasks.create_task(unit.load())
+            asked = self._asked[unit] = tasks.create_task(unit.load())
         return asked
 
     def watch(self, tasks: asyncio.TaskGroup) -> None:
@@ -105,6 +110,9 @@ class Units(Mapping[str, Unit]):
         self._unwatch(name)
         del self._units[name]
         self._lost(unit)
+        self._said.pop(unit, None)
+        if asked := self._asked.pop(unit, None):
+            asked.cancel()
         unit.gone("removed")
 
     def replicas(self, model: str) -> tuple[Replica, ...]:

@@ -176,7 +176,8 @@ def _moment(draw: random.Random, most: float) -> float:
 @dataclass(frozen=True, slots=True)
 class Ordeal:
     """One run: who serves, who asks, and what goes wrong. contexts: tokens that each model holds, by model.
-    delay: of the wire, in seconds, one way. rescheduling: None where there is no fleet scheduler."""
+    rates: of calls to the engines and of jobs; fleet_rates: of the fleet scheduler's calls, if others. delay:
+    of the wire, in seconds, one way. rescheduling: None where there is no fleet scheduler."""
 
     seed: int
     units: tuple[SimulatedUnit, ...]
@@ -185,6 +186,7 @@ class Ordeal:
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...] = ()
     rates: Rates = field(default_factory=Rates)
+    fleet_rates: Rates | None = None
     delay: float = 0.0003
     rescheduling: Rescheduling | None = None
 

@@ -36,7 +36,7 @@ T = TypeVar("T")
 Verb = Callable[[EngineClient], Awaitable[T]]
 Queue = asyncio.Queue[list[Event] | KvloomError | None]
 
-_WAITS: Final = frozenset(("remote_send",))  # verbs that end where their caller hangs up
+_WAITS: Final = frozenset(("remote_send", "hold"))  # verbs that end where their caller hangs up
 
 
 class FaultyWire:

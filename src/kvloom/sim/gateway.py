@@ -49,12 +49,13 @@ class Gateway:
             groups=groups,
             processes=supervisor,
             connect=self._connect,
-            changed=supervisor.leave,
+            changed=self._leave,
             memory=0,  # nobody plans anew
             cores=0,
         )
         self.rescheduler = Rescheduler(self.router, clock, self.roster)
-        self._leaving = supervisor.leaving - supervisor.away.keys()
+        self._supervisor = supervisor
+        self._gone = False
         self._clock = clock
         self._journal = journal
         self._crew = Crew(crashed)
@@ -62,7 +63,8 @@ class Gateway:
     async def start(self) -> None:
         await self.router.__aenter__()
         await self.roster.__aenter__()
-        self.roster.begin(Steps(stop=tuple(sorted(self._leaving))))
+        leaving = self._supervisor.leaving - self._supervisor.away.keys()
+        self.roster.begin(Steps(stop=tuple(sorted(leaving))))
         await self.rescheduler.__aenter__()
         self._journal("gateway", "", "is up")
 
@@ -77,8 +79,10 @@ class Gateway:
         """Its process is gone at once; what its tasks still tidy up reaches nobody."""
         self._journal("gateway", "", "is lost")
         self._journal.count("gateways lost")
+        self._gone = True
         for wire in self.wires.values():
             wire.cut()
+        await self.roster.__aexit__(None, None, None)
         if tasks := self._crew.dismiss():
             await asyncio.wait(tasks)
         await self.close()
@@ -127,6 +131,10 @@ class Gateway:
             else:
                 self._journal.count("moved by order")
                 return
+
+    def _leave(self, units: frozenset[str]) -> None:
+        if not self._gone:
+            self._supervisor.leave(units)
 
     async def _connect(self, unit: str) -> EngineClient:
         return self.wires[unit]

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvloom.core.replicas import GroupSpec, Scale
 from kvloom.fleet.thresholds import Thresholds
-from kvloom.sim.faults import Fault, Ordeal, Rates, Switch
+from kvloom.sim.faults import Fault, GatewayLoss, Ordeal, Rates, Switch
 from kvloom.sim.ordeal import Lot
 from kvloom.sim.rescheduling import Rescheduling
 from kvloom.sim.unit import SimulatedUnit
@@ -47,7 +47,7 @@ class Restless(Lot):
     def _rescheduling(self, units: Sequence[SimulatedUnit]) -> Rescheduling:
         draw = self._random
         edge = draw.choice(EDGES)
-        given = Rescheduling(draw.choice((0.03, 0.06)), Thresholds(edge, edge, floor=0.0))
+        given = Rescheduling(draw.choice((0.025, 0.05)), Thresholds(edge, edge, floor=0.0))
         if self._odds(0.6):
             return given
         low = draw.choice((100.0, 200.0, 400.0))
@@ -60,13 +60,23 @@ class Restless(Lot):
         """Now and then one that sends all to one unit, from which they are to move."""
         return Switch(at, "cache_aware", {"slack": 2048}) if self._odds(0.4) else super()._switch(at)
 
+    def draw(self) -> Ordeal:
+        """A scheduler whose calls go astray moves nothing: they do so elsewhere. Where units come and go a
+        gateway may be lost meanwhile."""
+        drawn = replace(super().draw(), fleet_rates=Rates())
+        scaled = drawn.rescheduling is not None and drawn.rescheduling.groups
+        if not scaled or self.calm or self._odds(0.6):
+            return drawn
+        faults = sorted([*drawn.faults, GatewayLoss(self._when(), 0.02)], key=lambda one: one.at)
+        return replace(drawn, faults=tuple(faults))
+
     def _rates(self) -> Rates:
-        """A scheduler whose calls go astray moves nothing."""
-        return Rates() if self._odds(0.6) else super()._rates()
+        return Rates() if self._odds(0.4) else super()._rates()
 
     def _faults(self, units: Sequence[SimulatedUnit]) -> list[Fault]:
         drained = [self._order(self._random.choice(units)) for _ in range(self._count(0, 1))]
-        return [*super()._faults(units), *(replace(order, what="drain", seconds=1) for order in drained)]
+        drains = [replace(order, what="drain", seconds=1) for order in drained]
+        return [*super()._faults(units), *drains]
 
 
 def draw_ordeal(seed: int) -> Ordeal:

@@ -68,7 +68,8 @@ class ModelledSupervisor:
         if ending := self._stops.get(unit):
             await asyncio.wait([ending])
         await self._clock.sleep(self._hosts[unit].unit.start)
-        self._journal.count("units started")
+        if unit not in self.away and self._hosts[unit].process is None:
+            self._journal.count("units started")
         self.renew(unit)
 
     async def _stop(self, unit: str) -> None:

@@ -20,6 +20,7 @@ from kvloom.sim.faults import (
     Mishaps,
     Ordeal,
     Order,
+    Rates,
     Relocation,
     SchedulerLoss,
     Switch,
@@ -116,12 +117,12 @@ class World:
         given, clock, journal = self.ordeal.rescheduling, self._clock, self._journal
         if given is None:
             return None
-        mishaps = self._fates("of the fleet")
+        mishaps = self._fates("of the fleet", self.ordeal.fleet_rates)
         wire = FleetWire(lambda: self.gateway, clock, self.ordeal.delay, mishaps, journal, self._crashed)
         return SchedulerProcess(given, wire, clock, journal, self._crashed)
 
-    def _fates(self, of: str) -> Mishaps:
-        made = Mishaps(f"{self.ordeal.seed}/{len(self._mishaps)}/{of}", self.ordeal.rates)
+    def _fates(self, of: str, rates: Rates | None = None) -> Mishaps:
+        made = Mishaps(f"{self.ordeal.seed}/{len(self._mishaps)}/{of}", rates or self.ordeal.rates)
         self._mishaps.append(made)
         return made
 
@@ -140,6 +141,7 @@ class World:
         )
         await gateway.start()
         self.gateway = gateway
+        gateway.roster.heed(self.supervisor.away)
         self._up.set()
 
     def _heed(self, away: Collection[str]) -> None:
