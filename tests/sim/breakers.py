@@ -14,7 +14,7 @@ from kvloom.core.arrays import AnyArray
 from kvloom.core.job import Job, JobResult
 from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.core.verbs import RemoteSend, Standing
-from kvloom.sim.executor import Content
+from kvloom.sim.content import Content
 from kvloom.sim.faulty_wire import FaultyWire
 from kvloom.sim.host import Host
 from kvloom.sim.links import Entry

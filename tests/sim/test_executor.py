@@ -16,7 +16,8 @@ from kvloom.core.sampling import SamplingParams
 from kvloom.core.shipment import Parcel, PlannedSend
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import Work
-from kvloom.sim.executor import JobFailed, ModelledExecutor
+from kvloom.sim.content import JobFailed
+from kvloom.sim.executor import ModelledExecutor
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.unit import simulated_card
 

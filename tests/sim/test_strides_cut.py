@@ -17,7 +17,7 @@ from kvloom.core.spec import Policy
 from kvloom.core.verbs import Offer, PrepRecv, RemoteSend
 from kvloom.engine.engine import Engine
 from kvloom.sim.clock import LoopClock
-from kvloom.sim.executor import JobFailed, NoContent
+from kvloom.sim.content import JobFailed, NoContent
 from kvloom.sim.links import ModelledPlane, TimedLink
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.unit import SimulatedUnit, modelled_executor

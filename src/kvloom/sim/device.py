@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvloom.core.job import Job
-from kvloom.sim.executor import JobFailed
+from kvloom.sim.content import JobFailed
 from kvloom.sim.faults import Mishaps
 from kvloom.sim.journal import Journal
 from kvloom.sim.witness import Witness

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -11,25 +11,8 @@ from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
 from kvloom.core.request import ModelCard, TokenLogprob
 from kvloom.cost.work import CostModel, Work
+from kvloom.sim.content import Content, JobFailed, NoContent
 from kvloom.sim.loans import Loans
-
-
-class JobFailed(Exception):
-    """What a content raises, so does the job."""
-
-
-class Content(Protocol):
-    """What jobs write and read; how long they take is not its matter. `write` and `draw` raise JobFailed
-    where the job fails half way."""
-
-    def begin(self, job: Job) -> None:
-        """The job has started: its copies of pages are made."""
-
-    def write(self, job: Job, layers: range) -> None:
-        """The job has computed K and V of these layers."""
-
-    def draw(self, job: Job, step: int) -> list[int]:
-        """The tokens that its samples ask for after this step of it."""
 
 
 class HostCpu(Protocol):
@@ -46,23 +29,6 @@ class HostCpu(Protocol):
 
     def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
         """A job of so many sequences has ended and drawn so many tokens; `call` when the engine may know."""
-
-
-class NoContent:
-    """Satisfies `Content`: nothing is written, and each draw gives a number of its own."""
-
-    def __init__(self, vocab: Mapping[str, int]) -> None:
-        self._vocab = vocab
-
-    def begin(self, job: Job) -> None:
-        """Pages hold nothing."""
-
-    def write(self, job: Job, layers: range) -> None:
-        """Pages hold nothing."""
-
-    def draw(self, job: Job, step: int) -> list[int]:
-        size = self._vocab[job.model]
-        return [(sample.key + 7919 * (sample.index + step)) % size for sample in job.samples]
 
 
 @dataclass(slots=True, eq=False)

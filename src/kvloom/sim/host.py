@@ -8,9 +8,10 @@ from typing import Any, Final, TypeVar
 
 from kvloom.core.clock import Clock
 from kvloom.engine.engine import Engine
+from kvloom.sim.content import Content
 from kvloom.sim.crew import Crashed, Crew
 from kvloom.sim.device import WatchedDevice
-from kvloom.sim.executor import Content, ModelledExecutor
+from kvloom.sim.executor import ModelledExecutor
 from kvloom.sim.faults import Mishaps
 from kvloom.sim.journal import Journal
 from kvloom.sim.links import ModelledPlane, ModelledTransport, TimedLink

@@ -10,7 +10,8 @@ from kvloom.core.request import ModelCard
 from kvloom.core.spec import EngineSpec
 from kvloom.cost.shape import ModelShape
 from kvloom.cost.work import CostModel
-from kvloom.sim.executor import Content, ModelledExecutor
+from kvloom.sim.content import Content
+from kvloom.sim.executor import ModelledExecutor
 from kvloom.sim.hosting import HostedUnit
 from kvloom.sim.links import Link, TimedLink
 
