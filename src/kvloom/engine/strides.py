@@ -58,7 +58,9 @@ class Strides:
         steps = min(steps, max(sequence.remaining for sequence, _ in batch))
         room = queue.cache.blocks_for_each([sequence.id for sequence, _ in batch], steps)
         claimed = sum(stride.room for stride in self._running)
-        return steps if room + claimed <= self._pool.available else 1
+        own = next(model for model in view.models if model.name == action.model)
+        free = view.free(own) if told else self._pool.available  # where all are taken now, not step by step
+        return steps if room + claimed <= free else 1
 
     def _takes_all(self, queue: ModelQueue, count: int) -> bool:
         """Whether a decode job of so many sequences takes all that it could. Beside a prefill that runs one

@@ -4,6 +4,7 @@ wherever they are cut."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvloom.core.job import Job, Phase
 from kvloom.core.request import StartGenerate
 from kvloom.model.gpu.device import Device
 from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.model.gpu.graphs import DecodeSteps
 from kvloom.model.gpu.loading import load_executor
 from kvloom.model.gpu.operations import plain_operations
 from kvloom.model.gpu.partitions import Lane, Partitions
@@ -174,3 +176,45 @@ def test_steps_of_two_models_come_between_each_other(tmp_path: Path, pairs: int)
     GpuExecutor.close(executor)
     assert max(executor.seen) == 8
     assert strode == stepped
+
+
+def test_what_is_recorded_meanwhile_changes_no_step(kept: tuple[_Kept, _Stream]) -> None:
+    """A job's inputs are made for the recordings that there are when it begins."""
+    executor = kept[0]
+    asked = [body("m", prompt, max_tokens=COUNT) for prompt in PROMPTS]
+    wanted = [answer.tokens[0] for answer in serve(executor, 8, asked)]
+    (steps,) = executor._steps.values()
+    everything, steps_of, turns = steps._steps, executor._steps_of, Counter[int]()
+
+    def late(job: Job, lane: Lane) -> DecodeSteps:
+        turns[id(job)] += 1
+        steps._steps = [one for one in everything if one.rows != 4 or turns[id(job)] > 1]
+        return steps_of(job, lane)
+
+    executor._steps_of = late  # type: ignore[method-assign]
+    try:
+        again = [body("m", prompt, max_tokens=COUNT) for prompt in PROMPTS]
+        assert [answer.tokens[0] for answer in serve(executor, 8, again)] == wanted
+    finally:
+        steps._steps = everything
+        del executor._steps_of
+    assert max(turns.values()) > 1
+
+
+def test_room_that_is_missing_while_serving_is_asked_for_once(
+    kept: tuple[_Kept, _Stream], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (steps,) = kept[0]._steps.values()
+    fresh = DecodeSteps(steps._model, steps._lane, steps._buffers)
+
+    def short(rows: int) -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fresh, "record", short)
+    plain: set[str] = set()
+    for _ in range(3):
+        fresh.record_late(2, plain)
+    assert not plain
+    assert [one.message for one in caplog.records] == [
+        "m decodes without a graph of 2 rows: CUDA out of memory"
+    ]

@@ -212,7 +212,7 @@ class GpuExecutor:
                     if steps is not self._steps_of(job, lane) or not progress.goes_on():
                         break
                     model.advance(sent, ids)
-                    ids, _ = draws.take(steps.run(job, sent), sent.arrays, progress.begun - 1)
+                    ids, _ = draws.take(steps.run(sent), sent.arrays, progress.begun - 1)
                     later = staging.fetch(ids), lane.mark()
                 tell(landed := _landed(*asked))
                 drawn, asked = drawn + landed, later
@@ -240,7 +240,7 @@ class GpuExecutor:
         arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays | model.copies(job.plan.copies)
         sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
         model.copy_pages(sent)
-        logits = steps.run(job, sent)
+        logits = steps.run(sent)
         for send in job.plan.sends:
             send.shipment.put(send.whole(job.plan.page_map))
         return logits.index_select(0, sent.arrays["kept"]), sent

@@ -84,6 +84,7 @@ class DecodeSteps:
         self._state = state
         self._pages = model.geometry.pages(model.card.context_length)
         self._steps: list[_Step] = []  # the smallest first
+        self._short: set[int] = set()  # sizes for which there was no room
 
     def record(self, rows: int, unasked: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """For batches of up to `rows` sequences. unasked: in which a step raises that waits for the device,
@@ -112,15 +113,16 @@ class DecodeSteps:
         return True
 
     def record_late(self, rows: int, plain: set[str]) -> None:
-        """While serving: have a recording for a batch of `rows`, where the device has room for it now and the
-        model is none of the `plain`, which cannot be recorded."""
+        """While serving: have a recording for a batch of `rows`, where the device has room for it when it is
+        first wanted, and the model is none of the `plain`, which cannot be recorded."""
         name, size = self._model.card.name, fitting(self._buffers.rows, rows)
-        if not size or name in plain or any(step.rows == size for step in self._steps):
+        if not size or name in plain or size in self._short or any(s.rows == size for s in self._steps):
             return
         try:
             if not self.record(size):
                 plain.add(name)
         except torch.OutOfMemoryError as error:
+            self._short.add(size)
             _log.warning("%s decodes without a graph of %d rows: %s", name, size, str(error)[:200])
 
     def arrays(self, job: Job) -> dict[str, AnyArray]:
@@ -140,9 +142,11 @@ class DecodeSteps:
         }
         return fixed | {"tables": padded(widened(plan.tables), job.tokens.size)}
 
-    def run(self, job: Job, sent: Sent) -> Tensor:
-        """→ logits [B, V], there until the lane's next step."""
-        step = self._step(job)
+    def run(self, sent: Sent) -> Tensor:
+        """→ logits [B, V], there until the lane's next step. By the recording that `sent` was made for,
+        whatever has been recorded since."""
+        rows = len(sent.arrays["tokens"])
+        step = next((step for step in self._steps if step.rows == rows), None)
         if step is None:
             return self._forward(sent.arrays, sent.arrays["tables"])
         tables = sent.arrays["tables"][:, : self._pages]

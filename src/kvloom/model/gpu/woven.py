@@ -63,12 +63,12 @@ class _Steps(DecodeSteps):
             sheet = self._mailbox.sheet(lengths, plan.tables, plan.page_map, plan.versions, first)
         return super().arrays(job) | sheet
 
-    def run(self, job: Job, sent: Sent) -> Tensor:
+    def run(self, sent: Sent) -> Tensor:
         if "away_step" in sent.arrays:
             self._mailbox.begin(sent.arrays)
         else:
             self._mailbox.rest()
-        return super().run(job, sent)
+        return super().run(sent)
 
 
 class WovenSteps:
