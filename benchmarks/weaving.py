@@ -16,19 +16,20 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
+from itertools import count
 from pathlib import Path
-from statistics import median
 
 from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks.engines import MODEL, ending, ready, spec_of
-from benchmarks.report import Cell, Finding, Report, this_machine
-from kvloom.core.load import ModelLoad, UnitLoad, Waits
+from benchmarks.report import Report
+from benchmarks.weaving_table import COLD, HOT, SHARE, VARIANTS, Found, Variant, told
+from kvloom.core.load import ModelLoad, UnitLoad
 from kvloom.core.request import StartGenerate
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, WeaveSpec
@@ -37,47 +38,13 @@ from kvloom.serve.component import Component
 from kvloom.serve.orders import EngineOrder
 from kvloom.serve.roles import ENGINE
 
-HOT, COLD = "hot", "cold"
 CORES = {HOT: 0, COLD: 1}
 WHOLE, BLOCK = 1 << 30, 16 << 10  # bytes
 PAGE, PAGE_BLOCKS = 32, 144  # tokens; of shape A
 PROMPT, OUTPUT, WARM = 32, 96, 12  # tokens; OUTPUT: of those that come and go
-SHARE = 0.45  # the paper's best
-QUARTER = 0.75  # away, where home holds a quarter
-LENT = 0.3
 PATIENCE = 120.0
 
 FRESH, PAUSE = 128, 0.5  # tokens of a fresh prompt, and seconds until the next
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """prompts: fresh ones come to the cold unit beside what it decodes. pool: the hot unit's part of the
-    blocks that its sequences, which come and go, need; 0 where all are of one age and there is room. rounds:
-    so many of the first that it is in."""
-
-    weave: WeaveSpec | None
-    prompts: bool = False
-    pool: float = 0.0
-    rounds: int = 99
-
-
-VARIANTS = {
-    "dedicated": Variant(None),
-    "control between iterations": Variant(
-        WeaveSpec(COLD, SHARE, LENT, control="iterations", split="none"), rounds=1
-    ),
-    "between operators": Variant(WeaveSpec(COLD, SHARE, LENT, split="none")),
-    "operators split": Variant(WeaveSpec(COLD, SHARE, LENT)),
-    "split for 2 %": Variant(WeaveSpec(COLD, SHARE, LENT, waits=0.02)),
-    "split for 1 %": Variant(WeaveSpec(COLD, SHARE, LENT, waits=0.01)),
-    "prompts at the cold one, dedicated": Variant(None, prompts=True, rounds=2),
-    "prompts at the cold one, woven": Variant(WeaveSpec(COLD, SHARE, LENT), prompts=True, rounds=2),
-    "the whole pool, dedicated": Variant(None, pool=1.0, rounds=2),
-    "a quarter of the pool, dedicated": Variant(None, pool=0.25),
-    "a quarter of the pool, woven": Variant(WeaveSpec(COLD, QUARTER, LENT), pool=0.25),
-}
-ALONE, HOST, OPERATORS, SPLIT, _, FINEST, PROMPTS, FED, WHOLE_POOL, FEW, WOVEN = VARIANTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +61,6 @@ class Effort:
 
 
 QUICK = Effort(rounds=1, tokens=12, seconds=3.0)
-
-
-@dataclass(slots=True)
-class Found:
-    """Of one variant, a number a round: milliseconds a token, tokens/s; waits of the last task or so."""
-
-    hot: list[float] = field(default_factory=list)
-    cold: list[float] = field(default_factory=list)
-    rate: list[float] = field(default_factory=list)
-    waits: list[Waits] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)  # part of the cold unit's time that tasks take
 
 
 @asynccontextmanager
@@ -158,14 +114,12 @@ async def busy(client: HttpEngineClient, sequences: int) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def fed(client: HttpEngineClient) -> AsyncIterator[None]:
+async def fed(client: HttpEngineClient, numbers: Iterator[int]) -> AsyncIterator[None]:
     """A prompt that nobody has seen, again and again, for one token each."""
 
     async def again() -> None:
-        seen = secrets.randbelow(1 << 20)
-        while True:
-            seen += 1
-            await one(client, f"p{seen}", 1000 + seen, 1, FRESH)
+        for number in numbers:
+            await one(client, f"p{number}", number, 1, FRESH)
             await asyncio.sleep(PAUSE)
 
     task = asyncio.create_task(again())
@@ -191,11 +145,13 @@ def steps(load: UnitLoad) -> ModelLoad:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The cold one, which goes on, and how to start a hot one."""
+    """The cold one, which goes on, and how to start a hot one. fresh: numbers of prompts that it has not
+    seen."""
 
     cold: HttpEngineClient
     folder: Path
     secret: str
+    fresh: Iterator[int] = field(default_factory=lambda: count(1000))
 
     @asynccontextmanager
     async def hot(self, weave: WeaveSpec | None, kv_bytes: int) -> AsyncIterator[HttpEngineClient]:
@@ -230,14 +186,14 @@ async def paced(units: Units, variant: Variant, effort: Effort, found: Found) ->
     async with AsyncExitStack() as stack:
         hot = await stack.enter_async_context(units.hot(weave, WHOLE))
         if variant.prompts:
-            await stack.enter_async_context(fed(units.cold))
-        count = effort.hot
-        tasks = [asyncio.create_task(one(hot, f"h{i}", i, 2 * OUTPUT)) for i in range(count)]
-        load = await until(hot, lambda load: steps(load).output_tokens_total >= count * WARM)
+            await stack.enter_async_context(fed(units.cold, units.fresh))
+        many = effort.hot
+        tasks = [asyncio.create_task(one(hot, f"h{i}", i, 2 * OUTPUT)) for i in range(many)]
+        load = await until(hot, lambda load: steps(load).output_tokens_total >= many * WARM)
         end = steps(load).decode_jobs_total + effort.tokens
         away = steps(load).away
-        if weave is not None and not 0.6 * SHARE < away / count < 1.4 * SHARE:
-            raise RuntimeError(f"{away} of {count} are away; want a part of about {SHARE}")
+        if weave is not None and not 0.6 * SHARE < away / many < 1.4 * SHARE:
+            raise RuntimeError(f"{away} of {many} are away; want a part of about {SHARE}")
         await span(units, hot, found, until(hot, lambda load: steps(load).decode_jobs_total >= end))
         for task in tasks:
             task.cancel()
@@ -261,66 +217,12 @@ async def measure(effort: Effort, console: Console) -> Report:
             units = Units(cold, Path(folder), secret)
             for turn in range(effort.rounds):
                 for name, variant in VARIANTS.items():
-                    if turn < variant.rounds:
+                    if variant.rounds is None or turn < variant.rounds:
                         console.print(f"round {turn + 1}: {name}")
                         measured = scarce if variant.pool else paced
                         await measured(units, variant, effort, found[name])
-    return told(found, effort)
-
-
-def told(found: dict[str, Found], effort: Effort) -> Report:
-    columns = ["", "hot, ms a token", "cold, ms a token", "hot tokens/s", "wait, µs", "by the model"]
-    return Report(
-        name="weaving",
-        title=f"Weaving: {effort.hot} hot sequences, {effort.cold} cold ones, medians of {effort.rounds}",
-        columns=[*columns, "stall, µs", "by the model", "task, µs", "parts", "tasks, % of the cold core"],
-        rows=[_row(name, one) for name, one in found.items()],
-        findings=_findings(found),
-        machine=this_machine(),
-        raw={name: {"hot": one.hot, "cold": one.cold, "rate": one.rate} for name, one in found.items()},
-    )
-
-
-def _of(waits: list[Waits], name: str) -> float:
-    """Microseconds."""
-    return 1e6 * median(float(getattr(one, name)) for one in waits)
-
-
-def _row(name: str, found: Found) -> list[Cell]:
-    row: list[Cell] = [name, median(found.hot), median(found.cold), median(found.rate)]
-    if not found.waits:
-        return [*row, *[None] * 7]
-    names = ("wait", "expected_wait", "stall", "expected_stall", "service")
-    parts = max(one.parts for one in found.waits)
-    return [*row, *(_of(found.waits, name) for name in names), parts, 100 * median(found.busy)]
-
-
-def _findings(found: dict[str, Found]) -> list[Finding]:
-    hot = {name: median(one.hot) for name, one in found.items()}
-    cold = {name: median(one.cold) for name, one in found.items()}
-    rate = {name: median(one.rate) for name, one in found.items()}
-    return [
-        Finding(what="hot, operators against iterations", value=hot[HOST] / hot[OPERATORS], least=3),
-        Finding(what="hot, split against operators", value=hot[OPERATORS] / hot[SPLIT], least=1.05),
-        Finding(what="hot, split for 1 % against operators", value=hot[OPERATORS] / hot[FINEST]),
-        Finding(what="cold, split against dedicated", value=cold[SPLIT] / cold[ALONE], most=1.1),
-        Finding(what="hot, split against dedicated", value=hot[SPLIT] / hot[ALONE]),
-        Finding(what="prompts at the cold one, hot, woven against dedicated", value=hot[FED] / hot[PROMPTS]),
-        Finding(what="prompts at the cold one, cold, the same", value=cold[FED] / cold[PROMPTS]),
-        Finding(what="quarter of the pool, hot tokens/s", value=rate[WOVEN] / rate[FEW], least=1.4),
-        Finding(what="quarter of the pool, cold", value=cold[WOVEN] / cold[FEW], most=1.15),
-        Finding(what="the same, against the whole pool, dedicated", value=cold[WOVEN] / cold[WHOLE_POOL]),
-        *(
-            Finding(
-                what=f"wait by the model against measured, {name}",
-                value=_of(one.waits, "expected_wait") / _of(one.waits, "wait"),
-                least=0.8,
-                most=1.2,
-            )
-            for name, one in found.items()
-            if one.waits and name != HOST
-        ),
-    ]
+    title = f"Weaving: {effort.hot} hot sequences, {effort.cold} cold ones, medians of {effort.rounds}"
+    return told(found, title)
 
 
 def main() -> None:

@@ -101,13 +101,3 @@ def test_a_gap_counts_by_its_share_of_the_time() -> None:
     assert conditional_wait(LLAMA, 20, gap) == pytest.approx(20 + sum(beyond) / len(beyond), rel=0.02)
     assert expected_stall([4.0], 0, Gap(4.0, 100.0)) == 2.0  # no wake takes longer than the gap
     assert expected_stall([4.0], 0, Gap(12.0, 0.0)) == 0.5  # somebody is there at once
-
-
-@given(time=st.floats(0.1, 100), items=st.integers(1, 50), parts=st.integers(1, 60))
-def test_parts_are_as_even_as_items_allow(time: float, items: int, parts: int) -> None:
-    pieces = cut([time], [parts], [items])
-    whole = pieces * items / time
-    assert len(pieces) == min(items, parts)
-    assert whole == pytest.approx(whole.round())
-    assert whole.max() - whole.min() < 1.5
-    assert pieces.sum() == pytest.approx(time)

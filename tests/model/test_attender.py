@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvloom.core.errors import Unavailable
 from kvloom.kernels import reference
+from kvloom.model.weaving import polling
 from kvloom.model.weaving.attender import Attender
 from tests.transport.loans import (
     BLOCKS,
@@ -119,6 +120,42 @@ def test_forwards_poll_while_tasks_come_and_a_while_longer() -> None:
         task = loan.tasks.post(0, np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32), 1.0, 0, 0.0)
         loan.tasks.collect(task, np.empty((1, HEADS, GEOMETRY.head_dim), np.float32))
         assert [attender.lively() for _ in range(70)] == [True] * 63 + [False] * 7
+
+
+def test_no_task_is_slept_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While forwards that look begin and end at any time, on two threads: a task that comes between them
+    wakes the thread, which else would sleep for much longer than it is waited for."""
+    monkeypatch.setattr(polling, "_SLICE", 60.0)
+    over = threading.Event()
+    with attending() as (made, attender, _):
+
+        def works(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            while not over.is_set():
+                with attender.polled():
+                    for _ in range(rng.integers(0, 3)):
+                        attender.poll()
+                time.sleep(float(rng.choice([0.0, 0.0, 0.001])))
+
+        threads = [threading.Thread(target=works, args=(seed,)) for seed in (1, 2)]
+        for thread in threads:
+            thread.start()
+        try:
+            loan = borrowed(made.lending.loan, patience=20.0)
+            qkv, out = (
+                np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32),
+                np.empty((1, HEADS, 8), np.float32),
+            )
+            for turn in range(600):
+                if turn == 300:
+                    over.set()  # from here on there is the thread alone
+                begin(loan, [3])
+                loan.tasks.collect(loan.tasks.post(0, qkv, 1.0, 0, 0.0), out)
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        assert attender.waits().tasks_total == 600
 
 
 def test_a_borrower_that_forges_loses_the_loan() -> None:

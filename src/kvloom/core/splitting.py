@@ -104,14 +104,7 @@ def split(
     return parts
 
 
-def cut(times: Sequence[float], parts: Sequence[int] | I64, items: Sequence[int] | I64 | None = None) -> F64:
-    """The times of all parts. items: of each operator, where it can only be cut between these, all as long:
-    parts are then as even as they allow, some of them longer by one item than the others."""
-    whole, counts = np.asarray(times, np.float64), np.asarray(parts, np.int64)
-    if items is None:
-        return np.repeat(whole / counts, counts)
-    of = np.asarray(items, np.int64)
-    counts = np.minimum(counts, of)
-    fewer, more = np.divmod(of, counts)
-    one = whole / of
-    return np.concatenate([np.repeat(one * fewer, counts - more), np.repeat(one * (fewer + 1), more)])
+def cut(times: Sequence[float], parts: Sequence[int] | I64) -> F64:
+    """The times of all parts."""
+    counts = np.asarray(parts, np.int64)
+    return np.repeat(np.asarray(times, np.float64) / counts, counts)

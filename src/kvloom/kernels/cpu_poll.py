@@ -35,9 +35,10 @@ class PollArguments(ctypes.Structure):
     them, in nanoseconds; busy: nanoseconds for all. stamp: where in a note it says when it was posted.
     k_bytes and v_bytes: from q to k and to v. futex: the system call's number.
 
-    working: forwards that look for tasks; resting: 1 while a thread sleeps until one comes. since: when the
-    last of these forwards ended, 0 before; gaps: nanoseconds in which there was none, less what tasks took of
-    it; awake, woken: what was waited for until the thread was there, and how often."""
+    working: forwards that look for tasks; resting: 1 while a thread sleeps until one comes. since, until:
+    when the last gap without such a forward began, and ended, 0 where it has not; served: `busy` when it
+    began; gaps: nanoseconds of all, less what tasks took of them; met, delay: tasks that were posted in one,
+    and what they waited for until they were found, by whomever."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("lock", "posted", "left", "finished", "waiting", "asleep")),
@@ -46,7 +47,8 @@ class PollArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("map", "map_layer", "sheet", "task", "host", "clock", "futex")),
         *((name, ctypes.c_int64) for name in ("iteration", "closed", "rows", "done")),
         *((name, ctypes.c_int64) for name in ("tasks", "kept", "waits", "services", "busy")),
-        *((name, ctypes.c_int64) for name in ("working", "resting", "since", "gaps", "awake", "woken")),
+        *((name, ctypes.c_int64) for name in ("working", "resting", "since", "until", "served", "gaps")),
+        *((name, ctypes.c_int64) for name in ("met", "delay")),
     ]
 
 
@@ -79,9 +81,17 @@ def _signed(word):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def waited(p, note, until):  # type: ignore[no-untyped-def]
+def _waited(p, note, found):  # type: ignore[no-untyped-def]
     """Nanoseconds from a note's stamp, which anybody may have written."""
-    return min(_MOST, max(0, until - observe(note + p.stamp)))
+    posted = observe(note + p.stamp)
+    wait = min(_MOST, max(0, found - posted))
+    if posted >= p.since and (p.until == 0 or posted < p.until):
+        if p.met == p.kept:  # the older count half
+            p.met //= 2
+            p.delay //= 2
+        p.met += 1
+        p.delay += wait
+    return wait
 
 
 @njit(inline="never")
@@ -99,7 +109,7 @@ def _do(p, note, slot, layer, found):  # type: ignore[no-untyped-def]
     task.done = 0
     attend(task, p.task)
     at = p.tasks % p.kept
-    carray(pointer_at(p.waits), p.kept, np.int64)[at] = waited(p, note, found)
+    carray(pointer_at(p.waits), p.kept, np.int64)[at] = _waited(p, note, found)
     carray(pointer_at(p.services), p.kept, np.int64)[at] = nanoseconds(p.clock) - found
     p.tasks += 1
     p.done = (p.done + 1) & MASK
@@ -153,14 +163,6 @@ def look_for_task(address):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def look_when_due(poll, taken, items, parts):  # type: ignore[no-untyped-def]
-    """After `taken` of `items`: look if one of `parts` parts has ended with it; 0 parts are never looked
-    after."""
-    if taken * parts // items != (taken - 1) * parts // items:
-        look_for_task(poll)
-
-
-@njit(inline="never")
 def busy(address):  # type: ignore[no-untyped-def]
     """Nanoseconds that tasks have taken."""
     return carray(pointer_at(address), 1, _POLL)[0].busy
@@ -172,9 +174,9 @@ def enter(address, clock):  # type: ignore[no-untyped-def]
     p = carray(pointer_at(address), 1, _POLL)[0]
     if fetch_add(address + _WORKING, 1) == 0:
         exchange(p.asleep, 0)
+        p.until = nanoseconds(clock)
         if p.since != 0:
-            p.gaps += max(0, nanoseconds(clock) - p.busy - p.since)
-            p.since = 0
+            p.gaps += max(0, p.until - p.since - (p.busy - p.served))
     look_for_task(address)
 
 
@@ -184,11 +186,61 @@ def leave(address, clock):  # type: ignore[no-untyped-def]
     forward works, or this one that it sleeps, because both exchange before they look."""
     p = carray(pointer_at(address), 1, _POLL)[0]
     look_for_task(address)
-    if fetch_add(address + _WORKING, -1) == 1:
-        p.since = nanoseconds(clock) - p.busy
-        if observe(address + _RESTING) != 0:
-            exchange(p.asleep, 1)
-            look_for_task(address)
+    if observe(address + _WORKING) == 1:
+        p.since, p.until, p.served = nanoseconds(clock), 0, p.busy
+    if fetch_add(address + _WORKING, -1) == 1 and observe(address + _RESTING) != 0:
+        exchange(p.asleep, 1)
+        look_for_task(address)
+
+
+class LookArguments(ctypes.Structure):
+    """Of one step, for the thread that looks. pieces [most]: nanoseconds from each look to the next, less
+    what tasks took of them; `count` are there. last, before: when it looked, and what they had taken by then.
+    clock: 16 bytes."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("poll", "pieces", "most", "count", "last", "before")),
+        ("clock", ctypes.c_int64 * 2),
+    ]
+
+
+_LOOK = np.dtype(LookArguments)
+_CLOCK = LookArguments.clock.offset
+
+
+@njit(inline="never")
+def start(address):  # type: ignore[no-untyped-def]
+    """The step begins. address: of LookArguments, in what follows too."""
+    a = carray(pointer_at(address), 1, _LOOK)[0]
+    enter(a.poll, address + _CLOCK)
+    a.count = 0
+    a.last, a.before = nanoseconds(address + _CLOCK), busy(a.poll)
+
+
+@njit(inline="never")
+def look(address):  # type: ignore[no-untyped-def]
+    """Between two parts."""
+    a = carray(pointer_at(address), 1, _LOOK)[0]
+    now, others = nanoseconds(address + _CLOCK), busy(a.poll)
+    if a.count < a.most:
+        carray(pointer_at(a.pieces), a.most, np.int64)[a.count] = now - a.last - (others - a.before)
+        a.count += 1
+    a.last, a.before = now, others
+    look_for_task(a.poll)
+
+
+@njit(inline="never")
+def finish(address):  # type: ignore[no-untyped-def]
+    """The step is over."""
+    leave(carray(pointer_at(address), 1, _LOOK)[0].poll, address + _CLOCK)
+
+
+@njit(inline="never")
+def look_when_due(address, taken, items, parts):  # type: ignore[no-untyped-def]
+    """After `taken` of `items`, but for the last: look if one of `parts` parts has ended with it. 0 parts are
+    never looked after."""
+    if taken < items and taken * parts // items != (taken - 1) * parts // items:
+        look(address)
 
 
 class PollOnce(ctypes.Structure):

@@ -17,7 +17,7 @@ from numba import carray, njit
 
 from kvloom.kernels.cpu_ask import collect, post, resumed_at
 from kvloom.kernels.cpu_attention import ALL, AttentionArguments, advance, begin, room_of, tokens_of
-from kvloom.kernels.cpu_poll import busy, enter, leave, look_for_task, nanoseconds
+from kvloom.kernels.cpu_poll import LookArguments, finish, look, start
 from kvloom.kernels.cpu_stages import gated, normalise, plain_head, product, wait
 from kvloom.kernels.panels import PANEL
 from kvloom.kernels.parallel import kernel
@@ -53,16 +53,16 @@ class StepArguments(ctypes.Structure):
     """Addresses and sizes. Rows of x, qkv, mixed, inner and logits are their `_row` bytes apart, and all but
     mixed have room for whole panels. plain: the head's weight [V, K] where it is not in panels, else 0.
 
-    ask: the AskArguments, or 0 where no row is away; poll: the PollArguments, or 0 where no tasks come.
-    parts [OPERATORS · depth + 1]: those of each stage, the last the head. times, as long, and 5 words more:
-    nanoseconds that they took in the thread that looks."""
+    ask: the AskArguments, or 0 where no row is away; poll: the LookArguments, or 0 where no tasks come. Of
+    each stage, the last the head: parts [OPERATORS · depth + 1], and ends, as long, the pieces that there are
+    when it is over."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("counters", "layers", "attention", "depth", "rows", "size")),
         *((name, ctypes.c_int64) for name in ("tokens", "embedding", "x", "x_row", "qkv", "qkv_row")),
         *((name, ctypes.c_int64) for name in ("mixed", "mixed_row", "inner", "inner_row")),
         *((name, ctypes.c_int64) for name in ("kept", "kept_rows", "logits", "logits_row", "plain", "vocab")),
-        *((name, ctypes.c_int64) for name in ("ask", "poll", "parts", "times", "threads")),
+        *((name, ctypes.c_int64) for name in ("ask", "poll", "parts", "ends", "threads")),
         ("norm", NormArguments),
         ("head", LinearArguments),
     ]
@@ -70,6 +70,7 @@ class StepArguments(ctypes.Structure):
 
 _LAYER = np.dtype(LayerArguments)
 _ATTENTION = np.dtype(AttentionArguments)
+_LOOK = np.dtype(LookArguments)
 _ATTENTION_BYTES = ctypes.sizeof(AttentionArguments)
 
 
@@ -83,30 +84,12 @@ def _parts(s, poll, stage):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def _clock(s):  # type: ignore[no-untyped-def]
-    """16 bytes of the thread that looks."""
-    return s.times + (OPERATORS * s.depth + 3) * 8
-
-
-@njit(inline="never")
-def _begin(s, poll):  # type: ignore[no-untyped-def]
-    if poll != 0:
-        enter(poll, _clock(s))
-        stages = OPERATORS * s.depth + 1
-        last = carray(pointer_at(s.times), stages + 5, np.int64)
-        last[stages], last[stages + 1] = nanoseconds(_clock(s)), busy(poll)
-
-
-@njit(inline="never")
 def _after(s, poll, stage):  # type: ignore[no-untyped-def]
-    """A stage is over: note how long it took, less what was done for others in it."""
+    """A stage is over."""
     if poll != 0:
-        look_for_task(poll)
-        stages = OPERATORS * s.depth + 1
-        times = carray(pointer_at(s.times), stages + 5, np.int64)
-        now, others = nanoseconds(_clock(s)), busy(poll)
-        times[stage] = now - times[stages] - (others - times[stages + 1])
-        times[stages], times[stages + 1] = now, others
+        look(poll)
+        ends = carray(pointer_at(s.ends), OPERATORS * s.depth + 1, np.int64)
+        ends[stage] = carray(pointer_at(poll), 1, _LOOK)[0].count
 
 
 @njit(inline="never")
@@ -127,8 +110,8 @@ def _attend(turn, counters, poll, parts):  # type: ignore[no-untyped-def]
     place = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
     tokens, part = tokens_of(turn), 1
     begin(place)
-    while advance(turn, counters, place, ALL if parts == 0 else max(part, tokens * part // parts)):
-        look_for_task(poll)
+    while advance(turn, counters, place, ALL if part >= parts else max(part, tokens * part // parts)):
+        look(poll)
         part += 1
     wait(counters, turn.batch * turn.spans)
     scratch[0] = 0
@@ -211,10 +194,11 @@ def step(pointer):  # type: ignore[no-untyped-def]
     normal = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
     sums = normal + most * s.x_row
     poll = s.poll if s.poll != 0 and fetch_add(s.counters + FIRST, 1) == 0 else 0
-    _begin(s, poll)
+    if poll != 0:
+        start(poll)
     _embed(s, s.counters)
     if _layers(s, normal, sums, poll):
         _head(s, normal, s.counters + (1 + s.depth * STAGES) * COUNTERS * 8, sums, poll)
     if poll != 0:
-        leave(poll, _clock(s))
+        finish(poll)
     scratch[0] = 0  # numba frees an array after its last use, and addresses are none

@@ -5,14 +5,13 @@ import ctypes
 import numpy as np
 from numba import carray, njit
 
-from kvloom.kernels.cpu_poll import MASK, PollArguments, look_for_task, nanoseconds, waited
+from kvloom.kernels.cpu_poll import PollArguments, look_for_task, nanoseconds
 from kvloom.kernels.parallel import kernel
 from kvloom.kernels.signals import acquire, exchange, release, sleep
 from kvloom.kernels.vector import fetch_add, observe, pointer_at
 
 _POLL = np.dtype(PollArguments)
 _WORKING, _RESTING = PollArguments.working.offset, PollArguments.resting.offset
-_KEPT = 512  # after so many wakes the older count half
 
 
 class WatchArguments(ctypes.Structure):
@@ -37,20 +36,6 @@ def _rest(address, limit):  # type: ignore[no-untyped-def]
     release(p.asleep, 0)
 
 
-@njit(inline="never")
-def _serve(address, clock):  # type: ignore[no-untyped-def]
-    """Note how long the task has waited for this thread to be there, and do it."""
-    p = carray(pointer_at(address), 1, _POLL)[0]
-    if (acquire(p.posted) - p.done) & MASK == 1:
-        if p.woken == _KEPT:
-            p.woken //= 2
-            p.awake //= 2
-        note = p.notes + (p.done & (p.slots - 1)) * p.note_bytes
-        p.awake += waited(p, note, nanoseconds(clock))
-        p.woken += 1
-    look_for_task(address)
-
-
 @kernel(WatchArguments)
 def watch(pointer):  # type: ignore[no-untyped-def]
     """Until the time is over, the borrower has left, or the loan has ended."""
@@ -60,4 +45,4 @@ def watch(pointer):  # type: ignore[no-untyped-def]
     while nanoseconds(a.clock) < due and p.closed == 0 and acquire(p.left) == 0:
         _rest(a.poll, a.limit)
         if observe(a.poll + _WORKING) == 0:
-            _serve(a.poll, a.clock)
+            look_for_task(a.poll)

@@ -120,7 +120,7 @@ class TorchExecutor:
         if attender is None or not (attender.launches or attender.lively()):
             return self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
         if attender.launches:
-            with attender.polled():
+            with attender.operator():
                 return self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
         state = PolledState(job.plan, self._views[job.model], attender, attender.split(job.model))
         try:

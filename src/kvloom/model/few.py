@@ -141,8 +141,8 @@ class FewRows:
         call.inner, call.inner_row = inner.data_ptr(), inner.stride(0) * 4
         call.logits, call.logits_row = logits.data_ptr(), logits.stride(0) * 4
         if split is not None:
-            call.poll, call.threads = split.poll, threads
-            call.parts, call.times = split.parts.ctypes.data, split.times.ctypes.data
+            call.poll, call.threads = split.address, threads
+            call.parts, call.ends = split.parts.ctypes.data, split.ends.ctypes.data
         if asking is not None:
             call.ask = asking.enter()
         step(call, threads)

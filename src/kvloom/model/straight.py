@@ -46,7 +46,7 @@ class Straight:
         if state.decode and few is not None and few.takes(tokens, kept):
             split = state.polled
             if split is not None:
-                split.begin(few.limits(state.lengths, state.arena.shape[2], threads))
+                split.begin(few.limits(state.lengths, state.arena.shape[2], threads), threads)
             now = turns.of_forward(self._turns, state, cos, sin, threads)
             logits = few(tokens, kept, now, threads, split, state.asking)
             for layer in self._parts.layers:

@@ -52,8 +52,8 @@ class TaskSender:
         self._patience = patience
         self._memory = _mapped(peer, place)
         self.form = self._memory.form
-        self._spent: I64 = np.zeros(self.form.layers + 2, np.int64)  # by layer; two for the clock
-        self.record = _record(self._memory, self._spent)
+        self.spent: I64 = np.zeros(self.form.layers + 2, np.int64)  # by layer; two for the clock
+        self.record = _record(self._memory, self.spent)
         self._iteration = START
         self._rows = 0
         self._begun = 0.0  # the iteration
@@ -111,10 +111,11 @@ class TaskSender:
         """Wait for a task's output, into out [B, heads, D]. Raises Unavailable where the lender is gone,
         gives up, or takes longer than is waited for."""
         memory = self._memory
-        due = time.monotonic() + self._patience
-        if self.record.paused == NOWHERE:  # else the kernel has noted it
+        due, looks = time.monotonic() + self._patience, 0
+        if self.record.paused == NOWHERE:  # else the kernel has looked, and noted the time
+            looks = self.record.spins
             self._meanwhile.take((time.monotonic_ns() - self.record.went) / 1e9)
-        done = memory.done.spin((task - 1) & MASK, _SPINS)
+        done = memory.done.spin((task - 1) & MASK, looks)
         while not self._is_done(task, done):
             self._refuse_over()
             self._peer.refuse_gone()
@@ -129,8 +130,9 @@ class TaskSender:
 
     def settle(self, layers: int) -> None:
         """A kernel has posted and collected the tasks of so many layers."""
-        for spent in self._spent[:layers].tolist():
-            self._meanwhile.take(spent / 1e9)
+        for spent in self.spent[:layers].tolist():
+            if spent:
+                self._meanwhile.take(spent / 1e9)
 
     def close(self) -> None:
         """Tell the lender that no more comes."""

@@ -50,6 +50,7 @@ class Asking:
         record = self.tasks.record
         record.rows, record.first, record.lost = self.count, self.home, self.lost is not None
         record.paused, record.resume, record.refused = NOWHERE, NOWHERE, 0
+        self.tasks.spent[:] = 0
         return ctypes.addressof(record)
 
     @property

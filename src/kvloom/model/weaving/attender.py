@@ -116,6 +116,14 @@ class Attender:
         finally:
             self.leave()
 
+    @contextmanager
+    def operator(self) -> Iterator[None]:
+        """A forward that does not poll: all of it is one operator, before and after which there is a look."""
+        with self.polled():
+            began, busy = time.monotonic_ns(), self.busy
+            yield
+            self.landed(np.array([max(0, time.monotonic_ns() - began - (self.busy - busy)) / 1e9]))
+
     def waits(self) -> Waits:
         """How long the last tasks have waited, and how long by the model they should have."""
         served, ahead = self._polling.served(), self._ahead()
@@ -136,7 +144,7 @@ class Attender:
         )
 
     def _gap(self) -> Gap:
-        """Between the last forwards; where there were none there is nothing else."""
+        """Between the last forwards; where there were none it is all of the time, however long."""
         gaps = tuple(self._gaps)
         return Gap(gaps[-1] - gaps[0] if self._recent else 1.0, self._polling.wake)
 

@@ -46,7 +46,7 @@ class Polling:
         self._arena = arena
         self._host = _Host(check)
         self._words = np.zeros(9, np.int64)  # the lock; three clocks; how long to sleep
-        self._words[7:] = 0, int(_SLICE * 1e9)
+        self._words[7:] = divmod(int(_SLICE * 1e9), 10**9)
         self._lock = Word(self._words.ctypes.data)
         self._waits: I64 = np.zeros(_KEPT, np.int64)
         self._services: I64 = np.zeros(_KEPT, np.int64)
@@ -209,13 +209,13 @@ class Polling:
 
     @property
     def gaps(self) -> float:
-        """Seconds in which no forward looked for tasks, ever, less what tasks took of it."""
+        """Seconds in which no forward looked for tasks, ever, less what tasks took of them."""
         return float(self.record.gaps) / 1e9
 
     @property
     def wake(self) -> float:
-        """Seconds until the thread that sleeps then is at a task, on average; 0 where nobody knows."""
-        return self.record.awake / self.record.woken / 1e9 if self.record.woken else 0.0
+        """Seconds until a task that comes then is found, on average; 0 where nobody knows."""
+        return self.record.delay / self.record.met / 1e9 if self.record.met else 0.0
 
 
 def _sheet(mailbox: Mailbox, receiver: TaskReceiver, own: Sheet) -> SheetArguments:

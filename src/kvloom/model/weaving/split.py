@@ -3,12 +3,14 @@ less (Weaver, section 4.2)."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvloom.core.arrays import F64, I64
-from kvloom.core.splitting import Rule, cut, split
+from kvloom.core.splitting import Rule, split
+from kvloom.kernels.cpu_poll import LookArguments
 
 _AGAIN = 32  # steps after which the plan is made anew
 _NEW = 0.1  # weight of a step in the mean of an operator's time
@@ -16,13 +18,14 @@ _FEWEST = 32  # rows of a run: fewer would have the weights read too often
 
 
 class Split:
-    """Of one model's forwards. Operators are the step kernel's stages. parts [S]: of each; times [S + 5]:
-    what the kernel measures, in nanoseconds, and room for its clock."""
+    """Of one model's forwards. Operators are the step kernel's stages. parts [S]: of each. The kernel says
+    what each part took: `pieces`, in nanoseconds, of which ends [S] are there after each operator."""
 
     def __init__(self, poll: int, rule: Callable[[], Rule | None], landed: Callable[[F64], None]) -> None:
         """poll: the address of the loan's PollArguments. rule: None while nothing is to be split. landed:
         called after each step with the times of all parts, in seconds."""
-        self.poll = poll
+        self.record = LookArguments(poll=poll)
+        self.address = ctypes.addressof(self.record)
         self._rule = rule
         self._landed = landed
         self._means: list[float] = []
@@ -31,7 +34,8 @@ class Split:
         self._longest = 0.0  # seconds a row, of the longest product of forwards that go layer by layer
         self._runs = 1  # of the last such forward
         self.parts: I64 = np.ones(0, np.int64)
-        self.times: I64 = np.zeros(0, np.int64)
+        self.ends: I64 = np.zeros(0, np.int64)
+        self.pieces: I64 = np.zeros(0, np.int64)
 
     def runs(self, rows: int) -> int:
         """Into how many runs of rows a forward of many, which goes layer by layer, cuts its products: so many
@@ -48,17 +52,23 @@ class Split:
         self._longest = longest * self._runs / rows
         self._landed(np.array(times))
 
-    def begin(self, limits: Sequence[int]) -> None:
-        """A step of operators that can have so many parts each."""
+    def begin(self, limits: Sequence[int], threads: int = 1) -> None:
+        """A step of operators that can have so many parts each, of which the thread that looks may do all,
+        and looks `threads` times as often then."""
         self._limits = limits
         if len(self.parts) != len(limits):
             self.parts = np.ones(len(limits), np.int64)
-            self.times = np.zeros(len(limits) + 5, np.int64)
+            self.ends = np.zeros(len(limits), np.int64)
             self._means = []
+        most = int(self.parts.sum()) * threads
+        if most > len(self.pieces):
+            self.pieces = np.zeros(2 * most, np.int64)
+        self.record.pieces, self.record.most = self.pieces.ctypes.data, len(self.pieces)
 
     def end(self) -> None:
         """The step has ended. Now and then its operators are split anew."""
-        took: list[float] = (np.maximum(self.times[: len(self.parts)], 0) / 1e9).tolist()
+        pieces = np.maximum(self.pieces[: self.ends[-1]], 0) / 1e9
+        took: list[float] = np.diff(np.append(0.0, pieces.cumsum())[self.ends], prepend=0.0).tolist()
         means = self._means or took
         self._means = [(1 - _NEW) * mean + _NEW * new for mean, new in zip(means, took, strict=True)]
         self._left -= 1
@@ -66,4 +76,4 @@ class Split:
             self._left = _AGAIN
             rule = self._rule()
             self.parts[:] = split(self._means, *rule, self._limits) if rule else 1
-        self._landed(cut(took, self.parts, self._limits))
+        self._landed(pieces)
