@@ -71,7 +71,7 @@ class NullExecutor:
         self.geometries = {name: _geometry(shape) for name, shape in shapes.items()}
         self.blocks = blocks
         self.compute = compute
-        self.stride = 1
+        self.stride, self.ahead = 1, 0
         self._clockwork = clockwork or Clockwork()
         self._period = period
         self._due = 0.0
