@@ -15,7 +15,7 @@ from kvloom.core.geometry import Geometry
 from kvloom.core.job import Job, JobResult
 from kvloom.core.priority import Level
 from kvloom.core.request import ModelCard, StartGenerate, TokenLogprob
-from kvloom.core.spec import EngineSpec, ModelSpec, Policy
+from kvloom.core.spec import EngineSpec, ModelSpec, Policy, Quotas
 from kvloom.core.transport import Transport
 from kvloom.core.weaving import Weaver
 from kvloom.engine.engine import Engine
@@ -164,6 +164,7 @@ def engine_over(
     chunk_tokens: int = 16,
     priorities: tuple[Level, ...] = (),
     weaver: Weaver | None = None,
+    quotas: Quotas = "adaptive",
 ) -> Engine:
     models = tuple(
         ModelSpec(name=model, path="/nowhere", rate=(rates or {}).get(model, 1.0)) for model in executor.cards
@@ -178,6 +179,7 @@ def engine_over(
         chunk_tokens=chunk_tokens,
         threads=executor.compute,
         priorities=priorities,
+        quotas=quotas,
     )
     transport = transport or Plane().join("alone", executor)
     return Engine(executor, transport, spec, clock or JobClock(executor), weaver)

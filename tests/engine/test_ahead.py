@@ -237,3 +237,30 @@ def test_steps_go_on_beside_a_prefill() -> None:
     for body, answer in zip(bodies, answers, strict=True):
         check(executor, body, answer, whole=True)
     assert executor.beside > 0
+
+
+def test_walls_hold_for_the_blocks_of_steps_to_come() -> None:
+    """Two sequences that together outgrow their model's share of the pool, while the rest of it is free."""
+    bodies = [order("r", "wide", 8, max_tokens=20), order("other", "wide", 8, max_tokens=20)]
+    executor = AheadExecutor(120, 32, 0)
+    most: list[int] = []
+
+    async def main() -> list[Answer]:
+        engine = engine_over(executor, quotas="fixed")
+
+        async def look() -> None:
+            while True:
+                await turns(1)
+                wide = (await engine.load()).models["wide"]
+                most.append(wide.used_blocks - wide.quota_blocks)
+
+        async with modelled(engine, executor):
+            looking = asyncio.create_task(look())
+            answers = await asyncio.gather(*(ask(engine, body) for body in bodies))
+            looking.cancel()
+            return answers
+
+    for body, answer in zip(bodies, asyncio.run(main()), strict=True):
+        check(executor, body, answer, whole=True)
+    assert executor.longest > 1
+    assert max(most) <= 0
