@@ -23,9 +23,11 @@ from tests.sim.breakers import ShortWire
 
 def test_300_seeds_keep_the_laws() -> None:
     counts: Counter[str] = Counter()
+    moved: Counter[str] = Counter()  # by pairs, in runs with each of these
     for verdict in verdicts(range(300), jobs=2):
         assert not verdict.broken, (verdict.seed, *map(str, verdict.broken))
         counts.update(verdict.counts)
+        moved.update(dict.fromkeys(verdict.counts, verdict.counts["moved by pairs"]))
     for what in (
         "requests ended", "requests failed", "requests left", "requests lost", "jobs failed", "calls harmed",
         "engines killed", "engines stopped", "gateways lost", "programs switched", "orders",
@@ -34,6 +36,8 @@ def test_300_seeds_keep_the_laws() -> None:
         assert counts[what] > 20, what
     assert min(counts["units started"], counts["units ended"]) > 10
     assert counts["moved by pairs"] > 200
+    for beside in ("calls harmed", "engines killed", "gateways lost", "units started"):
+        assert moved[beside] > 15, beside
     assert counts["requests ended"] > counts["requests failed"]
 
 

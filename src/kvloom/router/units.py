@@ -70,7 +70,7 @@ class Units(Mapping[str, Unit]):
         if asked:
             await asyncio.wait(asked.values(), timeout=REPORT_SECONDS)
         for unit, task in asked.items():
-            if task.done():
+            if task.done() and self._asked.get(unit) is task:
                 self._said[unit] = None if task.cancelled() else task.result()
         return {unit.name: load for unit in asked if (load := self._said.get(unit))}
 
@@ -110,7 +110,6 @@ class Units(Mapping[str, Unit]):
         self._unwatch(name)
         del self._units[name]
         self._lost(unit)
-        self._said.pop(unit, None)
         if asked := self._asked.pop(unit, None):
             asked.cancel()
         unit.gone("removed")
@@ -159,4 +158,5 @@ class Units(Mapping[str, Unit]):
 
     def _lost(self, unit: Unit) -> None:
         self._index.forget(unit.name)
+        self._said.pop(unit, None)
         unit.report.forget()

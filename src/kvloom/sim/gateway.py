@@ -82,8 +82,9 @@ class Gateway:
         self._gone = True
         for wire in self.wires.values():
             wire.cut()
+        tasks = self._crew.dismiss()
         await self.roster.__aexit__(None, None, None)
-        if tasks := self._crew.dismiss():
+        if tasks:
             await asyncio.wait(tasks)
         await self.close()
 
