@@ -174,9 +174,10 @@ def enter(address, clock):  # type: ignore[no-untyped-def]
     p = carray(pointer_at(address), 1, _POLL)[0]
     if fetch_add(address + _WORKING, 1) == 0:
         exchange(p.asleep, 0)
-        p.until = nanoseconds(clock)
-        if p.since != 0:
-            p.gaps += max(0, p.until - p.since - (p.busy - p.served))
+        if p.until == 0:
+            p.until = nanoseconds(clock)
+            if p.since != 0:
+                p.gaps += max(0, p.until - p.since - (p.busy - p.served))
     look_for_task(address)
 
 
@@ -186,11 +187,13 @@ def leave(address, clock):  # type: ignore[no-untyped-def]
     forward works, or this one that it sleeps, because both exchange before they look."""
     p = carray(pointer_at(address), 1, _POLL)[0]
     look_for_task(address)
-    if observe(address + _WORKING) == 1:
-        p.since, p.until, p.served = nanoseconds(clock), 0, p.busy
-    if fetch_add(address + _WORKING, -1) == 1 and observe(address + _RESTING) != 0:
+    if fetch_add(address + _WORKING, -1) != 1:
+        return
+    if observe(address + _RESTING) != 0:
         exchange(p.asleep, 1)
         look_for_task(address)
+    if observe(address + _WORKING) == 0:  # numbers alone: who comes in between makes them a little wrong
+        p.since, p.served, p.until = nanoseconds(clock), p.busy, 0
 
 
 class LookArguments(ctypes.Structure):

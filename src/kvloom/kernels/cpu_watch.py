@@ -30,7 +30,7 @@ def _rest(address, limit):  # type: ignore[no-untyped-def]
         exchange(p.asleep, 1)
     else:
         seen = acquire(p.posted)
-    if acquire(p.left) == 0:
+    if acquire(p.left) == 0 and p.closed == 0:
         sleep(p.futex, p.posted, seen, limit)
     fetch_add(address + _RESTING, -1)
     release(p.asleep, 0)

@@ -144,9 +144,9 @@ class Attender:
         )
 
     def _gap(self) -> Gap:
-        """Between the last forwards; where there were none it is all of the time, however long."""
+        """Between the last forwards."""
         gaps = tuple(self._gaps)
-        return Gap(gaps[-1] - gaps[0] if self._recent else 1.0, self._polling.wake)
+        return Gap(gaps[-1] - gaps[0], self._polling.wake)
 
     def close(self) -> None:
         """Take no more tasks; when it returns, none is under way, and the thread has ended."""
