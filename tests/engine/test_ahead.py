@@ -264,3 +264,25 @@ def test_walls_hold_for_the_blocks_of_steps_to_come() -> None:
         check(executor, body, answer, whole=True)
     assert executor.longest > 1
     assert max(most) <= 0
+
+
+def test_a_cut_gives_the_blocks_of_steps_to_come_back_at_once() -> None:
+    body = order("r", "wide", 5, max_tokens=40)
+    executor = AheadExecutor(400, 32, 0)
+
+    async def main() -> tuple[int, int, Answer]:
+        engine = engine_over(executor)
+        async with modelled(engine, executor):
+            asked = asyncio.create_task(ask(engine, body))
+            while not executor.jobs or executor.jobs[-1].steps == 1:
+                await turns(1)
+            before = engine.pool.available
+            await engine.abort("nobody")
+            after = engine.pool.available
+            engine.pool.check()
+            return before, after, await asked
+
+    before, after, answer = asyncio.run(main())
+    check(executor, body, answer, whole=True)
+    assert 400 - before == 4 * 10  # ten pages: five tokens, and 32 to come
+    assert 400 - after == 4 * 2

@@ -106,9 +106,12 @@ class Strides:
     def cut(self) -> int:
         """Something has happened: whatever runs ends with the steps that are under way. Returns what `landed`
         does."""
-        more = self.sync()
         for stride in self._running:
             self._executor.cut(stride.flight.job)
+        more = self.sync()
+        for stride in self._running:
+            job = stride.flight.job
+            self._queues[job.model].cache.shorten_forward(job.plan)
         self._ending += self._running
         self._running = []
         return more

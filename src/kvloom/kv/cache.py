@@ -191,6 +191,11 @@ class ModelCache:
         for held in helds:
             held.planned = count
 
+    def shorten_forward(self, plan: Plan) -> None:
+        """The forward, which runs, goes on to no more tokens than it has: give back the blocks ahead."""
+        for sequence in plan.sequences if plan.ahead else ():
+            self._table.trim(self._table.held[sequence])
+
     def end_forward(self, plan: Plan) -> None:
         """The forward has written what it planned: the tokens are valid now."""
         owners = self._copiers(plan)

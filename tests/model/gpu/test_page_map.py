@@ -92,3 +92,15 @@ def test_rows_whose_sending_failed_travel_again() -> None:
         device_map.refresh(plan, LANES[0], short)
     device_map.refresh(plan, LANES[0], send)
     agrees(device_map, plan)
+
+
+def test_another_pool_counts_anew() -> None:
+    """As many changes of a row, and another row."""
+    device_map, send = DevicePageMap(GEOMETRY, 12, DEVICE.torch), _Counted()
+    for first in (0, 1):
+        pool = Pool(48, {"m": GEOMETRY}, max_sequences=8, max_tokens={"m": 256})
+        pool.caches["m"].add_sequence(0)
+        plan = pool.caches["m"].begin_forward([0], [20])
+        plan.page_map[:] = plan.page_map[:, ::-1] if first else plan.page_map
+        device_map.refresh(plan, LANES[0], send)
+        agrees(device_map, plan)

@@ -26,6 +26,7 @@ class DevicePageMap:
         shape = (pages, geometry.layers, geometry.kv_heads)
         self.blocks = torch.zeros(shape, dtype=torch.int32, device=device)
         self._versions: I64 = np.full(pages, -1, dtype=np.int64)
+        self._counted: I64 | None = None  # by whom: another pool counts anew
         self._updates: dict[Lane, Mark] = {}
         self._lock = threading.Lock()
 
@@ -48,6 +49,9 @@ class DevicePageMap:
         """Of the pages that the forward may read or write those whose rows the device has not, and the rows'
         versions. Entries of a table past a sequence's own pages do no harm: their rows come again when they
         are somebody's."""
+        if plan.versions is not self._counted:
+            self._counted = plan.versions
+            self._versions[:] = -1
         copied = [page for copy in plan.copies for page in (copy.source, copy.target)]
         pages = np.concatenate((plan.tables.ravel(), np.asarray(copied, dtype=np.int32)))
         if plan.versions is not None:
