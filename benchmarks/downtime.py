@@ -15,38 +15,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
-import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, field
-from statistics import mean, median
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Final
 
 from msgspec.structs import replace
 from rich.console import Console
 
-from benchmarks.engines import MODEL, engines
+from benchmarks.engines import MODEL
 from benchmarks.migration import TOKEN_BYTES, bystander
+from benchmarks.moving_pair import QUIET, Pair, Reader, body_of, cold, pair, prompt_of
 from benchmarks.report import Cell, Finding, Report, this_machine
-from kvloom.core.clock import WallClock
-from kvloom.core.request import Event, Made, StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.verbs import Prefix, PrepRecv, RemoteSend
-from kvloom.router.client import HttpEngineClient
-from kvloom.router.program import load_program
-from kvloom.router.router import Router
+from kvloom.core.request import Made, StartGenerate
+from kvloom.core.verbs import PrepRecv, RemoteSend
 
 LENGTHS: Final = (256, 512, 1024, 2048, 3800)
 PARTS: Final = ("step", "hold", "send", "start", "last", "whole")  # of what is found
-VERBS: Final = ("prep_recv", "remote_send", "hold", "start_generate", "abort")
 FLAT, STEPS, SLOWER = 2.0, 1.0, 10.0  # times over lengths, steps of the batch, per cent
 CONTEXT: Final = 4090  # of shape A, or a little less
 BEFORE, AFTER = 8, 8  # tokens of the moving request around the move
-QUIET = 0.3  # seconds before a move, from which the usual gaps are
-_names = itertools.count()
-_random = random.Random(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,40 +46,6 @@ class Effort:
     rounds: int = 9
     slow: int = 2  # of them, those in which it is computed again too
     beside: int = 8
-
-
-@dataclass(slots=True)
-class Reader:
-    """A stream's tokens, and when each came."""
-
-    tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    streams: int = 0  # that are open
-    _more: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def read(self, frames: AsyncGenerator[list[Event], None]) -> None:
-        self.streams += 1
-        async with aclosing(frames):
-            async for frame in frames:
-                for event in frame:
-                    if isinstance(event, TokenEvent):
-                        self.tokens.append(event.token)
-                        self.times.append(time.perf_counter())
-                self._more.set()
-        self.streams -= 1
-        self._more.set()
-
-    async def until(self, tokens: int) -> None:
-        while len(self.tokens) < tokens:
-            self._more.clear()
-            await self._more.wait()
-            if not self.streams:
-                raise RuntimeError("the request ended before it had moved; the machine is too busy")
-
-    def gaps(self, since: float, until: float) -> list[float]:
-        """Seconds between tokens, where that overlaps a time."""
-        pairs = itertools.pairwise(self.times)
-        return [after - before for before, after in pairs if before < until and after > since]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,110 +66,12 @@ class Found:
     calls: int
 
 
-@dataclass(slots=True)
-class Call:
-    """Of a verb, in seconds of the clock. answered: its answer, or a stream's first frame."""
-
-    verb: str
-    began: float
-    answered: float | None = None
-
-
-@dataclass(slots=True)
-class Pair:
-    """Two engines, and the requests that decode at both."""
-
-    source: HttpEngineClient
-    target: HttpEngineClient
-    router: Router
-    beside: list[Reader] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-
-    def gaps(self, since: float, until: float) -> list[float]:
-        return [gap for reader in self.beside for gap in reader.gaps(since, until)]
-
-    def slower(self, since: float, until: float) -> float:
-        """Against as long a time before."""
-        return mean(self.gaps(since, until)) / mean(self.gaps(since - QUIET, since)) - 1
-
-    def answered(self, since: float, *verbs: str) -> float:
-        """When the last call of one of these verbs since then was, or `since`."""
-        times = (one.answered for one in self.calls if one.verb in verbs and one.began >= since)
-        return max((when for when in times if when is not None), default=since)
-
-
-@asynccontextmanager
-async def pair(beside: int) -> AsyncIterator[Pair]:
-    async with engines(2, "A", kv_bytes=3 << 30) as (source, target):
-        clients = {"source": source, "target": target}
-        async with Router(clients, load_program("data_parallel"), WallClock()) as router:
-            made = Pair(source, target, router)
-            for client in (source, target):
-                for verb in VERBS:
-                    _note(client, verb, made.calls)
-            async with asyncio.TaskGroup() as group:
-                reading = []
-                for client in [source, target] * beside:
-                    reader = Reader()
-                    reading.append(group.create_task(_decode(client, reader)))
-                    made.beside.append(reader)
-                for reader in made.beside:
-                    await reader.until(8)
-                yield made
-                for task in reading:
-                    task.cancel()
-
-
-async def _decode(client: HttpEngineClient, reader: Reader) -> None:
-    """Until nobody wants more."""
-    while True:
-        await reader.read(client.start_generate(_body(_prompt(64), 2000)))
-
-
-def _note(client: HttpEngineClient, verb: str, calls: list[Call]) -> None:
-    real = getattr(client, verb)
-
-    async def noted(*arguments: Any) -> Any:
-        calls.append(call := Call(verb, time.perf_counter()))
-        answer = await real(*arguments)
-        call.answered = time.perf_counter()
-        return answer
-
-    def streamed(body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        calls.append(call := Call(verb, time.perf_counter()))
-        return _first_noted(real(body), call)
-
-    setattr(client, verb, streamed if verb == "start_generate" else noted)
-
-
-async def _first_noted(
-    frames: AsyncGenerator[list[Event], None], call: Call
-) -> AsyncGenerator[list[Event], None]:
-    async with aclosing(frames):
-        async for frame in frames:
-            call.answered = call.answered or time.perf_counter()
-            yield frame
-
-
-def _prompt(length: int) -> list[int]:
-    return [_random.randrange(300, 8000) for _ in range(length)]
-
-
-def _body(prompt: list[int], tokens: int) -> StartGenerate:
-    return StartGenerate(
-        model=MODEL,
-        request=f"d{next(_names)}",
-        prompt=prompt,
-        sampling=SamplingParams(max_tokens=tokens, seed=0),
-    )
-
-
 # -- three ways to move -----------------------------------------------------------------------------------
 
 
 async def live(on: Pair, prompt: list[int]) -> Found:
     """Through the router, whose stream goes on."""
-    body, reader = _body(prompt, CONTEXT - len(prompt)), Reader()
+    body, reader = body_of(prompt, CONTEXT - len(prompt)), Reader()
     on.router.withdraw("target")
     async with asyncio.TaskGroup() as group:
         reading = group.create_task(reader.read(on.router.start_generate(body)))
@@ -227,7 +84,7 @@ async def live(on: Pair, prompt: list[int]) -> Found:
 
 async def blocking(on: Pair, prompt: list[int]) -> Found:
     """It stands still first, then all is copied."""
-    body, reader = _body(prompt, CONTEXT - len(prompt)), Reader()
+    body, reader = body_of(prompt, CONTEXT - len(prompt)), Reader()
     async with asyncio.TaskGroup() as group:
 
         async def move() -> None:
@@ -263,7 +120,7 @@ async def _copy(on: Pair, body: StartGenerate, context: list[int]) -> None:
 
 async def recompute(on: Pair, prompt: list[int]) -> Found:
     """It ends at the source, and the target computes its context."""
-    body, reader = _body(prompt, CONTEXT - len(prompt)), Reader()
+    body, reader = body_of(prompt, CONTEXT - len(prompt)), Reader()
     async with asyncio.TaskGroup() as group:
 
         async def move() -> None:
@@ -338,12 +195,12 @@ async def measure(effort: Effort, console: Console) -> Report:
         console.print(f"a request of {length} tokens", style="dim")
         found: dict[str, list[Found]] = {way: [] for way in WAYS}
         async with pair(effort.beside) as on:
-            prompt = _prompt(length)  # computed once at the source, where it stays cached
+            prompt = prompt_of(length)  # computed once at the source, where it stays cached
             for count in range(effort.rounds + 1):
                 for way, move in WAYS.items():
                     if way == "recompute" and not effort.rounds - effort.slow < count:
                         continue
-                    await on.target.evict(Prefix(model=MODEL, prompt=[]))
+                    await cold(on)
                     one = await move(on, prompt)
                     if count:  # memory is touched for the first time in the first round
                         found[way].append(one)
