@@ -43,7 +43,7 @@ class Effort:
     """beside: requests that decode at each engine meanwhile."""
 
     lengths: Sequence[int] = LENGTHS
-    rounds: int = 9
+    rounds: int = 5
     slow: int = 2  # of them, those in which it is computed again too
     beside: int = 8
 
