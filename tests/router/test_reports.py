@@ -215,3 +215,23 @@ def test_a_unit_that_hangs_costs_a_report_of_all_loads_little(monkeypatch: pytes
         assert asked.times == 3  # and nobody waits for the last one
 
     run(test)
+
+
+def test_loads_are_those_of_the_moment_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's question, asked before and not answered yet, is none of them."""
+
+    async def test() -> None:
+        async with routed(2) as fleets:
+            engine, asked = fleets.engines[1], Asked(unit())
+            asked.leave.clear()
+            monkeypatch.setattr(engine, "load", asked)
+            earlier = asyncio.create_task(fleets.router.loads())
+            await turns()
+            asked.load = unit(model(2, 320))
+            later = asyncio.create_task(fleets.router.loads())
+            await turns()
+            asked.leave.set()
+            assert (await later)["b"] == asked.load
+            await earlier
+
+    run(test)

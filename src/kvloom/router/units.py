@@ -40,6 +40,7 @@ class Units(Mapping[str, Unit]):
         self._watches: dict[str, Sequence[asyncio.Task[None]]] = {}
         self._asked: dict[Unit, asyncio.Task[UnitLoad | None]] = {}  # for their loads
         self._said: dict[Unit, UnitLoad | None] = {}
+        self._late: set[Unit] = set()  # whose last answer is still to come
         self._units = {
             name: self._unit(name, client, away.get(name), withdrawn=name in withdrawn)
             for name, client in engines.items()
@@ -62,16 +63,30 @@ class Units(Mapping[str, Unit]):
                     asking.create_task(unit.ask())
 
     async def loads(self, units: Iterable[Unit]) -> dict[str, UnitLoad]:
-        """By unit, of those that answer. Who is late by REPORT_SECONDS counts with what it last said until
-        it is lost, and is not asked again meanwhile: one that hangs costs the others little."""
+        """By unit, of those that answer: as they are now, not when somebody else asked. Who is late by
+        REPORT_SECONDS counts with what it last said until it is lost, and is not asked again meanwhile: one
+        that hangs costs the others little."""
+        units = list(units)
+        earlier = [
+            task
+            for unit in units
+            if unit not in self._late and (task := self._asked.get(unit)) and not task.done()
+        ]
+        if earlier:
+            await asyncio.wait(earlier, timeout=REPORT_SECONDS)
         if self._tasks is None:
             return {}
         asked = {unit: self._asking(unit, self._tasks) for unit in units}
         if asked:
             await asyncio.wait(asked.values(), timeout=REPORT_SECONDS)
         for unit, task in asked.items():
-            if task.done() and self._asked.get(unit) is task:
+            if self._asked.get(unit) is not task:
+                continue
+            if task.done():
+                self._late.discard(unit)
                 self._said[unit] = None if task.cancelled() else task.result()
+            else:
+                self._late.add(unit)
         return {unit.name: load for unit in asked if (load := self._said.get(unit))}
 
     def _asking(self, unit: Unit, tasks: asyncio.TaskGroup) -> asyncio.Task[UnitLoad | None]:
@@ -110,6 +125,7 @@ class Units(Mapping[str, Unit]):
         self._unwatch(name)
         del self._units[name]
         self._lost(unit)
+        self._late.discard(unit)
         if asked := self._asked.pop(unit, None):
             asked.cancel()
         unit.gone("removed")
