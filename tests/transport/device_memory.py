@@ -23,14 +23,8 @@ class _Now:
         """All is done."""
 
 
-class HostMemory:
-    """Satisfies DeviceMemory for an arena in shared memory."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._fd = arena.fd
-
-    def export(self, memory: Tensor) -> bytes:
-        return msgspec.msgpack.encode((os.getpid(), self._fd, memory.numel()))
+class _Shared:
+    """Exported tensors lie in memory that has a descriptor here."""
 
     def map(self, handle: bytes) -> Tensor:
         pid, number, size = msgspec.msgpack.decode(handle, type=tuple[int, int, int])
@@ -58,7 +52,17 @@ class HostMemory:
         )
 
 
-class SharedMemory:
+class HostMemory(_Shared):
+    """Satisfies DeviceMemory for an arena in shared memory."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._fd = arena.fd
+
+    def export(self, memory: Tensor) -> bytes:
+        return msgspec.msgpack.encode((os.getpid(), self._fd, memory.numel()))
+
+
+class SharedMemory(_Shared):
     """Satisfies DeviceMemory for whatever tensors of this host: exported, they lie in shared memory."""
 
     def __init__(self) -> None:
@@ -70,31 +74,6 @@ class SharedMemory:
         fd, size = storage._share_fd_cpu_()
         self._files[fd] = size, memory
         return msgspec.msgpack.encode((os.getpid(), fd, memory.numel()))
-
-    def map(self, handle: bytes) -> Tensor:
-        pid, number, size = msgspec.msgpack.decode(handle, type=tuple[int, int, int])
-        try:
-            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-        except OSError as error:
-            raise Unavailable(f"the peer's arena cannot be mapped: {error}") from error
-        try:
-            return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
-        finally:
-            os.close(fd)
-
-    def mark(self) -> Mark:
-        return _Now()
-
-    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
-        lists = (parcel.own, parcel.peer, parcel.offsets, parcel.counts)
-        copy_blocks(
-            source.numpy(),
-            target.numpy(),
-            *lists,
-            block_bytes=room.block_bytes,
-            page_tokens=room.page_tokens,
-            token_bytes=room.token_bytes,
-        )
 
 
 class GatedMemory:

@@ -25,15 +25,8 @@ def decode_steps(jobs: Jobs) -> list[Figure]:
         for steps, times in ((jobs.executor.stride, 5), (1, 20)):
             with jobs.sequences(batch, _CONTEXT) as ids:
                 found = statistics.median(jobs.seconds(Phase.DECODE, ids, 1, times, steps))
-            figures.append(
-                Figure(
-                    name=f"decode step, batch {batch}, context {_CONTEXT}, {steps} a job",
-                    value=found * 1e3,
-                    unit="ms",
-                    bound=floor * 1e3,
-                    note=f"{floor / found:.0%} of the bandwidth",
-                )
-            )
+            name = f"decode step, batch {batch}, context {_CONTEXT}, {steps} a job"
+            figures.append(_against(name, found, floor, "the bandwidth"))
     return figures
 
 
@@ -45,12 +38,10 @@ def long_prefill(jobs: Jobs) -> list[Figure]:
         found = statistics.median(jobs.seconds(Phase.PREFILL, ids, _PROMPT, 5))
     attention = 4 * 32 * 32 * 128 * _PROMPT * _PROMPT / 2
     floor = (2 * parameters() * _PROMPT + attention) / rate
-    return [
-        Figure(
-            name=f"prefill of {_PROMPT} tokens",
-            value=found * 1e3,
-            unit="ms",
-            bound=floor * 1e3,
-            note=f"{floor / found:.0%} of the products' rate",
-        )
-    ]
+    return [_against(f"prefill of {_PROMPT} tokens", found, floor, "the products' rate")]
+
+
+def _against(name: str, found: float, floor: float, of: str) -> Figure:
+    """floor: the seconds that the device allows, by `of` it."""
+    note = f"{floor / found:.0%} of {of}"
+    return Figure(name=name, value=found * 1e3, unit="ms", bound=floor * 1e3, note=note)

@@ -81,8 +81,7 @@ def create_verbs(
 
 
 def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
-    """A route for each verb of one engine. A caller of `remote_send` or `hold`
-    who hangs up has changed its mind."""
+    """A route for each verb of one engine. A caller of one that `waits` who hangs up has changed its mind."""
     calls = _Calls(client)
 
     def verb(name: str, kind: type[Body], call: Call, *, waits: bool = False) -> Route:

@@ -1,8 +1,16 @@
-"""How a process has ended, in words."""
+"""Whether a process has ended, and how, in words."""
 
 from __future__ import annotations
 
+import select
 import signal
+
+
+def has_ended(process: int) -> bool:
+    """process: its pidfd."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def ending(code: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import weakref
 from collections.abc import Mapping
 from typing import Final
@@ -11,15 +10,16 @@ from typing import Final
 from torch import Tensor
 
 from kvloom.core.arrays import I32
+from kvloom.core.ending import has_ended
 from kvloom.core.errors import BadRequest, Unavailable
 from kvloom.core.shipment import Parcel
 from kvloom.core.weaving import Borrow, Loan
-from kvloom.kernels.mail import End, Trouble
+from kvloom.kernels.mail import Trouble
 from kvloom.transport.cuda_ipc import PIECE, CudaIpcTransport
 from kvloom.transport.device_mailbox import BorrowedMailbox, MailDtype, OwnDeviceMailbox, value_dtype
 from kvloom.transport.lender import SLOTS, LentBlocks, mailbox_form
 from kvloom.transport.loan import LentMemory, refuse_other
-from kvloom.transport.mailbox import START
+from kvloom.transport.mailbox import ENDS, START, end_of
 
 _DTYPES: Final[dict[str, MailDtype]] = {
     "bfloat16": "bfloat16",
@@ -27,9 +27,7 @@ _DTYPES: Final[dict[str, MailDtype]] = {
     "float32": "float32",
 }
 _ENDS: Final[Mapping[int, str]] = {
-    End.CLOSED: "wants its blocks back",
-    End.FORGED: "refuses what this unit wrote to it",
-    End.FAILED: "failed to attend",
+    **ENDS,
     Trouble.LATE: "has not attended for as long as is waited for",
     Trouble.FULL: "has not attended, and its mailbox is full",
     Trouble.WRONG: "has done tasks that nobody has posted",
@@ -62,16 +60,12 @@ class BorrowedDeviceBlocks(LentMemory[Tensor]):
 
     def close(self) -> None:
         """Tell the lender that no more comes. What a process had that is gone is not written to."""
-        poll = select.poll()
-        poll.register(self.process, select.POLLIN)
-        if not poll.poll(0):
+        if not has_ended(self.process):
             self.mailbox.close()
 
     def why(self, status: int) -> str | None:
         """In words, of the mailbox' status; None where all is well."""
-        if not status:
-            return None
-        return f"{self.unit} {_ENDS.get(status) or f'ended the loan with {status}'}"
+        return end_of(self.unit, status, _ENDS) if status else None
 
     @property
     def _piece(self) -> int:
@@ -119,9 +113,7 @@ class DeviceLending:
     def unused(self) -> bool:
         """The borrower writes to the mailbox no more. Until then its memory must not become anything
         else."""
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
-        return self.mailbox.left or bool(poll.poll(0))
+        return self.mailbox.left or has_ended(self._process)
 
     def close(self) -> bool:
         """The borrower begins no copy any more. False: it is at one, for milliseconds; ask again."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -32,6 +33,7 @@ from kvloom.transport.peer import Count, Memory
 from kvloom.transport.word import Word
 
 __all__ = [
+    "ENDS",
     "FLOATS",
     "HEAD",
     "NOTE",
@@ -42,6 +44,7 @@ __all__ = [
     "MailboxForm",
     "OwnMailbox",
     "Place",
+    "end_of",
     "size_of",
 ]
 
@@ -49,6 +52,12 @@ WHAT = "mailbox"
 START: Final = (1 << 32) - 1000  # of counters: they wrap soon, not first after days
 _INTS: Final = np.dtype("<i4")
 FLOATS: Final = np.dtype("<f4")
+ENDS: Final[Mapping[int, str]] = {
+    End.CLOSED: "wants its blocks back",
+    End.FORGED: "refuses what this unit wrote to it",
+    End.FAILED: "failed to attend",
+}
+"""What a lender does that has ended a loan."""
 _DOUBLES: Final = np.dtype("<f8")
 
 
@@ -181,3 +190,8 @@ class OwnMailbox:
     def close(self) -> None:
         """No other process finds it any more; who has mapped it keeps it."""
         os.close(self._fd)
+
+
+def end_of(unit: str, status: int, known: Mapping[int, str] = ENDS) -> str:
+    """Why the loan of `unit` is over, in words."""
+    return f"{unit} {known.get(status) or f'ended the loan with {status}'}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import weakref
 from typing import Annotated
 
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from kvloom.core.address import Endpoint
+from kvloom.core.ending import has_ended
 from kvloom.core.errors import BadRequest, Unavailable
 from kvloom.kv import memfd
 from kvloom.transport.ledger import ROW_BYTES, PeerLedger
@@ -72,9 +72,7 @@ class PeerProcess:
 
     def refuse_gone(self) -> None:
         """Raises Unavailable where the peer's process has ended."""
-        poll = select.poll()
-        poll.register(self.process, select.POLLIN)
-        if poll.poll(0):
+        if has_ended(self.process):
             raise self._gone()
 
     def open(self, pid: int, what: str, memory: Memory) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvloom.core.arrays import I32, I64
 from kvloom.core.errors import BadRequest, QueueFull, Unavailable
 from kvloom.kernels.cpu_ask import NOWHERE, AskArguments
-from kvloom.transport.mailbox import NOTE, START, WHAT, End, Mailbox, Place, size_of
+from kvloom.transport.mailbox import NOTE, START, WHAT, End, Mailbox, Place, end_of, size_of
 from kvloom.transport.peer import Peer
 from kvloom.transport.word import MASK, futex_number
 
@@ -19,11 +19,6 @@ _SPINS = 20_000  # looks before the thread sleeps; all but the first of them off
 _NEW = 0.05  # weight of a number in a mean
 _LONG = 1.0  # seconds between two iterations, beyond which there was nothing to do
 _SLICE = 0.02  # seconds of sleep between two looks at whether the lender lives
-_ENDS = {
-    End.CLOSED: "wants its blocks back",
-    End.FORGED: "refuses what this unit wrote to it",
-    End.FAILED: "failed to attend",
-}
 
 Floats = npt.NDArray[np.float32]
 
@@ -153,11 +148,7 @@ class TaskSender:
     def _refuse_over(self) -> None:
         over = self._memory.over.get()
         if over:
-            raise self._ended(over)
-
-    def _ended(self, over: int) -> Unavailable:
-        why = _ENDS.get(End(over), "") if over in set(End) else ""
-        return Unavailable(f"{self._unit} {why or f'ended the loan with {over}'}")
+            raise Unavailable(end_of(self._unit, over))
 
 
 def _record(mailbox: Mailbox, spent: I64) -> AskArguments:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from kvloom.core.ending import has_ended
 from kvloom.kernels.mail import Desk, End, Lent, Mail
 from kvloom.model.gpu.operations import Operations
 from kvloom.model.gpu.partitions import Lane
@@ -100,14 +100,12 @@ class DeviceAttender:
         self._thread.join()
 
     def _watch(self) -> None:
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
         try:
             while not self._over:
                 self._rest()
                 if self.over is End.FORGED:
                     self._end(End.FORGED, "the borrower has written what cannot be")
-                elif int(self._mail.word("left")) or poll.poll(0):
+                elif int(self._mail.word("left")) or has_ended(self._process):
                     self._end(End.CLOSED, "the borrower has left")
                 elif time.monotonic() > self._due and not int(self._mail.word("waiting")):
                     self._end(End.CLOSED, "the borrower has not come")

@@ -11,13 +11,14 @@ from contextlib import contextmanager, suppress
 import torch
 
 from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest, Conflict, Unavailable
+from kvloom.core.errors import Conflict, Unavailable
 from kvloom.core.load import Waits
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.kernels.mail import Lent, Trouble
 from kvloom.model.gpu.attender import DeviceAttender
 from kvloom.model.gpu.executor import GpuExecutor
 from kvloom.model.gpu.woven import LOOKS
+from kvloom.model.weaving.terms import on_this_loop, one_number, watched
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.transport.device_loan import BorrowedDeviceBlocks, DeviceLending
 
@@ -73,12 +74,7 @@ class DeviceWeaver:
         self._kept: list[DeviceLending] = []  # over, but their borrowers may still write to the mailbox
 
     def heads(self, model: str) -> int:
-        found = self._executor.heads(model)
-        if not found:
-            raise BadRequest(
-                f"weave: the layers of {model} differ in their heads, so no one mailbox fits them"
-            )
-        return found
+        return one_number(model, self._executor.heads(model))
 
     def borrow(self, borrow: Borrow, loan: Loan) -> int:
         self._executor.device.enter()
@@ -101,12 +97,12 @@ class DeviceWeaver:
     def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
         if self._service is not None:
             raise Conflict("weave: this unit lends already; one loan at a time")
-        loop, executor = asyncio.get_running_loop(), self._executor
+        executor = self._executor
         executor.device.enter()
         self._kept = [one for one in self._kept if not one.unused]
         form = borrow.form
         arena = executor.arena.view(form.head_dim, getattr(torch, form.dtype))
-        with _watched(borrow), _room("lend"):
+        with watched(borrow), _room("lend"):
             lent = Lent(torch.from_numpy(blocks).to(arena.device), arena)
             lending = DeviceLending(borrow, blocks, self._transport, executor.arena.bytes)
             try:
@@ -118,7 +114,7 @@ class DeviceWeaver:
                     executor.device.beside(),
                     executor.operations,
                     borrow.pid,
-                    lambda why: _tell(loop, ended, why),
+                    on_this_loop(ended),
                     launches=borrow.control == "iterations",
                 )
             except BaseException:
@@ -149,16 +145,6 @@ class DeviceWeaver:
 
 
 @contextmanager
-def _watched(borrow: Borrow) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise Unavailable(
-            f"weave: process {borrow.pid}, which wants to borrow, cannot be watched: {error.strerror}"
-        ) from error
-
-
-@contextmanager
 def _room(what: str) -> Iterator[None]:
     """For what a loan needs of the device's memory."""
     try:
@@ -167,7 +153,3 @@ def _room(what: str) -> Iterator[None]:
         raise Unavailable(
             f"{what}: the device has no memory for a mailbox beside the pool; less kv_memory is right"
         ) from error
-
-
-def _tell(loop: asyncio.AbstractEventLoop, ended: Callable[[str], None], why: str) -> None:
-    loop.call_soon_threadsafe(ended, why)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvloom.core.arrays import I64
-from kvloom.core.errors import Unavailable
 from kvloom.core.job import Job
 from kvloom.core.spec import EngineSpec
 from kvloom.kv.arena import Arena
@@ -42,22 +40,15 @@ class ParallelExecutor(TorchExecutor):
         torch.set_num_threads(threads)
         progress(f"starting {size} ranks")
         ranks = Ranks(spec, torch.device("cpu"), folder)
-        try:
+        with ranks.loading():
             loaded = load_models(spec.models, spec.block_bytes, progress, ranks)
             progress("reserving the KV arena")
             arena = commit_arena(loaded, spec.kv_bytes, spec.block_bytes, size)
             ranks.meet()
-        except Unavailable as error:
-            reason = ranks.refused(error)
-            ranks.close()
-            raise reason from error
-        except BaseException:
-            ranks.close()
-            raise
         return cls(loaded, arena, threads, ranks)
 
     async def lost(self) -> str:
-        return await asyncio.shield(asyncio.wrap_future(self._ranks.lost))
+        return await self._ranks.ended()
 
     def close(self) -> None:
         self._ranks.close()

@@ -74,20 +74,13 @@ class ParallelGpuExecutor(GpuExecutor):
             ranks.meet()
             return executor
 
-        try:
+        with ranks.loading():
             executor = _unless_lost(ranks, load)
-        except Unavailable as error:
-            reason = ranks.refused(error)
-            ranks.close()
-            raise reason from error
-        except BaseException:
-            ranks.close()
-            raise
         ranks.serve(executor.geometries, executor.blocks)
         return executor
 
     async def lost(self) -> str:
-        return await asyncio.shield(asyncio.wrap_future(self._ranks.lost))
+        return await self._ranks.ended()
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         future = super().launch(job)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as Late
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -129,7 +130,25 @@ class Ranks:
         self._closed.wait(ENDING_SECONDS)
         return Unavailable(self.lost.result())
 
-    def refused(self, error: Unavailable) -> KvloomError:
+    async def ended(self) -> str:
+        """Wait until no job can run any more; why."""
+        return await asyncio.shield(asyncio.wrap_future(self.lost))
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While in it all ranks load. What fails here ends the others; where another one failed first, that
+        is raised."""
+        try:
+            yield
+        except Unavailable as error:
+            reason = self._refused(error)
+            self.close()
+            raise reason from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _refused(self, error: Unavailable) -> KvloomError:
         """Loading has failed at an exchange. Returns what to raise: why, if another rank knows."""
         news = self._heard(NEWS_SECONDS)
         while isinstance(news, Here):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from kvloom.core.arrays import F64
+from kvloom.core.ending import has_ended
 from kvloom.core.errors import BadRequest
 from kvloom.core.load import Waits
 from kvloom.core.splitting import Gap, Rule, conditional_wait, expected_stall
@@ -174,14 +174,9 @@ class Attender:
     def _watch(self) -> None:
         while not self._over:
             self._polling.watch()
-            if self._receiver.left or self._gone():
+            if self._receiver.left or has_ended(self._process):
                 with self._polling.held():
                     self._end(End.CLOSED, "the borrower has left")
-
-    def _gone(self) -> bool:
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _check(self) -> int:
         """Under the lock, called by a kernel: what is there is not what it takes. Mostly it is forged."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
 from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest, Conflict, Unavailable
+from kvloom.core.errors import Conflict
 from kvloom.core.load import Waits
 from kvloom.core.transport import Transport
 from kvloom.core.weaving import Borrow, Loan
 from kvloom.model.executor import TorchExecutor
 from kvloom.model.weaving.attender import Attender
+from kvloom.model.weaving.terms import on_this_loop, one_number, watched
 from kvloom.transport.lender import Lending
 from kvloom.transport.loan import BorrowedBlocks
 
@@ -30,12 +30,7 @@ class TorchWeaver:
         self._lending: Lending | None = None
 
     def heads(self, model: str) -> int:
-        found = self._executor.heads(model)
-        if not found:
-            raise BadRequest(
-                f"weave: the layers of {model} differ in their heads, so no one mailbox fits them"
-            )
-        return found
+        return one_number(model, self._executor.heads(model))
 
     def borrow(self, borrow: Borrow, loan: Loan) -> int:
         borrowed = BorrowedBlocks(borrow, loan, self._patience)
@@ -48,17 +43,14 @@ class TorchWeaver:
     def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
         if self._lending is not None:
             raise Conflict("weave: this unit lends already; one loan at a time")
-        loop = asyncio.get_running_loop()
         lending = Lending(borrow, blocks, self._transport)
-        try:
-            self._executor.attender = Attender(
-                lending, self._executor.arena, borrow, lambda why: _tell(loop, ended, why)
-            )
-        except OSError as error:
-            lending.close()
-            raise Unavailable(
-                f"weave: process {borrow.pid}, which wants to borrow, cannot be watched: {error.strerror}"
-            ) from error
+        with watched(borrow):
+            try:
+                attender = Attender(lending, self._executor.arena, borrow, on_this_loop(ended))
+            except OSError:
+                lending.close()
+                raise
+        self._executor.attender = attender
         self._lending = lending
         return lending.loan
 
@@ -74,7 +66,3 @@ class TorchWeaver:
             return False
         self._lending = None
         return True
-
-
-def _tell(loop: asyncio.AbstractEventLoop, ended: Callable[[str], None], why: str) -> None:
-    loop.call_soon_threadsafe(ended, why)
