@@ -108,7 +108,7 @@ class Context:
         shipment = self.ship(0, 100)
         self.sender.call("set_gate", where=where, skip=skip)
         self.put(shipment, self.whole(0, 100))
-        self.sender.call("at_gate")
+        self.sender.call("at_gate", number=shipment)
         return shipment
 
     def received(self) -> int:

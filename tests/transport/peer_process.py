@@ -113,8 +113,13 @@ class Unit:
     async def set_gate(self, where: str, skip: int) -> None:
         self._gate.set(where, skip)
 
-    async def at_gate(self) -> None:
-        await self._gate.reached()
+    async def at_gate(self, number: int) -> None:
+        """Raises what the shipment fails of before it comes there."""
+        settled = self._shipments[number]._settled  # type: ignore[attr-defined]
+        reached = asyncio.create_task(self._gate.reached())
+        await asyncio.wait((reached, settled), return_when=asyncio.FIRST_COMPLETED)
+        if not reached.done() and (failure := settled.result()):
+            raise failure
 
     async def ungate(self) -> None:
         self._gate.open()

@@ -72,7 +72,9 @@ class Agent:
                 _log.debug("parting from %s: %s", name, error)
 
     def tell(self, name: str, message: bytes) -> None:
-        """Raises Unavailable where it is known that this cannot arrive."""
+        """Raises Unavailable where it is known that this cannot arrive, as to an agent that was not met."""
+        if name not in self._known:
+            raise Unavailable(f"{name} cannot be reached: this unit has parted from it, or never met it")
         try:
             self._agent.genNotif(name, message)
         except self._errors as error:

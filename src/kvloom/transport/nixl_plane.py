@@ -166,9 +166,7 @@ class NixlPlane(Worker[Order]):
             self._give_up(shipment)
             return True
         except KvloomError as error:
-            self._drop_transfer(shipment)
-            shipment.fail(Unavailable(f"{shipment.peer.unit} is gone: {error.message}"))
-            self._agent.part(shipment.where.agent)
+            self._lose(shipment, error)
             return True
 
     def _land(self, shipment: NixlShipment, transfer: Transfer) -> bool:
@@ -187,6 +185,7 @@ class NixlPlane(Worker[Order]):
         if shipment.asked is None and now >= shipment.deadline - 0.75 * self._grant:
             if not shipment.granted:
                 self._agent.meet(shipment.where.agent, shipment.where.metadata)
+                now = self._clock()  # to connect takes its time, which is not the peer's silence
                 shipment.deadline = now + self._grant
             shipment.asked = now
             self._tell(shipment, self._question(shipment))
@@ -227,9 +226,21 @@ class NixlPlane(Worker[Order]):
             shipment.transfer = self._agent.write(shipment.where.agent, own, peer)
 
     def _give_up(self, shipment: NixlShipment) -> None:
+        """While none of its transfers is under way: what it claimed is the receiver's again."""
         with suppress(Unavailable):
             self._tell(shipment, Quit(shipment.number))
         self._settle(shipment, shipment.failure)
+
+    def _lose(self, shipment: NixlShipment, error: KvloomError) -> None:
+        """Its peer is silent, or cannot be reached. A transfer that was under way may still write, so then
+        the receiver is not told, and waits for the grant's end."""
+        shipment.fail(Unavailable(f"{shipment.peer.unit} is gone: {error.message}"))
+        if shipment.transfer is None:
+            self._give_up(shipment)
+        else:
+            self._drop_transfer(shipment)
+            self._settle(shipment, shipment.failure)
+        self._agent.part(shipment.where.agent)
 
     def _tell(self, shipment: NixlShipment, message: FromSender) -> None:
         self._agent.tell(shipment.where.agent, msgspec.msgpack.encode(message))
