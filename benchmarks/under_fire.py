@@ -42,8 +42,9 @@ from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.serve.events import Answers, Event, Failed, Lost
 from kvloom.serve.orders import EngineOrder
+from kvloom.serve.patience import Patience
 from kvloom.serve.roles import ENGINE
-from kvloom.serve.supervised import Patience, Role, Supervised
+from kvloom.serve.supervised import Role, Supervised
 
 MODEL: Final = "stories"
 VOCAB: Final = 700

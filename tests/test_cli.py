@@ -86,7 +86,7 @@ def test_version_and_help() -> None:
     "module",
     [
         "kvloom.cli",
-        "kvloom.serve.supervisor",
+        "kvloom.serve.command",
         "kvloom.serve.gateway_process",
         "kvloom.serve.scheduler_process",
     ],

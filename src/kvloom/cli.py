@@ -139,7 +139,7 @@ def run_serve(options: argparse.Namespace) -> int:
     # --help and --version need none of it
     from kvloom.config_file import load_config, parse_models  # noqa: PLC0415
     from kvloom.machine import Machine  # noqa: PLC0415
-    from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
+    from kvloom.serve.command import serve_fleet  # noqa: PLC0415
 
     flags: dict[str, Any] = {
         key: value

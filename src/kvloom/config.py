@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     PrivateAttr,
@@ -23,6 +22,7 @@ from pydantic import (
 
 from kvloom.config_errors import explain
 from kvloom.config_fields import (
+    BlockSize,
     Count,
     Memory,
     NoNull,
@@ -65,18 +65,12 @@ Keys = TypeVar("Keys")
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
 
 
-def _power_of_two(size: int) -> int:
-    if size < 64 or size & (size - 1):
-        raise ValueError(f"{size} bytes; a power of two and at least 64 is right, as `16KiB`")
-    return size
-
-
 class Config(Section):
     """Resolved: a relative path has become an absolute one, and `engines` have numbers for `auto`."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65535)] = 8000
-    block_bytes: Annotated[Size, AfterValidator(_power_of_two)] = 16 << 10
+    block_bytes: BlockSize = 16 << 10
     kv_memory: Memory = "auto"
     policy: Policy = "adbs"
     max_running: Count = 256

@@ -81,6 +81,12 @@ def _memory(value: Any, info: ValidationInfo) -> int | Auto:
     return size
 
 
+def _power_of_two(size: int) -> int:
+    if size < 64 or size & (size - 1):
+        raise ValueError(f"{size} bytes; a power of two and at least 64 is right, as `16KiB`")
+    return size
+
+
 def _threads(value: Any, info: ValidationInfo) -> int | Auto:
     if value == "auto":
         return "auto"
@@ -148,6 +154,7 @@ def _short(value: object) -> str:
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
+BlockSize = Annotated[Size, AfterValidator(_power_of_two)]
 Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=1 << 20)]
 Part = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 Memory = Annotated[int | Auto, PlainValidator(_memory)]

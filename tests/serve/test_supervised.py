@@ -19,7 +19,8 @@ from kvloom.serve import supervised as supervised_module
 from kvloom.serve.events import Answers, Doing, Event, Failed, Lost
 from kvloom.serve.health import answers
 from kvloom.serve.orders import GatewayOrder
-from kvloom.serve.supervised import Patience, Role, State, Supervised
+from kvloom.serve.patience import Patience
+from kvloom.serve.supervised import Role, State, Supervised
 from tests.processes import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]

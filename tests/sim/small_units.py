@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from kvloom.core.spec import EngineSpec, ModelSpec
 from kvloom.cost.shape import ModelShape
-from kvloom.sim.ordeal import VOCAB, Evenly
+from kvloom.sim.evenly import Evenly
+from kvloom.sim.traits import VOCAB
 from kvloom.sim.unit import SimulatedUnit
 
 

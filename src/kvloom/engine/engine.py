@@ -37,7 +37,7 @@ from kvloom.engine.leases import Leases
 from kvloom.engine.llumlet import Llumlet
 from kvloom.engine.pins import Pins
 from kvloom.engine.promises import Promises
-from kvloom.engine.report import model_load
+from kvloom.engine.report import unit_load
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST, Reservations
 from kvloom.engine.shipping import Shipping
@@ -239,17 +239,8 @@ class Engine:
 
     async def load(self) -> UnitLoad:
         self._flights.sync()
-        return UnitLoad(
-            total_blocks=self.pool.total,
-            free_blocks=self.pool.free,
-            block_bytes=self._spec.block_bytes,
-            policy=self._spec.policy,
-            models={name: model_load(queue, self._spec.priorities) for name, queue in self._queues.items()},
-            draining=self._stopping,
-            lent_blocks=self.pool.lent,
-            waits=self.weaving.waits(),
-            priorities=self._spec.priorities,
-        )
+        waits = self.weaving.waits()
+        return unit_load(self._spec, self.pool, self._queues, waits, draining=self._stopping)
 
 
 def _failed(event: Event) -> bool:

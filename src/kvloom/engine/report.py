@@ -1,14 +1,33 @@
-"""What a model's queue reports of itself to the fleet."""
+"""What a unit and its models' queues report of themselves to the fleet."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvloom.core.job import Phase
-from kvloom.core.load import LevelLoad, ModelLoad
+from kvloom.core.load import LevelLoad, ModelLoad, UnitLoad, Waits
 from kvloom.core.priority import Level, level_of
+from kvloom.core.spec import EngineSpec
 from kvloom.engine.model_queue import ModelQueue
+from kvloom.kv.pool import Pool
+
+
+def unit_load(
+    spec: EngineSpec, pool: Pool, queues: Mapping[str, ModelQueue], waits: Waits | None, *, draining: bool
+) -> UnitLoad:
+    """waits: as for those who weave with this unit."""
+    return UnitLoad(
+        total_blocks=pool.total,
+        free_blocks=pool.free,
+        block_bytes=spec.block_bytes,
+        policy=spec.policy,
+        models={name: model_load(queue, spec.priorities) for name, queue in queues.items()},
+        draining=draining,
+        lent_blocks=pool.lent,
+        waits=waits,
+        priorities=spec.priorities,
+    )
 
 
 def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-
 from kvloom.config import Config
-from kvloom.core.clock import Clock, WallClock
-from kvloom.core.errors import ConfigError
+from kvloom.core.clock import Clock
 from kvloom.core.spec import EngineSpec
 from kvloom.serve import events
 from kvloom.serve.engines import Engines
 from kvloom.serve.events import Answers, Asks, Doing, Failed, Lost
 from kvloom.serve.gateways import Gateways
-from kvloom.serve.ground import listen, private_folder, raise_open_files
 from kvloom.serve.orders import Asked, Away, Back, Forget, Restart, Restarted, Run, Standing, Stop, Stopped
 from kvloom.serve.roles import Roles
 from kvloom.serve.screen import Screen
@@ -232,23 +227,6 @@ async def end(*waves: list[Supervised]) -> None:
     except TimeoutError:
         for process in (process for wave in waves for process in wave):
             process.kill()
-
-
-def serve_fleet(config: Config) -> int:
-    """`kvloom serve`, once it is clear what to serve."""
-    clock = WallClock()
-    screen = Screen(Console(highlight=False), clock)
-    raise_open_files()
-    with listen(config.host, config.port) as listener, private_folder() as folder:
-        try:
-            outcome = asyncio.run(Supervisor(config, screen, clock, listener, folder).run())
-        finally:
-            screen.close()
-    if outcome.code == 2:
-        raise ConfigError(outcome.why)
-    if outcome.code:
-        print(f"kvloom: {outcome.why}", file=sys.stderr)
-    return outcome.code
 
 
 def _heeded() -> list[signal.Signals]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, get_args
 
-from kvloom.core.job import Phase
 from kvloom.core.request import StartGenerate
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.spec import EngineSpec, ModelSpec, Option, Policy
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.work import Work
 from kvloom.fleet.thresholds import Thresholds
-from kvloom.sim.dice import Dice
+from kvloom.sim.evenly import Evenly
 from kvloom.sim.faults import (
     KEEPING,
     Client,
@@ -27,9 +24,9 @@ from kvloom.sim.faults import (
     Switch,
 )
 from kvloom.sim.rescheduling import Rescheduling
+from kvloom.sim.traits import VOCAB, Traits
 from kvloom.sim.unit import SimulatedUnit
 
-VOCAB: Final = 500
 LEASES: Final = (1.0, 2.0, 4.0)  # seconds
 LONG_LEASE: Final = 120.0  # where all is given back without it
 BANDS: Final = (  # pools are small
@@ -38,7 +35,6 @@ BANDS: Final = (  # pools are small
     Thresholds(60.0, 60.0),
     Thresholds(1e3, 1e3, floor=0.0),  # all that fits moves to a unit that is idle
 )
-LONGEST: Final = 4.0  # seconds in which clients come
 PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "data_parallel": {},
     "least_loaded": {},
@@ -53,44 +49,8 @@ PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
 STAYING: Final = ("data_parallel", "least_loaded", "freest", "infaas", "cache_aware")  # they move no K and V
 
 
-class Evenly:
-    """Satisfies `CostModel`: so many seconds a job and a token, more with less of the device or beside
-    others."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
-        tokens = work.tokens if work.phase is Phase.PREFILL else work.batch
-        return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
-
-
-class Lot(Dice):
+class Lot(Traits):
     """All that is drawn of one seed."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.seed = seed
-        draw = self._random
-        self.shapes = {name: self._shape() for name in ("ash", "birch", "cedar")[: draw.randint(1, 3)]}
-        self.lasting = self._odds(0.35)  # answers are long
-        self.contexts = {
-            name: draw.choice((80, 100) if self.lasting else (24, 48, 80)) for name in self.shapes
-        }
-        self.prefixes = [self._tokens(draw.randint(3, 60)) for _ in range(draw.randint(1, 3))]
-        self.span = draw.choice((0.02, 0.3, 1.0, LONGEST))
-        self.hasty = self._odds(0.3)  # many hang up, and links are slow
-        self.cramped = self._odds(0.4)  # prompts are long, and pools hold one or two
-        self.calm = self._odds(0.2)  # nobody dies, and no call is lost
-        self.served = 0.9  # of the models, by each unit
-        self.odd = 0.05  # of the units, those with blocks of their own size
-        self.delays: Sequence[float] = (0.0001, 0.0003, 0.02)
-        self.scheduled = 0.7  # of the fleets of several units
-        self.rooms: Sequence[float] = (1.0, 1.0, 1.2, 1.6, 2.1) if self.cramped else (0.6, 1.0, 1.4, 3.0, 8.0)
-        self.paces: Sequence[float] = (1e-3, 3e-3) if self.lasting else (1e-5, 1e-4, 1e-3)
-        self.links: Sequence[float] = (3e3, 1e4) if self.hasty else (1e4, 1e5, 1e6, 1e9)
-        self.crowd = (4, 8 if self.lasting else 16)  # clients
-        self.answers: Sequence[int] = (5, 30, 40) if self.lasting else (1, 2, 5, 12)
 
     def draw(self) -> Ordeal:
         units = self._units()
@@ -113,18 +73,6 @@ class Lot(Dice):
         )
 
     # -- who serves -------------------------------------------------------------------------------------
-
-    def _shape(self) -> ModelShape:
-        draw = self._random
-        return ModelShape(
-            layers=draw.randint(1, 3),
-            hidden=16,
-            heads=2,
-            kv_heads=draw.randint(1, 2),
-            head_dim=draw.choice((4, 8)),
-            ffn=16,
-            vocab=VOCAB,
-        )
 
     def _units(self) -> tuple[SimulatedUnit, ...]:
         draw, count = self._random, self._random.choice((1, 2, 2, 3, 3, 4))
@@ -215,16 +163,6 @@ class Lot(Dice):
         if self._odds(0.05):
             more["prompt_logprobs"] = 0
         return SamplingParams(max_tokens=draw.choice(self.answers), seed=draw.randrange(2**32), **more)
-
-    def _prompt(self, length: int) -> list[int]:
-        """Of at most `length` tokens; mostly it begins as others do."""
-        draw = self._random
-        length = draw.randint(max(1, length // 2) if self.cramped else 1, max(1, length))
-        begin = draw.choice(self.prefixes)[: draw.randint(0, length)] if self._odds(0.8) else []
-        return [*begin, *self._tokens(length - len(begin))]
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(VOCAB) for _ in range(count)]
 
     # -- what goes wrong --------------------------------------------------------------------------------
 
