@@ -7,7 +7,6 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
@@ -25,22 +24,15 @@ from kvloom.model.gpu.loans import Loans
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.operations import Operations
 from kvloom.model.gpu.partitions import Lane
-from kvloom.model.gpu.prefill import prefill_inputs, rehearse, run_prefill
+from kvloom.model.gpu.prefill import ask_prefill, rehearse
 from kvloom.model.gpu.progress import Progress
 from kvloom.model.gpu.sampling import Draws
+from kvloom.model.gpu.slots import Slots
 from kvloom.model.gpu.staging import Sent, Staging
 from kvloom.model.gpu.streams import Mark
 from kvloom.model.sampler import prompt_logprobs
 
 STRIDE: Final = 32  # steps of a decode job: each takes a row's next page at once, of about as many tokens
-
-
-class _Slot:
-    """A thread for one job at a time, with memory of its own to send from and fetch to."""
-
-    def __init__(self, number: int, device: Device) -> None:
-        self.thread = ThreadPoolExecutor(1, f"gpu-job-{number}")
-        self.staging = Staging(device)
 
 
 class GpuExecutor:
@@ -59,8 +51,7 @@ class GpuExecutor:
         self.stride, self.ahead = STRIDE, 1
         self._models = models
         self._device = device
-        self._slots: list[_Slot] = []
-        self._idle: list[_Slot] = []
+        self._slots = Slots(device)
         self._progress: dict[int, Progress] = {}  # by id, for as long as somebody holds the job
         self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
         self._buffers: dict[Lane, Buffers] = {}
@@ -128,10 +119,7 @@ class GpuExecutor:
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         lane = self._device.partitions.take(job.share)
-        if not self._idle:
-            self._slots.append(_Slot(len(self._slots), self._device))
-            self._idle.append(self._slots[-1])
-        slot = self._idle.pop()
+        slot = self._slots.take()
         progress = self._progress[id(job)] = Progress(job.steps)
         weakref.finalize(job, self._progress.pop, id(job), None)
         loop = asyncio.get_running_loop()
@@ -143,7 +131,7 @@ class GpuExecutor:
         future = loop.run_in_executor(slot.thread, self._run, job, lane, slot.staging, progress, tell)
 
         def ended(job: asyncio.Future[JobResult]) -> None:
-            self._idle.append(slot)
+            self._slots.give_back(slot)
             self._device.partitions.give_back(lane)
             if not job.cancelled() and isinstance(job.exception(), torch.AcceleratorError):
                 self._reason = " ".join(str(job.exception()).split())[:200]
@@ -160,8 +148,7 @@ class GpuExecutor:
 
     def close(self) -> None:
         """Wait for running jobs and end the threads."""
-        for slot in self._slots:
-            slot.thread.shutdown()
+        self._slots.close()
 
     # on a job's thread
 
@@ -248,15 +235,7 @@ class GpuExecutor:
     def _prefill(
         self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws
     ) -> tuple[Tensor, Sent]:
-        plan, arrays = job.plan, prefill_inputs(job) | draws.arrays | model.copies(job.plan.copies)
-        sent = model.page_map.refresh(plan, lane, lambda rows: staging.send({**arrays, **rows}))
-        model.copy_pages(sent)
-
-        def written(layer: int) -> None:
-            for send in plan.sends:
-                send.shipment.put(send.parcel(plan.page_map, layer))
-
-        return run_prefill(model, sent.arrays, written, self.loans.poll), sent
+        return ask_prefill(model, job, lane, staging, draws, self.loans.poll)
 
 
 def _settle(lane: Lane) -> None:

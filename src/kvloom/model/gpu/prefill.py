@@ -14,13 +14,14 @@ from kvloom.core.plan import PageCopy
 from kvloom.core.sampling import SamplingParams
 from kvloom.model.gpu.device import Device
 from kvloom.model.gpu.model import DeviceModel
+from kvloom.model.gpu.partitions import Lane
 from kvloom.model.gpu.sampling import Draws
-from kvloom.model.gpu.staging import Staging, widened
+from kvloom.model.gpu.staging import Sent, Staging, widened
 from kvloom.model.gpu.state import Places, PrefillState
 
 
-def prefill_inputs(job: Job) -> dict[str, AnyArray]:
-    """What `run_prefill` needs on the device."""
+def _inputs(job: Job) -> dict[str, AnyArray]:
+    """What a forward needs on the device."""
     plan = job.plan
     return {
         "tokens": job.tokens,
@@ -34,7 +35,7 @@ def prefill_inputs(job: Job) -> dict[str, AnyArray]:
     }
 
 
-def run_prefill(
+def _run(
     model: DeviceModel, arrays: Mapping[str, Tensor], written: Callable[[int], None], poll: Callable[[], None]
 ) -> Tensor:
     """→ logits of the rows `kept` [R, V]. written, poll: see `PrefillState`."""
@@ -43,6 +44,21 @@ def run_prefill(
     )
     state = PrefillState(model.operations, places, arrays["starts"], arrays["begins"], written, poll)
     return model.logits(arrays["tokens"], arrays["positions"], state, arrays["kept"])
+
+
+def ask_prefill(
+    model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws, poll: Callable[[], None]
+) -> tuple[Tensor, Sent]:
+    """In a turn of the lane → logits [samples and prompts, V], and what was sent. poll: as of a state."""
+    plan, arrays = job.plan, _inputs(job) | draws.arrays | model.copies(job.plan.copies)
+    sent = model.page_map.refresh(plan, lane, lambda rows: staging.send({**arrays, **rows}))
+    model.copy_pages(sent)
+
+    def written(layer: int) -> None:
+        for send in plan.sends:
+            send.shipment.put(send.parcel(plan.page_map, layer))
+
+    return _run(model, sent.arrays, written, poll), sent
 
 
 def rehearse(model: DeviceModel, tokens: int, device: Device) -> None:
@@ -66,7 +82,7 @@ def rehearse(model: DeviceModel, tokens: int, device: Device) -> None:
     with torch.inference_mode(), lane.entered():
         sent = Staging(device).send(arrays)
         model.copy_pages(sent)
-        logits = run_prefill(model, sent.arrays, lambda layer: None, lambda: None)
+        logits = _run(model, sent.arrays, lambda layer: None, lambda: None)
         ids, _ = draws.take(logits, sent.arrays)
         model.advance(sent, ids)
     lane.mark().wait()

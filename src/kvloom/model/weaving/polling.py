@@ -14,11 +14,11 @@ import torch
 from kvloom.core.arrays import I64
 from kvloom.kernels.cpu_attention import AttentionArguments, span_of
 from kvloom.kernels.cpu_poll import AWAITED, PollArguments, PollOnce, enter_once, leave_once, poll_once
-from kvloom.kernels.cpu_sheet import SheetArguments
 from kvloom.kernels.cpu_watch import WatchArguments, watch
 from kvloom.kv.arena import Arena
+from kvloom.model.weaving.records import mailbox_places, sheet_record
 from kvloom.transport.attending import Sheet, Task, TaskReceiver
-from kvloom.transport.mailbox import NOTE, Mailbox
+from kvloom.transport.mailbox import Mailbox
 from kvloom.transport.word import Word, futex_number
 
 _KEPT = 512  # tasks of which waits and service are told
@@ -50,7 +50,7 @@ class Polling:
         self._lock = Word(self._words.ctypes.data)
         self._waits: I64 = np.zeros(_KEPT, np.int64)
         self._services: I64 = np.zeros(_KEPT, np.int64)
-        form, size = mailbox.form, mailbox.form.head_dim * 4
+        form = mailbox.form
         self._own = Sheet(
             np.zeros(form.rows, np.int32),
             np.zeros((form.rows, form.width), np.int32),
@@ -60,31 +60,25 @@ class Polling:
         )
         self._task = self._over(self._own, 0, 1)
         self._lent = receiver.lent, receiver.known
-        self._sheet = _sheet(mailbox, receiver, self._own)
-        self.record = PollArguments(
+        self._sheet = sheet_record(mailbox, receiver, self._own)
+        self.record = self._record(receiver)
+        self.address = ctypes.addressof(self.record)
+        clock = self._words.ctypes.data + 8
+        self._once = PollOnce(self.address, clock + 16)
+        self._watch = WatchArguments(self.address, clock + 32, clock + 48, int(_SLICE * 1e9))
+
+    def _record(self, receiver: TaskReceiver) -> PollArguments:
+        mailbox, form, clocks = self._mailbox, self._mailbox.form, self._words[1:].ctypes.data
+        return PollArguments(
             lock=self._words.ctypes.data,
-            posted=mailbox.posted.address,
-            left=mailbox.left.address,
-            finished=mailbox.done.address,
-            waiting=mailbox.waiting.address,
-            asleep=mailbox.asleep.address,
-            notes=mailbox.notes.ctypes.data,
-            note_bytes=NOTE.itemsize,
-            stamp=NOTE.fields["posted"][1],  # type: ignore[index]
-            slots=form.slots,
+            **mailbox_places(mailbox),
             layers=form.layers,
-            qkv=mailbox.qkv.ctypes.data,
-            qkv_slot=mailbox.qkv.strides[0],
-            out=mailbox.out.ctypes.data,
-            out_slot=mailbox.out.strides[0],
-            k_bytes=form.heads * size,
-            v_bytes=(form.heads + form.kv_heads) * size,
             map=receiver.map.ctypes.data,
             map_layer=form.kv_heads * 4,
             sheet=ctypes.addressof(self._sheet),
             task=ctypes.addressof(self._task),
             host=ctypes.cast(self._host, ctypes.c_void_p).value,
-            clock=self._words.ctypes.data + 8,
+            clock=clocks,
             futex=futex_number(),
             iteration=-1,
             done=receiver.done,
@@ -92,10 +86,6 @@ class Polling:
             waits=self._waits.ctypes.data,
             services=self._services.ctypes.data,
         )
-        self.address = ctypes.addressof(self.record)
-        clock = self._words.ctypes.data + 8
-        self._once = PollOnce(self.address, clock + 16)
-        self._watch = WatchArguments(self.address, clock + 32, clock + 48, int(_SLICE * 1e9))
 
     def once(self) -> None:
         """Do what is there on this thread alone, without the GIL, unless another is at it."""
@@ -216,27 +206,3 @@ class Polling:
     def wake(self) -> float:
         """Seconds until a task that comes then is found, on average; 0 where nobody knows."""
         return self.record.delay / self.record.met / 1e9 if self.record.met else 0.0
-
-
-def _sheet(mailbox: Mailbox, receiver: TaskReceiver, own: Sheet) -> SheetArguments:
-    form = mailbox.form
-    return SheetArguments(
-        head=mailbox.head.ctypes.data,
-        their_lengths=mailbox.lengths.ctypes.data,
-        their_tables=mailbox.tables.ctypes.data,
-        changed=mailbox.changed.ctypes.data,
-        told=mailbox.map.ctypes.data,
-        lent=receiver.lent.ctypes.data,
-        blocks=len(receiver.lent),
-        map=receiver.map.ctypes.data,
-        known=receiver.known.ctypes.data,
-        lengths=own.lengths.ctypes.data,
-        tables=own.tables.ctypes.data,
-        slot_page=own.slot_page.ctypes.data,
-        slot_offset=own.slot_offset.ctypes.data,
-        rows=form.rows,
-        width=form.width,
-        pages=form.pages,
-        page_blocks=form.layers * form.kv_heads,
-        page_tokens=receiver.page_tokens,
-    )
