@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.kernels.mail import MASK
-from kvloom.kernels.mail_reference import Steps, collect_steps, post_steps, serve_steps
+from kvloom.kernels.mail_programs import Steps, collect_steps, post_steps, serve_steps
 from tests.kernels.loaned import LAYERS, WRAPS, Loaned, Shape, scale_of
 
 _SHAPE = Shape(kv_heads=2, group=1, head_dim=4, tokens=2, rows=2)

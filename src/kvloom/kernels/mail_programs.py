@@ -1,0 +1,228 @@
+"""The programs of a launch that works a mailbox on devices, in steps.
+
+A program stops before each look at a word that others write, so that a caller can have programs, lanes and
+both ends take their steps in any order. `mail_reference.py` says what launches do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from kvloom.kernels import reference
+from kvloom.kernels.mail import MASK, PARTS, Desk, End, Lent, Mail, Pad, Trouble, signed
+
+Steps = Generator[None, None, None]
+Word = Generator[None, None, int]
+
+
+def serve_steps(mail: Mail, desk: Desk, lent: Lent, looks: int, programs: int) -> Steps:
+    """One of the programs of a launch."""
+    task = yield from _look(desk.claim, 32)
+    waiting = ((yield from _look(mail.word("posted"))) - task) & MASK
+    while not waiting and looks and (yield from _look(desk.claim, 32)) == task:
+        looks -= 1
+        waiting = ((yield from _look(mail.word("posted"))) - task) & MASK
+    if not waiting or (yield from _look(desk.over)) or (yield from _look(mail.word("left"))):
+        return
+    slot = task % mail.slots
+    yield
+    iteration, layer, rows, window = mail.places[slot].tolist()
+    fits = mail.head[0, :2].tolist() == [iteration, rows] and 0 < rows <= mail.lengths.shape[0]
+    if not fits or not 0 <= layer < mail.map.shape[1] or waiting > mail.slots:
+        if (yield from _look(desk.claim, 32)) == task:
+            yield from _refuse(mail, desk)
+        return
+    pairs = rows * mail.kv_heads
+    runs = max(1, min(PARTS // pairs, desk.most(mail, lent.arena.shape[2])))
+    parts = pairs * runs
+    for _ in range(-(-parts // programs)):
+        part = yield from _take(desk.claim, task, parts)
+        if part < 0:
+            return
+        pair, run = divmod(part, runs)
+        yield
+        if not (yield from _attend_run(mail, desk, slot, pair, run, runs, layer, window, lent)):
+            yield from _refuse(mail, desk)
+        last = (yield from _add(desk.finished)) == parts - 1
+        if last and not (yield from _look(desk.over)):
+            desk.finished[0] = 0
+            yield
+            desk.claim[0] = signed(task + 1) << 32
+            yield from _set(mail.word("done"), task + 1)
+
+
+def _take(claim: Tensor, task: int, parts: int) -> Word:
+    """→ a part of the task that is this program's now; −1 where none is left."""
+    yield
+    found = int(claim)
+    while (found >> 32) & MASK == task and found & MASK < parts:
+        yield
+        if int(claim) == found:
+            claim[0] = found + 1
+            return found & MASK
+        found = int(claim)
+    return -1
+
+
+def _refuse(mail: Mail, desk: Desk) -> Steps:
+    """The task cannot be one."""
+    yield from _cas(desk.over, 0, End.FORGED)
+    yield from _set(mail.word("over"), int(desk.over))
+
+
+def _attend_run(
+    mail: Mail, desk: Desk, slot: int, pair: int, run: int, runs: int, layer: int, window: int, lent: Lent
+) -> Word:
+    """→ whether what it names is lent. Who ends the last run of a row attends for all of it; the last run of
+    all appends."""
+    row, kv_head = divmod(pair, mail.kv_heads)
+    length, tokens = int(mail.lengths[row]), lent.arena.shape[2]
+    if not 1 <= length <= mail.tables.shape[1] * tokens:
+        return 0
+    start = max(0, length - window) if window > 0 else 0
+    each = ceil(ceil((length - start) / runs) / desk.span) * desk.span
+    count = ceil((length - start) / each)
+    if run >= count:
+        return 1
+    if run == count - 1 and not _append(mail, slot, row, kv_head, layer, length - 1, lent):
+        return 0
+    if count > 1:
+        if (yield from _add(desk.counts[pair : pair + 1])) < count - 1:
+            return 1
+        desk.counts[pair] = 0
+    return _attend_row(mail, slot, row, kv_head, layer, start, length, lent)
+
+
+def _append(mail: Mail, slot: int, row: int, kv_head: int, layer: int, position: int, lent: Lent) -> int:
+    page, offset = divmod(position, lent.arena.shape[2])
+    block = _named(mail, row, page, layer, kv_head, lent.blocks)
+    if block is None:
+        return 0
+    first, where = mail.heads + kv_head, torch.tensor([[[block]]], dtype=torch.int32)
+    k, v = (mail.qkv[slot, row, at][None, None] for at in (first, first + mail.kv_heads))
+    reference.write_kv(lent.arena, where, 0, k, v, torch.tensor([0]), torch.tensor([offset]))
+    return 1
+
+
+def _attend_row(
+    mail: Mail, slot: int, row: int, kv_head: int, layer: int, start: int, length: int, lent: Lent
+) -> int:
+    """Over tokens from `start` on."""
+    arena, tokens = lent.arena, lent.arena.shape[2]
+    edge = (length - 1) // tokens
+    named = [_named(mail, row, page, layer, kv_head, lent.blocks) for page in range(edge + 1)]
+    own = torch.tensor([0 if block is None else block for block in named], dtype=torch.int32)
+    page_map, table = own[:, None, None], torch.arange(edge + 1, dtype=torch.int32)[None]
+    if None in named[start // tokens :]:
+        return 0
+    group = mail.heads // mail.kv_heads
+    heads = slice(kv_head * group, (kv_head + 1) * group)
+    q, form = mail.qkv[slot, row, heads][None].to(arena.dtype), mail.scoring[slot].tolist()
+    out = torch.empty_like(q, dtype=mail.out.dtype)
+    lengths = torch.tensor([length], dtype=torch.int32)
+    scale, softcap, window = form[0], max(0.0, form[1]), length - start
+    reference.decode_attention(out, q, arena, page_map, 0, table, lengths, scale, window, softcap)
+    mail.out[slot, row, heads] = out[0]
+    return 1
+
+
+def _named(mail: Mail, row: int, page: int, layer: int, kv_head: int, lent: Tensor) -> int | None:
+    """The own block of a page of a row; None where it is not lent."""
+    told = int(mail.tables[row, page])
+    if not 0 <= told < mail.map.shape[0]:
+        return None
+    block = int(mail.map[told, layer, kv_head])
+    return int(lent[block]) if 0 <= block < len(lent) else None
+
+
+def post_steps(
+    mail: Mail,
+    pad: Pad,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    program: int,
+    programs: int,
+) -> Steps:
+    """One of the programs of a launch."""
+    posted, collected = int(pad.words[0]), int(pad.words[1])
+    iteration, rows, first = pad.step.tolist()
+    slot = (posted & MASK) % mail.slots
+    if (posted - collected) & MASK >= mail.slots or rows > mail.lengths.shape[0]:
+        yield from _cas(pad.status, 0, Trouble.FULL)
+    if not (yield from _look(pad.status)):
+        for i in range(program, rows, programs):
+            mail.qkv[slot, i] = torch.cat((q[first + i], k[first + i], v[first + i]))
+    if (yield from _add(pad.words[3:])) < programs - 1:
+        return
+    pad.words[3] = 0
+    if rows and not (yield from _look(pad.status)):
+        mail.places[slot] = torch.tensor([iteration, layer, rows, window])
+        mail.scoring[slot] = torch.tensor([scale, softcap]).double()  # as a kernel is given them
+        pad.words[0] = signed(posted + 1)
+        yield from _set(mail.word("posted"), posted + 1)
+
+
+def collect_steps(mail: Mail, pad: Pad, out: Tensor, looks: int, program: int, programs: int) -> Steps:
+    """One of the programs of a launch."""
+    collected = int(pad.words[1])
+    posted, finished = (int(pad.words[0]) - collected) & MASK, 0
+    status = yield from _look(pad.status)
+    if posted and not status:
+        finished = ((yield from _look(mail.word("done"))) - collected) & MASK
+        status = yield from _look(mail.word("over"))
+        while not finished and not status and looks:
+            looks -= 1
+            finished = ((yield from _look(mail.word("done"))) - collected) & MASK
+            status = (yield from _look(mail.word("over"))) or (yield from _look(pad.status))
+        if not finished:
+            yield from _cas(pad.status, 0, status or Trouble.LATE)
+        if finished > posted:
+            yield from _cas(pad.status, 0, Trouble.WRONG)
+    _, rows, first = pad.step.tolist()
+    source = mail.out[(collected & MASK) % mail.slots]
+    for i in range(program, rows, programs):
+        if 0 < finished <= posted:
+            out[first + i] = source[i]
+        else:
+            out[first + i] = 0
+    if (yield from _add(pad.words[3:])) < programs - 1:
+        return
+    pad.words[3] = 0
+    if posted:
+        pad.words[1] = signed(collected + 1)
+
+
+def _look(word: Tensor, shift: int = 0) -> Word:
+    yield
+    return (int(word) >> shift) & MASK
+
+
+def _set(word: Tensor, value: int) -> Steps:
+    yield
+    word[0] = signed(value)
+
+
+def _cas(word: Tensor, wanted: int, value: int) -> Word:
+    """→ what was there; the value is, where that was what was wanted."""
+    yield
+    found = int(word) & MASK
+    if found == wanted & MASK:
+        word[0] = signed(value)
+    return found
+
+
+def _add(word: Tensor) -> Word:
+    """→ what was there."""
+    yield
+    found = int(word)
+    word[0] = found + 1
+    return found
