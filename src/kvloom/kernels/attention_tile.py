@@ -2,6 +2,7 @@
 
 from numba import njit
 
+from kvloom.kernels.memory import prefetch, read, write
 from kvloom.kernels.vector import (
     LANES,
     add,
@@ -12,15 +13,12 @@ from kvloom.kernels.vector import (
     maximum,
     multiply,
     multiply_add,
-    prefetch,
-    read,
     splat,
     store,
     store_totals,
     subtract,
     tanh,
     total,
-    write,
 )
 
 TILE = 64  # tokens whose scores are held at once; a multiple of LANES

@@ -14,8 +14,9 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from kvloom.core.arrays import I32, AnyArray
+from kvloom.kernels.memory import prefetch, read_int
 from kvloom.kernels.parallel import kernel
-from kvloom.kernels.vector import LANES, float32x16, load, prefetch, read_int
+from kvloom.kernels.vector import LANES, float32x16, load
 
 _LINE = LANES * 4
 _QUARTERS = 4

@@ -11,9 +11,9 @@ from kvloom.kernels.cpu_attention import turn
 from kvloom.kernels.cpu_poll import MASK, nanoseconds
 from kvloom.kernels.cpu_stages import wait
 from kvloom.kernels.mail import NOTE
+from kvloom.kernels.memory import fetch_add, pointer_at, write
 from kvloom.kernels.rows import copy_row
 from kvloom.kernels.signals import acquire, exchange, wake
-from kvloom.kernels.vector import fetch_add, pointer_at, write
 
 NOWHERE = -1
 _SPINS = 2000  # looks before the core is offered to others at each further one

@@ -9,9 +9,9 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from kvloom.kernels.memory import address_of, fetch_add, read_int
 from kvloom.kernels.parallel import kernel
 from kvloom.kernels.rows import copy_row, norm_row, rotate_row
-from kvloom.kernels.vector import address_of, fetch_add, read_int
 
 _SERIAL = 1 << 15  # values below which one thread is faster than waking a team
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
 from kvloom.kernels.cpu_attention import AttentionArguments, attend
 from kvloom.kernels.cpu_sheet import check
+from kvloom.kernels.memory import fetch_add, observe, pointer_at, read_double
+from kvloom.kernels.operation import operation, pointer
 from kvloom.kernels.parallel import kernel
 from kvloom.kernels.signals import acquire, exchange, take, wake
-from kvloom.kernels.vector import fetch_add, observe, pointer_at, read_double
 
 MASK = 0xFFFFFFFF
 HELD, AWAITED = 1, 2  # the lock word, where it is not 0: taken; taken, and somebody sleeps until it is not
@@ -57,15 +57,10 @@ _TASK = np.dtype(AttentionArguments)
 _WORKING, _RESTING = PollArguments.working.offset, PollArguments.resting.offset
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _call(context: Any, address: Any) -> Any:
+@operation(types.int64, types.int64)
+def _call(builder: Any, address: Any) -> Any:
     """A function of nothing, at this address."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(64), [])
-        return builder.call(builder.inttoptr(values[0], kind.as_pointer()), [])
-
-    return types.int64(types.int64), generate
+    return builder.call(pointer(builder, address, ir.FunctionType(ir.IntType(64), [])), [])
 
 
 @njit(inline="never")
@@ -194,56 +189,6 @@ def leave(address, clock):  # type: ignore[no-untyped-def]
         look_for_task(address)
     if observe(address + _WORKING) == 0:  # numbers alone: who comes in between makes them a little wrong
         p.since, p.served, p.until = nanoseconds(clock), p.busy, 0
-
-
-class LookArguments(ctypes.Structure):
-    """Of one step, for the thread that looks. pieces [most]: nanoseconds from each look to the next, less
-    what tasks took of them; `count` are there. last, before: when it looked, and what they had taken by then.
-    clock: 16 bytes."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("poll", "pieces", "most", "count", "last", "before")),
-        ("clock", ctypes.c_int64 * 2),
-    ]
-
-
-_LOOK = np.dtype(LookArguments)
-_CLOCK = LookArguments.clock.offset
-
-
-@njit(inline="never")
-def start(address):  # type: ignore[no-untyped-def]
-    """The step begins. address: of LookArguments, in what follows too."""
-    a = carray(pointer_at(address), 1, _LOOK)[0]
-    enter(a.poll, address + _CLOCK)
-    a.count = 0
-    a.last, a.before = nanoseconds(address + _CLOCK), busy(a.poll)
-
-
-@njit(inline="never")
-def look(address):  # type: ignore[no-untyped-def]
-    """Between two parts."""
-    a = carray(pointer_at(address), 1, _LOOK)[0]
-    now, others = nanoseconds(address + _CLOCK), busy(a.poll)
-    if a.count < a.most:
-        carray(pointer_at(a.pieces), a.most, np.int64)[a.count] = now - a.last - (others - a.before)
-        a.count += 1
-    a.last, a.before = now, others
-    look_for_task(a.poll)
-
-
-@njit(inline="never")
-def finish(address):  # type: ignore[no-untyped-def]
-    """The step is over."""
-    leave(carray(pointer_at(address), 1, _LOOK)[0].poll, address + _CLOCK)
-
-
-@njit(inline="never")
-def look_when_due(address, taken, items, parts):  # type: ignore[no-untyped-def]
-    """After `taken` of `items`, but for the last: look if one of `parts` parts has ended with it. 0 parts are
-    never looked after."""
-    if taken < items and taken * parts // items != (taken - 1) * parts // items:
-        look(address)
 
 
 class PollOnce(ctypes.Structure):

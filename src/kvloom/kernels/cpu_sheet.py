@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 from numba import carray, njit
 
+from kvloom.kernels.memory import pointer_at
 from kvloom.kernels.signals import acquire
-from kvloom.kernels.vector import pointer_at
 
 
 class SheetArguments(ctypes.Structure):

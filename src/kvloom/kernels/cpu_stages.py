@@ -8,7 +8,8 @@ items allow.
 from numba import njit, types
 
 from kvloom.kernels.attention_tile import score
-from kvloom.kernels.cpu_poll import look_when_due
+from kvloom.kernels.cpu_look import look_when_due
+from kvloom.kernels.memory import fetch_add, observe
 from kvloom.kernels.panels import PANEL, panel_product
 from kvloom.kernels.rows import copy_row, norm_row
 from kvloom.kernels.vector import (
@@ -16,10 +17,8 @@ from kvloom.kernels.vector import (
     add,
     divide,
     exponential,
-    fetch_add,
     load,
     multiply,
-    observe,
     splat,
     store,
     subtract,

@@ -17,12 +17,13 @@ from numba import carray, njit
 
 from kvloom.kernels.cpu_ask import collect, post, resumed_at
 from kvloom.kernels.cpu_attention import ALL, AttentionArguments, advance, begin, room_of, tokens_of
-from kvloom.kernels.cpu_poll import LookArguments, finish, look, start
+from kvloom.kernels.cpu_look import LookArguments, finish, look, start
 from kvloom.kernels.cpu_stages import gated, normalise, plain_head, product, wait
+from kvloom.kernels.memory import fetch_add, observe, pointer_at, read_int
 from kvloom.kernels.panels import PANEL
 from kvloom.kernels.parallel import kernel
 from kvloom.kernels.rows import copy_row, norm_row
-from kvloom.kernels.vector import LANES, fetch_add, observe, pointer_at, read_int
+from kvloom.kernels.vector import LANES
 
 COUNTERS = 16  # 64-bit words a stage: `next` and `done`, alone in their cache lines
 OPERATORS = 5  # a layer; before the first the embedding, after the last the head

@@ -6,9 +6,9 @@ import numpy as np
 from numba import carray, njit
 
 from kvloom.kernels.cpu_poll import PollArguments, look_for_task, nanoseconds
+from kvloom.kernels.memory import fetch_add, observe, pointer_at
 from kvloom.kernels.parallel import kernel
 from kvloom.kernels.signals import acquire, exchange, release, sleep
-from kvloom.kernels.vector import fetch_add, observe, pointer_at
 
 _POLL = np.dtype(PollArguments)
 _WORKING, _RESTING = PollArguments.working.offset, PollArguments.resting.offset

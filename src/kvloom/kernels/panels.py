@@ -7,7 +7,8 @@ fetches ahead, and near its end from where the caller reads next.
 
 from numba import njit
 
-from kvloom.kernels.vector import LANES, load, multiply_add, prefetch, read, splat, store
+from kvloom.kernels.memory import prefetch, read
+from kvloom.kernels.vector import LANES, load, multiply_add, splat, store
 
 PANEL = 64  # columns
 _BYTES = PANEL * 4

@@ -3,19 +3,8 @@
 import numpy as np
 from numba import njit
 
-from kvloom.kernels.vector import (
-    LANES,
-    add,
-    load,
-    multiply,
-    multiply_add,
-    read,
-    splat,
-    store,
-    subtract,
-    total,
-    write,
-)
+from kvloom.kernels.memory import read, write
+from kvloom.kernels.vector import LANES, add, load, multiply, multiply_add, splat, store, subtract, total
 
 
 @njit(inline="never")

@@ -11,12 +11,13 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
+from kvloom.kernels.operation import operation, pointer
 from kvloom.kernels.parallel import kernel
 
 _SPINS = 2000  # loads before the core is offered to others at each further one
 _SLEEP, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF  # of words that processes share
+_word, _wide = ir.IntType(32), ir.IntType(64)
 _yield = types.ExternalFunction("sched_yield", types.int32())
 _syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
@@ -28,49 +29,28 @@ class SignalArguments(ctypes.Structure):
     _fields_ = [("word", ctypes.c_int64), ("value", ctypes.c_int64), ("spins", ctypes.c_int64)]
 
 
-def _pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, ir.IntType(32).as_pointer())
+@operation(types.int64, types.int64)
+def acquire(builder: Any, word: Any) -> Any:
+    return builder.zext(builder.load_atomic(pointer(builder, word, _word), "acquire", 4), _wide)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def acquire(context: Any, word: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        found = builder.load_atomic(_pointer(builder, values[0]), "acquire", 4)
-        return builder.zext(found, ir.IntType(64))
-
-    return types.int64(types.int64), generate
+@operation(types.void, types.int64, types.int64)
+def release(builder: Any, word: Any, value: Any) -> Any:
+    builder.store_atomic(builder.trunc(value, _word), pointer(builder, word, _word), "release", 4)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def release(context: Any, word: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        narrow = builder.trunc(values[1], ir.IntType(32))
-        builder.store_atomic(narrow, _pointer(builder, values[0]), "release", 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+@operation(types.int64, types.int64, types.int64)
+def exchange(builder: Any, word: Any, value: Any) -> Any:
+    narrow = builder.trunc(value, _word)
+    return builder.zext(builder.atomic_rmw("xchg", pointer(builder, word, _word), narrow, "seq_cst"), _wide)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def exchange(context: Any, word: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        narrow = builder.trunc(values[1], ir.IntType(32))
-        found = builder.atomic_rmw("xchg", _pointer(builder, values[0]), narrow, "seq_cst")
-        return builder.zext(found, ir.IntType(64))
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def take(context: Any, word: Any) -> Any:
+@operation(types.int64, types.int64)
+def take(builder: Any, word: Any) -> Any:
     """1, and store it, where the word is 0; else 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        zero, one = ir.Constant(ir.IntType(32), 0), ir.Constant(ir.IntType(32), 1)
-        found = builder.cmpxchg(_pointer(builder, values[0]), zero, one, "seq_cst", "seq_cst")
-        return builder.zext(builder.extract_value(found, 1), ir.IntType(64))
-
-    return types.int64(types.int64), generate
+    zero, one = ir.Constant(_word, 0), ir.Constant(_word, 1)
+    found = builder.cmpxchg(pointer(builder, word, _word), zero, one, "seq_cst", "seq_cst")
+    return builder.zext(builder.extract_value(found, 1), _wide)
 
 
 @njit(inline="never")

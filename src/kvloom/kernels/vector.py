@@ -1,21 +1,20 @@
-"""Sixteen float32 lanes as a numba value, and memory by address: what the CPU kernels are written in.
+"""Sixteen float32 lanes as a numba value: what the CPU kernels are written in.
 
 LLVM splits a vector where registers are narrower, so one source serves SSE, AVX2, AVX-512 and NEON. Explicit
-lanes spare LLVM's alias checks and need no compile-time head size. numba's cache looks only at a kernel's own
-file: after a change here, remove `__pycache__/*.nb?`.
+lanes spare LLVM's alias checks and need no compile-time head size.
 """
 
-from collections.abc import Callable
-from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
+
+from kvloom.kernels.operation import call, operation, pointer
 
 LANES = 16
 
-_f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_f32, _i32 = ir.FloatType(), ir.IntType(32)
 _lanes, _int_lanes = ir.VectorType(_f32, LANES), ir.VectorType(_i32, LANES)
 
 
@@ -33,133 +32,52 @@ class _Float32x16Model(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, of, _lanes)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def address_of(context: Any, pointer: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.ptrtoint(values[0], _i64)
-
-    return types.int64(pointer), generate
-
-
-def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a function from an IR builder and IR values to an IR value."""
-
-    def decorate(emit: Callable[..., Any]) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            value = emit(builder, *values)
-            return context.get_dummy_value() if result is types.void else value
-
-        def typing(context: Any, *values: Any) -> Any:
-            return result(*arguments), generate
-
-        # numba counts the parameters of this function
-        names = ["context", *(f"a{i}" for i in range(len(arguments)))]
-        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-        vars(typing)["__signature__"] = Signature(parameters)
-        return intrinsic(typing)
-
-    return decorate
-
-
-def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
-    function = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(result, [v.type for v in values]))
-    return builder.call(function, values)
-
-
 def _constant(value: float) -> Any:
     return ir.Constant(_lanes, [value] * LANES)
 
 
-def _pointer(builder: Any, address: Any, to: Any) -> Any:
-    return builder.inttoptr(address, to.as_pointer())
-
-
-@_operation(float32x16, types.int64)
+@operation(float32x16, types.int64)
 def load(builder: Any, address: Any) -> Any:
-    return builder.load(_pointer(builder, address, _lanes), align=4)
+    return builder.load(pointer(builder, address, _lanes), align=4)
 
 
-@_operation(types.void, types.int64, float32x16)
+@operation(types.void, types.int64, float32x16)
 def store(builder: Any, address: Any, value: Any) -> Any:
-    builder.store(value, _pointer(builder, address, _lanes), align=4)
+    builder.store(value, pointer(builder, address, _lanes), align=4)
 
 
-@_operation(types.float32, types.int64)
-def read(builder: Any, address: Any) -> Any:
-    return builder.load(_pointer(builder, address, _f32), align=4)
-
-
-@_operation(types.void, types.int64, types.float32)
-def write(builder: Any, address: Any, value: Any) -> Any:
-    builder.store(value, _pointer(builder, address, _f32), align=4)
-
-
-@_operation(types.int64, types.int64)
-def read_int(builder: Any, address: Any) -> Any:
-    return builder.sext(builder.load(_pointer(builder, address, _i32), align=4), _i64)
-
-
-@_operation(types.float64, types.int64)
-def read_double(builder: Any, address: Any) -> Any:
-    return builder.load(_pointer(builder, address, ir.DoubleType()), align=8)
-
-
-@_operation(types.int64, types.int64, types.int64)
-def fetch_add(builder: Any, address: Any, value: Any) -> Any:
-    """What was written before is seen by whoever adds, or observes, later."""
-    return builder.atomic_rmw("add", _pointer(builder, address, _i64), value, "acq_rel")
-
-
-@_operation(types.int64, types.int64)
-def observe(builder: Any, address: Any) -> Any:
-    """The number that others add to."""
-    return builder.load_atomic(_pointer(builder, address, _i64), "acquire", 8)
-
-
-@_operation(types.voidptr, types.int64)
-def pointer_at(builder: Any, address: Any) -> Any:
-    return _pointer(builder, address, ir.IntType(8))
-
-
-@_operation(types.void, types.int64)
-def prefetch(builder: Any, address: Any) -> Any:
-    pointer = _pointer(builder, address, ir.IntType(8))
-    read_only, to_second_level, data = ir.Constant(_i32, 0), ir.Constant(_i32, 2), ir.Constant(_i32, 1)
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read_only, to_second_level, data)
-
-
-@_operation(float32x16, types.float32)
+@operation(float32x16, types.float32)
 def splat(builder: Any, value: Any) -> Any:
     one = builder.insert_element(ir.Constant(_lanes, ir.Undefined), value, ir.Constant(_i32, 0))
     return builder.shuffle_vector(one, one, ir.Constant(_int_lanes, [0] * LANES))
 
 
-@_operation(float32x16, float32x16, float32x16)
+@operation(float32x16, float32x16, float32x16)
 def add(builder: Any, a: Any, b: Any) -> Any:
     return builder.fadd(a, b)
 
 
-@_operation(float32x16, float32x16, float32x16)
+@operation(float32x16, float32x16, float32x16)
 def subtract(builder: Any, a: Any, b: Any) -> Any:
     return builder.fsub(a, b)
 
 
-@_operation(float32x16, float32x16, float32x16)
+@operation(float32x16, float32x16, float32x16)
 def multiply(builder: Any, a: Any, b: Any) -> Any:
     return builder.fmul(a, b)
 
 
-@_operation(float32x16, float32x16, float32x16)
+@operation(float32x16, float32x16, float32x16)
 def divide(builder: Any, a: Any, b: Any) -> Any:
     return builder.fdiv(a, b)
 
 
-@_operation(float32x16, float32x16, float32x16, float32x16)
+@operation(float32x16, float32x16, float32x16, float32x16)
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return _call(builder, f"llvm.fma.v{LANES}f32", _lanes, a, b, c)
+    return call(builder, f"llvm.fma.v{LANES}f32", _lanes, a, b, c)
 
 
-@_operation(float32x16, float32x16, float32x16)
+@operation(float32x16, float32x16, float32x16)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
@@ -171,19 +89,19 @@ def _halves(builder: Any, a: Any) -> tuple[Any, Any]:
     return low, builder.shuffle_vector(a, a, ir.Constant(mask, list(range(half, 2 * half))))
 
 
-@_operation(types.float32, float32x16)
+@operation(types.float32, float32x16)
 def total(builder: Any, a: Any) -> Any:
     while a.type.count > 1:
         a = builder.fadd(*_halves(builder, a))
     return builder.extract_element(a, ir.Constant(_i32, 0))
 
 
-@_operation(types.float32, float32x16)
+@operation(types.float32, float32x16)
 def first(builder: Any, a: Any) -> Any:
     return builder.extract_element(a, ir.Constant(_i32, 0))
 
 
-@_operation(types.float32, float32x16)
+@operation(types.float32, float32x16)
 def largest(builder: Any, a: Any) -> Any:
     while a.type.count > 1:
         low, high = _halves(builder, a)
@@ -191,7 +109,7 @@ def largest(builder: Any, a: Any) -> Any:
     return builder.extract_element(a, ir.Constant(_i32, 0))
 
 
-@_operation(types.void, types.int64, *[float32x16] * 4)
+@operation(types.void, types.int64, *[float32x16] * 4)
 def store_totals(builder: Any, address: Any, *rows: Any) -> Any:
     """Store the totals of four vectors side by side: they share the last, narrow steps."""
     quarters = []
@@ -205,13 +123,13 @@ def store_totals(builder: Any, address: Any, *rows: Any) -> Any:
         return builder.fadd(builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd))
 
     totals = pairs(pairs(quarters[0], quarters[1]), pairs(quarters[2], quarters[3]))
-    builder.store(totals, _pointer(builder, address, ir.VectorType(_f32, 4)), align=4)
+    builder.store(totals, pointer(builder, address, ir.VectorType(_f32, 4)), align=4)
 
 
 def _polynomial(builder: Any, x: Any, coefficients: tuple[float, ...]) -> Any:
     value = _constant(coefficients[0])
     for c in coefficients[1:]:
-        value = _call(builder, f"llvm.fma.v{LANES}f32", _lanes, value, x, _constant(c))
+        value = call(builder, f"llvm.fma.v{LANES}f32", _lanes, value, x, _constant(c))
     return value
 
 
@@ -219,12 +137,12 @@ def _exponential(builder: Any, x: Any) -> Any:
     """Cephes' expf, to about 1e-7: x = n ln 2 + r with |r| <= ln 2 / 2, e^x = 2^n p(r)."""
 
     def fma(*values: Any) -> Any:
-        return _call(builder, f"llvm.fma.v{LANES}f32", _lanes, *values)
+        return call(builder, f"llvm.fma.v{LANES}f32", _lanes, *values)
 
     low, high = _constant(-87.3), _constant(88.3)
     x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
     x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
-    n = _call(builder, f"llvm.rint.v{LANES}f32", _lanes, builder.fmul(x, _constant(1.44269504088896341)))
+    n = call(builder, f"llvm.rint.v{LANES}f32", _lanes, builder.fmul(x, _constant(1.44269504088896341)))
     r = fma(n, _constant(-0.693359375), x)
     r = fma(n, _constant(2.12194440e-4), r)
     p = _polynomial(
@@ -238,12 +156,12 @@ def _exponential(builder: Any, x: Any) -> Any:
     return builder.fmul(p, power)
 
 
-@_operation(float32x16, float32x16)
+@operation(float32x16, float32x16)
 def exponential(builder: Any, x: Any) -> Any:
     return _exponential(builder, x)
 
 
-@_operation(float32x16, float32x16)
+@operation(float32x16, float32x16)
 def tanh(builder: Any, x: Any) -> Any:
     """Cephes' tanhf: an odd polynomial near zero, where 1 - 2 / (e^2x + 1) would cancel."""
     square = builder.fmul(x, x)
@@ -252,7 +170,7 @@ def tanh(builder: Any, x: Any) -> Any:
         square,
         (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1),
     )
-    near = _call(builder, f"llvm.fma.v{LANES}f32", _lanes, builder.fmul(square, x), near, x)
+    near = call(builder, f"llvm.fma.v{LANES}f32", _lanes, builder.fmul(square, x), near, x)
     doubled = builder.fadd(_exponential(builder, builder.fadd(x, x)), _constant(1.0))
     far = builder.fsub(_constant(1.0), builder.fdiv(_constant(2.0), doubled))
     return builder.select(builder.fcmp_ordered("<", square, _constant(0.625**2)), near, far)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvloom.core.arrays import F64, I64
 from kvloom.core.splitting import Rule, split
-from kvloom.kernels.cpu_poll import LookArguments
+from kvloom.kernels.cpu_look import LookArguments
 
 _AGAIN = 32  # steps after which the plan is made anew
 _NEW = 0.1  # weight of a step in the mean of an operator's time
