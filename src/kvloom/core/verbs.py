@@ -15,17 +15,20 @@ from kvloom.core.load import UnitLoad
 from kvloom.core.request import Made, Prompt, RequestId, TokenId
 
 LONGEST_PIN: Final = 3600  # seconds
+LONGEST_DUE: Final = 60  # seconds
 
 
 class PrepRecv(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Make room for the K and V of prompt[:end], but for what is cached here. `sender`: the form that the
-    peer keeps this model's K and V in, refused here where it is another."""
+    peer keeps this model's K and V in, refused here where it is another. `due`: seconds until the request is
+    expected to begin here, where that is known; a step may wait a little for it."""
 
     model: str
     request: RequestId
     prompt: Prompt
     end: int | None = None
     sender: KVForm | None = None
+    due: Annotated[float, Meta(ge=0, le=LONGEST_DUE)] | None = None
 
 
 class Prepared(Struct, frozen=True, kw_only=True):

@@ -29,6 +29,7 @@ from kvloom.core.verbs import (
     Standing,
 )
 from kvloom.core.weaving import Borrow, Loan, Weaver
+from kvloom.engine.arrivals import Arrivals
 from kvloom.engine.fitting import fit
 from kvloom.engine.flights import Flights
 from kvloom.engine.guide import Guides
@@ -63,21 +64,30 @@ class Engine:
         self._tuner = QuotaTuner(self._queues, spec, self.pool.total, clock)
         self._wake = asyncio.Event()
         self._requests = Requests(self._queues)
-        self._flights = Flights(
-            self._queues, self.pool, executor, self._requests, self._tuner, spec, wake=self._wake.set
-        )
         self._guides = Guides({name: queue.card for name, queue in self._queues.items()})
         promises = Promises(self._queues, self.pool.total)
         self._pins = Pins(self._queues, promises, clock, spec.lease)
         self._reservations = Reservations(
             self._queues, promises, transport, clock, spec.lease, new_id=self._requests.new_id
         )
+        self._arrivals = Arrivals(self._reservations, clock)
+        self._flights = Flights(
+            self._queues,
+            self.pool,
+            executor,
+            self._requests,
+            self._tuner,
+            self._arrivals,
+            spec,
+            wake=self._wake.set,
+        )
         self._shipping = Shipping(
             self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._flights.jobs
         )
         self._holds = Holds(self._queues, self._requests, clock, spec.lease, jobs=lambda: self._flights.jobs)
         self.weaving = Weaving(self._queues, self.pool, promises, weaver, clock, wake=self._called)
-        self._leases = Leases((self._reservations, self._pins, self._holds, self.weaving), clock)
+        parts = (self._reservations, self._pins, self._holds, self.weaving, self._arrivals)
+        self._leases = Leases(parts, clock)
         self._llumlet = Llumlet(self._queues, self._requests, spec.priorities)
         self._stopping = False
 
@@ -98,7 +108,7 @@ class Engine:
             while not self._stopping and self._flights.begin(watched=self.weaving.watching):
                 pass
             if not self._flights.landed:
-                if self._flights.none:
+                if self._flights.none and self._arrivals.due is None:
                     self._shipping.give_way()
                     self.weaving.give_way()
                 await self._rest()

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvloom.core.job import Executor, Job, JobResult, Phase
 from kvloom.core.spec import EngineSpec
+from kvloom.engine.arrivals import Arrivals
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.flight import Flight, compose
@@ -37,6 +38,7 @@ class Flights:
         executor: Executor,
         requests: Requests,
         tuner: QuotaTuner,
+        arrivals: Arrivals,
         spec: EngineSpec,
         *,
         wake: Callable[[], None],
@@ -48,6 +50,7 @@ class Flights:
         self._executor = executor
         self._landings = Landings(queues, requests)
         self._tuner = tuner
+        self._arrivals = arrivals
         self._spec = spec
         self._policy = POLICIES[spec.policy]
         self._strides = Strides(queues, pool, executor, self._policy)
@@ -108,6 +111,8 @@ class Flights:
             return self._start(queue, Phase.PREFILL, action.share, batch) or len(queue.running) > running
         if queue.relieve(self.jobs):
             return True
+        if self._arrivals.waits(queue, self.jobs):
+            return False
         batch = queue.decode_batch()
         steps = 1 if self._settling or watched else self._strides.steps(view, action, batch)
         return self._start(queue, Phase.DECODE, action.share, batch, steps)

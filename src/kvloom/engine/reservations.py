@@ -22,7 +22,7 @@ _AGAIN = 0.02  # seconds until a ticket that a sender still writes for is closed
 @dataclass(slots=True)
 class Reservation:
     """sequence: whose room it is in `cache`. beyond: the budget of what may be promised. due: when the lease
-    runs out."""
+    runs out. expected: when its request is to begin here, if it is known."""
 
     body: PrepRecv
     answer: Prepared
@@ -30,6 +30,7 @@ class Reservation:
     sequence: int
     beyond: bool
     due: float
+    expected: float | None
 
 
 class Reservations:
@@ -82,9 +83,26 @@ class Reservations:
             cache.remove_sequence(sequence)
             raise
         cache.pages.promise(cache.page_list(sequence))
-        due = self._clock.now() + self._lease
-        self._open[body.request] = Reservation(body, answer, cache, sequence, beyond, due)
+        now = self._clock.now()
+        expected = None if body.due is None else now + body.due
+        due = now + self._lease
+        self._open[body.request] = Reservation(body, answer, cache, sequence, beyond, due, expected)
         return answer
+
+    def has(self, request: str) -> bool:
+        """Whether room is kept for a request that is yet to begin."""
+        return request in self._open
+
+    def expected(self, model: str, since: float, until: float) -> str | None:
+        """A request of this model that is to begin within a time by the clock, if there is one."""
+        return next(
+            (
+                request
+                for request, one in self._open.items()
+                if one.body.model == model and one.expected is not None and since <= one.expected <= until
+            ),
+            None,
+        )
 
     def _reserve(self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int) -> Prepared:
         form = self._form(body)

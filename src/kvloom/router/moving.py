@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROUNDS: Final = 6  # of copying while it decodes; what has grown meanwhile is the next one's
 PIECE: Final = 512  # tokens copied at a time
 PAUSE: Final = 2.0  # times what a piece has taken: until the next one
-LULL: Final = 0.5  # seconds for which the last stage waits at most for a step to end
+LULL: Final = 0.5  # seconds for which the last stage waits at most for steps to end
 STANDSTILL: Final = 2.0  # seconds for which it stands still at most; then it goes on where it is
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.6  # seconds until the source is told again what it has not heard
 
@@ -73,8 +73,7 @@ class Move:
         source = self._source.client
         try:
             await self._copy_while_it_runs()
-            await self._next_token()
-            rooms = await self._last_rooms()
+            rooms = await self._last_rooms(await self._step())  # it comes at the end of the next one
             async with asyncio.timeout(STANDSTILL):
                 await self._go_over(rooms)
         except BaseException as error:
@@ -150,17 +149,21 @@ class Move:
             if done < end:
                 await self._clock.sleep(PAUSE * (self._clock.now() - began))
 
-    async def _next_token(self) -> None:
-        """There is a whole step then in which to make room and to tell the source: what has grown by more
-        than that step has too little room, and stands still until there is more. A caller that is not told
-        each token knows of no step's end."""
+    async def _step(self) -> float | None:
+        """Until a step has ended, and seconds that the last one took. There is a whole step then in which to
+        make room and to tell the source: what has grown by more than that step has too little room, and
+        stands still until there is more. A caller that is not told each token knows of no step's end."""
         if self._call.body.interval > 1:
-            return
+            return None
         with suppress(TimeoutError):
             async with asyncio.timeout(LULL):
                 await self._call.progress.news()
+                began = self._clock.now()
+                await self._call.progress.news()
+                return self._clock.now() - began
+        return None
 
-    async def _last_rooms(self) -> dict[int, Room]:
+    async def _last_rooms(self, step: float | None) -> dict[int, Room]:
         """By choice, for what it will have when the step under way is over, if it is the last. Those for whom
         there is no room beside the others' have none."""
         rooms: dict[int, Room] = {}
@@ -168,7 +171,7 @@ class Move:
         async def reserve(one: Made) -> None:
             room = self._room(one)
             with suppress(OutOfBlocks, QueueFull):
-                await room.reserve(self._end(one) + 1)
+                await room.reserve(self._end(one) + 1, due=step)
                 rooms[one.choice] = room
 
         async with together() as group:

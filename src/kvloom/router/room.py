@@ -25,14 +25,16 @@ class Room:
         self._priority = priority
         self._asked: asyncio.Future[Prepared] | None = None
 
-    async def reserve(self, end: int) -> None:
-        """Up to `end`. Who stops waiting for the answer still has to free it."""
+    async def reserve(self, end: int, *, due: float | None = None) -> None:
+        """Up to `end`. due: seconds until the request is to begin at the target. Who stops waiting for the
+        answer still has to free it."""
         body = PrepRecv(
             model=self._source.card.name,
             request=self.name,
             prompt=self.context,
             end=end,
             sender=self._source.form,
+            due=due,
         )
         self._asked = asyncio.ensure_future(self._target.client.prep_recv(body))
         await asyncio.shield(self._asked)
