@@ -69,9 +69,9 @@ class Found:
 # -- three ways to move -----------------------------------------------------------------------------------
 
 
-async def live(on: Pair, prompt: list[int]) -> Found:
-    """Through the router, whose stream goes on."""
-    body, reader = body_of(prompt, CONTEXT - len(prompt)), Reader()
+async def live(on: Pair, prompt: list[int], context: int = CONTEXT) -> Found:
+    """Through the router, whose stream goes on. context: tokens that the model holds."""
+    body, reader = body_of(prompt, context - len(prompt)), Reader()
     on.router.withdraw("target")
     async with asyncio.TaskGroup() as group:
         reading = group.create_task(reader.read(on.router.start_generate(body)))

@@ -13,15 +13,16 @@ from statistics import mean
 from typing import Any, Final
 
 from benchmarks.engines import MODEL, engines
+from kvloom.core.client import EngineClient
 from kvloom.core.clock import WallClock
 from kvloom.core.request import Event, StartGenerate, TokenEvent
 from kvloom.core.sampling import SamplingParams
 from kvloom.core.verbs import Prefix
-from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 
 VERBS: Final = ("prep_recv", "remote_send", "hold", "start_generate", "abort")
+BESIDE: Final = 2000  # tokens of those that decode beside
 QUIET: Final = 0.3  # seconds before a move, from which the usual gaps are
 COLD_SECONDS: Final = 30.0  # until a target has forgotten what moved there last
 _names = itertools.count()
@@ -75,8 +76,8 @@ class Call:
 class Pair:
     """Two engines, and the requests that decode at both."""
 
-    source: HttpEngineClient
-    target: HttpEngineClient
+    source: EngineClient
+    target: EngineClient
     router: Router
     beside: list[Reader] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -96,33 +97,43 @@ class Pair:
 
 @asynccontextmanager
 async def pair(beside: int) -> AsyncIterator[Pair]:
-    async with engines(2, "A", kv_bytes=3 << 30) as (source, target):
-        clients = {"source": source, "target": target}
-        async with Router(clients, load_program("data_parallel"), WallClock()) as router:
-            made = Pair(source, target, router)
-            for client in (source, target):
-                for verb in VERBS:
-                    _note(client, verb, made.calls)
-            async with asyncio.TaskGroup() as group:
-                reading = []
-                for client in [source, target] * beside:
-                    reader = Reader()
-                    reading.append(group.create_task(_decode(client, reader)))
-                    made.beside.append(reader)
-                for reader in made.beside:
-                    await reader.until(8)
-                yield made
-                for task in reading:
-                    task.cancel()
+    async with (
+        engines(2, "A", kv_bytes=3 << 30) as (source, target),
+        paired(source, target, beside, BESIDE) as made,
+    ):
+        yield made
 
 
-async def _decode(client: HttpEngineClient, reader: Reader) -> None:
+@asynccontextmanager
+async def paired(source: EngineClient, target: EngineClient, beside: int, tokens: int) -> AsyncIterator[Pair]:
+    """Two engines that serve already. beside: requests that decode at each meanwhile, for `tokens` tokens
+    each."""
+    clients = {"source": source, "target": target}
+    async with Router(clients, load_program("data_parallel"), WallClock()) as router:
+        made = Pair(source, target, router)
+        for client in (source, target):
+            for verb in VERBS:
+                _note(client, verb, made.calls)
+        async with asyncio.TaskGroup() as group:
+            reading = []
+            for client in [source, target] * beside:
+                reader = Reader()
+                reading.append(group.create_task(_decode(client, reader, tokens)))
+                made.beside.append(reader)
+            for reader in made.beside:
+                await reader.until(8)
+            yield made
+            for task in reading:
+                task.cancel()
+
+
+async def _decode(client: EngineClient, reader: Reader, tokens: int) -> None:
     """Until nobody wants more."""
     while True:
-        await reader.read(client.start_generate(body_of(prompt_of(64), 2000)))
+        await reader.read(client.start_generate(body_of(prompt_of(64), tokens)))
 
 
-def _note(client: HttpEngineClient, verb: str, calls: list[Call]) -> None:
+def _note(client: EngineClient, verb: str, calls: list[Call]) -> None:
     real = getattr(client, verb)
 
     async def noted(*arguments: Any) -> Any:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from tools.gpu_check import main, run_tests
-from tools.gpu_checks import beside, mailbox
-from tools.gpu_checks.llama import Jobs
+from tools.gpu_check import PARTS, SECONDS, main, run_part, run_tests
+from tools.gpu_checks import beside, mailbox, parts
+from tools.gpu_checks.apart import apart
+from tools.gpu_checks.jobs import Jobs
+from tools.gpu_checks.peers import OURS, THEIRS, against_transformers
 from tools.gpu_checks.report import Figure, Report, Run
 
 from kvloom.core.job import Phase
@@ -64,13 +67,85 @@ def test_what_fails_is_told_and_the_rest_runs(tmp_path: Path) -> None:
 
     run, late = Run(60, tmp_path / "figures.json"), Run(-1, tmp_path / "late.json")
     run.check("partitions", wrong)
-    run.check("ceilings", lambda: [Figure(name="copy", value=3000.0, unit="GB/s", bound=3350.0)])
+    run.check("ceilings", lambda: [Figure(name="copy", value=3000.0, unit="GB/s")])
     late.check("ceilings", wrong)
     read = msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Report)
     assert read.failures == {"partitions": "AssertionError: both sides run on [3]"}
     assert [figure.value for figure in read.figures] == [3000.0]
     assert "NOT RUN, OR WRONG: partitions: AssertionError" in run.report.table()
-    assert late.report.failures == {"ceilings": "not run: the time for all checks is over"}
+    assert late.report.failures == {"ceilings": "not run: 0 s were left, and it needs 0"}
+
+
+def test_what_has_too_little_time_left_is_not_begun(tmp_path: Path) -> None:
+    run = Run(60, tmp_path / "figures.json")
+    run.check("several", lambda: [Figure(name="in time", value=2.0, unit="×")], needs=70)
+    assert not run.report.figures
+    assert run.report.failures["several"].endswith("s were left, and it needs 70")
+
+
+def test_figures_say_what_was_wanted_and_whether_it_was_reached() -> None:
+    found = Figure(name="in time", value=1.7, unit="×", least=1.5)
+    missed = Figure(name="downtime", value=9.0, unit="ms", most=8.0)
+    plain = Figure(name="copy", value=3000.0, unit="GB/s", bound=3350.0)
+    assert [one.reached for one in (found, missed, plain)] == [True, False, None]
+    table = Report(environment={}, figures=[found, missed, plain]).table().splitlines()
+    assert table[2].split() == ["in", "time", "1.7", "×", "≥", "1.5", "reached"]
+    assert table[3].split() == ["downtime", "9", "ms", "≤", "8", "MISSED"]
+    assert "of 2 figures that were measured and of which something is wanted, 1 reach it, 1 do not" in table
+
+
+def test_figures_count_as_they_come(tmp_path: Path) -> None:
+    def half() -> Iterator[Figure]:
+        yield Figure(name="first", value=1.0, unit="s")
+        raise AssertionError("no second")
+
+    run = Run(60, tmp_path / "figures.json")
+    run.check("two", half)
+    assert [figure.name for figure in run.report.figures] == ["first"]
+    assert run.report.failures == {"two": "AssertionError: no second"}
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ("ends", {}),
+        ("fails", {"p: second": "AssertionError: wrong"}),
+        ("dies", {"p: second": "ended by SIGABRT: a word before"}),
+        ("hangs", {"p: second": "did not end within 2 s: a word before"}),
+        ("exits", {"p: its process": "ended with 3: a word before"}),
+        ("nothing", {"p: its process": "ended with 4"}),
+    ],
+)
+def test_a_part_in_a_process_of_its_own(part: str, told: dict[str, str]) -> None:
+    """What it has found counts, however it ends."""
+    report, (found, why) = Report(environment={}), apart(part, 2, "tests.gpu_part")
+    report.take(found, "p", why)
+    assert report.failures == told
+    assert [figure.name for figure in report.figures] == ([] if part == "nothing" else ["first"])
+
+
+def test_each_part_is_known_to_its_process() -> None:
+    assert set(PARTS) == set(parts.PARTS)
+    assert all(least < most < SECONDS for most, least in PARTS.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_part_without_a_device_says_so(tmp_path: Path) -> None:
+    run = Run(60, tmp_path / "figures.json")
+    run_part(run, "memory", 40, 0)
+    [told] = run.report.failures.items()
+    assert told[0] == "memory: its process"
+    assert "CUDA" in told[1]
+
+
+def test_against_transformers_needs_both() -> None:
+    ours = Figure(name=OURS, value=900.0, unit="tokens/s")
+    report = Report(environment={}, figures=[ours])
+    with pytest.raises(LookupError):
+        list(against_transformers(report))
+    report.figures.append(Figure(name=THEIRS, value=200.0, unit="tokens/s"))
+    [ratio] = against_transformers(report)
+    assert (ratio.value, ratio.reached) == (4.5, True)
 
 
 def test_what_hangs_is_told_and_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,9 +170,8 @@ def test_it_ends_in_time_though_it_waits(tmp_path: Path) -> None:
         assert ended.wait(30)
 
 
-def test_each_test_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_test_that_fails_is_named(tmp_path: Path) -> None:
     file = tmp_path / "test_two.py"
     file.write_text("def test_one(): assert 0\ndef test_other(): assert 0\ndef test_third(): pass\n")
-    monkeypatch.setattr("tools.gpu_check.TESTS", (str(file), "-p", "no:cacheprovider"))
     with pytest.raises(AssertionError, match=r"2 failed, 1 passed.*test_one.*test_other"):
-        run_tests()
+        run_tests((str(file), "-p", "no:cacheprovider"), 60)

@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from tools.gpu_checks.llama import BLOCK_BYTES, VOCABULARY, make_module
-from tools.gpu_checks.report import Figure
+from tools.gpu_checks.asking import answered
+from tools.gpu_checks.models import LLAMA_8B, make_module, running, spec_of
+from tools.gpu_checks.report import Figure, Report
 from transformers import GenerationConfig
 
-from kvloom.core.clock import WallClock
-from kvloom.core.request import EndEvent, StartGenerate, TokenEvent
+from kvloom.core.request import StartGenerate
 from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import EngineSpec, ModelSpec
-from kvloom.engine.engine import Engine
-from kvloom.kv.arena import Arena
 from kvloom.model.gpu.executor import GpuExecutor
-from kvloom.transport.shm import ShmTransport
 
+OURS = "64 requests at once, kvloom's engine"
+THEIRS = "64 requests at once, transformers' continuous batching"
 _REQUESTS, _PROMPT, _OUTPUT = 64, 256, 64
+_CHUNK = 4096
 
 
 def prompts() -> list[list[int]]:
-    random = np.random.default_rng(0)
-    return [random.integers(VOCABULARY, size=_PROMPT).tolist() for _ in range(_REQUESTS)]
+    random, vocabulary = np.random.default_rng(0), LLAMA_8B.form["vocab_size"]
+    return [random.integers(vocabulary, size=_PROMPT).tolist() for _ in range(_REQUESTS)]
 
 
-def ours(executor: GpuExecutor) -> list[Figure]:
+def ours(executor: GpuExecutor) -> Iterator[Figure]:
     """With scheduling and accounting, without HTTP."""
     tokens, seconds = asyncio.run(_serve(executor))
     assert tokens == _REQUESTS * _OUTPUT, f"{tokens} tokens"
-    return [_figure("64 requests at once, kvloom's engine", seconds)]
+    yield _figure(OURS, seconds)
 
 
-def transformers_own() -> list[Figure]:
+def transformers_own() -> Iterator[Figure]:
     """`generate_batch` over paged attention, as transformers sets it up."""
-    torch.cuda.empty_cache()  # of what was measured before
-    module = make_module("sdpa")
+    module = make_module(LLAMA_8B, torch.device("cuda"), torch.bfloat16, "sdpa")
     config = GenerationConfig(
         max_new_tokens=_OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=True
     )
@@ -50,42 +49,29 @@ def transformers_own() -> list[Figure]:
         seconds = time.perf_counter() - began
     made = sum(len(one.generated_tokens) for one in found.values())
     assert made == _REQUESTS * _OUTPUT, f"{made} tokens"
-    return [_figure("64 requests at once, transformers' continuous batching", seconds)]
+    yield _figure(THEIRS, seconds)
+
+
+def against_transformers(report: Report) -> Iterator[Figure]:
+    """Of what both have been measured to make. Raises LookupError where one has not."""
+    mine, other = report.figure(OURS), report.figure(THEIRS)
+    if mine is None or other is None:
+        raise LookupError("one of the two has not been measured")
+    yield Figure(name=f"{OURS} / transformers", value=mine.value / other.value, unit="×", least=3.0)
 
 
 async def _serve(executor: GpuExecutor) -> tuple[int, float]:
-    spec = EngineSpec(
-        models=(ModelSpec(name="m", path="random"),),
-        kv_bytes=executor.blocks * BLOCK_BYTES,
-        block_bytes=BLOCK_BYTES,
-        policy="adbs",
-        max_running=128,
-        max_waiting=256,
-        chunk_tokens=4096,
-        threads=1,
-    )
-    transport = ShmTransport(spec.unit, Arena(1, BLOCK_BYTES))
-    engine = Engine(executor, transport, spec, WallClock())
-    running = asyncio.create_task(engine.run())
-    began = time.perf_counter()
-    counts = await asyncio.gather(*(_ask(engine, i, prompt) for i, prompt in enumerate(prompts())))
-    seconds = time.perf_counter() - began
-    await engine.stop()
-    await running
-    transport.close_all()
-    return sum(counts), seconds
-
-
-async def _ask(engine: Engine, number: int, prompt: list[int]) -> int:
+    [model] = executor.cards
     params = SamplingParams(max_tokens=_OUTPUT, seed=0)
-    count = 0
-    async for frame in engine.start_generate(
-        StartGenerate(model="m", request=str(number), prompt=prompt, sampling=params)
-    ):
-        count += sum(isinstance(event, TokenEvent) for event in frame)
-        failed = [event.message for event in frame if isinstance(event, EndEvent) and event.reason == "error"]
-        assert not failed, failed
-    return count
+    async with running(executor, spec_of(executor, "adbs", max_running=128, chunk=_CHUNK)) as engine:
+        began = time.perf_counter()
+        counts = await asyncio.gather(
+            *(
+                answered(engine, StartGenerate(model=model, request=str(i), prompt=prompt, sampling=params))
+                for i, prompt in enumerate(prompts())
+            )
+        )
+        return sum(counts), time.perf_counter() - began
 
 
 def _figure(name: str, seconds: float) -> Figure:

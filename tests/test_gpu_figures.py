@@ -1,0 +1,177 @@
+"""What `make gpu-check` measures of several models, of moves and of weaving, with the CPU as its device."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks.downtime import Found
+from hypothesis import given
+from hypothesis import strategies as st
+from tools.gpu_checks import moving, several, woven
+from tools.gpu_checks.lanes import divided
+from tools.gpu_checks.models import Shape, executor_of, make_models, running, spec_of
+from tools.gpu_checks.report import Figure
+from tools.gpu_checks.several import Judge, Played, _ratios
+from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL
+from tools.gpu_checks.unit import MODEL, units
+
+from kvloom.transport.cuda_ipc import CudaIpcTransport
+from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.objectives import Alone
+from tests.gpu_host import TINY, ground
+from tests.model.gpu.woven import twins
+from tests.transport.device_memory import SharedMemory
+
+SMALLER = Shape("LlamaConfig", TINY.form | {"num_hidden_layers": 1})
+SEVERAL = several.Effort(
+    plays=((2.1, (0.5,)),),
+    window=0.4,
+    grace=0.4,
+    burst=(0.6, 12),
+    longest=64,
+    scales=(10.0,),
+    kv_bytes=2 << 20,
+    most_running=4,
+    chunk=32,
+)
+MOVING = moving.Effort(
+    shape="tiny",
+    length=300,
+    context=2000,
+    beside=1,
+    rounds=1,
+    kv_bytes=4 << 20,
+    most_running=4,
+    chunk=64,
+)
+WEAVING = woven.Effort(
+    hot=3,
+    cold=1,
+    pages=40,
+    prompt=8,
+    output=600,
+    seconds=0.2,
+    kv_bytes=4 << 20,
+    most_running=4,
+    chunk=32,
+)
+
+
+@pytest.fixture
+def often() -> Iterator[None]:
+    """Threads that wait for each other, as devices do, change more often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.0002)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_three_systems_serve_the_same_requests() -> None:
+    """Each model's part of the device and of the pool is its own in one of them."""
+    found = list(several.several(ground(), {"a": TINY, "b": SMALLER, "c": SMALLER}, SEVERAL))
+    for name in (MULTIPLEXING, SPATIAL, TEMPORAL):
+        mine = [figure for figure in found if f", {name}: " in figure.name]
+        assert [figure.unit for figure in mine] == ["req/s", "tokens/s"]
+        assert " asked, 0 failed" in mine[0].note
+        assert ("multiprocessors a 5, b 2, c 1" in mine[0].note) == (name == SPATIAL)
+        assert mine[1].value > 0
+    ratios = [figure for figure in found if figure.unit == "×"]
+    assert [figure.least for figure in ratios] == [1.5, 1.5]
+
+
+def played(*ends: tuple[float, float | None]) -> Played:
+    """When requests were due, and how long they took."""
+    asks = [(Ask(at=at, model="m", prompt=10, output=11), end) for at, end in ends]
+    outcomes = [
+        Outcome(ask=ask, first=0.1, end=end, tokens=11, error="" if end else "full") for ask, end in asks
+    ]
+    return Played(outcomes, 11 * len(ends))
+
+
+def test_a_request_is_in_time_or_late_or_cannot_be_judged() -> None:
+    judge = Judge(4.0, {"m": Alone(start=0.5, per_prompt=0.05, per_token=0.1)}, 10.0)
+    assert judge.takes(Ask(at=0, model="m", prompt=10, output=11)) == 2.0
+    some = played((0.0, 7.9), (1.0, 8.1), (1.5, None), (1.9, 0.5), (2.1, 0.5))
+    assert [judge.judged(one.ask) for one in some.outcomes] == [True, True, True, True, False]
+    assert judge.met(some) == 2
+
+
+def test_it_is_against_the_better_of_the_others_each_at_its_best_rate() -> None:
+    judge = Judge(1.0, {"m": Alone(1.0, 0.0, 0.0)}, 10.0)
+    met = [{MULTIPLEXING: 6, SPATIAL: 2, TEMPORAL: 3}, {MULTIPLEXING: 2, SPATIAL: 4, TEMPORAL: 1}]
+    found = [{name: played(*[(0.0, 0.5)] * count) for name, count in one.items()} for one in met]
+    names = [figure.name for figure in _ratios(2.1, found, [judge], SEVERAL, 1.5)]
+    ratios = list(_ratios(2.1, found, [judge], SEVERAL, 1.5))
+    assert [figure.value for figure in ratios] == [1.5, 1.5]
+    assert [figure.reached for figure in ratios] == [True, True]
+    assert len(set(names)) == 2
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(6, 40))
+def test_parts_are_in_proportion_and_nobody_has_none(weights: list[float], whole: int) -> None:
+    parts = divided(whole, weights)
+    assert sum(parts) == whole
+    assert min(parts) >= 1
+    for part, weight in zip(parts, weights, strict=True):
+        assert part <= max(1, math.ceil(whole * weight / sum(weights)) + len(weights))
+
+
+def test_a_request_moves_between_two_processes(tmp_path: Path) -> None:
+    """This one's engine is the target."""
+
+    async def move() -> list[Found]:
+        here, setup = ground(), moving.setup("source", MOVING, tmp_path, "secret")
+        arena = here.arena(MOVING.kv_bytes)
+        most, chunk = MOVING.most_running, MOVING.chunk
+        made = make_models({MODEL: TINY}, here)
+        executor = executor_of(made, arena, here, most_running=most, chunk=chunk)
+        spec = spec_of(executor, "adbs", max_running=most, chunk=chunk, unit="target")
+        transport = CudaIpcTransport("target", arena, SharedMemory())
+        async with (
+            units([setup], MOVING.patience, "tests.gpu_host") as (source,),
+            running(executor, spec, transport) as target,
+        ):
+            found = await moving.moves(source, target, MOVING)
+            assert (await target.load()).models[MODEL].received_tokens_total >= MOVING.length
+            return found
+
+    downtime, slower, whole = moving.told(asyncio.run(move()), MOVING)
+    assert downtime.most is not None
+    assert downtime.most > 0
+    assert (slower.unit, whole.unit) == ("%", "ms")
+    assert whole.value > 0
+
+
+def test_a_unit_that_does_not_start_is_not_waited_for(tmp_path: Path) -> None:
+    async def start() -> None:
+        setup = moving.setup("source", MOVING, tmp_path, "secret")
+        async with units([setup], MOVING.patience, "tests.gpu_part"):
+            raise AssertionError("it has started")
+
+    with pytest.raises(RuntimeError, match="source did not start"):
+        asyncio.run(start())
+
+
+@pytest.mark.usefixtures("often")
+def test_a_hot_unit_is_measured_with_and_without_its_loan() -> None:
+    found = list(woven.weaving(ground(twins()), SharedMemory(), (TINY, SMALLER), WEAVING))
+    home, kernels, host, ratio = found
+    assert "; 0% of the tokens are away" in home.note
+    for figure in (kernels, host):
+        assert figure.value > 0
+        assert "; 0% of the tokens" not in figure.note
+    assert ratio == Figure(name=ratio.name, value=kernels.value / host.value, unit="×", least=woven.WANTED)
+
+
+def test_what_a_loan_lacks_is_told() -> None:
+    """As whatever a check lacks."""
+    short = replace(WEAVING, pages=4000)
+    with pytest.raises(BaseExceptionGroup) as error:
+        list(woven.weaving(ground(twins()), SharedMemory(), (TINY, SMALLER), short))
+    assert error.group_contains(Exception, match="lend")

@@ -1,0 +1,195 @@
+"""Models of real shapes with random weights, made on the device, and executors and engines over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+import transformers
+
+from kvloom.core.clock import WallClock
+from kvloom.core.geometry import Geometry
+from kvloom.core.request import ModelCard
+from kvloom.core.spec import EngineSpec, ModelSpec, Policy
+from kvloom.core.transport import Transport
+from kvloom.core.weaving import Weaver
+from kvloom.engine.engine import Engine
+from kvloom.kv.arena import Arena, Store
+from kvloom.model.attention import NAME
+from kvloom.model.forward import Modular
+from kvloom.model.gpu.arena import DeviceArena
+from kvloom.model.gpu.device import Cut, Device, cuda_device
+from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.model.gpu.fusing import fuse_on_device
+from kvloom.model.gpu.green import cut_green
+from kvloom.model.gpu.model import DeviceModel
+from kvloom.model.gpu.operations import Operations, triton_operations
+from kvloom.model.loader import LoadedModel
+from kvloom.transport.shm import ShmTransport
+
+BLOCK_BYTES: Final = 16 << 10
+CONTEXT: Final = 16384
+
+
+@dataclass(frozen=True)
+class Shape:
+    """kind: transformers' class of its config."""
+
+    kind: str
+    form: dict[str, Any]
+
+    def config(self) -> Any:
+        return getattr(transformers, self.kind)(**({"max_position_embeddings": CONTEXT} | self.form))
+
+
+def _shape(
+    kind: str, hidden: int, inner: int, layers: int, head_dim: int, vocab: int, *, tied: bool
+) -> Shape:
+    return Shape(
+        kind,
+        {
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": head_dim,
+            "tie_word_embeddings": tied,
+        },
+    )
+
+
+LLAMA_8B: Final = _shape("LlamaConfig", 4096, 14336, 32, 128, 128256, tied=False)
+LLAMA_1B: Final = _shape("LlamaConfig", 2048, 8192, 16, 64, 128256, tied=True)
+QWEN_4B: Final = _shape("Qwen3Config", 2560, 9728, 36, 128, 151936, tied=True)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What models run on."""
+
+    device: Device
+    operations: Operations
+    dtype: torch.dtype
+    block_bytes: int = BLOCK_BYTES
+
+    def arena(self, size: int) -> DeviceArena:
+        """Of so many bytes, in whole blocks."""
+        return DeviceArena(size // self.block_bytes, self.block_bytes, self.device.torch)
+
+
+def cuda_ground(cut: Cut = cut_green) -> Ground:
+    """The first GPU, with Triton's kernels. Raises ConfigError where it cannot be used."""
+    return Ground(cuda_device(0, cut), triton_operations(), torch.bfloat16)
+
+
+def make_module(shape: Shape, device: torch.device, dtype: torch.dtype, attention: str) -> torch.nn.Module:
+    with torch.device(device):
+        module = transformers.AutoModelForCausalLM.from_config(
+            shape.config(), dtype=dtype, attn_implementation=attention
+        )
+    made: torch.nn.Module = module.eval().requires_grad_(False)
+    return made
+
+
+def make_models(shapes: Mapping[str, Shape], ground: Ground) -> dict[str, LoadedModel]:
+    """As the loader makes them of checkpoints, but for its proof."""
+    return {name: _make(name, shape, ground) for name, shape in shapes.items()}
+
+
+def _make(name: str, shape: Shape, ground: Ground) -> LoadedModel:
+    module = make_module(shape, ground.device.torch, ground.dtype, "eager")
+    module.set_attn_implementation(NAME)  # type: ignore[operator]
+    fuse_on_device(module, ground.operations)
+    config = shape.config()
+    form = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, ground.dtype.itemsize
+    geometry = Geometry(*form, ground.block_bytes)
+    card = _card(name, config, module, ground.dtype)
+    return LoadedModel(module, Modular(module), ground.dtype, geometry, card, config.num_attention_heads)
+
+
+def executor_of(
+    loaded: Mapping[str, LoadedModel],
+    arena: Store,
+    ground: Ground,
+    *,
+    most_running: int,
+    chunk: int,
+    device: Device | None = None,
+) -> GpuExecutor:
+    """Ready for jobs. device: with other partitions than the ground's. Executors may share weights."""
+    device = device or ground.device
+    models = {name: DeviceModel.place(one, arena, ground.operations) for name, one in loaded.items()}
+    executor = GpuExecutor(models, arena, device)
+    executor.prepare(most_running=most_running, chunk=chunk, progress=_told)
+    return executor
+
+
+def _told(text: str) -> None:
+    print(f"   {text}", flush=True)
+
+
+def spec_of(
+    executor: GpuExecutor, policy: Policy, *, max_running: int, chunk: int, unit: str = "unit-0"
+) -> EngineSpec:
+    return EngineSpec(
+        models=tuple(ModelSpec(name=name, path="random") for name in executor.cards),
+        kv_bytes=executor.blocks * executor.arena.block_bytes,
+        block_bytes=executor.arena.block_bytes,
+        policy=policy,
+        max_running=max_running,
+        max_waiting=4096,
+        chunk_tokens=chunk,
+        threads=1,
+        unit=unit,
+    )
+
+
+class Plane(Transport, Protocol):
+    def close_all(self) -> None: ...
+
+
+@asynccontextmanager
+async def running(
+    executor: GpuExecutor, spec: EngineSpec, transport: Plane | None = None, weaver: Weaver | None = None
+) -> AsyncIterator[Engine]:
+    """An engine over the executor while it runs; without a transport, apart from others."""
+    plane = transport or ShmTransport(spec.unit, Arena(1, spec.block_bytes))
+    engine = Engine(executor, plane, spec, WallClock(), weaver)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.run())
+        try:
+            yield engine
+        finally:
+            await engine.stop()
+    plane.close_all()
+
+
+def parameters(loaded: LoadedModel) -> int:
+    """That a step reads: all but the embedding's table, which is the head's too where they are tied."""
+    config: Any = loaded.module.config
+    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return loaded.card.parameters - table
+
+
+def _card(name: str, config: Any, module: torch.nn.Module, dtype: torch.dtype) -> ModelCard:
+    return ModelCard(
+        name=name,
+        path="random",
+        context_length=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        tokenizer="",
+        chat_template=None,
+        special_tokens={},
+        eos_token_ids=(),
+        bos_token_id=None,
+        add_bos=False,
+        architecture=type(module).__name__,
+        parameters=sum(one.numel() for one in module.parameters()),
+        dtype=str(dtype).removeprefix("torch."),
+    )

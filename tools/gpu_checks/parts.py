@@ -1,0 +1,75 @@
+"""The parts of the checks, each in a process of its own, with what runs in it one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from tools.gpu_checks.report import Run
+
+KV_BYTES: Final = 24 << 30
+
+
+def executor(run: Run) -> None:
+    """One executor for all that is measured of it."""
+    from tools.gpu_checks import beside, ceilings, jobs, mailbox, models, peers, smids, steps  # noqa: PLC0415
+
+    run.check("ceilings", ceilings.ceilings)
+    ground = models.cuda_ground()
+    run.check("partitions", lambda: smids.disjoint(ground.device))
+    loaded = models.make_models({"8B": models.LLAMA_8B}, ground)
+    arena = ground.arena(KV_BYTES)
+    made = models.executor_of(loaded, arena, ground, most_running=128, chunk=8192)
+    given = jobs.Jobs(made, 512), loaded["8B"]
+    run.check("decode steps", lambda: steps.decode_steps(*given))
+    run.check("long prefill", lambda: steps.long_prefill(*given))
+    run.check("decode beside prefill", lambda: beside.beside(given[0]))
+    run.check("64 requests", lambda: peers.ours(made))
+    run.check("a mailbox between two sides", lambda: mailbox.between_sides(ground.device))
+    made.close()
+
+
+def several(run: Run) -> None:
+    from tools.gpu_checks import models, several  # noqa: PLC0415
+
+    run.check("several models", lambda: several.several(models.cuda_ground()))
+
+
+def moving(run: Run) -> None:
+    """Its engines are processes of their own: this one has nothing to do with the device."""
+    from tools.gpu_checks.moving import moving  # noqa: PLC0415
+
+    run.check("a request moves", moving)
+
+
+def weaving(run: Run) -> None:
+    from tools.gpu_checks import models, woven  # noqa: PLC0415
+
+    from kvloom.transport.cuda_ipc_memory import CudaMemory  # noqa: PLC0415
+
+    ground = models.cuda_ground()
+    run.check("weaving", lambda: woven.weaving(ground, CudaMemory(ground.device.torch)))
+
+
+def transformers(run: Run) -> None:
+    from tools.gpu_checks.peers import transformers_own  # noqa: PLC0415
+
+    run.check("transformers", transformers_own)
+
+
+def memory(run: Run) -> None:
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # it tells what is wrong before anything else is loaded
+    from tools.gpu_checks.ipc import between_processes  # noqa: PLC0415
+
+    run.check("memory between processes", between_processes)
+
+
+PARTS: Final[Mapping[str, Callable[[Run], None]]] = {
+    "executor": executor,
+    "several": several,
+    "moving": moving,
+    "weaving": weaving,
+    "transformers": transformers,
+    "memory": memory,
+}

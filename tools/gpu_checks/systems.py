@@ -1,0 +1,110 @@
+"""Three ways to serve several models on one GPU, over the same weights and the same memory.
+
+Multiplexing: one engine, adbs, jobs side by side in partitions, one pool whose quotas move. Temporal: one
+engine, one job at a time on the whole device, first come, first served, over the same pool (MuxServe,
+section 4.1, gives its temporal baseline the unified cache too). Spatial: an engine for each model, whose
+multiprocessors and blocks are its own and stay so, in proportion to its load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+from msgspec.structs import replace
+from tools.gpu_checks.lanes import split
+from tools.gpu_checks.models import Ground, Shape, executor_of, make_models, parameters, running, spec_of
+from torch import Tensor
+
+from kvloom.core.spec import Policy
+from kvloom.engine.engine import Engine
+from kvloom.kv.arena import Store, view_blocks
+from kvloom.kv.quota import initial_quotas
+from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.model.loader import LoadedModel
+
+Serving = Callable[[], AbstractAsyncContextManager[Mapping[str, Engine]]]
+
+MULTIPLEXING, SPATIAL, TEMPORAL = "multiplexing", "spatial", "temporal"
+
+
+class Part:
+    """`blocks` blocks of an arena, from block `first` on, as an arena of their own."""
+
+    def __init__(self, whole: Store, first: int, blocks: int) -> None:
+        self.blocks, self.block_bytes = blocks, whole.block_bytes
+        self.bytes: Tensor = whole.bytes[first * self.block_bytes : (first + blocks) * self.block_bytes]
+
+    def view(self, head_dim: int, dtype: torch.dtype) -> Tensor:
+        return view_blocks(self.bytes, self.block_bytes, head_dim, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What all of them have. shared: over the whole device and arena. most_running: of each model."""
+
+    ground: Ground
+    loaded: Mapping[str, LoadedModel]
+    arena: Store
+    shared: GpuExecutor
+    most_running: int
+    chunk: int
+
+    @classmethod
+    def make(
+        cls, shapes: Mapping[str, Shape], ground: Ground, kv_bytes: int, most_running: int, chunk: int
+    ) -> Stage:
+        loaded, arena = make_models(shapes, ground), ground.arena(kv_bytes)
+        shared = executor_of(loaded, arena, ground, most_running=most_running, chunk=chunk)
+        return cls(ground, loaded, arena, shared, most_running, chunk)
+
+    def systems(self, rates: Mapping[str, float]) -> tuple[dict[str, Serving], str]:
+        """By name, and what is to be said of the spatial one. rates: each model's share of the requests."""
+        executors, note = self._apart(rates)
+        systems: dict[str, Serving] = {
+            MULTIPLEXING: lambda: self._together("adbs", rates),
+            SPATIAL: lambda: self._beside(executors),
+            TEMPORAL: lambda: self._together("fcfs", rates),
+        }
+        return systems, note
+
+    @asynccontextmanager
+    async def _together(
+        self, policy: Policy, rates: Mapping[str, float]
+    ) -> AsyncIterator[Mapping[str, Engine]]:
+        spec = spec_of(self.shared, policy, max_running=self.most_running, chunk=self.chunk)
+        models = tuple(replace(model, rate=rates[model.name]) for model in spec.models)
+        async with running(self.shared, replace(spec, models=models)) as engine:
+            yield dict.fromkeys(self.loaded, engine)
+
+    @asynccontextmanager
+    async def _beside(self, executors: Mapping[str, GpuExecutor]) -> AsyncIterator[Mapping[str, Engine]]:
+        async with AsyncExitStack() as stack:
+            engines = {}
+            for name, executor in executors.items():
+                form = {"max_running": self.most_running, "chunk": self.chunk}
+                spec = spec_of(executor, "partitioned", unit=name, **form)
+                engines[name] = await stack.enter_async_context(running(executor, spec))
+            yield engines
+
+    def _apart(self, rates: Mapping[str, float]) -> tuple[dict[str, GpuExecutor], str]:
+        """One for each model. Multiprocessors by rate × weights, which is what a step reads; blocks by rate ×
+        blocks a token, as a pool's quotas begin."""
+        names = list(self.loaded)
+        lanes = split(self.ground.device, [rates[name] * parameters(self.loaded[name]) for name in names])
+        geometries = {name: model.geometry for name, model in self.loaded.items()}
+        blocks = initial_quotas(self.arena.blocks, geometries, rates)
+        executors, first = {}, 0
+        for name, device in zip(names, lanes.devices, strict=True):
+            arena = Part(self.arena, first, blocks[name])
+            first += blocks[name]
+            form = {"most_running": self.most_running, "chunk": self.chunk}
+            executors[name] = executor_of(
+                {name: self.loaded[name]}, arena, self.ground, device=device, **form
+            )
+        parts = ", ".join(
+            f"{name} {device.compute}" for name, device in zip(names, lanes.devices, strict=True)
+        )
+        return executors, f"; multiprocessors {parts}{'; ' if lanes.why else ''}{lanes.why}"
