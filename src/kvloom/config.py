@@ -55,6 +55,7 @@ from kvloom.config_units import (
 from kvloom.config_weaving import WeaveConfig, WovenUnit, weave_units
 from kvloom.core.errors import ConfigError
 from kvloom.core.replicas import GroupSpec
+from kvloom.core.service import PATIENCE
 from kvloom.core.spec import EngineSpec, Plane, Policy, SchedulerSpec, WeaveSpec
 from kvloom.machine import Machine
 from kvloom.sizes import show_size
@@ -84,7 +85,7 @@ class Config(Section):
     lease: Seconds = Field(default="30s", validate_default=True)
     program: Program = Field(default="data_parallel", validate_default=True)
     drain: Seconds = Field(default="60s", validate_default=True)
-    patience: Seconds = Field(default="120s", validate_default=True)
+    patience: Seconds = PATIENCE
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20

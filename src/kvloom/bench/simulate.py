@@ -17,13 +17,13 @@ from kvloom.bench.serve import INTERRUPTED, SERVER_ERROR, WIDTH, check_outputs, 
 from kvloom.config_file import load_config
 from kvloom.config_rescheduling import ReschedulingConfig
 from kvloom.core.errors import ConfigError
+from kvloom.core.service import PATIENCE
 from kvloom.core.spec import ProgramSpec
 from kvloom.cost.hosting import Hosting
 from kvloom.cost.profile import read_profile
 from kvloom.machine import Machine
 from kvloom.plan.files import read_plan
 from kvloom.router.program import load_program
-from kvloom.sim.fleet import PATIENCE
 from kvloom.sim.rescheduling import Rescheduling, rescheduling
 from kvloom.sim.run import check_models, scaled, simulate
 from kvloom.sim.unit import SimulatedUnit

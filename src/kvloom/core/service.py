@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 LONGEST_DRAIN: Final = 3600  # seconds
+PATIENCE: Final = 120.0  # seconds for which a request waits for who is about to serve it, if nobody says
 
 Service = Literal["up", "down", "draining", "drained", "restarting", "starting", "away"]
 NO_PROCESS: Final[tuple[Service, ...]] = ("down", "restarting", "starting", "away")  # or none that answers

@@ -21,7 +21,7 @@ from kvloom.core.errors import (
 )
 from kvloom.core.load import UnitLoad
 from kvloom.core.request import ModelCard, StartGenerate
-from kvloom.core.service import NO_PROCESS, Service
+from kvloom.core.service import NO_PROCESS, PATIENCE, Service
 from kvloom.router.call import Call, Frames
 from kvloom.router.candidates import Candidates
 from kvloom.router.course import arriving
@@ -50,7 +50,7 @@ class Router:
         *,
         withdrawn: Collection[str] = (),
         away: Mapping[str, Sequence[ModelCard]] | None = None,
-        patience: float = 120.0,
+        patience: float = PATIENCE,
     ) -> None:
         self._index = PrefixIndex()
         self._waiting = WaitingRoom(patience)

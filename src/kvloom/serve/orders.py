@@ -9,6 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from kvloom.core.replicas import GroupSpec
+from kvloom.core.service import PATIENCE
 from kvloom.core.spec import EngineSpec, ProgramSpec, SchedulerSpec
 
 
@@ -23,11 +24,11 @@ class EngineOrder(Struct, frozen=True, kw_only=True):
 class Standing(Struct, frozen=True, kw_only=True, tag="standing"):
     """What a gateway was told while it served, kept for its successor. program: None for the config's.
     drained: units that are to get no requests; leaving: those that are to lose their process once they are
-    empty."""
+    empty, and the seconds that they are given for that, by each gateway anew."""
 
     program: ProgramSpec | None = None
     drained: frozenset[str] = frozenset()
-    leaving: frozenset[str] = frozenset()
+    leaving: dict[str, float | None] = {}
 
 
 class GatewayOrder(Struct, frozen=True, kw_only=True):
@@ -55,7 +56,7 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     cores: int = 0
     beside: tuple[str, ...] = ()
     drain: float = 60.0
-    patience: float = 120.0
+    patience: float = PATIENCE
     standing: Standing = Standing()
 
 

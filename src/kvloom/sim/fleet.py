@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from kvloom.core.client import Generator
+from kvloom.core.service import PATIENCE
 from kvloom.engine.engine import Engine
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
@@ -19,8 +20,6 @@ from kvloom.sim.links import Link
 from kvloom.sim.processes import ModelledProcesses
 from kvloom.sim.rescheduling import Rescheduling, rescheduled
 from kvloom.sim.unit import SimulatedUnit, timed_link
-
-PATIENCE = 120.0  # seconds; the config's default
 
 
 @dataclass(frozen=True, slots=True)

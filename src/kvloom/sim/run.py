@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec.structs import replace
 
 from kvloom.core.errors import ConfigError
+from kvloom.core.service import PATIENCE
 from kvloom.cost.hosting import Hosting
 from kvloom.cost.work import Work
 from kvloom.router.program import Program
 from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import PATIENCE, SimulatedFleet, simulated
+from kvloom.sim.fleet import SimulatedFleet, simulated
 from kvloom.sim.hosting import HostedMachine
 from kvloom.sim.loop import run_virtual
 from kvloom.sim.play import FEW_FRAMES, MOVING_FRAMES, Prompts, play
