@@ -139,6 +139,15 @@ def test_what_is_to_be_done_is_shown_and_done(file: Path, capsys: pytest.Capture
     assert len(fleet.orders) == 5
 
 
+def test_what_a_plan_does_not_say_is_taken_over_from_who_has_most_of_the_models(file: Path) -> None:
+    first, second = spec("unit-0", "a"), spec("unit-1", "b", "c", lease=9.0)
+    fleet = Played(first, replace(second, policy="round-robin"), memory=5 * ALONE)
+    write_plan(file, planned("bca", "a"))
+    assert replan(file, fleet, apply=True) == 0
+    found = {len(one.models): (one.policy, one.lease) for one in fleet.fleet.units}
+    assert found == {3: ("round-robin", 9.0), 1: ("fcfs", first.lease)}
+
+
 def test_who_waits_is_said(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = Played(spec("unit-0", "a"), spec("unit-1", "b"), memory=2 * ALONE)
     write_plan(file, planned("ab"))

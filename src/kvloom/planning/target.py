@@ -45,7 +45,7 @@ def read_target(file: Path, plan: Plan, fleet: Placement) -> Target:
     every = (*fleet.units, *fleet.away)
     known = {model.name: model for unit in every for model in unit.models}
     shapes = {model.name: model.shape for unit in plan.units for model in unit.models}
-    specs = tuple(_spec(file, unit, known, every[0]) for unit in plan.units)
+    specs = tuple(_spec(file, unit, known, _like(unit, every)) for unit in plan.units)
     left_out = known.keys() - shapes.keys()
     if left_out:
         raise ConfigError(f"{file}: no unit for {', '.join(sorted(left_out))}, which is served")
@@ -66,6 +66,13 @@ def _check_devices(file: Path, plan: Plan, fleet: Placement) -> None:
     cores = sum(unit.gpus for unit in plan.units)
     if cores > fleet.cores:
         raise ConfigError(f"{file}: a plan for {cores} cores; the fleet has {fleet.cores}")
+
+
+def _like(planned: PlannedUnit, every: Sequence[EngineSpec]) -> EngineSpec:
+    """Whose policy, lease and all else that a plan does not say the unit takes over: of the first that has
+    most of its models."""
+    names = {model.name for model in planned.models}
+    return max(every, key=lambda spec: len(names.intersection(model.name for model in spec.models)))
 
 
 def _spec(file: Path, unit: PlannedUnit, known: dict[str, ModelSpec], like: EngineSpec) -> EngineSpec:
