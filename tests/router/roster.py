@@ -63,13 +63,14 @@ class Orders:
 
 @dataclass
 class Staged:
-    """A fleet whose processes the test starts and ends. told: the units that are to go, each time."""
+    """A fleet whose processes the test starts and ends. told: the units that are to go and the
+    seconds that they are given, each time."""
 
     fleets: Fleets
     roster: Roster
     rescheduler: Rescheduler
     orders: Orders
-    told: list[set[str]]
+    told: list[dict[str, float | None]]
 
     def states(self) -> dict[str, str]:
         return dict(self.fleets.router.services)
@@ -84,14 +85,14 @@ async def staged(units: int, scale: Scale | None, *, patience: float = 60.0) -> 
             return fleets.world.engines.get(unit) or fleets.world.engine(unit)
 
         names, orders = tuple("abcdefgh"[:units]), Orders(fleets)
-        told: list[set[str]] = []
+        told: list[dict[str, float | None]] = []
         roster = Roster(
             fleets.router,
             specs=map(spec, names),
             groups={"g": GroupSpec(names, scale)} if scale else {},
             processes=orders,
             connect=connect,
-            changed=lambda units: told.append({*units}),
+            changed=lambda units: told.append({**units}),
             memory=1 << 30,
             cores=4,
         )

@@ -34,14 +34,14 @@ def test_a_unit_goes_when_what_runs_there_has_ended() -> None:
             assert (played.states(), played.orders.done, played.told) == (
                 {"a": "draining", "b": "up"},
                 [],
-                [{"a"}],
+                [{"a": None}],
             )
             await ask_well(played.fleets.router, body())
             first.gate.set()
             await running
             await going
             assert played.states() == {"a": "away", "b": "up"}
-            assert (played.orders.done, played.told) == (["stop a"], [{"a"}, set()])
+            assert (played.orders.done, played.told) == (["stop a"], [{"a": None}, {}])
             await ask_well(played.fleets.router, body())
             assert {call.unit for call in played.fleets.journal[1:]} == {"b"}
             await played.roster.stop("a")
@@ -225,6 +225,23 @@ def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
             played.fleets.engines[0].gate.set()
             await running
             assert {call.unit for call in played.fleets.journal if call.verb == "start_generate"} == {*"ab"}
+
+    run(test)
+
+
+def test_another_gateway_gives_them_the_time_that_they_were_given() -> None:
+    """What it is handed is what the first one told."""
+
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            played.fleets.engines[0].gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            played.roster.leave({"a": 0.0, "nobody": None})
+            await turns()
+            assert (played.told, played.states()["a"]) == ([{"a": 0.0}, {}], "away")
+            played.fleets.engines[0].gate.set()
+            await running
 
     run(test)
 

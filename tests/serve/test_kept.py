@@ -20,6 +20,7 @@ def test_what_stands_is_told_each_time() -> None:
 def test_a_unit_that_is_stopped_is_no_longer_drained() -> None:
     """Where it is started again it takes requests, under a successor as well."""
     kept = Kept(Standing(drained=frozenset({"a", "b"})), lambda _: None)
-    kept.leaving(frozenset({"a"}))
-    kept.leaving(frozenset())
+    kept.leaving({"a": 3.0})
+    assert kept.standing == Standing(drained=frozenset({"b"}), leaving={"a": 3.0})
+    kept.leaving({})
     assert kept.standing == Standing(drained=frozenset({"b"}))

@@ -30,10 +30,10 @@ def test_a_gateway_is_to_stop_no_unit_that_is_stopped_already(tmp_path: Path) ->
         with socket.create_server(("127.0.0.1", 0)) as listener:
             roles = Roles(config, listener, tmp_path)
             engines = Engines(config.engines, ["unit-1"], roles.engine, supervised)
-            standing = Standing(leaving=frozenset({"unit-0", "unit-1"}))
+            standing = Standing(leaving={"unit-0": None, "unit-1": 5.0})
             order = roles.gateway(lambda: standing, engines).order()
             assert isinstance(order, GatewayOrder)
             assert order.away == {"unit-0"}
-            assert order.standing.leaving == {"unit-1"}
+            assert order.standing.leaving == {"unit-1": 5.0}
 
     asyncio.run(test())

@@ -41,8 +41,8 @@ class Processes(Protocol):
 class Roster:
     """An async context manager: orders that are under way are given up with it. specs: of all units that the
     router knows. groups: those that come and go by themselves, by name. processes: who gives units a process.
-    connect: the client of a unit that was not there. changed: called with the units that are to go, whenever
-    others are. memory, cores: what the fleet's machine has for it."""
+    connect: the client of a unit that was not there. changed: called with the units that are to go, and the
+    seconds that they are given, whenever others are. memory, cores: what the fleet's machine has for it."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Roster:
         groups: Mapping[str, GroupSpec],
         processes: Processes,
         connect: Callable[[str], Awaitable[EngineClient]],
-        changed: Callable[[frozenset[str]], None],
+        changed: Callable[[Mapping[str, float | None]], None],
         memory: int,
         cores: int,
     ) -> None:
@@ -66,6 +66,7 @@ class Roster:
         self._cores = cores
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, float | None] = {}  # seconds that these are given
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,9 +151,13 @@ class Roster:
         for unit in (units[name] for name in steps.start if name in units):
             if unit.presence != "here":
                 self._starting(unit)
-        for unit in (units[name] for name in steps.stop if name in units):
+        self.leave(dict.fromkeys(steps.stop))
+
+    def leave(self, units: Mapping[str, float | None]) -> None:
+        """Stop these, as `begin` does, with the seconds that each is given. Does not wait."""
+        for unit in (self._router.units[name] for name in units if name in self._router.units):
             if unit.presence == "here" and not unit.restarting:
-                self._stopping(unit, None)
+                self._stopping(unit, units[unit.name])
 
     def heed(self, away: Collection[str]) -> None:
         """These units have no process, and all others have. Those for which something is under way here are
@@ -192,6 +197,7 @@ class Roster:
 
     def _stopping(self, unit: Unit, seconds: float | None) -> asyncio.Task[None]:
         if unit.name not in self._stops:
+            self._leaving[unit.name] = seconds
             self._stops[unit.name] = _logged(unit, self._stop(unit, seconds))
         return self._stops[unit.name]
 
@@ -216,7 +222,7 @@ class Roster:
     async def _stop(self, unit: Unit, seconds: float | None) -> None:
         try:
             unit.leave()
-            self._tell()
+            self._changed(dict(self._leaving))
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await unit.emptied()
@@ -224,11 +230,8 @@ class Roster:
             await self._processes.stop(unit.name, [one.card for one in unit.replicas.values()])
             unit.gone()
         finally:
-            del self._stops[unit.name]
-            self._tell()
-
-    def _tell(self) -> None:
-        self._changed(frozenset(self._stops))
+            del self._stops[unit.name], self._leaving[unit.name]
+            self._changed(dict(self._leaving))
 
 
 def _logged(unit: Unit, order: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

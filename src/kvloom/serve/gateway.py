@@ -14,7 +14,6 @@ from kvloom.api.admin_units import UnitOrders
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.core.clock import Clock, WallClock
-from kvloom.core.replicas import Steps
 from kvloom.router.drains import Drains
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
@@ -86,7 +85,7 @@ async def gateway(
         router = await _router(order, program, standing, clients, shelf, clock)
         await stack.enter_async_context(router)
         roster = await stack.enter_async_context(_roster(order, router, restarts, clients, kept))
-        roster.begin(Steps(stop=tuple(standing.leaving)))
+        roster.leave(standing.leaving)
         rescheduler = await stack.enter_async_context(Rescheduler(router, clock, roster))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         drains = Drains(router, seconds=order.drain, restart=restarts, changed=kept.drained)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -22,9 +22,11 @@ class Kept:
         self.standing = replace(self.standing, program=program)
         self._tell(self.standing)
 
-    def leaving(self, units: frozenset[str]) -> None:
-        """These units are to lose their processes from now on. One that gets another takes requests."""
-        self.standing = replace(self.standing, leaving=units, drained=self.standing.drained - units)
+    def leaving(self, units: Mapping[str, float | None]) -> None:
+        """These units are to lose their processes from now on, and have so many seconds for it. One that gets
+        another process takes requests."""
+        drained = self.standing.drained - units.keys()
+        self.standing = replace(self.standing, leaving=dict(units), drained=drained)
         self._tell(self.standing)
 
     def drained(self, units: frozenset[str]) -> None:

@@ -69,6 +69,7 @@ class Roles:
     def _gateway_order(self, standing: Standing, engines: Engines) -> GatewayOrder:
         specs = tuple(engines.specs.values())
         scheduled = self._config.scheduler_for(specs) is not None
+        leaving = {unit: given for unit, given in standing.leaving.items() if unit not in engines.away}
         return GatewayOrder(
             engines={spec.unit: f"unix://{self._socket(spec.unit)}" for spec in specs},
             specs=specs,
@@ -87,7 +88,7 @@ class Roles:
             drain=self._config.drain,
             patience=self._config.patience,
             beside=("scheduler", "gateway") if scheduled else ("gateway",),
-            standing=replace(standing, leaving=standing.leaving - engines.away),
+            standing=replace(standing, leaving=leaving),
         )
 
     def _socket(self, unit: str) -> str:

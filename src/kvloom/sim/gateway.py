@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kvloom.core.client import EngineClient
 from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
-from kvloom.core.replicas import GroupSpec, Steps
+from kvloom.core.replicas import GroupSpec
 from kvloom.core.request import EndEvent, Event, PromptEvent, TokenEvent
 from kvloom.core.spec import EngineSpec
 from kvloom.router.program import Program
@@ -63,8 +63,8 @@ class Gateway:
     async def start(self) -> None:
         await self.router.__aenter__()
         await self.roster.__aenter__()
-        leaving = self._supervisor.leaving - self._supervisor.away.keys()
-        self.roster.begin(Steps(stop=tuple(sorted(leaving))))
+        leaving, away = self._supervisor.leaving, self._supervisor.away
+        self.roster.leave({unit: leaving[unit] for unit in sorted(leaving.keys() - away.keys())})
         await self.rescheduler.__aenter__()
         self._journal("gateway", "", "is up")
 
@@ -133,7 +133,7 @@ class Gateway:
                 self._journal.count("moved by order")
                 return
 
-    def _leave(self, units: frozenset[str]) -> None:
+    def _leave(self, units: Mapping[str, float | None]) -> None:
         if not self._gone:
             self._supervisor.leave(units)
 

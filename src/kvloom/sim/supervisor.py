@@ -28,7 +28,7 @@ class ModelledSupervisor:
         told: Callable[[Collection[str]], None],
     ) -> None:
         self.away: dict[str, Sequence[ModelCard]] = dict.fromkeys(away, ())
-        self.leaving: frozenset[str] = frozenset()
+        self.leaving: Mapping[str, float | None] = {}
         self._hosts = hosts
         self._clock = clock
         self._journal = journal
@@ -45,7 +45,7 @@ class ModelledSupervisor:
         if unit not in self.away and self._hosts[unit].process is None:
             self._hosts[unit].start()
 
-    def leave(self, units: frozenset[str]) -> None:
+    def leave(self, units: Mapping[str, float | None]) -> None:
         """These are to lose their process once they are empty."""
         self.leaving = units
 
