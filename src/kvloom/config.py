@@ -85,7 +85,7 @@ class Config(Section):
     lease: Seconds = Field(default="30s", validate_default=True)
     program: Program = Field(default="data_parallel", validate_default=True)
     drain: Seconds = Field(default="60s", validate_default=True)
-    patience: Seconds = PATIENCE
+    patience: Seconds = Field(default=f"{PATIENCE:g}s", validate_default=True)
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20
