@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, settings
 
 from tests import interpreter
@@ -11,5 +13,9 @@ settings.register_profile(
     "kvloom", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("kvloom")
+
+# before torch is there: processes of tests share the cores, which OpenMP's workers would take from each other
+# while they wait
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 interpreter.watch()
