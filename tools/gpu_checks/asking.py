@@ -16,6 +16,8 @@ from kvloom.engine.engine import Engine
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 
+_INTERVAL = 8  # tokens of a frame: this process reads them all
+
 
 class Failed(Exception):
     """A request that was let in has ended with an error."""
@@ -48,7 +50,9 @@ class InProcess:
     def body(self, number: int, ask: Ask) -> bytes:
         params = SamplingParams(max_tokens=ask.output, seed=0)
         prompt = self._prompts(number, ask)
-        made = StartGenerate(model=ask.model, request=str(number), prompt=prompt, sampling=params)
+        made = StartGenerate(
+            model=ask.model, request=str(number), prompt=prompt, sampling=params, interval=_INTERVAL
+        )
         return msgspec.msgpack.encode(made)
 
     async def ask(self, ask: Ask, body: bytes, due: float) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -25,7 +25,7 @@ from kvloom.model.gpu.arena import DeviceArena
 from kvloom.model.gpu.device import Cut, Device, cuda_device
 from kvloom.model.gpu.executor import GpuExecutor
 from kvloom.model.gpu.fusing import fuse_on_device
-from kvloom.model.gpu.green import cut_green
+from kvloom.model.gpu.green import Side, cut_green
 from kvloom.model.gpu.model import DeviceModel
 from kvloom.model.gpu.operations import Operations, triton_operations
 from kvloom.model.loader import LoadedModel
@@ -83,7 +83,13 @@ class Ground:
         return DeviceArena(size // self.block_bytes, self.block_bytes, self.device.torch)
 
 
-def cuda_ground(cut: Cut = cut_green) -> Ground:
+def halves(device: torch.device, count: int) -> Sequence[tuple[Side, Side]]:
+    """A `Cut`: of the pairs that a unit has the one that is nearest to halves. Without planned shares adbs
+    takes no other, and steps are recorded, and kernels compiled, for a third of the lanes."""
+    return sorted(cut_green(device, count), key=lambda pair: abs(pair[0][0] - pair[1][0]))[:1]
+
+
+def cuda_ground(cut: Cut = halves) -> Ground:
     """The first GPU, with Triton's kernels. Raises ConfigError where it cannot be used."""
     return Ground(cuda_device(0, cut), triton_operations(), torch.bfloat16)
 

@@ -15,9 +15,12 @@ def executor(run: Run) -> None:
     """One executor for all that is measured of it."""
     from tools.gpu_checks import beside, ceilings, jobs, mailbox, models, peers, smids, steps  # noqa: PLC0415
 
+    from kvloom.model.gpu.device import cuda_device  # noqa: PLC0415
+    from kvloom.model.gpu.green import cut_green  # noqa: PLC0415
+
     run.check("ceilings", ceilings.ceilings)
+    run.check("partitions", lambda: smids.disjoint(cuda_device(0, cut_green)))
     ground = models.cuda_ground()
-    run.check("partitions", lambda: smids.disjoint(ground.device))
     loaded = models.make_models({"8B": models.LLAMA_8B}, ground)
     arena = ground.arena(KV_BYTES)
     made = models.executor_of(loaded, arena, ground, most_running=128, chunk=8192)

@@ -42,13 +42,13 @@ class Effort:
     that are no longer; burst: seconds, and requests. scales: of what a request takes alone."""
 
     plays: tuple[tuple[float, tuple[float, ...]], ...] = ((2.1, (0.6, 1.0)), (0.9, (0.8,)))
-    window: float = 8.0
-    grace: float = 4.0
-    burst: tuple[float, int] = (3.0, 384)
-    longest: int = 512
+    window: float = 6.0
+    grace: float = 3.0
+    burst: tuple[float, int] = (3.0, 512)
+    longest: int = 384
     scales: tuple[float, ...] = (4.0, 8.0)
     kv_bytes: int = 24 << 30
-    most_running: int = 128
+    most_running: int = 64
     chunk: int = 2048
 
     @property

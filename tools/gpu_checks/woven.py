@@ -144,7 +144,9 @@ async def _spans(
         found["all at home"] = await _span(hot, cold, effort)
         for control in CONTROLS:
             terms = replace(hot.weaving.terms(HOT, effort.pages), control=control)
-            hot.weaving.borrow(terms, cold.weaving.lend(terms), effort.share)
+            hot.weaving.borrow(terms, cold.weaving.lend(terms), 0.0)
+            await _settled(cold, effort)
+            hot.weaving.set_share(HOT, effort.share)
             await _until(hot, effort, lambda load: load.models[HOT].away >= away)
             found[_told(control)] = await _span(hot, cold, effort)
             if hot.weaving.loan(HOT) is None:
@@ -205,6 +207,13 @@ async def _until(engine: Engine, effort: Effort, holds: Callable[[UnitLoad], boo
             if holds(await engine.load()):
                 return
             await asyncio.sleep(0.02)
+
+
+async def _settled(cold: Engine, effort: Effort) -> None:
+    """Its steps poll, and are recorded. Nothing waits for them yet: a kernel that waits, in the same process,
+    would keep the driver from loading those that it waits for."""
+    begun = (await cold.load()).models[COLD].decode_jobs_total
+    await _until(cold, effort, lambda load: load.models[COLD].decode_jobs_total >= begun + 4)
 
 
 async def _span(hot: Engine, cold: Engine, effort: Effort) -> Span:
