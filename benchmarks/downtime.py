@@ -8,7 +8,9 @@ less the usual gap. Llumnix: figure 10.
 
 What a live move's gap is made of is told too: `hold`, from the last token at the source to the answer that it
 stands still; `send`, to the answer that all has arrived; `start`, until the target has let it in; `last`, to
-its first token there, which is what is left of the target's step and one more.
+its first token there. Of that, `wait` is until the target's step that was under way has ended, and the rest
+its own step. Steps of both engines take about the same time, so their ends keep their distance for many
+moves: few rounds are few draws of `wait`, and the least and the most are told beside the median.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from kvloom.core.request import Made, StartGenerate
 from kvloom.core.verbs import PrepRecv, RemoteSend
 
 LENGTHS: Final = (256, 512, 1024, 2048, 3800)
-PARTS: Final = ("step", "hold", "send", "start", "last", "whole")  # of what is found
+PARTS: Final = ("step", "hold", "send", "start", "wait", "last", "whole")  # of what is found
 FLAT, STEPS, SLOWER = 2.0, 1.0, 10.0  # times over lengths, steps of the batch, per cent
 CONTEXT: Final = 4090  # of shape A, or a little less
 BEFORE, AFTER = 8, 8  # tokens of the moving request around the move
@@ -51,15 +53,16 @@ class Effort:
 @dataclass(frozen=True, slots=True)
 class Found:
     """Of one move, in seconds. downtime: the request's longest gap, less the usual one. whole: from the order
-    to the first token at the target. hold, send, start, last: the parts of the gap. step: the batch's usual
-    gap; slower: by how much the others' gaps were longer while it moved, as a part of the usual one. calls:
-    verbs."""
+    to the first token at the target. hold, send, start, last: the parts of the gap; wait: of the last one,
+    until the target's step under way had ended. step: the batch's usual gap; slower: by how much the others'
+    gaps were longer while it moved, as a part of the usual one. calls: verbs."""
 
     downtime: float
     whole: float
     hold: float
     send: float
     start: float
+    wait: float
     last: float
     step: float
     slower: float
@@ -153,14 +156,16 @@ async def _moved(on: Pair, reader: Reader, move: Callable[[], Awaitable[None]]) 
     stood = on.answered(began, "hold")
     sent = max(stood, on.answered(stood, "remote_send"))
     let_in = on.answered(sent, "start_generate")
+    step = median(on.gaps(began - QUIET, began))
     return Found(
         downtime=max(reader.gaps(began, reader.times[first + 2])) - median(reader.gaps(began - QUIET, began)),
         whole=over - began,
         hold=stood - told,
         send=sent - stood,
         start=let_in - sent,
+        wait=on.step_end(let_in, over - step / 2) - let_in,
         last=over - let_in,
-        step=median(on.gaps(began - QUIET, began)),
+        step=step,
         slower=on.slower(began, over),
         calls=sum(one.began <= over for one in made),
     )
@@ -211,17 +216,21 @@ async def measure(effort: Effort, console: Console) -> Report:
         ways = [1e3 * one.downtime for one in mid.values()]
         it = mid["live"]
         parts = [1e3 * float(getattr(it, name)) for name in PARTS]
-        rows.append([length, *ways, *parts, it.calls, 100 * it.slower, 100 * foreign])
+        lives = [1e3 * one.downtime for one in found["live"]]
+        rows.append([length, *ways, min(lives), max(lives), *parts, it.calls, 100 * it.slower, 100 * foreign])
     return Report(
         name="downtime",
         title=f"A request moves, {effort.beside} others at each engine (ms, medians of {effort.rounds})",
         columns=[
             "context",
             *WAYS,
+            "least",
+            "most",
             "step",
             "hold",
             "send",
             "start",
+            "wait",
             "last",
             "whole",
             "verbs",
@@ -234,7 +243,8 @@ async def measure(effort: Effort, console: Console) -> Report:
         notes=[
             "Downtime: the longest gap between its tokens around the move, less the usual one, step. Of that "
             "gap: hold, from the source's last token to the answer that it stands still; send, until all has "
-            "arrived; start, until the target has let it in; last, to its first token there. Slower: the "
+            "arrived; start, until the target has let it in; last, to its first token there; wait, of the "
+            "last one, until the target's step under way has ended. Least, most: live downtime. Slower: the "
             "others' gaps while it moves, against before. Memcpy: the same while a process of its own copies "
             "as many bytes, at once."
         ],

@@ -89,6 +89,11 @@ class Pair:
         """Against as long a time before."""
         return mean(self.gaps(since, until)) / mean(self.gaps(since - QUIET, since)) - 1
 
+    def step_end(self, since: float, until: float) -> float:
+        """When the target first told those beside something within this time, or `since`."""
+        told = (when for reader in self.beside[1::2] for when in reader.times if since < when < until)
+        return min(told, default=since)
+
     def answered(self, since: float, *verbs: str) -> float:
         """When the last call of one of these verbs since then was, or `since`."""
         times = (one.answered for one in self.calls if one.verb in verbs and one.began >= since)
