@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +14,9 @@ def main(how: str, file: str, _: str) -> None:
     if how == "nothing":
         sys.exit(4)
     under_way = ["second"] if how in ("dies", "hangs") else []
+    left = subprocess.Popen(["sleep", "300"]).pid if how == "hangs" else 0
     report = {
-        "environment": {},
+        "environment": {"left": str(left)},
         "figures": [{"name": "first", "value": 1.0, "unit": "s"}],
         "failures": {"second": "AssertionError: wrong"} if how == "fails" else {},
         "under_way": under_way,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,7 +123,20 @@ def test_a_part_in_a_process_of_its_own(part: str, told: dict[str, str]) -> None
     report, (found, why) = Report(environment={}), apart(part, 2, "tests.gpu_part")
     report.take(found, "p", why)
     assert report.failures == told
+    if part == "hangs":
+        assert gone(found.environment["left"])  # what it had started
     assert [figure.name for figure in report.figures] == ([] if part == "nothing" else ["first"])
+
+
+def gone(process: str) -> bool:
+    try:
+        end = os.pidfd_open(int(process))
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([end], [], [], 10)[0])
+    finally:
+        os.close(end)
 
 
 def test_each_part_is_known_to_its_process() -> None:
