@@ -18,7 +18,7 @@ from tools.gpu_checks.lanes import divided
 from tools.gpu_checks.models import Shape, executor_of, make_models, running, spec_of
 from tools.gpu_checks.report import Figure
 from tools.gpu_checks.several import Judge, Played, _ratios
-from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL
+from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL, Stage
 from tools.gpu_checks.unit import MODEL, units
 
 from kvloom.transport.cuda_ipc import CudaIpcTransport
@@ -85,6 +85,30 @@ def test_three_systems_serve_the_same_requests() -> None:
     assert [figure.least for figure in ratios] == [1.5, 1.5]
 
 
+def test_a_split_device_is_split() -> None:
+    """And the others have all of it, each by its own policy."""
+    stage = Stage.make({"a": TINY, "b": SMALLER}, ground(), 1 << 20, most_running=2, chunk=16)
+    rates = {"a": 0.75, "b": 0.25}
+    executors, _ = stage.apart(rates)
+    spans = sorted((one.arena.bytes.data_ptr(), one.arena.bytes.numel()) for one in executors.values())
+    assert spans[0][0] + spans[0][1] <= spans[1][0]
+    assert sum(size for _, size in spans) <= stage.arena.bytes.numel()
+    assert sum(one.compute for one in executors.values()) == stage.shared.compute
+
+    async def policies() -> dict[str, list[str]]:
+        found = {}
+        for name, serving in stage.systems(rates)[0].items():
+            async with serving() as engines:
+                found[name] = [(await engine.load()).policy for engine in set(engines.values())]
+        return found
+
+    assert asyncio.run(policies()) == {
+        MULTIPLEXING: ["adbs"],
+        SPATIAL: ["partitioned"] * 2,
+        TEMPORAL: ["fcfs"],
+    }
+
+
 def played(*ends: tuple[float, float | None]) -> Played:
     """When requests were due, and how long they took."""
     asks = [(Ask(at=at, model="m", prompt=10, output=11), end) for at, end in ends]
@@ -106,8 +130,8 @@ def test_it_is_against_the_better_of_the_others_each_at_its_best_rate() -> None:
     judge = Judge(1.0, {"m": Alone(1.0, 0.0, 0.0)}, 10.0)
     met = [{MULTIPLEXING: 6, SPATIAL: 2, TEMPORAL: 3}, {MULTIPLEXING: 2, SPATIAL: 4, TEMPORAL: 1}]
     found = [{name: played(*[(0.0, 0.5)] * count) for name, count in one.items()} for one in met]
-    names = [figure.name for figure in _ratios(2.1, found, [judge], SEVERAL, 1.5)]
-    ratios = list(_ratios(2.1, found, [judge], SEVERAL, 1.5))
+    names = [figure.name for figure in _ratios(2.1, found, [judge], 1.5)]
+    ratios = list(_ratios(2.1, found, [judge], 1.5))
     assert [figure.value for figure in ratios] == [1.5, 1.5]
     assert [figure.reached for figure in ratios] == [True, True]
     assert len(set(names)) == 2

@@ -40,7 +40,7 @@ def several(run: Run) -> None:
 
 
 def moving(run: Run) -> None:
-    """Its engines are processes of their own: this one has nothing to do with the device."""
+    """Its engines are processes of their own."""
     from tools.gpu_checks.moving import moving  # noqa: PLC0415
 
     run.check("a request moves", moving)

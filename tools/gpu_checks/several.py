@@ -111,9 +111,8 @@ def several(
                 played = found[-1][name] = asyncio.run(_play(serving, asks, prompts, effort.seconds))
                 where = f"α {alpha:g}, {most * part:.1f} requests/s, {name}"
                 yield from _figures(where, asks, played, judges, effort, note if name == SPATIAL else "")
-        yield from _ratios(
-            alpha, found, judges, effort, WANTED if alpha == max(a for a, _ in effort.plays) else None
-        )
+        steepest = alpha == max(other for other, _ in effort.plays)
+        yield from _ratios(alpha, found, judges, WANTED if steepest else None)
 
 
 def _figures(
@@ -135,7 +134,6 @@ def _ratios(
     alpha: float,
     found: Sequence[Mapping[str, Played]],
     judges: Sequence[Judge],
-    effort: Effort,
     wanted: float | None,
 ) -> Iterator[Figure]:
     """Of multiplexing to the better of the others, each at the rate that is best for it."""

@@ -62,7 +62,7 @@ class Stage:
 
     def systems(self, rates: Mapping[str, float]) -> tuple[dict[str, Serving], str]:
         """By name, and what is to be said of the spatial one. rates: each model's share of the requests."""
-        executors, note = self._apart(rates)
+        executors, note = self.apart(rates)
         systems: dict[str, Serving] = {
             MULTIPLEXING: lambda: self._together("adbs", rates),
             SPATIAL: lambda: self._beside(executors),
@@ -89,13 +89,17 @@ class Stage:
                 engines[name] = await stack.enter_async_context(running(executor, spec))
             yield engines
 
-    def _apart(self, rates: Mapping[str, float]) -> tuple[dict[str, GpuExecutor], str]:
+    def apart(self, rates: Mapping[str, float]) -> tuple[dict[str, GpuExecutor], str]:
         """One for each model. Multiprocessors by rate × weights, which is what a step reads; blocks by rate ×
         blocks a token, as a pool's quotas begin."""
         names = list(self.loaded)
         lanes = split(self.ground.device, [rates[name] * parameters(self.loaded[name]) for name in names])
         geometries = {name: model.geometry for name, model in self.loaded.items()}
         blocks = initial_quotas(self.arena.blocks, geometries, rates)
+        if sum(blocks.values()) > self.arena.blocks:
+            raise ValueError(
+                f"a pool of {self.arena.blocks} blocks is too small to be split; a larger one is right"
+            )
         executors, first = {}, 0
         for name, device in zip(names, lanes.devices, strict=True):
             arena = Part(self.arena, first, blocks[name])
