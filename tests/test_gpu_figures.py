@@ -14,7 +14,7 @@ from benchmarks.downtime import Found
 from hypothesis import given
 from hypothesis import strategies as st
 from tools.gpu_checks import moving, several, woven
-from tools.gpu_checks.lanes import divided
+from tools.gpu_checks.lanes import divided, shared_out
 from tools.gpu_checks.models import Shape, executor_of, make_models, running, spec_of
 from tools.gpu_checks.report import Figure
 from tools.gpu_checks.several import Judge, Played, _ratios
@@ -144,6 +144,10 @@ def test_parts_are_in_proportion_and_nobody_has_none(weights: list[float], whole
     assert min(parts) >= 1
     for part, weight in zip(parts, weights, strict=True):
         assert part <= max(1, math.ceil(whole * weight / sum(weights)) + len(weights))
+    groups = [str(i) for i in range(whole)]
+    shared = shared_out(groups, weights)
+    assert [len(one) for one in shared] == parts
+    assert [group for part in shared for group in part] == groups
 
 
 def test_a_request_moves_between_two_processes(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,10 +16,12 @@ from kvloom.model.gpu.green import STEP
 from kvloom.model.gpu.partitions import Lane, Partitions
 from kvloom.model.gpu.streams import CudaStream, HostStream
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """devices: one lane each. apart: whether they really share no multiprocessor; why not, else empty."""
+    """devices: one lane each. why: they may share multiprocessors all the same; else empty."""
 
     devices: list[Device]
     why: str = ""
@@ -52,27 +57,41 @@ def _of(device: Device, lane: Lane) -> Device:
     return Device(device.torch, lane.compute, Partitions(lane, []))
 
 
+def shared_out(groups: Sequence[T], weights: Sequence[float]) -> list[list[T]]:
+    """Each group to one of them, in proportion."""
+    ends = list(accumulate(divided(len(groups), weights), initial=0))
+    return [list(groups[first:end]) for first, end in pairwise(ends)]
+
+
 def _green(device: torch.device, weights: Sequence[float]) -> list[Lane]:
-    """CUDA's driver API, cuDevResourceGenerateDesc: groups of one split may be joined again. The contexts
-    live as long as the process. Raises DriverError."""
+    """CUDA's driver API, cuDevResourceGenerateDesc: groups of one split may be joined again. What is left of
+    the split goes to the largest part where the driver joins that, too. Raises DriverError."""
     driver = Driver()
     driver.enter(device.index)
-    api, number = driver.api, driver("cuDeviceGet", device.index)
-    everything = driver("cuDeviceGetDevResource", number, api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    number = driver("cuDeviceGet", device.index)
+    kind = driver.api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    everything = driver("cuDeviceGetDevResource", number, kind)
     most = int(everything.sm.smCount) // STEP
     groups, made, rest = driver("cuDevSmResourceSplitByCount", most, everything, 0, STEP)
-    free = list(groups[: int(made)])
-    parts = divided(len(free), weights)
+    parts = shared_out(groups[: int(made)], weights)
     lanes = []
     for part in parts:
-        mine, free = free[:part], free[part:]
-        if part == max(parts) and rest is not None and int(rest.sm.smCount):
-            mine, rest = [*mine, rest], None
-        description = driver("cuDevResourceGenerateDesc", mine, len(mine))
-        flags = int(api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
-        context = driver("cuGreenCtxCreate", description, number, flags)
-        kind = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        stream = driver("cuGreenCtxStreamCreate", context, kind, 0)
-        wrapped = CudaStream(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
-        lanes.append(Lane(sum(int(one.sm.smCount) for one in mine), wrapped))
+        if len(part) == max(map(len, parts)) and rest is not None and int(rest.sm.smCount):
+            with suppress(DriverError):
+                lanes.append(_lane(driver, device, number, [*part, rest]))
+                rest = None
+                continue
+        lanes.append(_lane(driver, device, number, part))
     return lanes
+
+
+def _lane(driver: Driver, device: torch.device, number: Any, resources: list[Any]) -> Lane:
+    """Its context lives as long as the process. Raises DriverError."""
+    api = driver.api
+    description = driver("cuDevResourceGenerateDesc", resources, len(resources))
+    flags = int(api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+    context = driver("cuGreenCtxCreate", description, number, flags)
+    flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    stream = driver("cuGreenCtxStreamCreate", context, flags, 0)
+    wrapped = CudaStream(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
+    return Lane(sum(int(one.sm.smCount) for one in resources), wrapped)

@@ -21,6 +21,7 @@ def executor(run: Run) -> None:
     run.check("ceilings", ceilings.ceilings)
     run.check("partitions", lambda: smids.disjoint(cuda_device(0, cut_green)))
     ground = models.cuda_ground()
+    run.check("a static split", lambda: smids.disjoint_split(ground.device))
     loaded = models.make_models({"8B": models.LLAMA_8B}, ground)
     arena = ground.arena(KV_BYTES)
     made = models.executor_of(loaded, arena, ground, most_running=128, chunk=8192)

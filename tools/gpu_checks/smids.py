@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from tools.gpu_checks.lanes import split
 from tools.gpu_checks.report import Figure
 
 from kvloom.model.gpu.device import Device
@@ -65,3 +66,14 @@ def disjoint(device: Device) -> list[Figure]:
             )
         )
     return figures
+
+
+def disjoint_split(device: Device) -> list[Figure]:
+    """Of a static split, as several models have it. Raises AssertionError where it is none."""
+    found = split(device, (13, 1, 1, 1))
+    assert not found.why, found.why
+    parts = [multiprocessors(one.partitions.whole) for one in found.devices]
+    reached = set().union(*parts)
+    assert sum(map(len, parts)) == len(reached), f"parts have multiprocessors in common: {parts}"
+    name = f"static split {' + '.join(str(one.compute) for one in found.devices)}"
+    return [Figure(name=name, value=len(reached), unit="of SMs", bound=device.compute)]
