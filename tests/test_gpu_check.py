@@ -78,6 +78,15 @@ def test_what_fails_is_told_and_the_rest_runs(tmp_path: Path) -> None:
     assert late.report.failures == {"ceilings": "not run: 0 s were left, and it needs 0"}
 
 
+def test_why_a_task_of_a_group_failed_is_told(tmp_path: Path) -> None:
+    def wrong() -> list[Figure]:
+        raise ExceptionGroup("many", [ValueError("a"), ExceptionGroup("more", [KeyError("b"), OSError("c")])])
+
+    run = Run(60, tmp_path / "figures.json")
+    run.check("several", wrong)
+    assert run.report.failures["several"] == "ValueError: a; KeyError: 'b'; OSError: c"
+
+
 def test_what_has_too_little_time_left_is_not_begun(tmp_path: Path) -> None:
     run = Run(60, tmp_path / "figures.json")
     run.check("several", lambda: [Figure(name="in time", value=2.0, unit="×")], needs=70)

@@ -147,13 +147,22 @@ class Run:
                 self.report.figures.append(figure)
                 self._write()
         except Exception as error:  # noqa: BLE001 -- the others are worth having
-            self.report.failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.report.failures[name] = "; ".join(_reasons(error))
         self.report.under_way = [other for other in self.report.under_way if other != name]
         self._write()
 
     def _write(self) -> None:
         self.report.seconds = time.monotonic() - self._began
         self.report.write(self._file)
+
+
+def _reasons(error: BaseException) -> Iterator[str]:
+    """One line each; of a group's own nothing is said."""
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _reasons(one)
+    else:
+        yield f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def environment() -> dict[str, str]:
