@@ -53,13 +53,6 @@ def test_serves_until_ctrl_c(models: list[str]) -> None:
         assert running.errors() == ""
 
 
-def test_nothing_outlives_a_killed_supervisor(models: list[str]) -> None:
-    with fleet(*models) as running:
-        running.wait_until_ready()
-        with outlived(list(running.children().values())):
-            assert running.end(signal.SIGKILL) == -signal.SIGKILL
-
-
 @pytest.mark.parametrize("name", ["unit-0", "gateway"])
 def test_one_that_dies_before_it_ever_answered_ends_the_fleet(models: list[str], name: str) -> None:
     with fleet(*models) as running:

@@ -7,6 +7,7 @@ import os
 import signal
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ units:
 
 PROGRAM = """
 async def last(call, fleet, *, say: str):
-    replica = fleet.up[-1]
+    replica = fleet.up[-1] if fleet.up else fleet.turn()  # which says that there is none
     print(f"{say}: {replica.name}")
     async for frame in call.start_generate(replica):
         yield frame
@@ -46,6 +47,22 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "s"
     made.mkdir()
     return made
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, str]]:
+    """A fleet with a program of its own beside its config, and its URL; Ctrl-C ends it and leaves nothing."""
+    made = tmp_path_factory.mktemp("units")
+    (folder := made / "s").mkdir()
+    (made / "my_router.py").write_text(PROGRAM)
+    (made / "fleet.yaml").write_text(CONFIG + "program: {name: 'my_router:last', say: here}\n")
+    with fleet(str(made / "fleet.yaml"), folder=folder) as running:
+        url = running.wait_until_ready()
+        running.wait_for("scheduler | answers")
+        yield running, url
+        with leaves_nothing(running, folder):
+            assert running.end(signal.SIGINT) == 0
+        assert running.errors() == ""
 
 
 def ask(url: str, model: str) -> int:
@@ -75,38 +92,37 @@ def kill(running: Fleet, name: str) -> int:
     return running.children()[name]
 
 
-def test_what_dies_comes_back_and_the_others_serve_on(config: str, folder: Path) -> None:
-    with fleet(config, folder=folder) as running:
-        url = running.wait_until_ready()
-        assert "unit-1: starting the engine" in running.output
-        assert [ask(url, model) for model in ("guide", "stories", "sums")] == [200] * 3
-        running.wait_for("scheduler | answers")
-        before = running.children()
-        assert before.keys() == {"unit-0", "unit-1", "gateway", "scheduler"}
-        os.kill(before["unit-0"], signal.SIGKILL)
-        running.wait_for("unit-0 | was killed by SIGKILL")
-        assert ask(url, "stories") == ask(url, "sums") == 200
-        running.wait_for("unit-0 | answers again")
-        until_served(url, "guide")
-        kill(running, "unit-1")
-        until_served(url, "stories")
-        after = running.children()
-        assert after["gateway"] == before["gateway"]
-        assert after["scheduler"] == before["scheduler"]
-        assert len({*before.values(), *after.values()}) == 6
-        with leaves_nothing(running, folder):
-            assert running.end(signal.SIGINT) == 0
-        assert running.errors() == ""
+def test_a_program_of_ones_own_beside_the_config(served: tuple[Fleet, str]) -> None:
+    running, url = served
+    assert ask(url, "sums") == 200
+    running.wait_for("gateway | here: unit-1")
 
 
-def test_clients_wait_for_a_new_gateway_at_the_same_port(config: str, folder: Path) -> None:
-    with fleet(config, folder=folder) as running:
-        url = running.wait_until_ready()
-        os.kill(running.children()["gateway"], signal.SIGKILL)
-        running.wait_for("gateway | was killed by SIGKILL")
-        assert ask(url, "sums") == 200
-        running.wait_for("gateway | answers again")
-        assert running.end(signal.SIGTERM) == 0
+def test_what_dies_comes_back_and_the_others_serve_on(served: tuple[Fleet, str]) -> None:
+    running, url = served
+    assert "unit-1: starting the engine" in running.output
+    assert [ask(url, model) for model in ("guide", "stories", "sums")] == [200] * 3
+    before = running.children()
+    assert before.keys() == {"unit-0", "unit-1", "gateway", "scheduler"}
+    os.kill(before["unit-0"], signal.SIGKILL)
+    running.wait_for("unit-0 | was killed by SIGKILL")
+    assert ask(url, "stories") == ask(url, "sums") == 200
+    running.wait_for("unit-0 | answers again")
+    until_served(url, "guide")
+    kill(running, "unit-1")
+    until_served(url, "stories")
+    after = running.children()
+    assert after["gateway"] == before["gateway"]
+    assert after["scheduler"] == before["scheduler"]
+    assert len({*before.values(), *after.values()}) == 6
+
+
+def test_clients_wait_for_a_new_gateway_at_the_same_port(served: tuple[Fleet, str]) -> None:
+    running, url = served
+    os.kill(running.children()["gateway"], signal.SIGKILL)
+    running.wait_for("gateway | was killed by SIGKILL")
+    assert ask(url, "sums") == 200
+    running.wait_for("gateway | answers again")
 
 
 def test_nothing_outlives_a_killed_supervisor(config: str, folder: Path) -> None:
@@ -133,14 +149,3 @@ def test_a_program_that_is_none_is_one_line(config: str, folder: Path) -> None:
         assert errors.startswith("kvloom: program: balanced has no option ratoi")
         assert errors.count("\n") == 1
         assert not list(folder.glob("kvloom-*"))
-
-
-def test_a_program_of_ones_own_beside_the_config(config: str, folder: Path) -> None:
-    with open(config, "a") as file:
-        file.write("program: {name: 'my_router:last', say: here}\n")
-    Path(config).with_name("my_router.py").write_text(PROGRAM)
-    with fleet(config, folder=folder) as running:
-        url = running.wait_until_ready()
-        assert ask(url, "sums") == 200
-        running.wait_for("gateway | here: unit-1")
-        assert running.end(signal.SIGTERM) == 0
