@@ -198,8 +198,15 @@ def test_a_hot_unit_is_measured_with_and_without_its_loan() -> None:
 
 
 def test_what_a_loan_lacks_is_told() -> None:
-    """As whatever a check lacks."""
-    short = replace(WEAVING, pages=4000)
+    """After what has been measured without it."""
+    short, found = replace(WEAVING, pages=4000), list[Figure]()
+    figures = woven.weaving(ground(twins()), SharedMemory(), (TINY, SMALLER), short)
+
+    def all_of_them() -> None:
+        for figure in figures:
+            found.append(figure)  # those before the error count
+
     with pytest.raises(BaseExceptionGroup) as error:
-        list(woven.weaving(ground(twins()), SharedMemory(), (TINY, SMALLER), short))
+        all_of_them()
     assert error.group_contains(Exception, match="lend")
+    assert [figure.name for figure in found] == ["hot unit, all at home"]

@@ -45,7 +45,10 @@ from kvloom.transport.cuda_ipc_memory import DeviceMemory, Mark
 from kvloom.transport.room import Room
 
 HOT, COLD = "hot", "cold"
-CONTROLS: Final[tuple[Control, ...]] = ("operators", "iterations")
+CONTROLS: Final[dict[Control, str]] = {
+    "operators": "kernels pass tasks on",
+    "iterations": "the cold unit's CPU passes tasks on",
+}
 WANTED: Final = 3.0  # × the hot unit's rate where the CPU controls
 _names = count()
 
@@ -95,7 +98,7 @@ class OneProcess:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """rate: the hot unit's tokens a second; steps: decode steps a second of both; away: of the hot unit's
+    """rate: the hot unit's tokens a second; hot, cold: decode steps a second of each; away: of the hot unit's
     tokens, those that were attended for elsewhere."""
 
     rate: float
@@ -111,44 +114,47 @@ def weaving(
     effort: Effort | None = None,
 ) -> Iterator[Figure]:
     """shapes: of the hot and of the cold unit's model. memory: the device's."""
-    found = asyncio.run(_spans(ground, OneProcess(memory), shapes, effort or Effort()))
-    for name, span in found.items():
-        note = f"steps/s: hot {span.hot:.1f}, cold {span.cold:.1f}; {span.away:.0%} of the tokens are away"
-        yield Figure(name=f"hot unit, {name}", value=span.rate, unit="tokens/s", note=note)
-    rates = [found[_told(control)].rate for control in CONTROLS]
+    found: dict[str, Span] = {}
+    try:
+        asyncio.run(_measure(found, ground, OneProcess(memory), shapes, effort or Effort()))
+    finally:  # what was measured counts, whatever came then
+        for name, span in found.items():
+            note = (
+                f"steps/s: hot {span.hot:.1f}, cold {span.cold:.1f}; {span.away:.0%} of the tokens are away"
+            )
+            yield Figure(name=f"hot unit, {name}", value=span.rate, unit="tokens/s", note=note)
+    rates = [found[name].rate for name in CONTROLS.values()]
     name = "hot unit's rate, kernels pass tasks on / the CPU does"
     yield Figure(name=name, value=rates[0] / rates[1], unit="×", least=WANTED)
 
 
-def _told(control: Control) -> str:
-    return {"operators": "kernels pass tasks on", "iterations": "the cold unit's CPU passes tasks on"}[
-        control
-    ]
-
-
-async def _spans(
-    ground: Ground, memory: OneProcess, shapes: tuple[Shape, Shape], effort: Effort
-) -> dict[str, Span]:
-    found, away = {}, max(1, int(effort.hot * effort.share) - 1)
+async def _measure(
+    found: dict[str, Span],
+    ground: Ground,
+    memory: OneProcess,
+    shapes: tuple[Shape, Shape],
+    effort: Effort,
+) -> None:
+    away = max(1, int(effort.hot * effort.share) - 1)
     async with (
         _unit(HOT, shapes[0], ground, memory, effort) as hot,
         _unit(COLD, shapes[1], ground, memory, effort) as cold,
         asyncio.TaskGroup() as group,
     ):
         tasks = [
-            group.create_task(many(number, engine, _maker(name, effort)))
-            for name, engine, number in ((HOT, hot, effort.hot), (COLD, cold, effort.cold))
+            group.create_task(many(number, engine, _maker(model, effort)))
+            for model, engine, number in ((HOT, hot, effort.hot), (COLD, cold, effort.cold))
         ]
         await _until(hot, effort, lambda load: _ready(load.models[HOT], effort.hot))
         await _until(cold, effort, lambda load: _ready(load.models[COLD], effort.cold))
         found["all at home"] = await _span(hot, cold, effort)
-        for control in CONTROLS:
+        for control, name in CONTROLS.items():
             terms = replace(hot.weaving.terms(HOT, effort.pages), control=control)
             hot.weaving.borrow(terms, cold.weaving.lend(terms), 0.0)
             await _settled(cold, effort)
             hot.weaving.set_share(HOT, effort.share)
             await _until(hot, effort, lambda load: load.models[HOT].away >= away)
-            found[_told(control)] = await _span(hot, cold, effort)
+            found[name] = await _span(hot, cold, effort)
             if hot.weaving.loan(HOT) is None:
                 raise RuntimeError("the loan has ended by itself; the log says why")
             hot.weaving.withdrawn(HOT)
@@ -156,7 +162,6 @@ async def _spans(
             await _until(cold, effort, lambda load: not load.lent_blocks)
         for task in tasks:
             task.cancel()
-    return found
 
 
 @asynccontextmanager
