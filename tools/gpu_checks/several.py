@@ -41,7 +41,7 @@ class Effort:
     requests come; grace: for which they are watched then. longest: tokens of a request, of ShareGPT's those
     that are no longer; burst: seconds, and requests. scales: of what a request takes alone."""
 
-    plays: tuple[tuple[float, tuple[float, ...]], ...] = ((2.1, (0.6, 1.0)), (0.9, (0.8,)))
+    plays: tuple[tuple[float, tuple[float, ...]], ...] = ((2.1, (1.0, 0.6)), (0.9, (0.8,)))
     window: float = 6.0
     grace: float = 3.0
     burst: tuple[float, int] = (3.0, 512)
