@@ -55,6 +55,17 @@ def test_where_nothing_runs_and_something_can_something_happens(policy: str, vie
     assert not can or POLICIES[policy](view)
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_prompt_is_let_in_where_what_runs_can_grow(policy: str) -> None:
+    full = model(waiting=1, head_blocks=10, running=9, decodable=9, held=9, quota=100, last_prefill=-1, used=87)
+    assert isinstance(POLICIES[policy](unit(full)), Decode)  # 13 are free, and two pages are kept
+    action = POLICIES[policy](unit(replace(full, used=86)))
+    assert isinstance(action, Prefill)
+    assert action.blocks == 10
+    begun = POLICIES[policy](unit(replace(full, waiting=0, partial=1, used=90)))
+    assert isinstance(begun, Prefill)  # its rest takes what there is
+
+
 @_SETTINGS
 @given(view=views())
 def test_adbs_prefills_one_at_a_time(view: UnitView) -> None:
@@ -143,7 +154,7 @@ def test_partitioned_lets_models_run_side_by_side() -> None:
     b = replace(a, name="b", last_prefill=5, last_decode=3)
     c = replace(a, name="c", last_prefill=7, last_decode=8)
     free = unit(a, b, c, compute=9)
-    assert POLICIES["partitioned"](free) == Prefill("a", 3, free.free_blocks)
+    assert POLICIES["partitioned"](free) == Prefill("a", 3, free.free_blocks - 2)  # a page to grow by
     busy = unit(replace(a, prefilling=True), b, c, compute=9, idle=6)
     assert POLICIES["partitioned"](busy) == Decode("b", 3)  # its prefill was last
     assert POLICIES["partitioned"](replace(busy, idle=2)) is None

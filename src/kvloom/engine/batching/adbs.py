@@ -74,8 +74,7 @@ def _budget(view: UnitView, model: ModelView) -> int:
         if other is not model
     )
     kept = urgent.head_blocks if urgent else 0
-    room = 0 if model.partial else model.page_blocks * -(-model.running // 8)
-    return min(view.free_blocks - kept, max(-model.excess, view.free_blocks - claims)) - room
+    return min(view.free_blocks - kept, max(-model.excess, view.free_blocks - claims)) - model.growth
 
 
 def _victim(view: UnitView, model: ModelView) -> str | None:

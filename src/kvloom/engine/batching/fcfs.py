@@ -11,8 +11,11 @@ def fcfs(view: UnitView) -> Action | None:
         return None
     prompts = sorted((m for m in view.models if m.wants_prefill), key=lambda m: m.head)
     ready = sorted((m for m in view.models if m.wants_decode), key=lambda m: m.last_decode)
-    if prompts and prompts[0].head_blocks <= view.free(prompts[0]) and not (view.last_was_prefill and ready):
-        return Prefill(prompts[0].name, view.compute, view.free(prompts[0]))
+    if prompts and not (view.last_was_prefill and ready):
+        first = prompts[0]
+        room = view.free(first) - first.growth
+        if first.head_blocks <= room:
+            return Prefill(first.name, view.compute, room)
     if not ready:
         return None
     if ready[0].decode_blocks > view.free(ready[0]):

@@ -10,8 +10,9 @@ def turn(view: UnitView, model: ModelView, prefill_share: int, decode_share: int
     """What a model that is in no job would do next, whatever compute there is."""
     rested = model.last_prefill <= model.last_decode or not model.wants_decode
     kept = view.urgent.head_blocks if view.urgent and view.urgent is not model else 0
-    if model.wants_prefill and rested and model.head_blocks <= view.free(model) - kept:
-        return Prefill(model.name, prefill_share, view.free(model) - kept)
+    room = view.free(model) - kept - model.growth
+    if model.wants_prefill and rested and model.head_blocks <= room:
+        return Prefill(model.name, prefill_share, room)
     if not model.wants_decode:
         return None
     if model.decode_blocks > view.free(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GROWING = 8  # sequences that run for each page that stays free for them when a prompt is let in
 STARVING = 64  # jobs that may start elsewhere before a waiting model may take blocks beyond its quota
 LASTING = 256  # jobs for which quotas leave a model its only sequence, so that it is not computed in vain
 
@@ -51,6 +52,12 @@ class ModelView:
     @property
     def wants_prefill(self) -> bool:
         return bool(self.waiting or self.partial) and not self.prefilling
+
+    @property
+    def growth(self) -> int:
+        """Blocks that stay free for what runs to grow when a prompt is let in, or the next steps would take
+        them from somebody, again and again. None for the rest of a prompt that has begun."""
+        return 0 if self.partial else self.page_blocks * -(-self.running // GROWING)
 
     @property
     def wants_decode(self) -> bool:
