@@ -57,7 +57,8 @@ def test_where_nothing_runs_and_something_can_something_happens(policy: str, vie
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_prompt_is_let_in_where_what_runs_can_grow(policy: str) -> None:
-    full = model(waiting=1, head_blocks=10, running=9, decodable=9, held=9, quota=100, last_prefill=-1, used=87)
+    full = model(waiting=1, head_blocks=10, running=9, decodable=9, held=9, used=87, quota=100)
+    full = replace(full, last_prefill=-1)
     assert isinstance(POLICIES[policy](unit(full)), Decode)  # 13 are free, and two pages are kept
     action = POLICIES[policy](unit(replace(full, used=86)))
     assert isinstance(action, Prefill)
