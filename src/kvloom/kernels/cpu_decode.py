@@ -26,8 +26,29 @@ def decode_attention(
     a softcap c > 0 bends scores s to c tanh(s / c). Rows of q and out may lie anywhere; out may be q itself.
     Lengths are 1 or more. Threads default to torch's number for the calling thread.
     """
+    _check(out, q, arena, page_map, layer, tables, lengths)
     batch, heads, head_dim = q.shape
-    _, two, page_tokens, arena_dim = arena.shape
+    _, layers, kv_heads = page_map.shape
+    out_row, out_head, _ = out.stride()
+    q_row, q_head, _ = q.stride()
+    threads = torch.get_num_threads() if threads is None else threads
+    span = span_of(batch, kv_heads, threads)
+    arguments = AttentionArguments(
+        0, 0, out.data_ptr(), out_row * 4, out_head * 4, q.data_ptr(), q_row * 4, q_head * 4,
+        arena.data_ptr(), arena.stride(0) * 4, arena.shape[2], head_dim,
+        page_map.data_ptr() + layer * kv_heads * 4, layers * kv_heads * 4,
+        tables.data_ptr(), tables.stride(0) * 4, lengths.data_ptr(),
+        batch, kv_heads, heads // kv_heads, window, span, -(-kv_heads // span), scale, softcap,
+    )  # fmt: skip
+    attend_all(arguments, threads)
+
+
+def _check(
+    out: Tensor, q: Tensor, arena: Tensor, page_map: Tensor, layer: int, tables: Tensor, lengths: Tensor
+) -> None:
+    """Raises TypeError and ValueError where they are not as `decode_attention` says."""
+    batch, heads, head_dim = q.shape
+    _, two, _, arena_dim = arena.shape
     _, layers, kv_heads = page_map.shape
     if not (out.dtype is q.dtype is arena.dtype is torch.float32):
         raise TypeError(f"out, q, arena: want float32, got {out.dtype}, {q.dtype}, {arena.dtype}")
@@ -47,18 +68,5 @@ def decode_attention(
         )
     if len(tables) != batch or len(lengths) != batch:
         raise ValueError(f"tables, lengths: want {batch} sequences, got {len(tables)} and {len(lengths)}")
-    out_row, out_head, out_last = out.stride()
-    q_row, q_head, q_last = q.stride()
-    table_row, table_last = tables.stride()
-    if out_last != 1 or q_last != 1 or table_last != 1 or not page_map.is_contiguous():
+    if {out.stride(-1), q.stride(-1), tables.stride(-1)} != {1} or not page_map.is_contiguous():
         raise ValueError("out, q, tables: the last dimension must be contiguous; page_map all of it")
-    threads = torch.get_num_threads() if threads is None else threads
-    span = span_of(batch, kv_heads, threads)
-    arguments = AttentionArguments(
-        0, 0, out.data_ptr(), out_row * 4, out_head * 4, q.data_ptr(), q_row * 4, q_head * 4,
-        arena.data_ptr(), arena.stride(0) * 4, page_tokens, head_dim,
-        page_map.data_ptr() + layer * kv_heads * 4, layers * kv_heads * 4,
-        tables.data_ptr(), table_row * 4, lengths.data_ptr(),
-        batch, kv_heads, heads // kv_heads, window, span, -(-kv_heads // span), scale, softcap,
-    )  # fmt: skip
-    attend_all(arguments, threads)
