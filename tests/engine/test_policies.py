@@ -8,7 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from kvloom.engine.batching import POLICIES
+from kvloom.engine.batching import POLICIES, Policy
+from kvloom.engine.batching.adbs import adbs
+from kvloom.engine.batching.fcfs import fcfs
+from kvloom.engine.batching.partitioned import partitioned
+from kvloom.engine.batching.round_robin import round_robin
 from kvloom.engine.batching.view import Action, Decode, Preempt, Prefill, UnitView
 from tests.engine.views import model, unit, views
 
@@ -65,6 +69,17 @@ def test_a_prompt_is_let_in_where_what_runs_can_grow(policy: str) -> None:
     assert action.blocks == 10
     begun = POLICIES[policy](unit(replace(full, waiting=0, partial=1, used=90)))
     assert isinstance(begun, Prefill)  # its rest takes what there is
+
+
+@pytest.mark.parametrize("policy", [adbs, fcfs, partitioned, round_robin])
+@_SETTINGS
+@given(view=views())
+def test_what_a_prompt_is_given_leaves_room_to_grow(policy: Policy, view: UnitView) -> None:
+    action = policy(view)
+    if isinstance(action, Prefill) and not view.walls:
+        chosen = next(m for m in view.models if m.name == action.model)
+        kept = 0 if chosen is view.urgent else chosen.growth
+        assert view.free_blocks - action.blocks >= kept
 
 
 @_SETTINGS

@@ -56,7 +56,8 @@ class ModelView:
     @property
     def growth(self) -> int:
         """Blocks that stay free for what runs to grow when a prompt is let in, or the next steps would take
-        them from somebody, again and again. None for the rest of a prompt that has begun."""
+        them from somebody, again and again. None for the rest of a prompt that has begun, nor for those that
+        go along with it."""
         return 0 if self.partial else self.page_blocks * -(-self.running // GROWING)
 
     @property

@@ -1,0 +1,20 @@
+"""Room to grow keeps what runs from being preempted again and again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.engine.batching.view import ModelView
+from kvloom.reproduce.llumnix.point import INFAAS, Point, play_point
+from kvloom.reproduce.llumnix.setup import SHAREGPT, make_units
+
+
+def near_the_limit() -> Point:
+    """An instance that has a little more to do than its memory is for."""
+    return play_point(INFAAS, make_units(1), SHAREGPT.asks(0.7, 90), lambda _: None)
+
+
+def test_fewer_give_way_near_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = near_the_limit()
+    monkeypatch.setattr(ModelView, "growth", property(lambda _: 0))
+    assert kept.preemptions < 0.8 * near_the_limit().preemptions
