@@ -16,7 +16,8 @@ from tools.gpu_check import PARTS, SECONDS, main, run_part, run_tests
 from tools.gpu_checks import beside, mailbox, parts
 from tools.gpu_checks.apart import apart
 from tools.gpu_checks.jobs import Jobs
-from tools.gpu_checks.peers import OURS, THEIRS, against_transformers
+from tools.gpu_checks.models import executor_of, make_models
+from tools.gpu_checks.peers import OURS, THEIRS, Burst, Theirs, against_transformers, ours
 from tools.gpu_checks.report import Figure, Report, Run
 
 from kvloom.core.job import Phase
@@ -27,6 +28,7 @@ from kvloom.model.gpu.operations import plain_operations
 from kvloom.transport.mailbox import MailboxForm
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
+from tests.gpu_host import TINY, ground
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -163,13 +165,33 @@ def test_a_part_without_a_device_says_so(tmp_path: Path) -> None:
 
 
 def test_against_transformers_needs_both() -> None:
-    ours = Figure(name=OURS, value=900.0, unit="tokens/s")
-    report = Report(environment={}, figures=[ours])
+    """And is against the faster of its ways."""
+    mine = Figure(name=OURS, value=900.0, unit="tokens/s")
+    report = Report(environment={}, figures=[mine])
     with pytest.raises(LookupError):
         list(against_transformers(report))
-    report.figures.append(Figure(name=THEIRS, value=200.0, unit="tokens/s"))
+    report.figures.append(Figure(name=THEIRS[None], value=200.0, unit="tokens/s"))
     [ratio] = against_transformers(report)
     assert (ratio.value, ratio.reached) == (4.5, True)
+    report.figures.append(Figure(name=THEIRS[True], value=450.0, unit="tokens/s"))
+    [ratio] = against_transformers(report)
+    assert (ratio.value, ratio.reached) == (2.0, False)
+
+
+def test_both_answer_bursts_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers with a manager that stays, which is gone afterwards."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    burst, here = Burst(requests=3, prompt=5, output=4), ground()
+    theirs = Theirs(TINY, "cpu", burst, num_blocks=64, max_batch_tokens=64)
+    [figure] = theirs.measure(None)
+    assert figure.value > 0
+    assert "warm; graphs of mixed and of decode steps: (False, False)" in figure.note
+    assert not hasattr(theirs._module, "_cached_continuous_batching_manager")
+    loaded, arena = make_models({"m": TINY}, here), here.arena(1 << 20)
+    executor = executor_of(loaded, arena, here, most_running=4, chunk=16)
+    [mine] = ours(executor, burst)
+    executor.close()
+    assert mine.value > 0
 
 
 def test_what_hangs_is_told_and_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

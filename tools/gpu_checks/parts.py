@@ -57,9 +57,11 @@ def weaving(run: Run) -> None:
 
 
 def transformers(run: Run) -> None:
-    from tools.gpu_checks.peers import transformers_own  # noqa: PLC0415
+    from tools.gpu_checks import peers  # noqa: PLC0415
 
-    run.check("transformers", transformers_own)
+    theirs = peers.Theirs()
+    for graphs, name in peers.THEIRS.items():
+        run.check(name, lambda graphs=graphs: theirs.measure(graphs))  # type: ignore[misc]
 
 
 def memory(run: Run) -> None:
