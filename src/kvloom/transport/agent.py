@@ -72,9 +72,8 @@ class Agent:
                 _log.debug("parting from %s: %s", name, error)
 
     def tell(self, name: str, message: bytes) -> None:
-        """Raises Unavailable where it is known that this cannot arrive, as to an agent that was not met."""
-        if name not in self._known:
-            raise Unavailable(f"{name} cannot be reached: this unit has parted from it, or never met it")
+        """Raises Unavailable where it is known that this cannot arrive, as to one that was never met, or that
+        was parted from since."""
         try:
             self._agent.genNotif(name, message)
         except self._errors as error:

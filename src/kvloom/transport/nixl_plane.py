@@ -172,13 +172,9 @@ class NixlPlane(Worker[Order]):
     def _land(self, shipment: NixlShipment, transfer: Transfer) -> bool:
         if not self._agent.written(shipment.where.agent, transfer):
             return False
-        self._drop_transfer(shipment)
+        self._agent.drop(transfer)
+        shipment.transfer, shipment.writing = None, False
         return True
-
-    def _drop_transfer(self, shipment: NixlShipment) -> None:
-        if shipment.transfer is not None:
-            self._agent.drop(shipment.transfer)
-            shipment.transfer = None
 
     def _keep_grant(self, shipment: NixlShipment) -> bool:
         now = self._clock()
@@ -223,24 +219,33 @@ class NixlPlane(Worker[Order]):
             raise Unavailable(f"this unit was silent for more than {self._grant:g} s")
         own, peer = shipment.spans(piece, self._address)
         if len(own):
+            shipment.writing = True  # even where it fails: part of it may be on its way
             shipment.transfer = self._agent.write(shipment.where.agent, own, peer)
 
     def _give_up(self, shipment: NixlShipment) -> None:
-        """While none of its transfers is under way: what it claimed is the receiver's again."""
+        """While nothing of it is being written: what it claimed is the receiver's again."""
         with suppress(Unavailable):
             self._tell(shipment, Quit(shipment.number))
         self._settle(shipment, shipment.failure)
 
     def _lose(self, shipment: NixlShipment, error: KvloomError) -> None:
-        """Its peer is silent, or cannot be reached. A transfer that was under way may still write, so then
-        the receiver is not told, and waits for the grant's end."""
+        """Its peer is silent, or cannot be reached. Where something may still be written the receiver is not
+        told, and waits for the grant's end. To part from the peer fails its other shipments too, so that is
+        not done while one of them shows that it answers."""
         shipment.fail(Unavailable(f"{shipment.peer.unit} is gone: {error.message}"))
-        if shipment.transfer is None:
-            self._give_up(shipment)
-        else:
-            self._drop_transfer(shipment)
+        if shipment.writing:
+            if shipment.transfer is not None:
+                self._agent.drop(shipment.transfer)
             self._settle(shipment, shipment.failure)
-        self._agent.part(shipment.where.agent)
+        else:
+            self._give_up(shipment)
+        if shipment.writing or not self._answers(shipment.where.agent):
+            self._agent.part(shipment.where.agent)
+
+    def _answers(self, agent: str) -> bool:
+        now = self._clock()
+        live = (shipment for shipment in self._live.values() if shipment.where.agent == agent)
+        return any(shipment.granted and now < shipment.deadline for shipment in live)
 
     def _tell(self, shipment: NixlShipment, message: FromSender) -> None:
         self._agent.tell(shipment.where.agent, msgspec.msgpack.encode(message))

@@ -28,7 +28,8 @@ class Where(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlShipment(Delivery):
-    """deadline: until when this may write. asked: when it asked for that, where the answer is out."""
+    """deadline: until when this may write. asked: when it asked for that, where the answer is out.
+    writing: a write has begun, and is not known to have ended."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class NixlShipment(Delivery):
         self.transfer: Transfer | None = None
         self.asked: float | None = None
         self.deadline = 0.0
-        self.granted = self.ended = self.told = False
+        self.granted = self.ended = self.told = self.writing = False
 
     def take(self, parcel: Parcel | None) -> None:
         if parcel is None:
