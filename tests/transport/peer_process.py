@@ -114,12 +114,13 @@ class Unit:
         self._gate.set(where, skip)
 
     async def at_gate(self, number: int) -> None:
-        """Raises what the shipment fails of before it comes there."""
+        """Raises what the shipment fails of before it comes there, and BadRequest where it arrives first."""
         settled = self._shipments[number]._settled  # type: ignore[attr-defined]
         reached = asyncio.create_task(self._gate.reached())
         await asyncio.wait((reached, settled), return_when=asyncio.FIRST_COMPLETED)
-        if not reached.done() and (failure := settled.result()):
-            raise failure
+        if not reached.done():
+            reached.cancel()
+            raise settled.result() or BadRequest("at_gate: the shipment arrived before it came to the gate")
 
     async def ungate(self) -> None:
         self._gate.open()
