@@ -1,7 +1,8 @@
 """Sixteen float32 lanes as a numba value: what the CPU kernels are written in.
 
 LLVM splits a vector where registers are narrower, so one source serves SSE, AVX2, AVX-512 and NEON. Explicit
-lanes spare LLVM's alias checks and need no compile-time head size.
+lanes spare LLVM's alias checks and need no compile-time head size. After a change here remove
+`__pycache__/*.nb?`, as `kernels/operation.py` says.
 """
 
 from typing import Any

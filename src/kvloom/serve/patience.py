@@ -1,4 +1,4 @@
-"""How long a process that dies or hangs is waited for."""
+"""How long a process that dies or hangs is waited for; the config's `patience` is a request's."""
 
 from __future__ import annotations
 

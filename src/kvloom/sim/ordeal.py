@@ -134,7 +134,7 @@ class Lot(Traits):
     def _client(self, number: int, served: Sequence[str]) -> Client:
         draw = self._random
         model = draw.choice(served)
-        prompt = self._prompt(self.contexts[model] - draw.randint(*((40, 60) if self.lasting else (1, 12))))
+        prompt = self.prompt(self.contexts[model] - draw.randint(*((40, 60) if self.lasting else (1, 12))))
         body = StartGenerate(
             model=model,
             request=f"ask-{number}",
@@ -205,7 +205,7 @@ class Lot(Traits):
             unit.spec.unit,
             draw.choice(("evict", "drain") if self.calm else ("evict", "drain", *KEEPING, "pin")),
             model,
-            self._prompt(self.contexts[model]),
+            self.prompt(self.contexts[model]),
             draw.randint(1, 5),
         )
 

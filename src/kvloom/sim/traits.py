@@ -51,7 +51,7 @@ class Traits(Dice):
             vocab=VOCAB,
         )
 
-    def _prompt(self, length: int) -> list[int]:
+    def prompt(self, length: int) -> list[int]:
         """Of at most `length` tokens; mostly it begins as others do."""
         draw = self._random
         length = draw.randint(max(1, length // 2) if self.cramped else 1, max(1, length))
