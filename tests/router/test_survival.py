@@ -13,7 +13,7 @@ from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.router.failures import DEATHS
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.progress import Progress
-from tests.router.fleets import Answer, Fleets, ask, ask_well, body, routed, run, turns
+from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, body, routed, run, turns
 from tests.router.ledger import LedgerEngine, said
 
 TOKENS = 6
@@ -137,7 +137,7 @@ def test_a_choice_that_nobody_wants_ends_while_it_waits() -> None:
 
 
 def test_a_missing_token_is_never_passed_over() -> None:
-    progress = Progress(1)
+    progress = Progress(1, ManualClock())
     progress.note([TokenEvent(0, 0, 5)])
     for event in (TokenEvent(0, 2, 5), TokenEvent(0, 0, 5)):
         with pytest.raises(KvloomError, match="came after 1"):

@@ -6,54 +6,76 @@ within a part of a step is waited for, and is in that step instead of the next.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from kvloom.core.clock import Clock
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.reservations import Reservations
 
-SOON: Final = 0.35  # of a step, within which a newcomer has to be due, or late, to be waited for
-LONGEST: Final = 0.5  # of a step, for which it is
-EVERY: Final = 8  # jobs of the unit, in which one such wait may be
+LONGEST: Final = 0.5  # of a step, for which it waits
+MOST: Final = 0.1  # seconds, for which it does, however long the step
+SOON: Final = 0.7  # of the longest wait, within which a newcomer has to be due, or late
+EVERY: Final = 8  # steps after a wait, until there may be another
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """For those who are due from `since` to `by`, and itself until `until`, by the clock. step: seconds that
+    one was to take."""
+
+    since: float
+    by: float
+    until: float
+    step: float
 
 
 class Arrivals:
-    """Those that have room reserved and have said when they come. A unit's jobs wait for `LONGEST` / `EVERY`
-    of a step on average, at most."""
+    """Those that have room reserved and have said when they come. A model whose steps wait loses `LONGEST` of
+    `EVERY` steps at most, by the clock. No other loses anything: a step waits only where nobody else on the
+    unit has a sequence, because its share of the compute might go to a long job of theirs meanwhile."""
 
-    def __init__(self, reservations: Reservations, clock: Clock) -> None:
+    def __init__(self, queues: Mapping[str, ModelQueue], reservations: Reservations, clock: Clock) -> None:
+        self._queues = queues
         self._reservations = reservations
         self._clock = clock
-        self._waiting: dict[str, tuple[str, float]] = {}  # by model: for which request, until when
-        self._waited_at = -EVERY  # jobs that the unit had started
+        self._waiting: set[str] = set()  # models
+        self._last: dict[str, _Wait] = {}  # by model
 
     @property
     def due(self) -> float | None:
         """When `expire` has something to do."""
-        return min((until for _, until in self._waiting.values()), default=None)
+        return min((self._last[model].until for model in self._waiting), default=None)
 
     def expire(self) -> None:
         """Nobody waits for longer than was meant."""
         now = self._clock.now()
-        self._waiting = {model: wait for model, wait in self._waiting.items() if wait[1] > now}
+        self._waiting = {model for model in self._waiting if self._last[model].until > now}
 
-    def waits(self, queue: ModelQueue, jobs: int) -> bool:
-        """Whether the decode step of a model that could begin is to wait: until the newcomer is here or gives
-        up, or until `due`. jobs: that the unit has started."""
+    def waits(self, queue: ModelQueue) -> bool:
+        """Whether the decode step of a model that could begin is to wait: while a newcomer is due, but until
+        `due` at most."""
         model = queue.card.name
-        waiting = self._waiting.get(model)
-        if waiting is not None:
-            if self._reservations.has(waiting[0]):
-                return True
-            del self._waiting[model]
+        wait = self._last[model] if model in self._waiting else self._next(queue)
+        if wait and self._joins(queue) and self._reservations.expects(model, wait.since, wait.by):
+            self._waiting.add(model)
+            self._last[model] = wait
+            return True
+        self._waiting.discard(model)
+        return False
+
+    def _next(self, queue: ModelQueue) -> _Wait | None:
+        """What there may be from now on; None before it is known what a step takes, or soon after one."""
+        now, step, last = self._clock.now(), queue.pace.least, self._last.get(queue.card.name)
+        if step == 0 or (last and now < last.until + EVERY * max(step, last.step)):
+            return None
+        longest = min(LONGEST * step, MOST)
+        return _Wait(now - SOON * longest, now + SOON * longest, now + longest, step)
+
+    def _joins(self, queue: ModelQueue) -> bool:
+        """Whether a newcomer would be in the step, and the wait is no other model's."""
+        others = (other for other in self._queues.values() if other is not queue)
+        if any(other.waiting or other.running for other in others):
             return False
-        step = queue.pace.seconds
-        if jobs < self._waited_at + EVERY or step == 0:
-            return False
-        now = self._clock.now()
-        newcomer = self._reservations.expected(model, now - SOON * step, now + SOON * step)
-        if newcomer is None:
-            return False
-        self._waiting[model] = newcomer, now + LONGEST * step
-        self._waited_at = jobs
-        return True
+        return not queue.waiting and len(queue.running) < queue.max_running

@@ -70,7 +70,7 @@ class Engine:
         self._reservations = Reservations(
             self._queues, promises, transport, clock, spec.lease, new_id=self._requests.new_id
         )
-        self._arrivals = Arrivals(self._reservations, clock)
+        self._arrivals = Arrivals(self._queues, self._reservations, clock)
         self._flights = Flights(
             self._queues,
             self.pool,

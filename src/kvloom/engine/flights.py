@@ -111,7 +111,7 @@ class Flights:
             return self._start(queue, Phase.PREFILL, action.share, batch) or len(queue.running) > running
         if queue.relieve(self.jobs):
             return True
-        if self._arrivals.waits(queue, self.jobs):
+        if self._arrivals.waits(queue):
             return False
         batch = queue.decode_batch()
         steps = 1 if self._settling or watched else self._strides.steps(view, action, batch)

@@ -23,3 +23,9 @@ class Pace:
     def seconds(self) -> float:
         """Of a step; 0 where there was none yet."""
         return median(self._last) if self._last else 0.0
+
+    @property
+    def least(self) -> float:
+        """Of the next step, as far as is known: no more than of the last one, which may have been of fewer
+        sequences. 0 before there were `WINDOW`: first ones take longer."""
+        return min(self.seconds, self._last[-1]) if len(self._last) == WINDOW else 0.0

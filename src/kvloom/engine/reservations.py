@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from kvloom.core.address import KVAddress, KVForm, digest_of, resolve
 from kvloom.core.clock import Clock
 from kvloom.core.errors import BadRequest, QueueFull
@@ -21,8 +23,8 @@ _AGAIN = 0.02  # seconds until a ticket that a sender still writes for is closed
 
 @dataclass(slots=True)
 class Reservation:
-    """sequence: whose room it is in `cache`. beyond: the budget of what may be promised. due: when the lease
-    runs out. expected: when its request is to begin here, if it is known."""
+    """body: without its `due`. sequence: whose room it is in `cache`. beyond: the budget of what may be
+    promised. due: when the lease runs out. expected: when its request is to begin here, if it is known."""
 
     body: PrepRecv
     answer: Prepared
@@ -63,11 +65,14 @@ class Reservations:
     def prepare(self, body: PrepRecv) -> Prepared:
         """The verb prep_recv for a checked body. Raises OutOfBlocks where the pool is short or too much of it
         promised (see `Promises`), QueueFull where there are too many."""
+        expected = None if body.due is None else self._clock.now() + body.due
+        body = structs.replace(body, due=None)
         known = self._open.get(body.request)
         if known is not None:
             if known.body != body:
                 raise BadRequest(f"request {body.request} has another reservation here", param="request")
             self.renew(body.request)
+            known.expected = known.expected if expected is None else expected
             return known.answer
         cache = self._queues[body.model].cache
         if sum(one.cache is cache for one in (*self._open.values(), *self._closing)) >= MOST:
@@ -83,26 +88,14 @@ class Reservations:
             cache.remove_sequence(sequence)
             raise
         cache.pages.promise(cache.page_list(sequence))
-        now = self._clock.now()
-        expected = None if body.due is None else now + body.due
-        due = now + self._lease
+        due = self._clock.now() + self._lease
         self._open[body.request] = Reservation(body, answer, cache, sequence, beyond, due, expected)
         return answer
 
-    def has(self, request: str) -> bool:
-        """Whether room is kept for a request that is yet to begin."""
-        return request in self._open
-
-    def expected(self, model: str, since: float, until: float) -> str | None:
-        """A request of this model that is to begin within a time by the clock, if there is one."""
-        return next(
-            (
-                request
-                for request, one in self._open.items()
-                if one.body.model == model and one.expected is not None and since <= one.expected <= until
-            ),
-            None,
-        )
+    def expects(self, model: str, since: float, by: float) -> bool:
+        """Whether room is kept for a request of this model that is to begin within a time by the clock."""
+        mine = (one.expected for one in self._open.values() if one.body.model == model)
+        return any(expected is not None and since <= expected <= by for expected in mine)
 
     def _reserve(self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int) -> Prepared:
         form = self._form(body)

@@ -38,7 +38,7 @@ class Call:
         self.model = body.model
         self.prompt = body.prompt
         self.name = body.request
-        self.progress = Progress(body.n)
+        self.progress = Progress(body.n, clock)
         self.moving = False
         self.tasks = tasks
         self._fleet = fleet

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROUNDS: Final = 6  # of copying while it decodes; what has grown meanwhile is the next one's
 PIECE: Final = 512  # tokens copied at a time
 PAUSE: Final = 2.0  # times what a piece has taken: until the next one
-LULL: Final = 0.5  # seconds for which the last stage waits at most for steps to end
+LULL: Final = 0.5  # seconds for which the last stage waits at most for a step to end
 STANDSTILL: Final = 2.0  # seconds for which it stands still at most; then it goes on where it is
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.6  # seconds until the source is told again what it has not heard
 
@@ -150,18 +150,19 @@ class Move:
                 await self._clock.sleep(PAUSE * (self._clock.now() - began))
 
     async def _step(self) -> float | None:
-        """Until a step has ended, and seconds that the last one took. There is a whole step then in which to
-        make room and to tell the source: what has grown by more than that step has too little room, and
-        stands still until there is more. A caller that is not told each token knows of no step's end."""
+        """Until a step has ended, and seconds that it took. There is a whole step then in which to make room
+        and to tell the source: what has grown by more than that step has too little room, and stands still
+        until there is more. None where no end was heard of: the caller is told of several steps at a time, or
+        a step is longer than `LULL`."""
         if self._call.body.interval > 1:
             return None
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(LULL):
                 await self._call.progress.news()
-                began = self._clock.now()
-                await self._call.progress.news()
-                return self._clock.now() - began
-        return None
+        except TimeoutError:
+            return None
+        step = self._call.progress.step
+        return step if step and step <= LULL else None
 
     async def _last_rooms(self, step: float | None) -> dict[int, Room]:
         """By choice, for what it will have when the step under way is over, if it is the last. Those for whom

@@ -7,18 +7,23 @@ from collections.abc import Set
 
 from msgspec.structs import replace
 
+from kvloom.core.clock import Clock
 from kvloom.core.errors import KvloomError
 from kvloom.core.request import EndEvent, Event, Made, PromptEvent, TokenEvent
 
 
 class Progress:
     """Of a request with `n` choices. begun: an event has been passed on; prompt_told: the prompt's
-    log-probabilities were. tokens: that its choices have, in all."""
+    log-probabilities were. tokens: that its choices have, in all. step: seconds between the last two frames,
+    where the later one had a token of each choice at most."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, clock: Clock) -> None:
         self.begun = False
         self.prompt_told = False
         self.tokens = 0
+        self.step: float | None = None
+        self._clock = clock
+        self._told_at: float | None = None  # of the last frame
         self._open: dict[int, list[int]] = {choice: [] for choice in range(n)}
         self._unwanted: set[int] = set()
         self._spared: dict[int, int] = {}  # cached tokens, by choice, of one that has moved
@@ -68,6 +73,7 @@ class Progress:
     def note(self, frame: list[Event]) -> None:
         """The caller is about to see the frame. Raises KvloomError where it does not follow on what was."""
         if frame:
+            self._time(frame)
             self.tell()
         for event in frame:
             self.begun = True
@@ -84,6 +90,12 @@ class Progress:
             else:
                 tokens.append(event.token)
                 self.tokens += 1
+
+    def _time(self, frame: list[Event]) -> None:
+        now, before = self._clock.now(), self._told_at
+        choices = [event.choice for event in frame if isinstance(event, TokenEvent)]
+        once = len(set(choices)) == len(choices)
+        self._told_at, self.step = now, now - before if once and before is not None else None
 
     def as_one(self, frame: list[Event], *, moved: bool) -> list[Event]:
         """For a caller that knows nothing of moves: without the ends where it was, and with what the cache
