@@ -25,9 +25,16 @@ units:
     policy: fcfs
 """
 
+WITH_A_PROGRAM = f"""
+kv_memory: 16MiB
+block_bytes: 4KiB
+models: {{sums: {DEMO}/sums}}
+units: [{{models: [sums]}}]
+program: {{name: 'my_router:last', say: here}}
+"""
 PROGRAM = """
 async def last(call, fleet, *, say: str):
-    replica = fleet.up[-1] if fleet.up else fleet.turn()  # which says that there is none
+    replica = fleet.up[-1]
     print(f"{say}: {replica.name}")
     async for frame in call.start_generate(replica):
         yield frame
@@ -51,11 +58,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, str]]:
-    """A fleet with a program of its own beside its config, and its URL; Ctrl-C ends it and leaves nothing."""
+    """A fleet and its URL, for tests that leave it as they found it; Ctrl-C ends it and leaves nothing."""
     made = tmp_path_factory.mktemp("units")
     (folder := made / "s").mkdir()
-    (made / "my_router.py").write_text(PROGRAM)
-    (made / "fleet.yaml").write_text(CONFIG + "program: {name: 'my_router:last', say: here}\n")
+    (made / "fleet.yaml").write_text(CONFIG)
     with fleet(str(made / "fleet.yaml"), folder=folder) as running:
         url = running.wait_until_ready()
         running.wait_for("scheduler | answers")
@@ -90,12 +96,6 @@ def kill(running: Fleet, name: str) -> int:
     assert "starts again in 0.5 s" in line
     running.wait_for(f"{name} | answers again")
     return running.children()[name]
-
-
-def test_a_program_of_ones_own_beside_the_config(served: tuple[Fleet, str]) -> None:
-    running, url = served
-    assert ask(url, "sums") == 200
-    running.wait_for("gateway | here: unit-1")
 
 
 def test_what_dies_comes_back_and_the_others_serve_on(served: tuple[Fleet, str]) -> None:
@@ -149,3 +149,13 @@ def test_a_program_that_is_none_is_one_line(config: str, folder: Path) -> None:
         assert errors.startswith("kvloom: program: balanced has no option ratoi")
         assert errors.count("\n") == 1
         assert not list(folder.glob("kvloom-*"))
+
+
+def test_a_program_of_ones_own_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "my_router.py").write_text(PROGRAM)
+    (tmp_path / "fleet.yaml").write_text(WITH_A_PROGRAM)
+    with fleet(str(tmp_path / "fleet.yaml")) as running:
+        url = running.wait_until_ready()
+        assert ask(url, "sums") == 200
+        running.wait_for("gateway | here: unit-0")
+        assert running.end(signal.SIGTERM) == 0
