@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tools.gpu_check import PARTS, SECONDS, main, run_part, run_tests
+from tools.gpu_check import BOUNDS, LAST, PARTS, SECONDS, TESTS, bound, main, run_part
 from tools.gpu_checks import beside, mailbox, parts
 from tools.gpu_checks.apart import apart
 from tools.gpu_checks.jobs import Jobs
 from tools.gpu_checks.models import executor_of, make_models
 from tools.gpu_checks.peers import OURS, THEIRS, Burst, Theirs, against_transformers, ours
+from tools.gpu_checks.pytests import counted, run_tests
 from tools.gpu_checks.report import Figure, Report, Run
+from tools.gpu_checks.sessions import Sessions
 
 from kvloom.core.job import Phase
 from kvloom.kernels import mail_reference
@@ -131,7 +134,7 @@ def test_figures_count_as_they_come(tmp_path: Path) -> None:
 )
 def test_a_part_in_a_process_of_its_own(part: str, told: dict[str, str]) -> None:
     """What it has found counts, however it ends."""
-    report, (found, why) = Report(environment={}), apart(part, 2, "tests.gpu_part")
+    report, (found, why) = Report(environment={}), apart(Sessions(), part, 2, "tests.gpu_part")
     report.take(found, "p", why)
     assert report.failures == told
     if part == "hangs":
@@ -152,13 +155,31 @@ def gone(process: str) -> bool:
 
 def test_each_part_is_known_to_its_process() -> None:
     assert set(PARTS) == set(parts.PARTS)
-    assert all(least < most < SECONDS for most, least in PARTS.values())
+
+
+def test_there_is_time_for_each_part() -> None:
+    """Though all before it take what they may; and if those that come late find less, it is not none."""
+    most, least = ({part: bounds[i] for part, bounds in BOUNDS.items()} for i in range(2))
+    assert sum(most.values()) - most[LAST] + least[LAST] <= SECONDS
+    names = list(BOUNDS)
+    left = SECONDS - 60  # as if something had taken longer than it may
+    for i, part in enumerate(names):
+        given = bound(left, part, names[i + 1 :])
+        assert least[part] <= given <= most[part]
+        left -= given
+    assert left == 0
+
+
+def test_all_tests_on_the_device_are_run() -> None:
+    files = {path.as_posix() for path in Path("tests/gpu").glob("test_*.py")}
+    assert files == {path for path in TESTS["exactness"] if path.startswith("tests/gpu")}
+    assert TESTS["exactness"][0] == "tests/gpu/test_long_contexts.py"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_part_without_a_device_says_so(tmp_path: Path) -> None:
     run = Run(60, tmp_path / "figures.json")
-    run_part(run, "memory", 40, 0)
+    run_part(run, "memory", [])
     [told] = run.report.failures.items()
     assert told[0] == "memory: its process"
     assert "CUDA" in told[1]
@@ -211,13 +232,51 @@ def test_what_hangs_is_told_and_ends_the_run(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_it_ends_in_time_though_it_waits(tmp_path: Path) -> None:
+    """And what it has begun, with it."""
     run, ended = Run(60, tmp_path / "figures.json"), threading.Event()
-    with run.bounded(0.0, lambda _: ended.set()):
+    with run.sessions.started(["sleep", "300"]) as begun, run.bounded(0.0, lambda _: ended.set()):
         assert ended.wait(30)
+        assert begun.wait(30) == -signal.SIGKILL
+
+
+TWO = """
+import pytest
+def test_one(): assert 0
+@pytest.mark.parametrize("form", ["qwen3, heads of 128"])
+def test_third(form): pass
+@pytest.mark.skip(reason="why")
+def test_fourth(): pass
+def test_other(): assert 0
+def test_late(): pass
+"""
 
 
 def test_each_test_that_fails_is_named(tmp_path: Path) -> None:
     file = tmp_path / "test_two.py"
-    file.write_text("def test_one(): assert 0\ndef test_other(): assert 0\ndef test_third(): pass\n")
-    with pytest.raises(AssertionError, match=r"2 failed, 1 passed.*test_one.*test_other"):
-        run_tests((str(file), "-p", "no:cacheprovider"), 60)
+    file.write_text(TWO)
+    told = r"2 passed, 2 failed, 1 left out, 0 not ended; .*::test_one; .*::test_other"
+    with pytest.raises(AssertionError, match=told):
+        run_tests(Sessions(), (str(file), "-p", "no:cacheprovider"), 60)
+
+
+def test_tests_that_are_late_are_ended() -> None:
+    with pytest.raises(TimeoutError, match="not over after 0 s: 0 passed, 0 failed"):
+        run_tests(Sessions(), ("tests/kernels/triton",), 0.0)
+
+
+def test_what_tests_have_come_to_by_then_is_counted() -> None:
+    said = """
+collecting ... collected 63 items / 20 deselected / 43 selected
+tests/gpu/test_a.py::test_p[qwen3, heads of 128] PASSED                      [  2%]
+tests/gpu/test_a.py::test_skip SKIPPED (no [ 3%] thing)                      [  4%]
+tests/gpu/test_a.py::test_late"""
+    assert counted(said.splitlines()) == "1 passed, 0 failed, 1 left out, 41 not ended"
+    said = """
+2 workers [4 items]
+tests/gpu/test_a.py::test_p[qwen3, heads of 128]
+[gw1] [ 25%] PASSED tests/gpu/test_a.py::test_p[qwen3, heads of 128]
+[gw0] [ 50%] FAILED tests/gpu/test_a.py::test_one
+FAILED tests/gpu/test_a.py::test_one - assert 0"""
+    assert counted(said.splitlines()) == (
+        "1 passed, 1 failed, 0 left out, 2 not ended; tests/gpu/test_a.py::test_one"
+    )

@@ -3,19 +3,17 @@
 
 First the tests of exactness on the device; then figures against what the device allows in the same run, and
 against what is wanted of them; at last, in what time is left, the kernels' own tests. Each part is a process
-of its own that is ended when its time is over. Nothing is downloaded; weights are random, of the shapes of
-Llama-3-8B, Llama-3.2-1B and Qwen3-4B. Within nine minutes on an H100. Exits with 0 where all ran, whatever
-the figures; 1 where something was wrong or could not run; 2 where there is no CUDA device.
+of its own that is ended when its time is over, and those to come have theirs kept for them. Nothing is
+downloaded; weights are random, of the shapes of Llama-3-8B, Llama-3.2-1B and Qwen3-4B. Within nine minutes on
+an H100. Exits with 0 where all ran, whatever the figures; 1 where something was wrong or could not run; 2
+where there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,21 +23,36 @@ import torch
 if TYPE_CHECKING:
     from tools.gpu_checks.report import Figure, Run
 
-SECONDS = 515.0  # after which no part begins, and each is ended
-END = 530.0  # by when the process has ended, whatever hangs
-EXACTNESS = ("tests/gpu", "tests/transport/test_contract.py")
-KERNELS = ("tests/kernels/triton",)
-# What comes first counts most. By each part's name: its seconds at most, and those without which it does not
-# begin.
-PARTS: Final = {
-    "executor": (120, 45),
-    "several": (150, 70),
-    "moving": (75, 35),
-    "weaving": (75, 35),
-    "transformers": (60, 25),
-    "memory": (35, 15),
+SECONDS: Final = 515.0  # after which no part begins, and each is ended
+END: Final = 530.0  # by when the process has ended, whatever hangs
+FIRST, LAST = "exactness", "kernels"  # are tests
+# By part, in the order in which they run: its seconds at most, and those without which it does not begin,
+# which are kept for it. What is first counts most, but what is short does not wait for what is long.
+BOUNDS: Final = {
+    FIRST: (105, 30),
+    "executor": (85, 45),
+    "transformers": (45, 25),
+    "memory": (20, 12),
+    "several": (115, 60),
+    "moving": (55, 35),
+    "weaving": (60, 40),
+    LAST: (SECONDS, 20),
 }
-EXACT_SECONDS, KERNEL_SECONDS, LEAST_SECONDS = 125, 150, 20
+PARTS: Final = tuple(part for part in BOUNDS if part not in (FIRST, LAST))
+TESTS: Final = {
+    FIRST: (  # the longest contexts first; of the transports' contract the kind between GPUs' processes alone
+        "tests/gpu/test_long_contexts.py",
+        "tests/gpu/test_attention.py",
+        "tests/gpu/test_served.py",
+        "tests/gpu/test_woven.py",
+        "tests/gpu/test_partitions.py",
+        "tests/gpu/test_ranks.py",
+        "tests/transport/test_contract.py",
+        "-k",
+        "gpu or cuda",
+    ),
+    LAST: ("tests/kernels/triton",),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,14 +61,16 @@ def main(arguments: list[str] | None = None) -> int:
         "--json", type=Path, default=Path("build/gpu-check.json"), help="where the figures go"
     )
     parser.add_argument("--no-tests", action="store_true", help="figures alone")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts alone")
     given = parser.parse_args(arguments)
     missing = no_device()
     if missing:
         print(f"no CUDA device: {missing}")
         return 2
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as a unit's process has it
-    return _check(given.json, given.only or list(PARTS), tests=not given.no_tests and not given.only)
+    tests = not given.no_tests and not given.only
+    wanted = [part for part in BOUNDS if (part in (given.only or PARTS) if part in PARTS else tests)]
+    return _check(given.json, wanted)
 
 
 def no_device() -> str | None:
@@ -67,66 +82,40 @@ def no_device() -> str | None:
     return None
 
 
-def _check(file: Path, parts: Sequence[str], *, tests: bool) -> int:
+def _check(file: Path, parts: Sequence[str]) -> int:
     from tools.gpu_checks.peers import against_transformers  # noqa: PLC0415 -- it imports transformers
     from tools.gpu_checks.report import Run  # noqa: PLC0415
 
     run = Run(SECONDS, file)
     with run.bounded(END):
-        if tests:
-            run.check("exactness", lambda: run_tests(EXACTNESS, min(run.left, EXACT_SECONDS)))
-        for part in parts:
-            run_part(run, part, *PARTS[part])
-        if {"executor", "transformers"} <= set(parts):
-            run.check("64 requests against transformers", lambda: against_transformers(run.report))
-        if tests:
-            least = LEAST_SECONDS
-            run.check("kernels", lambda: run_tests(KERNELS, min(run.left, KERNEL_SECONDS)), least)
+        for i, part in enumerate(parts):
+            run_part(run, part, parts[i + 1 :])
+            if part == "transformers" and "executor" in parts:
+                run.check("64 requests against transformers", lambda: against_transformers(run.report))
     run.close()
     return 1 if run.report.failures else 0
 
 
-def run_part(run: Run, part: str, most: float, least: float) -> None:
-    """In a process of its own. What it finds counts, however it ends."""
+def bound(left: float, part: str, later: Sequence[str]) -> float:
+    """Seconds for a part when `left` are left and `later` are to come."""
+    return min(BOUNDS[part][0], left - sum(BOUNDS[other][1] for other in later))
+
+
+def run_part(run: Run, part: str, later: Sequence[str]) -> None:
+    """In a process of its own. What it finds counts, however it ends. later: parts that are to come."""
     from tools.gpu_checks.apart import apart  # noqa: PLC0415
+    from tools.gpu_checks.pytests import run_tests  # noqa: PLC0415
 
     def measure() -> list[Figure]:
-        report, why = apart(part, min(run.left, most))
-        run.report.take(report, part, why)
+        seconds = bound(run.left, part, later)
+        if part in TESTS:
+            run_tests(run.sessions, TESTS[part], seconds)
+        else:
+            report, why = apart(run.sessions, part, seconds)
+            run.report.take(report, part, why)
         return []
 
-    run.check(part, measure, least)
-
-
-def run_tests(tests: Sequence[str], seconds: float) -> list[Figure]:
-    """Raises AssertionError with the tests that fail, TimeoutError with what pytest has said by then."""
-    from tools.gpu_checks.apart import kill  # noqa: PLC0415
-
-    command = [sys.executable, "-m", "pytest", *tests, "-q", "-rfE", "--tb=short", *_side_by_side()]
-    with tempfile.TemporaryFile("w+") as said:
-        pytest = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
-        late = False
-        try:
-            pytest.wait(seconds)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            kill(pytest)  # and what it has started
-        said.seek(0)
-        lines = said.read().strip().splitlines() or ["pytest said nothing"]
-    print("\n".join(f"   {line}" for line in lines[-60:]), flush=True)
-    if late:
-        raise TimeoutError(f"not over after {seconds:.0f} s: {lines[-1]}")
-    assert pytest.returncode == 0, "; ".join([lines[-1], *(one for one in lines if one.startswith("FAILED"))])
-    return []
-
-
-def _side_by_side() -> list[str]:
-    """Most of a test's time here is the host's: it loads, and compiles kernels."""
-    processes = min(6, (os.cpu_count() or 1) // 2)
-    if processes < 2 or importlib.util.find_spec("xdist") is None:
-        return []
-    return ["--numprocesses", str(processes)]
+    run.check(part, measure, BOUNDS[part][1])
 
 
 if __name__ == "__main__":

@@ -3,34 +3,31 @@ hangs there can only be killed."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 from tools.gpu_checks.report import Report
+from tools.gpu_checks.sessions import Sessions
 
 MODULE = "tools.gpu_checks"
 
 
-def apart(part: str, seconds: float, module: str = MODULE) -> tuple[Report, str]:
+def apart(sessions: Sessions, part: str, seconds: float, module: str = MODULE) -> tuple[Report, str]:
     """What `python -m MODULE PART FILE SECONDS` has found when it ends, or is ended, with all that it has
     started; and why there may be less than there should, empty where it ended by itself."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         command = [sys.executable, "-m", module, part, str(file), f"{seconds:.1f}"]
         with tempfile.TemporaryFile("w+") as complaints:
-            process = subprocess.Popen(command, stderr=complaints, start_new_session=True)
-            try:
-                why = ended(process.wait(seconds))
-            except subprocess.TimeoutExpired:
-                why = f"did not end within {seconds:.0f} s"
-            finally:
-                kill(process)
+            with sessions.started(command, err=complaints) as process:
+                try:
+                    why = ended(process.wait(seconds))
+                except subprocess.TimeoutExpired:
+                    why = f"did not end within {seconds:.0f} s"
             complaints.seek(0)
             lines = complaints.read().strip().splitlines()
         print("\n".join(f"   {line}" for line in lines[-12:]), flush=True)
@@ -45,10 +42,3 @@ def ended(code: int) -> str:
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
     return f"ended with {code}" if code else ""
-
-
-def kill(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """With what it has started, if it began its own session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 from msgspec import Struct
+from tools.gpu_checks.sessions import Sessions
 
 _PACKAGES = ("torch", "triton", "transformers", "cuda-bindings", "numpy", "kvloom")
 
@@ -94,12 +95,14 @@ class Report(Struct, kw_only=True):
 
 
 class Run:
-    """Checks one after the other, none begun after `seconds`. What is known is in `file` at any time."""
+    """Checks one after the other, none begun after `seconds`. What is known is in `file` at any time.
+    sessions: that the checks have begun, which end with it."""
 
     def __init__(self, seconds: float, file: Path) -> None:
         self._began = time.monotonic()
         self._seconds = seconds
         self._file = file
+        self.sessions = Sessions()
         self.report = Report(environment=environment())
 
     @property
@@ -120,6 +123,7 @@ class Run:
 
     def give_up(self, end: Callable[[int], object]) -> None:
         """What is under way does not end: a device that hangs cannot be asked to stop."""
+        self.sessions.kill()
         for name in self.report.under_way:
             self.report.failures[name] = "did not end"
         self.report.under_way = []
