@@ -69,6 +69,13 @@ class Fleet:
         """Process ids of a unit's ranks but the first, which is the unit's own process."""
         return {name: pid for pid, name in _children(self.children()[unit])}
 
+    def rest(self) -> str:
+        """All it has said, once it has ended."""
+        assert self.process.stdout is not None
+        self.output += self._unread.decode() + self.process.stdout.read()
+        self._unread = b""
+        return self.output
+
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
         return self.process.wait(DEADLINE)
