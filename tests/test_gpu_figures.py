@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,14 +14,15 @@ import pytest
 from benchmarks.downtime import Found
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.gpu_checks import moving, several, woven
+from tools.gpu_checks import moving, several, systems, woven
+from tools.gpu_checks.judging import Judge, Played, ratios
 from tools.gpu_checks.lanes import divided, shared_out
 from tools.gpu_checks.models import Shape, executor_of, make_models, running, spec_of
 from tools.gpu_checks.report import Figure
-from tools.gpu_checks.several import Judge, Played, _ratios
-from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL, Stage
+from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL, Apart, Stage
 from tools.gpu_checks.unit import MODEL, units
 
+from kvloom.kernels.cuda_driver import DriverError
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.objectives import Alone
@@ -77,19 +79,23 @@ def test_three_systems_serve_the_same_requests() -> None:
     found = list(several.several(ground(), {"a": TINY, "b": SMALLER, "c": SMALLER}, SEVERAL))
     for name in (MULTIPLEXING, SPATIAL, TEMPORAL):
         mine = [figure for figure in found if f", {name}: " in figure.name]
-        assert [figure.unit for figure in mine] == ["req/s", "tokens/s"]
-        assert " asked, 0 failed" in mine[0].note
+        assert [figure.unit.split()[0] for figure in mine] == ["of", "tokens/s"]
+        told = re.match(r"that can be judged \(((, )?\w \d+ of \d+)*\); 0 failed", mine[0].note)
+        assert told, mine[0].note
+        assert mine[1].note.startswith("timers late by ")
         assert ("multiprocessors a 5, b 2, c 1" in mine[0].note) == (name == SPATIAL)
         assert mine[1].value > 0
-    ratios = [figure for figure in found if figure.unit == "×"]
-    assert [figure.least for figure in ratios] == [1.5, 1.5]
+    compared = [figure for figure in found if "/ the better of the others" in figure.name]
+    assert len(compared) == 2
 
 
 def test_a_split_device_is_split() -> None:
     """And the others have all of it, each by its own policy."""
     stage = Stage.make({"a": TINY, "b": SMALLER}, ground(), 1 << 20, most_running=2, chunk=16)
     rates = {"a": 0.75, "b": 0.25}
-    executors, _ = stage.apart(rates)
+    split = Apart(stage, rates)
+    split.make()
+    executors = split.executors
     spans = sorted((one.arena.bytes.data_ptr(), one.arena.bytes.numel()) for one in executors.values())
     assert spans[0][0] + spans[0][1] <= spans[1][0]
     assert sum(size for _, size in spans) <= stage.arena.bytes.numel()
@@ -97,9 +103,10 @@ def test_a_split_device_is_split() -> None:
 
     async def policies() -> dict[str, list[str]]:
         found = {}
-        for name, serving in stage.systems(rates)[0].items():
-            async with serving() as engines:
-                found[name] = [(await engine.load()).policy for engine in set(engines.values())]
+        with stage.systems(rates) as (served, _):
+            for name, serving in served.items():
+                async with serving() as engines:
+                    found[name] = [(await engine.load()).policy for engine in set(engines.values())]
         return found
 
     assert asyncio.run(policies()) == {
@@ -107,6 +114,26 @@ def test_a_split_device_is_split() -> None:
         SPATIAL: ["partitioned"] * 2,
         TEMPORAL: ["fcfs"],
     }
+    split.close()
+    stage.close()
+
+
+def test_what_is_wrong_with_a_split_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise DriverError("no more green contexts")
+
+    monkeypatch.setattr(systems, "split", refused)
+    figures, found = several.several(ground(), {"a": TINY, "b": SMALLER}, SEVERAL), list[Figure]()
+
+    def all_of_them() -> None:
+        for figure in figures:
+            found.append(figure)  # those before the error count
+
+    with pytest.raises(RuntimeError, match=r"requests/s, spatial: DriverError: no more green contexts"):
+        all_of_them()
+    tokens = [figure for figure in found if "multiplexing / " in figure.name]
+    assert [(figure.reached, figure.note) for figure in tokens] == [(None, "without spatial, so no verdict")]
+    assert any(", temporal: tokens" in figure.name for figure in found)
 
 
 def played(*ends: tuple[float, float | None]) -> Played:
@@ -130,11 +157,18 @@ def test_it_is_against_the_better_of_the_others_each_at_its_best_rate() -> None:
     judge = Judge(1.0, {"m": Alone(1.0, 0.0, 0.0)}, 10.0)
     met = [{MULTIPLEXING: 6, SPATIAL: 2, TEMPORAL: 3}, {MULTIPLEXING: 2, SPATIAL: 4, TEMPORAL: 1}]
     found = [{name: played(*[(0.0, 0.5)] * count) for name, count in one.items()} for one in met]
-    names = [figure.name for figure in _ratios(2.1, found, [judge], 1.5)]
-    ratios = list(_ratios(2.1, found, [judge], 1.5))
-    assert [figure.value for figure in ratios] == [1.5, 1.5]
-    assert [figure.reached for figure in ratios] == [True, True]
+    names = [figure.name for figure in ratios(2.1, found, [judge], 1.5)]
+    both = list(ratios(2.1, found, [judge], 1.5))
+    assert [figure.value for figure in both] == [1.5, 1.5]
+    assert [figure.reached for figure in both] == [True, True]
     assert len(set(names)) == 2
+
+
+def test_against_nothing_there_is_no_verdict() -> None:
+    judge, none = Judge(1.0, {"m": Alone(1.0, 0.0, 0.0)}, 10.0), Played([], 0)
+    found = {MULTIPLEXING: played(*[(0.0, 0.5)] * 6), SPATIAL: none, TEMPORAL: none}
+    for ratio in ratios(2.1, [found], [judge], 1.5):
+        assert (ratio.reached, ratio.unit) == (None, "to 0")
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(6, 40))

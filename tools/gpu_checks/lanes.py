@@ -12,7 +12,7 @@ import torch
 
 from kvloom.kernels.cuda_driver import Driver, DriverError
 from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.green import STEP
+from kvloom.model.gpu.green import STEP, try_out
 from kvloom.model.gpu.partitions import Lane, Partitions
 from kvloom.model.gpu.streams import CudaStream, HostStream
 
@@ -86,7 +86,7 @@ def _green(device: torch.device, weights: Sequence[float]) -> list[Lane]:
 
 
 def _lane(driver: Driver, device: torch.device, number: Any, resources: list[Any]) -> Lane:
-    """Its context lives as long as the process. Raises DriverError."""
+    """Its context lives as long as the process. Raises DriverError, also where the stream takes no work."""
     api = driver.api
     description = driver("cuDevResourceGenerateDesc", resources, len(resources))
     flags = int(api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
@@ -94,4 +94,5 @@ def _lane(driver: Driver, device: torch.device, number: Any, resources: list[Any
     flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
     stream = driver("cuGreenCtxStreamCreate", context, flags, 0)
     wrapped = CudaStream(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
+    try_out(wrapped, device)
     return Lane(sum(int(one.sm.smCount) for one in resources), wrapped)

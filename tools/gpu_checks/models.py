@@ -84,9 +84,9 @@ class Ground:
 
 
 def halves(device: torch.device, count: int) -> Sequence[tuple[Side, Side]]:
-    """A `Cut`: of the pairs that a unit has the one that is nearest to halves. Without planned shares adbs
-    takes no other, and steps are recorded, and kernels compiled, for a third of the lanes."""
-    return sorted(cut_green(device, count), key=lambda pair: abs(pair[0][0] - pair[1][0]))[:1]
+    """A `Cut`: of the pairs that a unit has the halves alone. Without planned shares adbs takes no other, and
+    steps are recorded, and kernels compiled, for a third of the lanes."""
+    return cut_green(device, count, (1 / 2,))
 
 
 def cuda_ground(cut: Cut = halves) -> Ground:

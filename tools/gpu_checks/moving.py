@@ -31,7 +31,7 @@ class Effort:
     length: int = 8192
     context: int = 16000
     beside: int = 8
-    rounds: int = 4
+    rounds: int = 3
     kv_bytes: int = 8 << 30
     most_running: int = 16
     chunk: int = 4096
@@ -51,7 +51,8 @@ def told(found: Sequence[Found], effort: Effort) -> Iterator[Figure]:
         value=downtime,
         unit="ms",
         most=step,
-        note=f"of the gap: {parts} ms; {effort.beside} others at each engine, two processes on one GPU",
+        note=f"the step {step:.1f} ms; of the gap: {parts} ms; {effort.beside} others at each engine, two "
+        "processes on one GPU",
     )
     slower = 100 * max(one.slower for one in found)
     yield Figure(name="others slower while it moves, at worst", value=slower, unit="%")

@@ -151,7 +151,7 @@ class Run:
                 self.report.figures.append(figure)
                 self._write()
         except Exception as error:  # noqa: BLE001 -- the others are worth having
-            self.report.failures[name] = "; ".join(_reasons(error))
+            self.report.failures[name] = "; ".join(reasons(error))
         self.report.under_way = [other for other in self.report.under_way if other != name]
         self._write()
 
@@ -160,11 +160,11 @@ class Run:
         self.report.write(self._file)
 
 
-def _reasons(error: BaseException) -> Iterator[str]:
+def reasons(error: BaseException) -> Iterator[str]:
     """One line each; of a group's own nothing is said."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
-            yield from _reasons(one)
+            yield from reasons(one)
     else:
         yield f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 

@@ -16,8 +16,10 @@ from statistics import mean
 from typing import Final
 
 from tools.gpu_checks.asking import InProcess
+from tools.gpu_checks.judging import Judge, Played, figures, ratios
+from tools.gpu_checks.lag import Lag
 from tools.gpu_checks.models import LLAMA_1B, LLAMA_8B, QWEN_4B, Ground, Shape
-from tools.gpu_checks.report import Figure
+from tools.gpu_checks.report import Figure, reasons
 from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, Serving, Stage
 
 from kvloom.bench.alone import fit
@@ -25,7 +27,7 @@ from kvloom.bench.drive import drive
 from kvloom.core.clock import WallClock
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.make import make_asks
-from kvloom.workload.objectives import Alone, Scaled
+from kvloom.workload.objectives import Alone
 from kvloom.workload.popularity import power_law
 from kvloom.workload.prompts import Prompts
 from kvloom.workload.spec import WorkloadSpec
@@ -42,45 +44,18 @@ class Effort:
     that are no longer; burst: seconds, and requests. scales: of what a request takes alone."""
 
     plays: tuple[tuple[float, tuple[float, ...]], ...] = ((2.1, (1.0, 0.6)), (0.9, (0.8,)))
-    window: float = 6.0
-    grace: float = 3.0
+    window: float = 4.5
+    grace: float = 2.5
     burst: tuple[float, int] = (3.0, 512)
-    longest: int = 384
+    longest: int = 256
     scales: tuple[float, ...] = (4.0, 8.0)
     kv_bytes: int = 24 << 30
-    most_running: int = 64
+    most_running: int = 32
     chunk: int = 2048
 
     @property
     def seconds(self) -> float:
         return self.window + self.grace
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """By one system. tokens: that came while it was watched."""
-
-    outcomes: list[Outcome]
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """end: seconds after the start, when all that has not ended is late, if it is to be judged at all."""
-
-    scale: float
-    alone: Mapping[str, Alone]
-    end: float
-
-    def takes(self, ask: Ask) -> float:
-        return self.alone[ask.model].seconds(ask)
-
-    def judged(self, ask: Ask) -> bool:
-        return ask.at + self.scale * self.takes(ask) <= self.end
-
-    def met(self, played: Played) -> int:
-        within = Scaled(self.scale, self.takes)
-        return sum(self.judged(o.ask) and not o.error and within(o) for o in played.outcomes)
 
 
 def several(
@@ -89,66 +64,46 @@ def several(
     effort = effort or Effort()
     form = effort.kv_bytes, effort.most_running, effort.chunk
     stage = Stage.make(shapes, ground, *form)
+    try:
+        yield from _several(stage, list(shapes), effort)
+    finally:
+        stage.close()
+
+
+def _several(stage: Stage, models: list[str], effort: Effort) -> Iterator[Figure]:
+    """Raises RuntimeError at the end where one of the systems has failed; the others are measured."""
     prompts = Prompts(min(model.card.vocab_size for model in stage.loaded.values()))
     alone: dict[str, Alone] = {}
+    wrong: dict[str, str] = {}
     for alpha, parts in effort.plays:
-        rates = dict(zip(shapes, power_law(len(shapes), alpha).tolist(), strict=True))
-        systems, note = stage.systems(rates)
-        if not alone:
-            alone = asyncio.run(_alone(systems[MULTIPLEXING], list(shapes), prompts, effort))
-            longest = Ask(
-                at=0, model=next(iter(shapes)), prompt=effort.longest // 2, output=effort.longest // 2
-            )
-            seconds = alone[longest.model].seconds(longest)
-            yield Figure(name=f"{effort.longest} tokens alone, {longest.model}", value=seconds, unit="s")
-        most = asyncio.run(_capacity(systems[MULTIPLEXING], list(shapes), alpha, prompts, effort))
-        judges = [Judge(scale, alone, effort.seconds) for scale in effort.scales]
-        found: list[dict[str, Played]] = []
-        for part in parts:
-            asks = _asks(list(shapes), alpha, effort, rate=most * part, seconds=effort.window)
-            found.append({})
-            for name, serving in systems.items():
-                played = found[-1][name] = asyncio.run(_play(serving, asks, prompts, effort.seconds))
-                where = f"α {alpha:g}, {most * part:.1f} requests/s, {name}"
-                yield from _figures(where, asks, played, judges, effort, note if name == SPATIAL else "")
+        rates = dict(zip(models, power_law(len(models), alpha).tolist(), strict=True))
+        with stage.systems(rates) as (systems, apart):
+            if not alone:
+                alone = asyncio.run(_alone(systems[MULTIPLEXING], models, prompts, effort))
+                half = effort.longest // 2
+                seconds = alone[models[0]].seconds(Ask(at=0, model=models[0], prompt=half, output=half))
+                yield Figure(name=f"{effort.longest} tokens alone, {models[0]}", value=seconds, unit="s")
+            most = asyncio.run(_capacity(systems[MULTIPLEXING], models, alpha, prompts, effort))
+            judges = [Judge(scale, alone, effort.seconds) for scale in effort.scales]
+            found: list[dict[str, Played]] = []
+            for part in parts:
+                asks = _asks(models, alpha, effort, rate=most * part, seconds=effort.window)
+                found.append({})
+                for name, serving in systems.items():
+                    if name in wrong:
+                        continue
+                    where = f"α {alpha:g}, {most * part:.1f} requests/s, {name}"
+                    try:
+                        played = asyncio.run(_play(serving, asks, prompts, effort.seconds))
+                    except Exception as error:  # noqa: BLE001 -- the other systems are worth having
+                        wrong[name] = f"{where}: {'; '.join(reasons(error))}"
+                        continue
+                    found[-1][name] = played
+                    yield from figures(where, asks, played, judges, apart.note if name == SPATIAL else "")
         steepest = alpha == max(other for other, _ in effort.plays)
-        yield from _ratios(alpha, found, judges, WANTED if steepest else None)
-
-
-def _figures(
-    where: str, asks: Sequence[Ask], played: Played, judges: Sequence[Judge], effort: Effort, note: str
-) -> Iterator[Figure]:
-    errors = sum(bool(outcome.error) for outcome in played.outcomes)
-    for judge in judges:
-        judged, met = sum(map(judge.judged, asks)), judge.met(played)
-        yield Figure(
-            name=f"{where}: in time, {judge.scale:g} × alone",
-            value=met / effort.window,
-            unit="req/s",
-            note=f"{met} of {judged} that can be judged, {len(asks)} asked, {errors} failed{note}",
-        )
-    yield Figure(name=f"{where}: tokens", value=played.tokens / effort.seconds, unit="tokens/s")
-
-
-def _ratios(
-    alpha: float,
-    found: Sequence[Mapping[str, Played]],
-    judges: Sequence[Judge],
-    wanted: float | None,
-) -> Iterator[Figure]:
-    """Of multiplexing to the better of the others, each at the rate that is best for it."""
-    others = [name for name in found[0] if name != MULTIPLEXING]
-
-    def ratio(what: dict[str, float]) -> float:
-        return what[MULTIPLEXING] / max(1.0, *(what[name] for name in others))
-
-    for judge in judges:
-        met = {name: float(max(judge.met(one[name]) for one in found)) for name in found[0]}
-        name = f"α {alpha:g}: in time, {judge.scale:g} × alone, / the better of the others"
-        yield Figure(name=name, value=ratio(met), unit="×", least=wanted)
-    tokens = {name: float(max(one[name].tokens for one in found)) for name in found[0]}
-    name = f"α {alpha:g}: tokens/s, multiplexing / the better of the others"
-    yield Figure(name=name, value=ratio(tokens), unit="×", least=wanted)
+        yield from ratios(alpha, found, judges, WANTED if steepest else None)
+    if wrong:
+        raise RuntimeError(" | ".join(wrong.values()))
 
 
 def _asks(
@@ -208,9 +163,10 @@ async def _capacity(
 async def _play(serving: Serving, asks: Sequence[Ask], prompts: Prompts, seconds: float) -> Played:
     clock, outcomes = WallClock(), list[Outcome]()
     async with serving() as engines:
-        endpoint = InProcess(engines, prompts, clock)
-        await _until(drive(asks, endpoint, clock, lambda: None, outcomes.append), seconds)
-        return Played(outcomes, endpoint.tokens)
+        endpoint, lag = InProcess(engines, prompts, clock), Lag()
+        with lag.watched():
+            await _until(drive(asks, endpoint, clock, lambda: None, outcomes.append), seconds)
+        return Played(outcomes, endpoint.tokens, lag.told())
 
 
 async def _until(work: Coroutine[object, object, object], seconds: float) -> None:

@@ -8,8 +8,8 @@ multiprocessors and blocks are its own and stay so, in proportion to its load.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -60,15 +60,22 @@ class Stage:
         shared = executor_of(loaded, arena, ground, most_running=most_running, chunk=chunk)
         return cls(ground, loaded, arena, shared, most_running, chunk)
 
-    def systems(self, rates: Mapping[str, float]) -> tuple[dict[str, Serving], str]:
-        """By name, and what is to be said of the spatial one. rates: each model's share of the requests."""
-        executors, note = self.apart(rates)
+    @contextmanager
+    def systems(self, rates: Mapping[str, float]) -> Iterator[tuple[dict[str, Serving], Apart]]:
+        """By name, and the spatial one's executors. rates: each model's share of the requests."""
+        apart = Apart(self, rates)
         systems: dict[str, Serving] = {
             MULTIPLEXING: lambda: self._together("adbs", rates),
-            SPATIAL: lambda: self._beside(executors),
             TEMPORAL: lambda: self._together("fcfs", rates),
+            SPATIAL: apart.serving,
         }
-        return systems, note
+        try:
+            yield systems, apart
+        finally:
+            apart.close()
+
+    def close(self) -> None:
+        self.shared.close()
 
     @asynccontextmanager
     async def _together(
@@ -79,36 +86,53 @@ class Stage:
         async with running(self.shared, replace(spec, models=models)) as engine:
             yield dict.fromkeys(self.loaded, engine)
 
+
+class Apart:
+    """The spatial system: an executor for each model, made when it first serves, because what is wrong with
+    the split must not cost the others."""
+
+    def __init__(self, stage: Stage, rates: Mapping[str, float]) -> None:
+        self.executors: dict[str, GpuExecutor] = {}
+        self.note = ""  # what is to be said of the split
+        self._stage = stage
+        self._rates = rates
+
     @asynccontextmanager
-    async def _beside(self, executors: Mapping[str, GpuExecutor]) -> AsyncIterator[Mapping[str, Engine]]:
+    async def serving(self) -> AsyncIterator[Mapping[str, Engine]]:
+        if not self.note:
+            self.make()
+        form = {"max_running": self._stage.most_running, "chunk": self._stage.chunk}
         async with AsyncExitStack() as stack:
             engines = {}
-            for name, executor in executors.items():
-                form = {"max_running": self.most_running, "chunk": self.chunk}
+            for name, executor in self.executors.items():
                 spec = spec_of(executor, "partitioned", unit=name, **form)
                 engines[name] = await stack.enter_async_context(running(executor, spec))
             yield engines
 
-    def apart(self, rates: Mapping[str, float]) -> tuple[dict[str, GpuExecutor], str]:
-        """One for each model. Multiprocessors by rate × weights, which is what a step reads; blocks by rate ×
-        blocks a token, as a pool's quotas begin."""
-        names = list(self.loaded)
-        lanes = split(self.ground.device, [rates[name] * parameters(self.loaded[name]) for name in names])
-        geometries = {name: model.geometry for name, model in self.loaded.items()}
-        blocks = initial_quotas(self.arena.blocks, geometries, rates)
-        if sum(blocks.values()) > self.arena.blocks:
+    def make(self) -> None:
+        """Multiprocessors by rate × weights, which is what a step reads; blocks by rate × blocks a token, as
+        a pool's quotas begin."""
+        stage, rates = self._stage, self._rates
+        names = list(stage.loaded)
+        lanes = split(stage.ground.device, [rates[name] * parameters(stage.loaded[name]) for name in names])
+        geometries = {name: model.geometry for name, model in stage.loaded.items()}
+        blocks = initial_quotas(stage.arena.blocks, geometries, rates)
+        if sum(blocks.values()) > stage.arena.blocks:
             raise ValueError(
-                f"a pool of {self.arena.blocks} blocks is too small to be split; a larger one is right"
+                f"a pool of {stage.arena.blocks} blocks is too small to be split; a larger one is right"
             )
-        executors, first = {}, 0
+        form = {"most_running": stage.most_running, "chunk": stage.chunk}
+        first = 0
         for name, device in zip(names, lanes.devices, strict=True):
-            arena = Part(self.arena, first, blocks[name])
+            arena = Part(stage.arena, first, blocks[name])
             first += blocks[name]
-            form = {"most_running": self.most_running, "chunk": self.chunk}
-            executors[name] = executor_of(
-                {name: self.loaded[name]}, arena, self.ground, device=device, **form
-            )
-        parts = ", ".join(
-            f"{name} {device.compute}" for name, device in zip(names, lanes.devices, strict=True)
-        )
-        return executors, f"; multiprocessors {parts}{'; ' if lanes.why else ''}{lanes.why}"
+            loaded = {name: stage.loaded[name]}
+            self.executors[name] = executor_of(loaded, arena, stage.ground, device=device, **form)
+        parts = (f"{name} {device.compute}" for name, device in zip(names, lanes.devices, strict=True))
+        self.note = f"; multiprocessors {', '.join(parts)}{'; ' if lanes.why else ''}{lanes.why}"
+
+    def close(self) -> None:
+        """With its recordings."""
+        for executor in self.executors.values():
+            executor.close()
+        self.executors = {}

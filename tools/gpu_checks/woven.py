@@ -18,6 +18,7 @@ from typing import Final
 
 from msgspec.structs import replace
 from tools.gpu_checks.asking import many
+from tools.gpu_checks.lag import Lag
 from tools.gpu_checks.models import (
     LLAMA_8B,
     QWEN_4B,
@@ -56,8 +57,8 @@ _names = count()
 @dataclass(frozen=True, slots=True)
 class Effort:
     """hot, cold: sequences that decode at each. share: of the hot ones, those that are away. pages: lent.
-    prompt, output: tokens of each. seconds, steps: of a measurement, at least; patience: until so many are
-    away, and for so many steps."""
+    prompt, output: tokens of each. seconds, jobs: of a measurement, at least; after `slow` seconds `fewest`
+    jobs are enough; patience: until so many are away, and for so many jobs."""
 
     hot: int = 12
     cold: int = 8
@@ -66,7 +67,9 @@ class Effort:
     prompt: int = 1024
     output: int = 8192
     seconds: float = 3.0
-    steps: int = 8
+    jobs: int = 8
+    slow: float = 10.0
+    fewest: int = 2
     patience: float = 20.0
     kv_bytes: int = 12 << 30
     most_running: int = 16
@@ -98,13 +101,16 @@ class OneProcess:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """rate: the hot unit's tokens a second; hot, cold: decode steps a second of each; away: of the hot unit's
-    tokens, those that were attended for elsewhere."""
+    """rate: the hot unit's tokens a second; hot, cold: decode jobs a second of each; away: of the hot unit's
+    tokens, those that were attended for elsewhere. jobs: of the hot unit, in all. lag: of the loop that both
+    units share."""
 
     rate: float
     hot: float
     cold: float
     away: float
+    jobs: int
+    lag: str
 
 
 def weaving(
@@ -120,7 +126,8 @@ def weaving(
     finally:  # what was measured counts, whatever came then
         for name, span in found.items():
             note = (
-                f"steps/s: hot {span.hot:.1f}, cold {span.cold:.1f}; {span.away:.0%} of the tokens are away"
+                f"decode jobs/s: hot {span.hot:.1f} ({span.jobs} jobs), cold {span.cold:.1f}; "
+                f"{span.away:.0%} of the tokens are away; {span.lag}"
             )
             yield Figure(name=f"hot unit, {name}", value=span.rate, unit="tokens/s", note=note)
     rates = [found[name].rate for name in CONTROLS.values()]
@@ -226,15 +233,24 @@ async def _span(hot: Engine, cold: Engine, effort: Effort) -> Span:
         loads = (await hot.load()).models[HOT], (await cold.load()).models[COLD]
         return time.perf_counter(), *loads
 
-    began, first, before = await now()
-    await asyncio.sleep(effort.seconds)
-    enough = first.decode_jobs_total + effort.steps
-    await _until(hot, effort, lambda load: load.models[HOT].decode_jobs_total >= enough)
-    ended, last, after = await now()
+    lag = Lag()
+    with lag.watched():
+        began, first, before = await now()
+        await asyncio.sleep(effort.seconds)
+
+        def enough(load: UnitLoad) -> bool:
+            slow = time.perf_counter() - began >= effort.slow
+            jobs = load.models[HOT].decode_jobs_total - first.decode_jobs_total
+            return jobs >= (effort.fewest if slow else effort.jobs)
+
+        await _until(hot, effort, enough)
+        ended, last, after = await now()
     took, tokens = ended - began, last.output_tokens_total - first.output_tokens_total
     return Span(
         rate=tokens / took,
         hot=(last.decode_jobs_total - first.decode_jobs_total) / took,
         cold=(after.decode_jobs_total - before.decode_jobs_total) / took,
         away=(last.away_tokens_total - first.away_tokens_total) / max(tokens, 1),
+        jobs=last.decode_jobs_total - first.decode_jobs_total,
+        lag=lag.told(),
     )

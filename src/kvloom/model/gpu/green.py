@@ -8,6 +8,7 @@ memory's bandwidth are shared. So jobs that run at the same time are both put in
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -23,13 +24,13 @@ STEP: Final = 8  # Hopper's: partitions have a multiple of it
 Side = tuple[int, Stream]
 
 
-def cut_green(device: torch.device, count: int) -> list[tuple[Side, Side]]:
-    """Pairs of a device with `count` multiprocessors; where the driver or its bindings cannot make them, one
-    pair of plain streams, which share all, and a line in the log."""
+def cut_green(device: torch.device, count: int, parts: Sequence[float] = PARTS) -> list[tuple[Side, Side]]:
+    """Pairs of a device with `count` multiprocessors, one for each of `parts`; where the driver or its
+    bindings cannot make them, one pair of plain streams, which share all, and a line in the log."""
     try:
         driver = Driver()
         driver.enter(device.index)
-        sizes = sorted({max(STEP, round(count * part / STEP) * STEP) for part in PARTS})
+        sizes = sorted({max(STEP, round(count * part / STEP) * STEP) for part in parts})
         return [_pair(driver, device, size) for size in sizes if size < count]
     except DriverError as error:
         _log.warning(
@@ -59,11 +60,11 @@ def _side(driver: Driver, device: torch.device, number: Any, resource: Any) -> S
     flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
     stream = driver("cuGreenCtxStreamCreate", context, flags, 0)
     wrapped = CudaStream(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
-    _try_out(wrapped, device)
+    try_out(wrapped, device)
     return int(resource.sm.smCount), wrapped
 
 
-def _try_out(stream: CudaStream, device: torch.device) -> None:
+def try_out(stream: CudaStream, device: torch.device) -> None:
     """Raises DriverError where work and events of the primary context, as torch makes them, do not go into
     the stream."""
     try:
