@@ -228,7 +228,7 @@ def test_a_hot_unit_is_measured_with_and_without_its_loan() -> None:
     for figure in (kernels, host):
         assert figure.value > 0
         assert "; 0% of the tokens" not in figure.note
-    assert ratio == Figure(name=ratio.name, value=kernels.value / host.value, unit="×", least=woven.WANTED)
+    assert (ratio.value, ratio.least) == (kernels.value / host.value, woven.WANTED)
 
 
 def test_what_a_loan_lacks_is_told() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from tools.gpu_checks.report import Figure
 from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL
 
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.objectives import Alone, Scaled
+
+FLATTERED: Final = "spatial's engines share one process and GIL, which flatters this"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def ratios(
         other = max(value for system, value in best.items() if system != MULTIPLEXING)
         if not other:
             return Figure(name=name, value=best[MULTIPLEXING], unit="to 0", note="the others: none, no ratio")
-        note = f"without {', '.join(missing)}, so no verdict" if missing else ""
+        note = f"without {', '.join(missing)}, so no verdict" if missing else FLATTERED
         least = None if missing else wanted
         return Figure(name=name, value=best[MULTIPLEXING] / other, unit="×", least=least, note=note)
 
