@@ -57,17 +57,22 @@ class Arrivals:
         """Whether the decode step of a model that could begin is to wait: while a newcomer is due, but until
         `due` at most."""
         model = queue.card.name
-        wait = self._last[model] if model in self._waiting else self._next(queue)
-        if wait and self._joins(queue) and self._reservations.expects(model, wait.since, wait.by):
+        coming = self._reservations.expected(model)
+        wait = self._wait(queue) if coming else None  # mostly nobody is, and a step costs no more than that
+        if wait and self._joins(queue) and any(wait.since <= at <= wait.by for at in coming):
             self._waiting.add(model)
             self._last[model] = wait
             return True
         self._waiting.discard(model)
         return False
 
-    def _next(self, queue: ModelQueue) -> _Wait | None:
-        """What there may be from now on; None before it is known what a step takes, or soon after one."""
-        now, step, last = self._clock.now(), queue.pace.least, self._last.get(queue.card.name)
+    def _wait(self, queue: ModelQueue) -> _Wait | None:
+        """The one under way, or what there may be from now on; None before it is known what a step takes, or
+        soon after one."""
+        last = self._last.get(queue.card.name)
+        if queue.card.name in self._waiting:
+            return last
+        now, step = self._clock.now(), queue.pace.least
         if step == 0 or (last and now < last.until + EVERY * max(step, last.step)):
             return None
         longest = min(LONGEST * step, MOST)

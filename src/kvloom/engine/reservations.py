@@ -92,10 +92,10 @@ class Reservations:
         self._open[body.request] = Reservation(body, answer, cache, sequence, beyond, due, expected)
         return answer
 
-    def expects(self, model: str, since: float, by: float) -> bool:
-        """Whether room is kept for a request of this model that is to begin within a time by the clock."""
+    def expected(self, model: str) -> list[float]:
+        """When requests of this model for which room is kept are to begin, by the clock, if it is known."""
         mine = (one.expected for one in self._open.values() if one.body.model == model)
-        return any(expected is not None and since <= expected <= by for expected in mine)
+        return [at for at in mine if at is not None]
 
     def _reserve(self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int) -> Prepared:
         form = self._form(body)
