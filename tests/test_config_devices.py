@@ -72,7 +72,6 @@ def test_ranks_have_gpus_one_after_the_other(tmp_path: Path) -> None:
     [
         (MODELS + "device: gpu", "device: .*'auto', 'cpu' or 'cuda'"),
         (UNITS + "device: cuda", "units.0.kv_memory: several engines on cuda:0 cannot each"),
-        (MODELS + "device: cuda\ntransport: nixl", "transport: nixl, which moves the host's memory alone"),
         (
             UNITS.replace("[a]", "[a], tensor_parallel: 3, device: cuda, threads: 3"),
             "units.0.tensor_parallel: 3 ranks for the 2 GPUs here; one GPU for each, or `device: cpu`, is",

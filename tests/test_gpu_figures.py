@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.downtime import Found
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from tools.gpu_checks import moving, several, systems, woven
 from tools.gpu_checks.judging import Judge, Played, ratios
 from tools.gpu_checks.lanes import divided, shared_out
 from tools.gpu_checks.models import Shape, executor_of, make_models, running, spec_of
+from tools.gpu_checks.nixl import over_nixl
 from tools.gpu_checks.report import Figure
 from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL, Apart, Stage
 from tools.gpu_checks.unit import MODEL, units
@@ -29,6 +31,7 @@ from kvloom.workload.objectives import Alone
 from tests.gpu_host import TINY, ground
 from tests.model.gpu.woven import twins
 from tests.transport.device_memory import SharedMemory
+from tests.transport.kinds import NIXL
 
 SMALLER = Shape("LlamaConfig", TINY.form | {"num_hidden_layers": 1})
 SEVERAL = several.Effort(
@@ -208,6 +211,13 @@ def test_a_request_moves_between_two_processes(tmp_path: Path) -> None:
     assert downtime.most > 0
     assert (slower.unit, whole.unit) == ("%", "ms")
     assert whole.value > 0
+
+
+@pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'")
+def test_what_goes_over_nixl_is_timed_and_looked_at() -> None:
+    [figure] = over_nixl(torch.device("cpu"), pages=2)
+    assert (figure.unit, figure.least, figure.most) == ("GB/s", None, None)
+    assert figure.value > 0
 
 
 def test_a_unit_that_does_not_start_is_not_waited_for(tmp_path: Path) -> None:

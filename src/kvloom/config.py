@@ -40,7 +40,6 @@ from kvloom.config_keys import read_api_keys, read_keys
 from kvloom.config_models import ModelConfig
 from kvloom.config_rescheduling import Rescheduling, ReschedulingConfig
 from kvloom.config_units import (
-    CPU,
     Device,
     Engine,
     UnitConfig,
@@ -143,8 +142,6 @@ class Config(Section):
         engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
         devices = share_devices(engines, self.device, here.machine)
         pools = share_pools(engines, devices, self.kv_memory, self.block_bytes, here.machine)
-        if self.transport == "nixl" and any(device != CPU for device in devices):
-            raise ValueError("transport: nixl, which moves the host's memory alone; `shm` is right for GPUs")
         cores = share_threads(engines, self.threads, here.machine)
         check_ranks(engines, cores, self.program.name)
         self._groups, self._first = groups(engines), first(engines)

@@ -15,5 +15,7 @@ _NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'")
 )
 DEVICE = "device"  # the plane between GPUs' arenas, with the host's memory as the device's
-MORTAL = ["shm", CUDA, _NIXL]
-KINDS = [*MORTAL, DEVICE]
+_GPUS = pytest.param("nixl-device", marks=_NIXL.marks)  # NIXL as between GPUs' arenas, likewise
+NIXL_CUDA = pytest.param("nixl-cuda", marks=[*CUDA.marks, *_NIXL.marks])
+MORTAL = ["shm", CUDA, _NIXL, NIXL_CUDA]
+KINDS = [*MORTAL, DEVICE, _GPUS]

@@ -28,9 +28,12 @@ from kvloom.transport import cuda_ipc, nixl_plane, nixl_shipment, plane
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.transport.cuda_ipc_memory import CudaMemory, DeviceMemory
 from kvloom.transport.nixl import NixlTransport
+from kvloom.transport.place import GpuPlace, HostPlace, Place
 from kvloom.transport.shm import ShmTransport
-from tests.transport.device_memory import GatedMemory, HostMemory
+from tests.transport.device_memory import GatedMemory, HostMemory, LikeAGpu
 from tests.transport.wire import BLOCK_BYTES, BLOCKS, GRANT, SLOTS, Answer, Call, Made, read
+
+PIECE = 4 * BLOCK_BYTES  # between two fences
 
 
 class Gate:
@@ -137,7 +140,7 @@ class Unit:
 
 
 def _arena(kind: str) -> Arena | DeviceArena:
-    if kind == "cuda":
+    if kind in ("cuda", "nixl-cuda"):
         return DeviceArena(BLOCKS, BLOCK_BYTES, torch.device("cuda", 0))
     return Arena(BLOCKS, BLOCK_BYTES)
 
@@ -156,7 +159,7 @@ def _shm(name: str, arena: Any, gate: Gate) -> ShmTransport:
         copy_piece(shipment, parcel, piece)
 
     setattr(plane, "copy_blocks", inside)  # noqa: B010
-    setattr(plane, "PIECE", 4 * BLOCK_BYTES)  # noqa: B010
+    setattr(plane, "PIECE", PIECE)  # noqa: B010
     setattr(plane.ShmShipment, "_copy", before)  # noqa: B010
     return ShmTransport(name, arena, slots=SLOTS)
 
@@ -168,7 +171,7 @@ def _device(name: str, arena: Any, gate: Gate, memory: DeviceMemory | None = Non
         gate.pass_through("before")
         copy_piece(shipment, parcel, piece)
 
-    setattr(cuda_ipc, "PIECE", 4 * BLOCK_BYTES)  # noqa: B010
+    setattr(cuda_ipc, "PIECE", PIECE)  # noqa: B010
     setattr(cuda_ipc.DeviceShipment, "_copy", before)  # noqa: B010
     gated = GatedMemory(memory or HostMemory(arena), lambda: gate.pass_through("inside"))
     return CudaIpcTransport(name, arena, gated, slots=SLOTS)
@@ -178,7 +181,7 @@ def _cuda(name: str, arena: Any, gate: Gate) -> CudaIpcTransport:
     return _device(name, arena, gate, CudaMemory(torch.device("cuda", 0)))
 
 
-def _nixl(name: str, arena: Any, gate: Gate) -> NixlTransport:
+def _nixl(name: str, arena: Any, gate: Gate, place: Place | None = None) -> NixlTransport:
     write = nixl_plane.NixlPlane._write
 
     def before(self: nixl_plane.NixlPlane, shipment: nixl_shipment.NixlShipment, piece: Parcel) -> None:
@@ -187,8 +190,15 @@ def _nixl(name: str, arena: Any, gate: Gate) -> NixlTransport:
         write(self, shipment, piece)
 
     setattr(nixl_plane.NixlPlane, "_write", before)  # noqa: B010
-    setattr(nixl_shipment, "PIECE", 4 * BLOCK_BYTES)  # noqa: B010
-    return NixlTransport(name, arena, slots=SLOTS, grant=GRANT)
+    return NixlTransport(name, arena, place or HostPlace(PIECE), slots=SLOTS, grant=GRANT)
+
+
+def _nixl_device(name: str, arena: Any, gate: Gate) -> NixlTransport:
+    return _nixl(name, arena, gate, LikeAGpu(PIECE))
+
+
+def _nixl_cuda(name: str, arena: Any, gate: Gate) -> NixlTransport:
+    return _nixl(name, arena, gate, GpuPlace(torch.device("cuda", 0), PIECE))
 
 
 _TRANSPORTS: dict[str, Callable[[str, Any, Gate], ShmTransport | CudaIpcTransport | NixlTransport]] = {
@@ -196,6 +206,8 @@ _TRANSPORTS: dict[str, Callable[[str, Any, Gate], ShmTransport | CudaIpcTranspor
     "device": _device,
     "cuda": _cuda,
     "nixl": _nixl,
+    "nixl-device": _nixl_device,
+    "nixl-cuda": _nixl_cuda,
 }
 
 

@@ -16,7 +16,7 @@ from kvloom.core.geometry import Geometry
 from kvloom.core.shipment import Parcel
 from kvloom.kv.arena import Arena
 from kvloom.transport.cuda_ipc import CudaIpcTransport, DeviceShipment
-from kvloom.transport.cuda_ipc_memory import Mark
+from kvloom.transport.marks import Mark
 from tests.transport.context import Context
 from tests.transport.device_memory import HostMemory
 from tests.transport.kinds import DEVICE
@@ -45,16 +45,19 @@ def test_close_waits_for_a_piece_and_a_killed_sender_holds_nothing() -> None:
 
 
 class _Later:
-    """What the device has been asked for is done when `done` is set; `problem` is what went wrong."""
+    """What the device has been asked for is done when `computed` is set; `problem` is what went wrong."""
 
     def __init__(self) -> None:
-        self.done = threading.Event()
+        self.computed = threading.Event()
         self.reached = threading.Event()
         self.problem = ""
 
+    def done(self) -> bool:
+        return self.computed.is_set()
+
     def wait(self) -> None:
         self.reached.set()
-        self.done.wait()
+        self.computed.wait()
         if self.problem:
             raise RuntimeError(self.problem)
 
@@ -88,7 +91,7 @@ def test_what_is_still_computed_is_copied_afterwards_and_holds_no_lock() -> None
         assert await asyncio.to_thread(later.reached.wait, DEADLINE)
         assert receiver.received(address.ticket) == 0
         own.view(16, torch.float32)[3] = 1.5  # what the device was to write
-        later.done.set()
+        later.computed.set()
         await shipment.arrived()
         assert receiver.received(address.ticket) == TOKENS
         assert (peer.view(16, torch.float32)[7] == 1.5).all()
@@ -104,7 +107,7 @@ def test_a_reservation_closes_at_once_while_the_device_computes() -> None:
         assert await asyncio.to_thread(later.reached.wait, DEADLINE)
         assert receiver.close(address.ticket)
         own.view(16, torch.float32)[3] = 1.5
-        later.done.set()
+        later.computed.set()
         with pytest.raises(BadRequest, match="over"):
             await shipment.arrived()
         assert not peer.bytes.any()
@@ -116,7 +119,7 @@ def test_a_device_that_fails_fails_its_shipments() -> None:
     async def run() -> None:
         later = _Later()
         later.problem = "an illegal memory access was encountered"
-        later.done.set()
+        later.computed.set()
         shipment, receiver, address, _, peer = await _ship(later)
         with pytest.raises(Unavailable, match="copying to receiver failed: an illegal memory access"):
             await shipment.arrived()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.transport.kinds import CUDA, KINDS
+from tests.transport.kinds import CUDA, KINDS, NIXL_CUDA
 
 PROGRAM = """
 import asyncio, struct, sys
@@ -18,13 +18,17 @@ from kvloom.kv.arena import Arena
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.transport.nixl import NixlTransport
 from kvloom.transport.shm import ShmTransport
-from tests.transport.device_memory import HostMemory
+from kvloom.transport.place import HostPlace
+from tests.transport.device_memory import HostMemory, LikeAGpu
 
 FORM = KVForm(layers=1, kv_heads=1, head_dim=16, dtype="float32", block_bytes=4096, tokens_per_block=32)
 
 async def main():
     device = lambda unit, arena: CudaIpcTransport(unit, arena, HostMemory(arena))
-    kind = {"shm": ShmTransport, "nixl": NixlTransport, "device": device}[sys.argv[1]]
+    nixl = lambda unit, arena: NixlTransport(unit, arena, HostPlace())
+    like_a_gpu = lambda unit, arena: NixlTransport(unit, arena, LikeAGpu())
+    kinds = {"shm": ShmTransport, "nixl": nixl, "device": device, "nixl-device": like_a_gpu}
+    kind = kinds[sys.argv[1]]
     sender, receiver = kind("sender", Arena(64, 4096)), kind("receiver", Arena(64, 4096))
     address = KVAddress(
         model="m", form=FORM, begin=0, end=32, blocks=struct.pack("<ii", 7, 1), ticket=receiver.open(0, 5)
@@ -40,7 +44,7 @@ kept = asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not CUDA])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (CUDA, NIXL_CUDA)])
 def test_a_process_ends_with_its_transport_open(kind: str) -> None:
     """With two units in one process, which CUDA cannot have: a process does not map its own exports."""
     command = [sys.executable, "-c", PROGRAM, kind]

@@ -16,19 +16,22 @@ from kvloom.core.errors import Unavailable
 from kvloom.core.shipment import Parcel
 from kvloom.transport.agent import Agent, Spans
 from kvloom.transport.grants import Grants
+from kvloom.transport.marks import Mark
 from kvloom.transport.messages import Claim, Delivered, Done, FromReceiver, FromSender, Granted, Message
 from kvloom.transport.nixl_plane import NixlPlane
 from kvloom.transport.nixl_shipment import NixlShipment, Where
+from kvloom.transport.place import HostPlace, Place
 from kvloom.transport.room import Room
 
 GRANT = 2.0
+HOST = HostPlace()
 BLOCK = 64
-PEER = Where("peer-1", b"", 0, 4, BLOCK)
+PEER = Where("peer-1", b"", 3, 0, 4, BLOCK)
 
 
 class Network(Agent):
-    """`now` is its clock. answer: what the peer says to each message. connecting: seconds. Transfers do not
-    end; failing: nor do they begin well."""
+    """`now` is its clock. answer: what the peer says to each message. connecting: seconds. failing: no
+    transfer begins well. ending: each ends at once, instead of never."""
 
     def __init__(
         self,
@@ -36,11 +39,13 @@ class Network(Agent):
         *,
         connecting: float = 0.0,
         failing: bool = False,
+        ending: bool = False,
     ) -> None:
         self.name, self.metadata = "own-1", b"own"
         self.now = 0.0
         self.log: list[str] = []
-        self._answer, self._connecting, self._failing = answer, connecting, failing
+        self.written_to: list[tuple[Spans, Spans]] = []
+        self._answer, self._connecting, self._failing, self._ending = answer, connecting, failing, ending
         self._heard: list[tuple[str, bytes]] = []
 
     def meet(self, name: str, metadata: bytes) -> None:
@@ -65,13 +70,14 @@ class Network(Agent):
 
     def write(self, name: str, own: Spans, peer: Spans) -> int:
         self.log.append("write")
+        self.written_to += [(own, peer)]
         if self._failing:
             raise Unavailable("writing failed")
         return 1
 
     def written(self, name: str, transfer: int) -> bool:
         self.now += GRANT / 8
-        return False
+        return self._ending
 
     def drop(self, transfer: int) -> None:
         self.log.append("drop")
@@ -82,25 +88,25 @@ class Network(Agent):
 
 @contextmanager
 def _plane(network: Network) -> Iterator[NixlPlane]:
-    plane = NixlPlane(network, 0, Grants("own", 8, GRANT), GRANT, lambda: network.now)
+    plane = NixlPlane(network, HOST, 0, Grants("own", 8, GRANT), GRANT, lambda: network.now)
     try:
         yield plane
     finally:
         plane.close()
 
 
-def _begin(plane: NixlPlane) -> NixlShipment:
+def _begin(plane: NixlPlane, place: Place) -> NixlShipment:
     room = Room(BLOCK, 4, 8, 4, np.ones(4, np.bool_))
     peer = Endpoint(unit="peer", kind="nixl", where=msgspec.msgpack.encode(PEER))
-    shipment = NixlShipment(plane.submit, peer, PEER, room, Ticket(0, 1), 0, 0, 4)
+    shipment = NixlShipment(plane.submit, place, peer, PEER, room, Ticket(0, 1), 0, 0, 4)
     plane.start(shipment)
     return shipment
 
 
-def _send(network: Network, *parcels: Parcel) -> None:
+def _send(network: Network, *parcels: Parcel, place: Place = HOST) -> None:
     async def send() -> None:
         with _plane(network) as plane:
-            shipment = _begin(plane)
+            shipment = _begin(plane, place)
             for parcel in parcels:
                 shipment.put(parcel)
             await asyncio.wait_for(shipment.arrived(), 30)
@@ -167,7 +173,7 @@ def test_a_peer_that_answers_another_shipment_is_not_parted_from() -> None:
 
     async def send() -> None:
         with _plane(network) as plane:
-            well, lost = _begin(plane), _begin(plane)
+            well, lost = _begin(plane, HOST), _begin(plane, HOST)
             with pytest.raises(Unavailable, match="peer is gone: no answer in 2 s"):
                 await asyncio.wait_for(lost.arrived(), 30)
             await asyncio.wait_for(well.arrived(), 30)
@@ -175,3 +181,60 @@ def test_a_peer_that_answers_another_shipment_is_not_parted_from() -> None:
     asyncio.run(send())
     assert "Quit" in network.log
     assert "part" not in network.log
+
+
+class _Computing:
+    """Not done until it was asked `times` times; then, with a problem, it has failed."""
+
+    def __init__(self, times: int, asked: Callable[[], None], problem: str = "") -> None:
+        self._left, self._asked, self._problem = times, asked, problem
+
+    def wait(self) -> None:
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        self._asked()
+        self._left -= 1
+        if self._left <= 0 and self._problem:
+            raise RuntimeError(self._problem)
+        return self._left <= 0
+
+
+class _Gpu(HostPlace):
+    """GPU 5, whose work takes half a grant each time that somebody asks whether it is done."""
+
+    index = 5
+
+    def __init__(self, network: Network, times: int, problem: str = "") -> None:
+        super().__init__()
+        self._network, self._times, self._problem = network, times, problem
+
+    def mark(self) -> Mark:
+        if self._times == 0:
+            raise RuntimeError(self._problem)
+        return _Computing(self._times, self._looked, self._problem)
+
+    def _looked(self) -> None:
+        self._network.log.append("look")
+        self._network.now += GRANT / 2
+
+
+def test_what_is_computed_still_is_written_later_and_the_grant_is_renewed_meanwhile() -> None:
+    network = Network(_willing, ending=True)
+    _send(network, _parcel(), place=_Gpu(network, times=3))
+    log = [entry for entry in network.log if entry != "Renew"]
+    assert log == ["meet", "Claim", "look", "look", "look", "write", "drop", "Done"]
+    assert network.log.count("Renew") >= 2
+    [(own, peer)] = network.written_to
+    assert (own[:, 2].tolist(), peer[:, 2].tolist()) == ([5], [3])  # each side's GPU
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_what_could_not_be_computed_fails_the_shipment_and_no_other(times: int) -> None:
+    """At the mark, and later."""
+    network = Network(_willing, ending=True)
+    with pytest.raises(Unavailable, match=r"what is to be sent was not computed: out of luck"):
+        _send(network, _parcel(), place=_Gpu(network, times, "out of luck"))
+    assert "write" not in network.log
+    assert "part" not in network.log
+    assert network.log[-1] == "Quit"

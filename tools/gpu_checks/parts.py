@@ -67,8 +67,10 @@ def transformers(run: Run) -> None:
 def memory(run: Run) -> None:
     torch.cuda.init()  # type: ignore[no-untyped-call]  # it tells what is wrong before anything else is loaded
     from tools.gpu_checks.ipc import between_processes  # noqa: PLC0415
+    from tools.gpu_checks.nixl import over_nixl  # noqa: PLC0415
 
     run.check("memory between processes", between_processes)
+    run.check("memory over NIXL", lambda: over_nixl(torch.device("cuda", 0)))
 
 
 PARTS: Final[Mapping[str, Callable[[Run], None]]] = {

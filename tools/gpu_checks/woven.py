@@ -42,7 +42,8 @@ from kvloom.model.gpu.device import Device
 from kvloom.model.gpu.partitions import Lane, Partitions
 from kvloom.model.gpu.weaver import DeviceWeaver
 from kvloom.transport.cuda_ipc import CudaIpcTransport
-from kvloom.transport.cuda_ipc_memory import DeviceMemory, Mark
+from kvloom.transport.cuda_ipc_memory import DeviceMemory
+from kvloom.transport.marks import Mark
 from kvloom.transport.room import Room
 
 HOT, COLD = "hot", "cold"

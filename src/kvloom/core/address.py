@@ -16,7 +16,7 @@ from kvloom.core.geometry import Geometry
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
 Digest = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Kind = Literal["shm", "cuda", "nixl", "modelled"]
+Kind = Literal["shm", "cuda", "nixl", "nixl-cuda", "modelled"]
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 _RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
 

@@ -140,15 +140,16 @@ def open_transport(spec: EngineSpec, arena: Store) -> ShmTransport | NixlTranspo
         from kvloom.transport.apart import Apart  # noqa: PLC0415
 
         return Apart(spec.unit)
+    if spec.transport == "nixl":
+        from kvloom.transport.nixl import NixlTransport  # noqa: PLC0415
+        from kvloom.transport.place import place_of  # noqa: PLC0415
+
+        return NixlTransport(spec.unit, arena, place_of(arena))
     if not isinstance(arena, Arena):
         from kvloom.transport.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
         from kvloom.transport.cuda_ipc_memory import CudaMemory  # noqa: PLC0415
 
         return CudaIpcTransport(spec.unit, arena, CudaMemory(arena.bytes.device))
-    if spec.transport == "nixl":
-        from kvloom.transport.nixl import NixlTransport  # noqa: PLC0415
-
-        return NixlTransport(spec.unit, arena)
     from kvloom.transport.shm import ShmTransport  # noqa: PLC0415
 
     return ShmTransport(spec.unit, arena)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvloom.core.arrays import I64
 from kvloom.core.errors import ConfigError, Unavailable
+from kvloom.transport.place import Place
 
 Spans = npt.NDArray[np.uint64]  # [n, 3]: address, bytes, device
 Transfer = int  # NIXL's handle
@@ -25,10 +26,11 @@ _PACE = 200  # microseconds between two looks of the progress thread
 
 
 class Agent:
-    """On one thread at a time. Its progress thread stays on, or a peer's write would wait for this unit."""
+    """On one thread at a time, which has entered its place."""
 
-    def __init__(self, unit: str, address: int, size: int) -> None:
-        """address, size: the memory that peers may write to, and that is sent from."""
+    def __init__(self, unit: str, address: int, size: int, place: Place) -> None:
+        """address, size: the memory that peers may write to, and that is sent from. Raises ConfigError where
+        NIXL is not there, or cannot use this memory."""
         try:
             nixl: Any = importlib.import_module("nixl_cu13._bindings")
         except ImportError as error:
@@ -40,11 +42,18 @@ class Agent:
         self._errors = tuple(kind for kind in kinds if issubclass(kind, Exception))
         self.name = f"{unit}-{secrets.token_hex(4)}"
         config = nixl.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, _PACE
+        config.useProgThread, config.pthrDelay = place.progress, _PACE
         self._agent = nixl.nixlAgent(self.name, config)
         self._agent.createBackend("UCX", {})
-        self._memory = nixl.nixlRegDList(nixl.DRAM_SEG, [(address, size, 0, "")])
-        self._agent.registerMem(self._memory, [])
+        self._segment = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}[place.segment]
+        self._memory = nixl.nixlRegDList(self._segment, [(address, size, place.index, "")])
+        try:
+            self._agent.registerMem(self._memory, [])
+        except self._errors as error:
+            raise ConfigError(
+                f"transport: NIXL cannot use this unit's {place.segment}, {size:,} bytes: {error}; its UCX "
+                "has to be built for such memory"
+            ) from error
         self.metadata: bytes = self._agent.getLocalMD()
         self._known: set[str] = set()
 
@@ -85,10 +94,11 @@ class Agent:
         return [(name, message) for name, messages in news.items() for message in messages]
 
     def write(self, name: str, own: Spans, peer: Spans) -> Transfer:
-        """Begin to write; own[i] and peer[i] are of one length. Raises Unavailable."""
+        """Begin to write; own[i] and peer[i] are of one length, and both lie in places of one kind. Raises
+        Unavailable."""
         nixl = self._nixl
         try:
-            sides = (nixl.nixlXferDList(nixl.DRAM_SEG, spans) for spans in (own, peer))
+            sides = (nixl.nixlXferDList(self._segment, spans) for spans in (own, peer))
             transfer: int = self._agent.createXferReq(nixl.NIXL_WRITE, *sides, name, b"", [])
         except self._errors as error:
             raise Unavailable(f"writing to {name} cannot begin: {error}") from error
@@ -122,5 +132,5 @@ class Agent:
         self._agent.deregisterMem(self._memory, [])
 
 
-def spans(starts: I64, sizes: I64) -> Spans:
-    return np.stack((starts, sizes, np.zeros_like(starts)), axis=1).astype(np.uint64)
+def spans(starts: I64, sizes: I64, index: int) -> Spans:
+    return np.stack((starts, sizes, np.full_like(starts, index)), axis=1).astype(np.uint64)

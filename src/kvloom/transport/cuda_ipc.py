@@ -8,7 +8,6 @@ that it has asked the device for is done, and tells of tokens that are there.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -20,9 +19,10 @@ from kvloom.core.address import Endpoint, KVAddress, Ticket
 from kvloom.core.errors import BadRequest
 from kvloom.core.shipment import Parcel
 from kvloom.kv.arena import Store
-from kvloom.transport.cuda_ipc_memory import DeviceMemory, Mark
+from kvloom.transport.cuda_ipc_memory import DeviceMemory
 from kvloom.transport.fenced import FencedTransport
 from kvloom.transport.ledger import ROW_BYTES
+from kvloom.transport.marks import MarkedParcel
 from kvloom.transport.peer import Memory, PeerProcess
 from kvloom.transport.plane import FencedShipment, Plane
 from kvloom.transport.room import Room
@@ -56,13 +56,6 @@ class DevicePeer(PeerProcess):
             raise BadRequest(f"peer: the endpoint of {endpoint.unit} contradicts itself")
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedParcel(Parcel):
-    """A parcel whose blocks may still have to be written by what is before the mark."""
-
-    mark: Mark
-
-
 class DeviceShipment(FencedShipment):
     """What is put may be written to before it, on the current stream of the thread that puts it."""
 
@@ -92,7 +85,7 @@ class DeviceShipment(FencedShipment):
         except RuntimeError as error:  # the device has failed
             self.fail(self._failed(error))
             return
-        super().put(MarkedParcel(parcel.own, parcel.peer, parcel.offsets, parcel.counts, mark))
+        super().put(MarkedParcel.of(parcel, mark))
 
     def copy(self, parcel: Parcel) -> None:
         """Waits first, for as long as what is copied is being computed, and holds no lock meanwhile."""

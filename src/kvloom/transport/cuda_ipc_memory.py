@@ -18,16 +18,10 @@ from torch import Tensor
 from kvloom.core.errors import BadRequest, ConfigError, Unavailable
 from kvloom.core.shipment import Parcel
 from kvloom.kernels.cuda_driver import Driver, DriverError
+from kvloom.transport.marks import CudaMark, Mark
 from kvloom.transport.room import Room
 
 _HANDLE = 64  # bytes
-
-
-class Mark(Protocol):
-    """A point in what a thread has asked the device for."""
-
-    def wait(self) -> None:
-        """Until what is before it is done; raises RuntimeError where that failed."""
 
 
 class DeviceMemory(Protocol):
@@ -67,15 +61,6 @@ class _Foreign:
             "version": 3,
         }
         weakref.finalize(self, _close, driver, device, base)
-
-
-class _Event:
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 class CudaMemory:
@@ -133,7 +118,7 @@ class CudaMemory:
 
     def mark(self) -> Mark:
         with torch.cuda.device(self._device):
-            return _Event()
+            return CudaMark()
 
     def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
         from kvloom.kernels.triton.copy import copy_blocks  # noqa: PLC0415 -- triton reads its environment then

@@ -9,11 +9,12 @@ import msgspec
 
 from kvloom.core.address import Endpoint, KVAddress, Ticket
 from kvloom.core.errors import BadRequest
-from kvloom.kv.arena import Arena
+from kvloom.kv.arena import Store
 from kvloom.transport.agent import Agent
 from kvloom.transport.grants import Grants
 from kvloom.transport.nixl_plane import Clock, NixlPlane
 from kvloom.transport.nixl_shipment import NixlShipment, Where
+from kvloom.transport.place import Place
 from kvloom.transport.room import Room
 
 
@@ -22,17 +23,27 @@ class NixlTransport:
     all units. That a reservation is over, or its tokens are claimed, `arrived` tells, not `ship`."""
 
     def __init__(
-        self, unit: str, arena: Arena, *, slots: int = 4096, grant: float = 2.0, clock: Clock = time.monotonic
+        self,
+        unit: str,
+        arena: Store,
+        place: Place,
+        *,
+        slots: int = 4096,
+        grant: float = 2.0,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """Raises ConfigError where NIXL is not installed."""
+        """place: where the arena's bytes lie. Raises ConfigError where NIXL is not installed, or cannot use
+        them."""
         self._arena = arena
+        self._place = place
         self._clock = clock
         address = arena.bytes.data_ptr()
-        agent = Agent(unit, address, arena.bytes.numel())
-        where = Where(agent.name, agent.metadata, address, arena.blocks, arena.block_bytes)
-        self._endpoint = Endpoint(unit=unit, kind="nixl", where=msgspec.msgpack.encode(where))
+        place.enter()
+        agent = Agent(unit, address, arena.bytes.numel(), place)
+        where = Where(agent.name, agent.metadata, place.index, address, arena.blocks, arena.block_bytes)
+        self._endpoint = Endpoint(unit=unit, kind=place.kind, where=msgspec.msgpack.encode(where))
         self._grants = Grants(unit, slots, grant)
-        self._plane = NixlPlane(agent, address, self._grants, grant, clock)
+        self._plane = NixlPlane(agent, place, address, self._grants, grant, clock)
         self._agents: dict[str, str] = {}  # by unit
 
     @property
@@ -53,12 +64,14 @@ class NixlTransport:
 
     def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> NixlShipment:
         self._plane.refuse_over()
-        where = _decode(peer)
+        where = self._read(peer)
         room = Room.of(address, begin, end, own=self._arena, peer=where)
         if self._agents.get(peer.unit) != where.agent:
             self.forget(peer.unit)
             self._agents[peer.unit] = where.agent
-        shipment = NixlShipment(self._plane.submit, peer, where, room, address.ticket, digest, begin, end)
+        shipment = NixlShipment(
+            self._plane.submit, self._place, peer, where, room, address.ticket, digest, begin, end
+        )
         self._plane.start(shipment)
         return shipment
 
@@ -72,11 +85,11 @@ class NixlTransport:
         """Fail what has not arrived, end the thread and leave NIXL."""
         self._plane.close()
 
-
-def _decode(endpoint: Endpoint) -> Where:
-    if endpoint.kind != "nixl":
-        raise BadRequest(f"peer: {endpoint.unit} moves K and V by {endpoint.kind}, this unit by nixl")
-    try:
-        return msgspec.msgpack.decode(endpoint.where, type=Where)
-    except msgspec.MsgspecError as error:
-        raise BadRequest(f"peer: the endpoint of {endpoint.unit} cannot be read: {error}") from error
+    def _read(self, peer: Endpoint) -> Where:
+        kind = self._endpoint.kind
+        if peer.kind != kind:
+            raise BadRequest(f"peer: {peer.unit} moves K and V by {peer.kind}, this unit by {kind}")
+        try:
+            return msgspec.msgpack.decode(peer.where, type=Where)
+        except msgspec.MsgspecError as error:
+            raise BadRequest(f"peer: the endpoint of {peer.unit} cannot be read: {error}") from error

@@ -9,13 +9,13 @@ from queue import Empty
 from typing import get_args
 
 import msgspec
-import numpy as np
 
 from kvloom.core.errors import BadRequest, KvloomError, Unavailable
 from kvloom.core.shipment import Parcel
 from kvloom.transport.agent import Agent, Transfer
 from kvloom.transport.delivery import Delivery
 from kvloom.transport.grants import Grants, Letter
+from kvloom.transport.marks import MarkedParcel
 from kvloom.transport.messages import (
     Claim,
     Delivered,
@@ -29,6 +29,7 @@ from kvloom.transport.messages import (
     Renew,
 )
 from kvloom.transport.nixl_shipment import NixlShipment
+from kvloom.transport.place import Place
 from kvloom.transport.worker import Worker
 
 _SHORTEST, _BUSY, _IDLE = 50e-6, 1e-3, 20e-3  # seconds between two looks
@@ -41,15 +42,17 @@ class Letters:
     letters: list[Letter]
 
 
-Order = Letters | str  # letters to send, or an agent to part from
+Order = Letters | NixlShipment | str  # letters to send, a shipment that begins, or an agent to part from
 Task = tuple[Delivery, Parcel | None] | Order | None
 
 
 class NixlPlane(Worker[Order]):
-    def __init__(self, agent: Agent, address: int, grants: Grants, grant: float, clock: Clock) -> None:
+    def __init__(
+        self, agent: Agent, place: Place, address: int, grants: Grants, grant: float, clock: Clock
+    ) -> None:
         """address: where this unit's arena begins."""
         super().__init__("kv-nixl")
-        self._agent, self._address, self._grants = agent, address, grants
+        self._agent, self._place, self._address, self._grants = agent, place, address, grants
         self._grant, self._clock = grant, clock
         self._live: dict[int, NixlShipment] = {}
         self._numbers = 0
@@ -58,8 +61,7 @@ class NixlPlane(Worker[Order]):
 
     def start(self, shipment: NixlShipment) -> None:
         """Ask the peer at once, before there is anything to write."""
-        none = np.zeros(0, np.int32)
-        self.submit(shipment, Parcel(none, none, none, none))
+        self.order(shipment)
 
     def post(self, letters: list[Letter]) -> None:
         if letters:
@@ -71,6 +73,9 @@ class NixlPlane(Worker[Order]):
     def close(self) -> None:
         super().close()
         self._agent.close()
+
+    def _begin(self) -> None:
+        self._place.enter()
 
     def _step(self) -> None:
         busy = self._take(self._pause)
@@ -100,12 +105,14 @@ class NixlPlane(Worker[Order]):
 
     def _do(self, task: Task) -> None:
         match task:
-            case NixlShipment() as shipment, (None | Parcel()) as parcel:
-                if shipment.number < 0:
-                    self._numbers += 1
-                    shipment.number = self._numbers
-                    self._live[shipment.number] = shipment
+            case NixlShipment() as shipment:
+                self._numbers += 1
+                shipment.number = self._numbers
+                self._live[shipment.number] = shipment
+            case NixlShipment() as shipment, MarkedParcel() as parcel:
                 shipment.take(parcel)
+            case NixlShipment() as shipment, None:
+                shipment.seal()
             case str():
                 self._agent.part(task)
             case Letters():
@@ -205,10 +212,10 @@ class NixlPlane(Worker[Order]):
     def _progress(self, shipment: NixlShipment) -> bool:
         if not shipment.granted or shipment.told:
             return False
-        if shipment.pieces:
+        if shipment.computed():
             self._write(shipment, shipment.pieces.popleft())
             return True
-        if shipment.ended:
+        if shipment.ended and not shipment.pieces:
             shipment.told = True
             self._tell(shipment, Done(shipment.number))
         return shipment.told

@@ -57,6 +57,9 @@ class Worker(ABC, Generic[Order]):
         atexit.register(self.close)
         self._thread.start()
 
+    def _begin(self) -> None:
+        """On the thread, before its first step."""
+
     @abstractmethod
     def _step(self) -> None:
         """On the thread: take what there is, or wait for it a while, and do it."""
@@ -76,6 +79,7 @@ class Worker(ABC, Generic[Order]):
     def _run(self) -> None:
         over = "this unit is stopping"
         try:
+            self._begin()
             while not self._closing:
                 self._step()
         except Exception as error:  # noqa: BLE001 -- nobody else would hear of it

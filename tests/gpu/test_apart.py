@@ -1,0 +1,28 @@
+"""Law 2 where K and V go from one pool on the GPU to another over NIXL, as between hosts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvloom.model.gpu.loading import load_gpu_executor
+from kvloom.transport.place import GpuPlace
+from tests.checkpoints import make_checkpoint
+from tests.gpu.test_served import spec
+from tests.model.gpu.apart import COUNT, prefilled_apart
+from tests.oracle import Oracle
+from tests.transport.kinds import NIXL
+
+
+@pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'")
+def test_prefilled_apart_the_tokens_are_transformers_own(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "gemma2")
+    device = torch.device("cuda", 0)
+    answered = asyncio.run(prefilled_apart(spec({"m": path}), load_gpu_executor, lambda: GpuPlace(device)))
+    oracle = Oracle(path)
+    for prompt, tokens in answered:
+        assert len(tokens) == COUNT
+        oracle.check(prompt, tokens)

@@ -1,0 +1,54 @@
+"""One GPU's executor that prefills, another that decodes, and NIXL in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+
+from msgspec.structs import replace
+
+from kvloom.core.clock import WallClock
+from kvloom.core.spec import EngineSpec
+from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
+from kvloom.transport.nixl import NixlTransport
+from kvloom.transport.place import Place
+from tests.checkpoints import VOCAB, WINDOW
+from tests.engines import Answer, body, running_over
+
+COUNT = 12
+LENGTHS = (1, 33, WINDOW + 1, 70, 150)  # the last ones are more than a chunk
+
+
+async def prefilled_apart(
+    spec: EngineSpec, load: Callable[[EngineSpec], GpuExecutor], place: Callable[[], Place]
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts with their answers. That the decoder was sent what it did not compute is asserted."""
+    specs = [replace(spec, unit=unit) for unit in ("prefiller", "decoder")]
+    executors = [load(one) for one in specs]
+    planes = [
+        NixlTransport(one.unit, executor.arena, place())
+        for one, executor in zip(specs, executors, strict=True)
+    ]
+    prompts = [[(7 * i + j) % VOCAB for j in range(length)] for i, length in enumerate(LENGTHS)]
+    async with (
+        running_over(specs[0], executors[0], planes[0]) as prefiller,
+        running_over(specs[1], executors[1], planes[1]) as decoder,
+        Router(
+            {"prefiller": prefiller, "decoder": decoder}, load_program("disaggregate"), WallClock()
+        ) as router,
+    ):
+        answers = await asyncio.gather(*(_asked(router, prompt) for prompt in prompts))
+        received = (await decoder.load()).models["m"].received_tokens_total
+        assert received == sum(length - 1 for length in LENGTHS)
+    return list(zip(prompts, answers, strict=True))
+
+
+async def _asked(router: Router, prompt: list[int]) -> list[int]:
+    answer = Answer()
+    async with aclosing(router.start_generate(body("m", prompt, max_tokens=COUNT))) as frames:
+        async for frame in frames:
+            answer.take(frame)
+    return answer.tokens[0]
