@@ -88,7 +88,7 @@ class Engine:
         self.weaving = Weaving(self._queues, self.pool, promises, weaver, clock, wake=self._called)
         parts = (self._reservations, self._pins, self._holds, self.weaving, self._arrivals)
         self._leases = Leases(parts, clock)
-        self._llumlet = Llumlet(self._queues, self._requests, spec.priorities)
+        self._llumlet = Llumlet(self._queues, self.pool, self._requests, spec.priorities)
         self._stopping = False
 
     # -- the loop -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which request leaves the unit, of those that run (Llumnix, sections 4.3 and 4.4)."""
+"""Which request leaves the unit (Llumnix, sections 4.3 and 4.4)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,49 @@ from kvloom.core.verbs import Offer, Offered
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence, Status
-from kvloom.fleet.choice import Candidate, choose
+from kvloom.engine.stream import Stream
+from kvloom.fleet.choice import Candidate, choose, holds
+from kvloom.kv.pool import Pool
 
 
 class Llumlet:
     """The unit's word in what the fleet scheduler wants: that knows loads, this knows requests."""
 
     def __init__(
-        self, queues: Mapping[str, ModelQueue], requests: Requests, levels: Sequences[Level]
+        self, queues: Mapping[str, ModelQueue], pool: Pool, requests: Requests, levels: Sequences[Level]
     ) -> None:
         self._queues = queues
+        self._pool = pool
         self._requests = requests
         self._levels = levels
 
     def offer(self, body: Offer) -> Offered:
-        """Who is at home goes before who is away, whose leaving frees no block here, and whose K and V are
-        computed again."""
+        """Who waits where the first finds no room goes before all that run: nothing is copied. The paper
+        leaves them where they are, behind that first one. Then who is at home goes before who is away, whose
+        leaving frees no block here, and whose K and V are computed again."""
         besides = frozenset(body.besides)
+        for one in self._stuck():
+            if one.request not in besides and holds(body.destination, one, body.floor):
+                return Offered(request=one.request)
         for home in (True, False):
             candidates = (one for one in self._candidates(home=home) if one.request not in besides)
             chosen = choose(candidates, body.destination, floor=body.floor)
             if chosen is not None:
                 return Offered(request=chosen.request)
         return Offered(request=None)
+
+    def _stuck(self) -> Iterator[Candidate]:
+        """Requests of models of which the first that waits finds no room, in the order in which they came."""
+        full = {name for name, queue in self._queues.items() if queue.waiting and not self._fits(queue)}
+        for stream in self._requests.streams if full else ():
+            live = stream.live
+            named = isinstance(stream.id, str) and stream.body.model in full
+            if named and live and all(sequence.untouched for sequence in live):
+                yield self._candidate(stream, live)
+
+    def _fits(self, queue: ModelQueue) -> bool:
+        """Whether its first that waits does."""
+        return queue.cache.geometry.blocks(queue.waiting[0].tokens.length) <= self._pool.available
 
     def _candidates(self, *, home: bool) -> Iterator[Candidate]:
         """Requests of which every choice that has not ended decodes. home: those of which all are; else those
@@ -42,14 +62,17 @@ class Llumlet:
             if not isinstance(stream.id, str) or not live or not all(map(_decodes, live)):
                 continue
             if all(map(self._queues[stream.body.model].is_here, live)) == home:
-                yield Candidate(
-                    request=stream.id,
-                    model=stream.body.model,
-                    lengths=tuple(sequence.tokens.length for sequence in live),
-                    left=max(self._left(sequence) for sequence in live),
-                    level=level_of(stream.body.priority, self._levels),
-                    shared=len(stream.body.prompt),
-                )
+                yield self._candidate(stream, live)
+
+    def _candidate(self, stream: Stream, live: list[Sequence]) -> Candidate:
+        return Candidate(
+            request=str(stream.id),
+            model=stream.body.model,
+            lengths=tuple(sequence.tokens.length for sequence in live),
+            left=max(self._left(sequence) for sequence in live),
+            level=level_of(stream.body.priority, self._levels),
+            shared=len(stream.body.prompt),
+        )
 
     def _left(self, sequence: Sequence) -> int:
         limit = self._queues[sequence.model].card.context_length

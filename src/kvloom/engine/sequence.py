@@ -96,6 +96,11 @@ class Sequence:
         return tokens.length - self.computed == 1 and tokens.made > 0
 
     @property
+    def untouched(self) -> bool:
+        """It waits, and has not begun anywhere."""
+        return self.status in (Status.WAITING, Status.HELD) and not self.output_length and not self.foreign
+
+    @property
     def draws(self) -> bool:
         """False where nothing but the prompt's K and V is wanted."""
         return self.sampling.max_tokens > 0

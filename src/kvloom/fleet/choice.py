@@ -1,4 +1,4 @@
-"""Which running request leaves a unit: low execution priority first, then short (Llumnix, section 4.4)."""
+"""Which request leaves a unit: of those that run low execution priority first, then short (Llumnix, section 4.4)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a mo
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request that runs, with all its choices. lengths: of each choice in tokens, the prompt included.
+    """A request with all its choices. lengths: of each choice in tokens, the prompt included.
     left: tokens that the choice with most to do may still make, max_tokens and the longest context less what
     it has made; nobody knows whether a stop token comes before. level: of its execution priority. shared:
     tokens with which all choices begin, and which are held once for all of them."""
@@ -54,12 +54,13 @@ def choose(
     best, rank = None, (math.inf, math.inf)
     for one in candidates:
         own = one.level.headroom if one.level else 0, one.tokens
-        if own < rank and one.left >= least_left and _holds(destination, one, floor):
+        if own < rank and one.left >= least_left and holds(destination, one, floor):
             best, rank = one, own
     return best
 
 
-def _holds(destination: UnitLoad, one: Candidate, floor: float) -> bool:
+def holds(destination: UnitLoad, one: Candidate, floor: float) -> bool:
+    """Whether it keeps at least `floor` with this one."""
     model = destination.models.get(one.model)
     if model is None:
         return False

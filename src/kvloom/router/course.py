@@ -39,8 +39,8 @@ class _Moved(NamedTuple):
 
 class Course:
     """needs: tokens of context that the replica which took the request first has promised; 0 before.
-    refused: replicas that would not, or could not, generate. running: who does. computed: tokens whose K and
-    V were made elsewhere for this request."""
+    refused: replicas that would not, or could not, generate. running: who does, or has been asked to.
+    computed: tokens whose K and V were made elsewhere for this request."""
 
     def __init__(self, body: StartGenerate, fleet: Fleet, holdings: Holdings, progress: Progress) -> None:
         self.needs = 0
@@ -113,6 +113,8 @@ class Course:
         prompt, name = body.prompt, body.request
         spent = self.computed if body.begin else 0
         begin = resolve(body.begin, len(prompt), "begin")
+        if not told:
+            self.running, self._running_as = replica, name
         self.is_to_compute(replica, begin, len(prompt))
         self._fleet.note(prompt, replica)
         replica.report.sent(arriving(body))
@@ -122,7 +124,7 @@ class Course:
                 aclosing(replica.client.start_generate(body)) as frames,
             ):
                 async for frame in frames:
-                    self._let_in(replica, name, running=bool(frame))
+                    self._let_in(replica, name, computed=bool(frame))
                     seen, failure = self._seen(less_cached(frame, spent), told=told)
                     yield seen
                     if failure is not None:
@@ -142,13 +144,12 @@ class Course:
             self._holdings.is_to_compute(replica, 0)
         self._holdings.let_go(replica, "work", name)
 
-    def _let_in(self, replica: Replica, name: str, *, running: bool) -> None:
+    def _let_in(self, replica: Replica, name: str, *, computed: bool) -> None:
         self._holdings.let_go(replica, "room", name)  # the engine has taken it over
         if not self.needs:
             most = len(self._body.prompt) + self._body.sampling.max_tokens
             self.needs = min(most, replica.card.context_length)
-        if running:
-            self.running, self._running_as = replica, name
+        if computed:
             self._holdings.is_to_compute(replica, 0)
 
     def _seen(self, frame: list[Event], *, told: bool) -> tuple[list[Event], str | None]:

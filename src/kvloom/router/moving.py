@@ -1,4 +1,7 @@
-"""Moves a running request to another replica while its stream goes on (Llumnix, section 4.2)."""
+"""Moves a request to another replica while its stream goes on (Llumnix, section 4.2).
+
+One that waits has no K and V yet: it is handed over at once.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +75,7 @@ class Move:
         """Raises KvloomError where the request stays, or goes on in another way: its stream never suffers."""
         source = self._source.client
         try:
-            await self._copy_while_it_runs()
-            rooms = await self._last_rooms(await self._step())  # it comes at the end of the next one
+            rooms = await self._prepare() if self._call.progress.begun else {}
             async with asyncio.timeout(STANDSTILL):
                 await self._go_over(rooms)
         except BaseException as error:
@@ -90,12 +92,15 @@ class Move:
         """It stands still from here on."""
         self.become(Stage.HELD)  # perhaps even where the answer is lost
         sends = {choice: order for choice, room in rooms.items() if (order := room.order())}
+        begun = self._call.progress.begun
         standing = await self._source.client.hold(self._name, list(sends.values()))
-        made = standing.made
+        made = [one for one in standing.made if one.tokens]
+        if made and not begun:
+            raise BadRequest(f"request {self._name} waits no more", param="request")
         self._copied |= {choice: room.matched for choice, room in rooms.items()}
         self._copied |= dict(zip(sends, standing.sent, strict=True))
         behind = [one for one in made if self._missing(one) > 0]
-        taken = None if behind else rooms.get(made[0].choice)
+        taken = rooms.get(made[0].choice) if made and not behind else None
         async with together() as group:
             for room in rooms.values():
                 if room is not taken:
@@ -128,6 +133,11 @@ class Move:
             await room.free()
 
     # -- copying ----------------------------------------------------------------------------------------
+
+    async def _prepare(self) -> dict[int, Room]:
+        """Copy, and room for what the step adds at whose end it is to stand still."""
+        await self._copy_while_it_runs()
+        return await self._last_rooms(await self._step())
 
     async def _copy_while_it_runs(self) -> None:
         """Full pages of each choice, one choice after the other: what they have in common goes once."""

@@ -140,8 +140,8 @@ class Router:
             self._waiting.tell()
 
     async def move(self, request: str, to: str) -> None:
-        """Let a request that decodes go on at another unit; its caller sees nothing of it. Raises KvloomError
-        where it stays."""
+        """Let a request that decodes or waits go on at another unit; its caller sees nothing of it. Raises
+        KvloomError where it stays."""
         call, unit = self._calls.get(request), self._units.get(to)
         source = call.course.running if call else None
         target = unit.replicas.get(call.model) if call and unit else None
