@@ -92,9 +92,7 @@ class Holds:
 
     def _go_on(self, stream: Stream) -> None:
         self.let_go(stream.body.request)
-        forking = {
-            child.id for sequence in stream.live for child in sequence.siblings
-        }  # they wait in no list
+        forking = {one.id for sequence in stream.live for one in sequence.siblings}  # these are in no list
         for sequence in stream.live:
             if sequence.status is Status.HELD:
                 sequence.become(Status.WAITING)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequences
+from operator import itemgetter
 
 from kvloom.core.priority import Level, level_of
 from kvloom.core.verbs import Offer, Offered
+from kvloom.engine.batching.view import kept_to_grow
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence, Status
@@ -41,18 +43,22 @@ class Llumlet:
                 return Offered(request=chosen.request)
         return Offered(request=None)
 
-    def _stuck(self) -> Iterator[Candidate]:
-        """Requests of models of which the first that waits finds no room, in the order in which they came."""
+    def _stuck(self) -> list[Candidate]:
+        """Requests of models of which the first that waits finds no room, in the order in which they wait."""
         full = {name for name, queue in self._queues.items() if queue.waiting and not self._fits(queue)}
+        stuck = []
         for stream in self._requests.streams if full else ():
             live = stream.live
             named = isinstance(stream.id, str) and stream.body.model in full
             if named and live and all(sequence.untouched for sequence in live):
-                yield self._candidate(stream, live)
+                stuck.append((live[0].order, self._candidate(stream, live)))
+        return [one for _, one in sorted(stuck, key=itemgetter(0))]
 
     def _fits(self, queue: ModelQueue) -> bool:
-        """Whether its first that waits does."""
-        return queue.cache.geometry.blocks(queue.waiting[0].tokens.length) <= self._pool.available
+        """Whether its first that waits does, beside what is kept for those that run to grow."""
+        geometry = queue.cache.geometry
+        kept = kept_to_grow(len(queue.running), geometry.blocks_per_page)
+        return geometry.blocks(queue.waiting[0].tokens.length) + kept <= self._pool.available
 
     def _candidates(self, *, home: bool) -> Iterator[Candidate]:
         """Requests of which every choice that has not ended decodes. home: those of which all are; else those

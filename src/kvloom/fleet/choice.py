@@ -1,4 +1,5 @@
-"""Which request leaves a unit: of those that run low execution priority first, then short (Llumnix, section 4.4)."""
+"""Which running request leaves a unit: low execution priority first, then short (Llumnix, section 4.4); and
+whether one has a place elsewhere."""
 
 from __future__ import annotations
 

@@ -11,6 +11,11 @@ LASTING = 256  # jobs for which quotas leave a model its only sequence, so that 
 Order = tuple[int, int, int]  # priority, arrival over all models, choice: the smaller goes first
 
 
+def kept_to_grow(running: int, page_blocks: int) -> int:
+    """Blocks that stay free when a prompt is let in, for what runs."""
+    return page_blocks * -(-running // GROWING)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelView:
     """One model of the unit.
@@ -58,7 +63,7 @@ class ModelView:
         """Blocks that stay free for what runs to grow when a prompt is let in, or the next steps would take
         them from somebody, again and again. None for the rest of a prompt that has begun, nor for those that
         go along with it."""
-        return 0 if self.partial else self.page_blocks * -(-self.running // GROWING)
+        return 0 if self.partial else kept_to_grow(self.running, self.page_blocks)
 
     @property
     def wants_decode(self) -> bool:
