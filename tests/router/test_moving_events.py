@@ -17,6 +17,7 @@ from kvloom.router import moving
 from kvloom.sim.witness import lone_answer
 from tests.modelled import CONTEXT, VOCAB, expected, turns
 from tests.modelled_units import generate, prompt, run
+from tests.router.crowds import fill, until_waiting
 from tests.router.scenes import POINTS, SOURCE, TARGET, Happening, Scene, Wire
 from tests.router.worlds import World, world
 
@@ -146,21 +147,46 @@ def test_it_ends_well(point: str, event: str, after: bool, monkeypatch: pytest.M
         run(lambda body=body: _play(Scene(point, after, EVENTS[event], body), event))  # type: ignore[misc]
 
 
-async def _play(scene: Scene, event: str) -> None:
+WAITING = [
+    (point, event, after)
+    for point, event, after in PAIRS
+    if POINTS[point][1] not in ("prep_recv", "remote_send", "last_send")
+    and event != "preempted at the source"  # nobody there could be
+]
+
+
+@pytest.mark.parametrize(("point", "event", "after"), WAITING)
+def test_one_that_waits_ends_well(
+    point: str, event: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it has been computed, and nothing is copied."""
+    if event == "nobody answers":
+        monkeypatch.setattr(moving, "STANDSTILL", 0.25)
+    one = generate(prompt(21), temperature=1.0, max_tokens=LONG)
+    for body in (one, replace(one, n=3)):
+        run(lambda body=body: _play(Scene(point, after, EVENTS[event], body), event, waits=True))  # type: ignore[misc]
+
+
+async def _play(scene: Scene, event: str, *, waits: bool = False) -> None:
+    """waits: for room at the source, until the move is over."""
     numbers = iter(range(3))
     async with world(3, wire=lambda unit: cast(EngineClient, Wire(scene, next(numbers), unit))) as scene.w:
         w = scene.w
+        crowd = await fill(w.units[SOURCE], len(scene.body.prompt)) if waits else []
         task = w.ask(scene.body)
-        await w.until("r", 2)
+        await (until_waiting(w.units[SOURCE]) if waits else w.until("r", 2))
         scene.task = task
         [outcome] = await asyncio.gather(w.router.move("r", "unit-1"), return_exceptions=True)
         assert outcome is None or isinstance(outcome, KvloomError)
         assert event != "nobody answers" or "stood still" in str(outcome)
         assert scene.happened or event == "nobody answers"  # a slow machine may not come so far
+        for reader in crowd:
+            await w.units[SOURCE].engine.abort(reader.body.request)
         await _over(scene)
         with suppress(asyncio.CancelledError):
             await task
         _check(scene, event)
+        await asyncio.gather(*(reader.task for reader in crowd))
         assert await _all_free(w, leases=event in LEASED), "blocks are left"
 
 
