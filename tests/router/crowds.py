@@ -23,7 +23,7 @@ async def fill(unit: Unit, length: int) -> list[Reader]:
     return crowd
 
 
-async def until_waiting(unit: Unit) -> None:
-    """Somebody does."""
-    while not (await unit.engine.load()).models[MODEL].waiting:
+async def until_waiting(unit: Unit, count: int = 1) -> None:
+    """So many do."""
+    while (await unit.engine.load()).models[MODEL].waiting < count:
         await turns(1)

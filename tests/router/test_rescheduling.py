@@ -11,16 +11,18 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.core.clock import WallClock
-from kvloom.core.errors import Unavailable
+from kvloom.core.errors import BadRequest, Unavailable
 from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pair, Pairs
-from kvloom.core.verbs import Offer
+from kvloom.core.verbs import Offer, PrepRecv
 from kvloom.fleet.placing import Arrival
 from kvloom.fleet.scheduler import FleetScheduler
 from kvloom.fleet.thresholds import Thresholds
 from kvloom.router.rescheduling import Rescheduler
-from tests.modelled import turns
-from tests.modelled_units import MODEL, generate, prompt, run
+from tests.engine.readers import Reader
+from tests.modelled import expected, turns
+from tests.modelled_units import MODEL, generate, prompt, run, sending
+from tests.router.crowds import fill, until_waiting
 from tests.router.worlds import World, world
 
 THERE = Pair("unit-0", "unit-1")
@@ -272,5 +274,77 @@ def test_a_fleet_that_cannot_be_reached_is_asked_again(caplog: pytest.LogCapture
         running.cancel()
         assert told == Pairs(pairs=(), seconds=0.003, floor=Thresholds().out)
         assert len(caplog.records) == 1  # and not one a period
+
+    run(test)
+
+
+def test_who_waits_where_the_first_finds_no_room_goes_first_and_nothing_is_copied() -> None:
+    """In the order in which they wait there: the urgent one first. What fits is not offered."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            crowd = await fill(w.units[0], 30)
+            w.router.units["unit-1"].withdraw()
+            bodies = [
+                replace(generate(prompt(30, first=i), request=f"r{i}", temperature=1.0), priority=-(i == 1))
+                for i in range(2)
+            ]
+            tasks = [w.ask(body) for body in bodies]
+            await until_waiting(w.units[0], 2)
+            await w.router.admit("unit-1")
+            load, offer = await w.units[1].engine.load(), w.units[0].engine.offer
+            assert (await offer(Offer(destination=load))).request == "r1"
+            assert (await offer(Offer(destination=load, besides=["r1"]))).request == "r0"
+            assert (await offer(Offer(destination=load, floor=1e9))).request is None
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                await rescheduler.pair(pairs(THERE))
+                await asyncio.gather(*tasks)
+                assert (rescheduler.moved, rescheduler.stayed) == (2, 0)
+            assert (await w.units[1].engine.load()).models[MODEL].received_tokens_total == 0
+            for reader in crowd:
+                await w.units[0].engine.abort(reader.body.request)
+            await asyncio.gather(*(reader.task for reader in crowd))
+            for body in bodies:
+                w.check(body)
+
+    run(test)
+
+
+def test_who_waits_for_a_moment_stays() -> None:
+    """There is room for the first, and the next job lets it in."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            offers = []
+            tasks = [w.ask(generate(prompt(30, first=i), request=f"r{i}")) for i in range(4)]
+            load = await w.units[1].engine.load()
+            while not all(task.done() for task in tasks):
+                if (await w.units[0].engine.load()).models[MODEL].waiting:
+                    offers.append((await w.units[0].engine.offer(Offer(destination=load))).request)
+                await turns(1)
+            assert offers
+            assert not any(offers)  # and those that run are about to end
+
+    run(test)
+
+
+def test_who_has_received_a_part_of_its_prompt_stays_with_it() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            source, target = w.units
+            tokens = prompt(30)
+            spot = await source.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens, end=16))
+            await target.engine.remote_send(sending(tokens, spot, spot.matched, spot.end))
+            crowd = await fill(source, 30)
+            reader = Reader(source, generate(tokens, begin=16))
+            await until_waiting(source)
+            load = await target.engine.load()
+            assert (await source.engine.offer(Offer(destination=load))).request is None
+            with pytest.raises(BadRequest, match="has a choice without a token"):
+                await source.engine.hold("r")
+            for other in crowd:
+                await source.engine.abort(other.body.request)
+            await asyncio.gather(reader.task, *(other.task for other in crowd))
+            assert reader.answer.tokens == expected(source.executor, reader.body)
 
     run(test)
