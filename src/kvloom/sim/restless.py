@@ -15,12 +15,13 @@ from kvloom.sim.rescheduling import Rescheduling
 from kvloom.sim.unit import SimulatedUnit
 
 SHARE: Final = 0.19  # of the ordeals
+CROWDED: Final = 0.4  # of these: prompts wait for room, where others have some
 EDGES: Final = (200.0, 1e3, 1e3, 1e3)  # decode steps: units with less give, those with more take
 
 
 class Restless(Lot):
-    """Long answers, pools with room, and a scheduler that looks often and acts on each difference. Units
-    come and go, and are drained."""
+    """Long answers, pools with room for most, and a scheduler that looks often and acts on each difference.
+    Units come and go, and are drained."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -36,6 +37,8 @@ class Restless(Lot):
         self.links = (1e6, 1e9)
         self.crowd = (3, 5)
         self.answers = (50, 70)
+        if random.Random(f"crowd of {seed}").random() < CROWDED:
+            self.rooms, self.crowd = (1.0, 1.3, 2.0), (6, 12)
 
     def _units(self) -> tuple[SimulatedUnit, ...]:
         """Three or four."""
