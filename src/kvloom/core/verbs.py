@@ -114,8 +114,8 @@ class Resume(Struct, frozen=True, kw_only=True):
 
 
 class Offer(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Name a request, running or waiting, that had better go to a unit of the load `destination`, which it leaves with at
-    least `floor` decode steps of freeness. besides: those that are not to be named."""
+    """Name a request, running or waiting, that had better go to a unit of the load `destination`, which it
+    leaves with at least `floor` decode steps of freeness. besides: those that are not to be named."""
 
     destination: UnitLoad
     floor: float = 0.0
