@@ -48,6 +48,16 @@ def test_what_starts_up_takes_and_what_drains_gives() -> None:
     assert paired({"new": unit(model()), "old": unit(model(), draining=True)}) == ()  # nothing runs there
 
 
+def test_a_model_that_only_waits_gives_too() -> None:
+    """Another one's requests have filled the pool, and the destination does not serve that one."""
+    full = unit(model(4, used_blocks=990), model(waiting=1, head_blocks=20, waiting_blocks=20))
+    there = unit(model(), names=["m1"])
+    found = paired({"full": full, "there": there})
+    assert found == (Pair("full", "there"),)
+    assert paired({"full": full, "there": there}, *found) == found
+    assert paired({"full": unit(model(4, used_blocks=990), model()), "there": there}) == ()
+
+
 @pytest.mark.parametrize(
     ("source", "destination", "stay"),
     [(23, 49, True), (24, 49, False), (23, 48, False), (25, 47, False), (-5, 900, True)],

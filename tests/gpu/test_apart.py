@@ -1,4 +1,7 @@
-"""Law 2 where K and V go from one pool on the GPU to another over NIXL, as between hosts."""
+"""Law 2 where K and V go from one pool on the GPU to another over NIXL.
+
+Both are in one process, where UCX does not take CUDA IPC; `tools/gpu_checks/nixl.py` has two.
+"""
 
 from __future__ import annotations
 

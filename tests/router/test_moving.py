@@ -228,6 +228,14 @@ def test_many_move_at_random_and_leave_at_random(seed: int) -> None:
     run(test)
 
 
+def test_illegal_steps_of_one_that_waits() -> None:
+    move = object.__new__(Move)
+    move.stage = Stage.WAITING
+    for stage in (Stage.COPYING, Stage.HELD):
+        with pytest.raises(ValueError, match="waiting cannot become"):
+            move.become(stage)
+
+
 def test_illegal_steps() -> None:
     move = object.__new__(Move)
     move.stage = Stage.COPYING

@@ -150,7 +150,7 @@ def test_it_ends_well(point: str, event: str, after: bool, monkeypatch: pytest.M
 WAITING = [
     (point, event, after)
     for point, event, after in PAIRS
-    if POINTS[point][1] not in ("prep_recv", "remote_send", "last_send")
+    if POINTS[point][1] in ("start_generate", "abort")
     and event != "preempted at the source"  # nobody there could be
 ]
 
@@ -163,8 +163,16 @@ def test_one_that_waits_ends_well(
     if event == "nobody answers":
         monkeypatch.setattr(moving, "STANDSTILL", 0.25)
     one = generate(prompt(21), temperature=1.0, max_tokens=LONG)
-    for body in (one, replace(one, n=3)):
-        run(lambda body=body: _play(Scene(point, after, EVENTS[event], body), event, waits=True))  # type: ignore[misc]
+    told = replace(one.sampling, prompt_logprobs=1)
+    bodies = [
+        one,
+        replace(one, sampling=told, interval=4),
+        replace(one, sampling=told, prompt=prompt(1), interval=3),  # known at once
+        replace(one, sampling=replace(told, max_tokens=1), priority=-1),
+    ]
+    for body in bodies:
+        scene = Scene(point, after, EVENTS[event], body, told=True)
+        run(lambda scene=scene: _play(scene, event, waits=True))  # type: ignore[misc]
 
 
 async def _play(scene: Scene, event: str, *, waits: bool = False) -> None:
@@ -178,7 +186,8 @@ async def _play(scene: Scene, event: str, *, waits: bool = False) -> None:
         scene.task = task
         [outcome] = await asyncio.gather(w.router.move("r", "unit-1"), return_exceptions=True)
         assert outcome is None or isinstance(outcome, KvloomError)
-        assert event != "nobody answers" or "stood still" in str(outcome)
+        problem = "did not let request r in" if waits else "stood still"
+        assert event != "nobody answers" or problem in str(outcome)
         assert scene.happened or event == "nobody answers"  # a slow machine may not come so far
         for reader in crowd:
             await w.units[SOURCE].engine.abort(reader.body.request)
@@ -213,6 +222,7 @@ def _check(scene: Scene, event: str) -> None:
     whole = expected(scene.w.units[2].executor, scene.body)
     if event not in STOPPED:
         assert answer.tokens == whole
+        assert (answer.prompt is not None) == (scene.body.sampling.prompt_logprobs is not None)
     for choice, tokens in answer.tokens.items():
         assert tokens == whole[choice][: len(tokens)]
         if event != "abort" and not (event == "abort of a choice" and choice == last) and event != "hang up":

@@ -310,6 +310,46 @@ def test_who_waits_where_the_first_finds_no_room_goes_first_and_nothing_is_copie
     run(test)
 
 
+def test_who_moved_while_it_waited_is_told_what_the_cache_there_has_spared_it() -> None:
+    async def test() -> None:
+        async with world(2) as w:
+            crowd = await fill(w.units[0], 30)
+            before = Reader(w.units[1], generate(prompt(30), request="before"))
+            await before.task
+            task = w.ask(generate(prompt(30)))
+            await until_waiting(w.units[0])
+            await w.router.move("r", "unit-1")
+            await task
+            [end] = w.answers["r"].ends.values()
+            assert end.cached_tokens == 29  # all but the last, whose logits are needed
+            for reader in crowd:
+                await w.units[0].engine.abort(reader.body.request)
+            await asyncio.gather(*(reader.task for reader in crowd))
+
+    run(test)
+
+
+def test_who_waits_goes_where_nobody_else_does_and_stays_with_what_is_here_of_it() -> None:
+    """And with several choices: those stay until they run."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            crowd = await fill(w.units[0], 30)
+            asked = [generate(prompt(30), request="two"), generate(prompt(30, first=1), request="one")]
+            readers = [Reader(w.units[0], replace(asked[0], n=2)), Reader(w.units[0], asked[1])]
+            await until_waiting(w.units[0], 2)
+            load, offer = await w.units[1].engine.load(), w.units[0].engine.offer
+            assert (await offer(Offer(destination=load))).request == "one"
+            full = replace(load.models[MODEL], waiting=1)
+            busy = replace(load, models=load.models | {MODEL: full})
+            assert (await offer(Offer(destination=busy))).request is None
+            for reader in crowd:
+                await w.units[0].engine.abort(reader.body.request)
+            await asyncio.gather(*(reader.task for reader in (*readers, *crowd)))
+
+    run(test)
+
+
 def test_who_waits_for_a_moment_stays() -> None:
     """There is room for the first, and the next job lets it in."""
 

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from kvloom.core.address import KVForm
 from kvloom.core.sampling import Count, SamplingParams, Unit
 
-PROTOCOL = "4"
+PROTOCOL = "5"
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=200)]

@@ -1,4 +1,4 @@
-"""Requests that stand still, between two steps or before their first: to be sent from, or to go on elsewhere.
+"""Requests that stand still between two steps: to be sent from, or to go on elsewhere.
 
 What they have computed is kept for them meanwhile: a unit that gives requests away is short of blocks, and
 would have to compute it anew.
@@ -60,8 +60,8 @@ class Holds:
             tree.unpin(path)
 
     async def hold(self, request: str) -> list[Made]:
-        """All tokens of the choices that have not ended; none of one that waits. Raises BadRequest where the
-        request is not here, or has ended, or its prompt is being computed."""
+        """All tokens of the choices that have not ended. Raises BadRequest where the request is not here, or
+        has ended, or a choice has yet to begin."""
         stream = self._requests.stream(request)
         if stream is None:
             raise BadRequest(f"no request {request} is here: it never was, or it has ended", param="request")
@@ -69,7 +69,7 @@ class Holds:
 
     def _stand_still(self, stream: Stream) -> list[Made]:
         live = stream.live
-        if not live or not (all(s.output_length for s in live) or all(s.untouched for s in live)):
+        if not live or not all(sequence.output_length for sequence in live):
             problem = "has a choice without a token; ask once each has one" if live else "has ended"
             raise BadRequest(f"request {stream.id} {problem}", param="request")
         kept = self._kept.setdefault(stream.body.request, [])
@@ -92,12 +92,10 @@ class Holds:
 
     def _go_on(self, stream: Stream) -> None:
         self.let_go(stream.body.request)
-        forking = {one.id for sequence in stream.live for one in sequence.siblings}  # these are in no list
         for sequence in stream.live:
             if sequence.status is Status.HELD:
                 sequence.become(Status.WAITING)
-                if sequence.id not in forking:
-                    self._queues[sequence.model].enqueue(sequence, self._jobs())
+                self._queues[sequence.model].enqueue(sequence, self._jobs())
 
     async def publish(self, request: str) -> None:
         """What a running request has computed counts as cached, as far as it fills pages."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequences
-from operator import itemgetter
 
 from kvloom.core.priority import Level, level_of
 from kvloom.core.verbs import Offer, Offered
@@ -13,7 +12,7 @@ from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.engine.stream import Stream
-from kvloom.fleet.choice import Candidate, choose, holds
+from kvloom.fleet.choice import Candidate, choose, has_room
 from kvloom.kv.pool import Pool
 
 
@@ -34,7 +33,8 @@ class Llumlet:
         leaving frees no block here, and whose K and V are computed again."""
         besides = frozenset(body.besides)
         for one in self._stuck():
-            if one.request not in besides and holds(body.destination, one, body.floor):
+            at_once = not body.destination.models[one.model].waiting
+            if one.request not in besides and at_once and has_room(body.destination, one, body.floor):
                 return Offered(request=one.request)
         for home in (True, False):
             candidates = (one for one in self._candidates(home=home) if one.request not in besides)
@@ -43,19 +43,20 @@ class Llumlet:
                 return Offered(request=chosen.request)
         return Offered(request=None)
 
-    def _stuck(self) -> list[Candidate]:
-        """Requests of models of which the first that waits finds no room, in the order in which they wait."""
-        full = {name for name, queue in self._queues.items() if queue.waiting and not self._fits(queue)}
-        stuck = []
-        for stream in self._requests.streams if full else ():
-            live = stream.live
-            named = isinstance(stream.id, str) and stream.body.model in full
-            if named and live and all(sequence.untouched for sequence in live):
-                stuck.append((live[0].order, self._candidate(stream, live)))
-        return [one for _, one in sorted(stuck, key=itemgetter(0))]
+    def _stuck(self) -> Iterator[Candidate]:
+        """Requests of models of which the first that waits finds no room, in the order in which they wait.
+        Those with several choices stay, and those of which a part is here."""
+        for queue in self._queues.values():
+            if queue.waiting and not self._fits(queue):
+                for sequence in queue.waiting:
+                    stream = self._requests.stream(sequence.request)
+                    single = stream is not None and isinstance(stream.id, str) and stream.body.n == 1
+                    if stream is not None and single and sequence.untouched:
+                        yield self._candidate(stream, [sequence])
 
     def _fits(self, queue: ModelQueue) -> bool:
-        """Whether its first that waits does, beside what is kept for those that run to grow."""
+        """Whether its first that waits does, beside what is kept for those that run to grow. Quotas, which
+        give way, do not count."""
         geometry = queue.cache.geometry
         kept = kept_to_grow(len(queue.running), geometry.blocks_per_page)
         return geometry.blocks(queue.waiting[0].tokens.length) + kept <= self._pool.available

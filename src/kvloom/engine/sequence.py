@@ -97,8 +97,8 @@ class Sequence:
 
     @property
     def untouched(self) -> bool:
-        """It waits, and has not begun anywhere."""
-        return self.status in (Status.WAITING, Status.HELD) and not self.output_length and not self.foreign
+        """Nothing of it was ever computed, here or elsewhere."""
+        return self.cached is None and not self.output_length and not self.foreign
 
     @property
     def draws(self) -> bool:

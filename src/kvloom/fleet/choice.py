@@ -55,12 +55,12 @@ def choose(
     best, rank = None, (math.inf, math.inf)
     for one in candidates:
         own = one.level.headroom if one.level else 0, one.tokens
-        if own < rank and one.left >= least_left and holds(destination, one, floor):
+        if own < rank and one.left >= least_left and has_room(destination, one, floor):
             best, rank = one, own
     return best
 
 
-def holds(destination: UnitLoad, one: Candidate, floor: float) -> bool:
+def has_room(destination: UnitLoad, one: Candidate, floor: float) -> bool:
     """Whether it keeps at least `floor` with this one."""
     model = destination.models.get(one.model)
     if model is None:

@@ -39,8 +39,8 @@ class _Moved(NamedTuple):
 
 class Course:
     """needs: tokens of context that the replica which took the request first has promised; 0 before.
-    refused: replicas that would not, or could not, generate. running: who does, or has been asked to.
-    computed: tokens whose K and V were made elsewhere for this request."""
+    refused: replicas that would not, or could not, generate. running: who has let it in. computed: tokens
+    whose K and V were made elsewhere for this request."""
 
     def __init__(self, body: StartGenerate, fleet: Fleet, holdings: Holdings, progress: Progress) -> None:
         self.needs = 0
@@ -88,17 +88,17 @@ class Course:
     async def hand_over(
         self, source: Replica, before: str, target: Replica, made: list[Made], name: str
     ) -> None:
-        """Go on at `target` as `name` after `made`, once `source`, where it runs as `before`, has told the
-        last of it. Raises KvloomError, and all is as it was, where the target does not let it in or the
-        request has gone on otherwise."""
+        """Go on at `target` as `name` after `made`, which is empty where it has not begun, once `source`,
+        where it runs as `before`, has told the last of it. Raises KvloomError, and all is as it was, where
+        the target does not let it in or the request has gone on otherwise."""
         refused = target in self.refused
         moved = self._generate(target, self._rest(name, 0, made), told=True)
         try:
             if await anext(moved, None) is None:
                 raise Unavailable(f"{target.name} ended request {before} before it began")
             choices = {one.choice for one in made}
-            as_it_was = self.runs(source, before) and choices <= self._progress.open
-            if not as_it_was or self._progress.unwanted:
+            as_made = choices <= self._progress.open if made else not self._progress.begun
+            if not (self.runs(source, before) and as_made) or self._progress.unwanted:
                 raise BadRequest(f"request {before} has gone on otherwise", param="request")
         except BaseException:
             await moved.aclose()
@@ -113,8 +113,6 @@ class Course:
         prompt, name = body.prompt, body.request
         spent = self.computed if body.begin else 0
         begin = resolve(body.begin, len(prompt), "begin")
-        if not told:
-            self.running, self._running_as = replica, name
         self.is_to_compute(replica, begin, len(prompt))
         self._fleet.note(prompt, replica)
         replica.report.sent(arriving(body))
@@ -124,6 +122,8 @@ class Course:
                 aclosing(replica.client.start_generate(body)) as frames,
             ):
                 async for frame in frames:
+                    if not told:
+                        self.running, self._running_as = replica, name
                     self._let_in(replica, name, computed=bool(frame))
                     seen, failure = self._seen(less_cached(frame, spent), told=told)
                     yield seen

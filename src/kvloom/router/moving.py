@@ -1,6 +1,6 @@
 """Moves a request to another replica while its stream goes on (Llumnix, section 4.2).
 
-One that waits has no K and V yet: it is handed over at once.
+One that waits has nothing to copy: it is let in there, and then ended here.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(Enum):
-    """copying: it runs at the source. held: it stands still there, or may. handed: it runs at the target.
-    stayed: it runs at the source, or has ended, or goes on in another way."""
+    """waiting: it has yet to begin at the source. copying: it runs there. held: it stands still there, or may.
+    handed: it is the target's. stayed: it is the source's, or has ended, or goes on in another way."""
 
+    WAITING = "waiting"
     COPYING = "copying"
     HELD = "held"
     HANDED = "handed"
@@ -43,6 +44,8 @@ class Stage(Enum):
 
 
 _LEGAL = {
+    (Stage.WAITING, Stage.HANDED),
+    (Stage.WAITING, Stage.STAYED),
     (Stage.COPYING, Stage.HELD),
     (Stage.COPYING, Stage.STAYED),
     (Stage.HELD, Stage.HANDED),
@@ -55,7 +58,7 @@ class Move:
     request begins there with it as with any prefix; so a move that fails has cost nothing but copies."""
 
     def __init__(self, call: Call, source: Replica, target: Replica, clock: Clock) -> None:
-        self.stage = Stage.COPYING
+        self.stage = Stage.COPYING if call.progress.begun or call.body.n > 1 else Stage.WAITING
         self._clock = clock
         self._call = call
         self._source = source
@@ -73,9 +76,13 @@ class Move:
 
     async def run(self) -> None:
         """Raises KvloomError where the request stays, or goes on in another way: its stream never suffers."""
+        if self.stage is Stage.WAITING:
+            await self._pass_on()
+            return
         source = self._source.client
         try:
-            rooms = await self._prepare() if self._call.progress.begun else {}
+            await self._copy_while_it_runs()
+            rooms = await self._last_rooms(await self._step())  # it comes at the end of the next one
             async with asyncio.timeout(STANDSTILL):
                 await self._go_over(rooms)
         except BaseException as error:
@@ -88,19 +95,30 @@ class Move:
             raise
         await self._to_its_end(source.abort)  # its stream then ends, and the target's follows
 
+    async def _pass_on(self) -> None:
+        """What the source tells before it hears of it counts, and the target's is passed over."""
+        try:
+            async with asyncio.timeout(STANDSTILL):
+                await self._call.hand_over(self._source, self._target, [], self._call.another_name())
+        except BaseException as error:
+            self.become(Stage.STAYED)
+            if isinstance(error, TimeoutError):
+                problem = f"{self._target.name} did not let request {self._name} in for {STANDSTILL:g} s"
+                raise Unavailable(problem) from None
+            raise
+        self.become(Stage.HANDED)
+        await self._to_its_end(self._source.client.abort)
+
     async def _go_over(self, rooms: dict[int, Room]) -> None:
         """It stands still from here on."""
         self.become(Stage.HELD)  # perhaps even where the answer is lost
         sends = {choice: order for choice, room in rooms.items() if (order := room.order())}
-        begun = self._call.progress.begun
         standing = await self._source.client.hold(self._name, list(sends.values()))
-        made = [one for one in standing.made if one.tokens]
-        if made and not begun:
-            raise BadRequest(f"request {self._name} waits no more", param="request")
+        made = standing.made
         self._copied |= {choice: room.matched for choice, room in rooms.items()}
         self._copied |= dict(zip(sends, standing.sent, strict=True))
         behind = [one for one in made if self._missing(one) > 0]
-        taken = rooms.get(made[0].choice) if made and not behind else None
+        taken = None if behind else rooms.get(made[0].choice)
         async with together() as group:
             for room in rooms.values():
                 if room is not taken:
@@ -133,11 +151,6 @@ class Move:
             await room.free()
 
     # -- copying ----------------------------------------------------------------------------------------
-
-    async def _prepare(self) -> dict[int, Room]:
-        """Copy, and room for what the step adds at whose end it is to stand still."""
-        await self._copy_while_it_runs()
-        return await self._last_rooms(await self._step())
 
     async def _copy_while_it_runs(self) -> None:
         """Full pages of each choice, one choice after the other: what they have in common goes once."""

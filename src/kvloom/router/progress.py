@@ -107,7 +107,8 @@ class Progress:
             if not isinstance(event, EndEvent):
                 seen.append(event)
             elif moved and event.reason == "abort":
-                self._spared.setdefault(event.choice, event.cached_tokens)
+                if self._open.get(event.choice):  # else it begins there
+                    self._spared.setdefault(event.choice, event.cached_tokens)
             else:
                 spared = self._spared.get(event.choice, event.cached_tokens)
                 seen.append(replace(event, cached_tokens=spared))
@@ -116,14 +117,13 @@ class Progress:
     def unseen(self, frame: list[Event]) -> list[Event]:
         """What the caller has yet to see, of a stream that goes on after tokens of which another has told
         perhaps more."""
-        return [
-            event
-            for event in frame
-            if isinstance(event, PromptEvent) or (event.choice in self._open and not self._told(event))
-        ]
+        return [event for event in frame if not self._told(event)]
 
-    def _told(self, event: TokenEvent | EndEvent) -> bool:
-        return isinstance(event, TokenEvent) and event.index < len(self._open[event.choice])
+    def _told(self, event: Event) -> bool:
+        if isinstance(event, PromptEvent):
+            return self.prompt_told
+        tokens = self._open.get(event.choice)
+        return tokens is None or (isinstance(event, TokenEvent) and event.index < len(tokens))
 
     def survives(self, frame: list[Event]) -> tuple[list[Event], str | None]:
         """What of a frame can be passed on, and why an engine ends with it all that is left of the request:

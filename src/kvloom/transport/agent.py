@@ -50,9 +50,9 @@ class Agent:
         try:
             self._agent.registerMem(self._memory, [])
         except self._errors as error:
+            hint = "; its UCX has to be built for GPUs" if place.segment == "VRAM" else ""
             raise ConfigError(
-                f"transport: NIXL cannot use this unit's {place.segment}, {size:,} bytes: {error}; its UCX "
-                "has to be built for such memory"
+                f"transport: NIXL cannot use this unit's {place.segment}, {size:,} bytes: {error}{hint}"
             ) from error
         self.metadata: bytes = self._agent.getLocalMD()
         self._known: set[str] = set()

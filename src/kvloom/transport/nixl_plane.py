@@ -178,7 +178,7 @@ class NixlPlane(Worker[Order]):
 
     def _land(self, shipment: NixlShipment, transfer: Transfer) -> bool:
         if not self._agent.written(shipment.where.agent, transfer):
-            return False
+            return not self._place.progress  # to look is then what moves it on
         self._agent.drop(transfer)
         shipment.transfer, shipment.writing = None, False
         return True
