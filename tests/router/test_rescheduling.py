@@ -343,6 +343,7 @@ def test_who_waits_goes_where_nobody_else_does_and_stays_with_what_is_here_of_it
             full = replace(load.models[MODEL], waiting=1)
             busy = replace(load, models=load.models | {MODEL: full})
             assert (await offer(Offer(destination=busy))).request is None
+            assert (await offer(Offer(destination=replace(load, models={})))).request is None
             for reader in crowd:
                 await w.units[0].engine.abort(reader.body.request)
             await asyncio.gather(*(reader.task for reader in (*readers, *crowd)))

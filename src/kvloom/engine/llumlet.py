@@ -33,8 +33,9 @@ class Llumlet:
         leaving frees no block here, and whose K and V are computed again."""
         besides = frozenset(body.besides)
         for one in self._stuck():
-            at_once = not body.destination.models[one.model].waiting
-            if one.request not in besides and at_once and has_room(body.destination, one, body.floor):
+            there = body.destination.models.get(one.model)
+            at_once = there is not None and not there.waiting
+            if at_once and one.request not in besides and has_room(body.destination, one, body.floor):
                 return Offered(request=one.request)
         for home in (True, False):
             candidates = (one for one in self._candidates(home=home) if one.request not in besides)

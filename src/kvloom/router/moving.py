@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(Enum):
-    """waiting: it has yet to begin at the source. copying: it runs there. held: it stands still there, or may.
-    handed: it is the target's. stayed: it is the source's, or has ended, or goes on in another way."""
+    """waiting: it has yet to begin at the source. copying: it runs there. held: it stands still there, or
+    may. handed: it is the target's. stayed: it is the source's, or has ended, or goes on in another way."""
 
     WAITING = "waiting"
     COPYING = "copying"
