@@ -49,7 +49,7 @@ CONFIG.yaml, with the defaults:
   drain: 60s             # how long requests at a unit that is to restart are waited for
   patience: 120s         # how long a request waits for the only unit of its model to restart
   priorities: {-1: 4000} # tokens of headroom for requests so urgent, or more; none by default
-  rescheduling: {period: 0.5, out: 24, into: 48} # moves of running requests; or none
+  rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
   program: data_parallel # who computes what; or {name: balanced, ratio: 0.2}, or my_module:my_program
   max_body: 8MiB         # of a request
   api_key_file: keys.txt # one key a line, or KEY priority=-1; left out, everyone is served

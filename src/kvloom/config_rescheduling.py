@@ -1,4 +1,4 @@
-"""How running requests are rescheduled, as a config says it."""
+"""How requests are rescheduled, as a config says it."""
 
 from __future__ import annotations
 

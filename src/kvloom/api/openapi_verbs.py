@@ -42,7 +42,7 @@ _VERBS: Final[dict[str, tuple[str, type, type]]] = {
     "unpin": ("Undo a request's pin.", Unpin, Held),
     "hold": ("Let a running request stand still, to go on elsewhere, and send it there.", Hold, Standing),
     "resume": ("Let a held request go on here.", Resume, Done),
-    "offer": ("Name a running request that had better go elsewhere.", Offer, Offered),
+    "offer": ("Name a request, running or waiting, that had better go elsewhere.", Offer, Offered),
     "evict": ("Drop what is cached of a prefix, and past it.", Prefix, Held),
 }
 _BODIES: Final = tuple(kind for _, *pair in _VERBS.values() for kind in pair)

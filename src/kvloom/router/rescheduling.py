@@ -1,4 +1,4 @@
-"""Lets running requests follow the pairs that the fleet scheduler makes (Llumnix, section 4.3)."""
+"""Lets requests follow the pairs that the fleet scheduler makes (Llumnix, section 4.3)."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Course(Struct, frozen=True, kw_only=True):
 
 class Upheaval(Struct, frozen=True, kw_only=True):
     """What became of requests and units on the way. preempted: choices that were put back for want of blocks,
-    each time. moved, stayed: running requests that went over to another unit, and that could not; None where
+    each time. moved, stayed: requests that went over to another unit, and that could not; None where
     there was no fleet scheduler. units: that had a process, or were about to, in the mean over the run; least
     and most of them."""
 
