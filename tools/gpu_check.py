@@ -44,6 +44,7 @@ TESTS: Final = {
         "tests/gpu/test_long_contexts.py",
         "tests/gpu/test_attention.py",
         "tests/gpu/test_served.py",
+        "tests/gpu/test_apart.py",
         "tests/gpu/test_woven.py",
         "tests/gpu/test_partitions.py",
         "tests/gpu/test_ranks.py",
