@@ -21,6 +21,7 @@ from kvloom.core.transport import Transport
 from kvloom.core.weaving import Weaver
 from kvloom.engine.engine import Engine
 from kvloom.model.parallel.executor import load_executor
+from kvloom.router.router import Router
 from kvloom.serve.engine_process import open_transport
 
 _REQUESTS = itertools.count()
@@ -115,7 +116,7 @@ def body(
     )
 
 
-async def ask(engine: Engine, request: StartGenerate) -> Answer:
+async def ask(engine: Engine | Router, request: StartGenerate) -> Answer:
     answer = Answer()
     async for frame in engine.start_generate(request):
         answer.take(frame)

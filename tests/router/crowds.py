@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from tests.engine.readers import Reader
 from tests.modelled import turns
 from tests.modelled_units import MODEL, Unit, generate, prompt
@@ -21,6 +23,12 @@ async def fill(unit: Unit, length: int) -> list[Reader]:
             await engine.hold(name)
             crowd.append(reader)
     return crowd
+
+
+async def disperse(unit: Unit, crowd: list[Reader]) -> None:
+    for reader in crowd:
+        await unit.engine.abort(reader.body.request)
+    await asyncio.gather(*(reader.task for reader in crowd))
 
 
 async def until_waiting(unit: Unit, count: int = 1) -> None:

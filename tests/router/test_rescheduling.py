@@ -22,7 +22,7 @@ from kvloom.router.rescheduling import Rescheduler
 from tests.engine.readers import Reader
 from tests.modelled import expected, turns
 from tests.modelled_units import MODEL, generate, prompt, run, sending
-from tests.router.crowds import fill, until_waiting
+from tests.router.crowds import disperse, fill, until_waiting
 from tests.router.worlds import World, world
 
 THERE = Pair("unit-0", "unit-1")
@@ -301,9 +301,7 @@ def test_who_waits_where_the_first_finds_no_room_goes_first_and_nothing_is_copie
                 await asyncio.gather(*tasks)
                 assert (rescheduler.moved, rescheduler.stayed) == (2, 0)
             assert (await w.units[1].engine.load()).models[MODEL].received_tokens_total == 0
-            for reader in crowd:
-                await w.units[0].engine.abort(reader.body.request)
-            await asyncio.gather(*(reader.task for reader in crowd))
+            await disperse(w.units[0], crowd)
             for body in bodies:
                 w.check(body)
 
@@ -322,9 +320,7 @@ def test_who_moved_while_it_waited_is_told_what_the_cache_there_has_spared_it() 
             await task
             [end] = w.answers["r"].ends.values()
             assert end.cached_tokens == 29  # all but the last, whose logits are needed
-            for reader in crowd:
-                await w.units[0].engine.abort(reader.body.request)
-            await asyncio.gather(*(reader.task for reader in crowd))
+            await disperse(w.units[0], crowd)
 
     run(test)
 
@@ -344,9 +340,8 @@ def test_who_waits_goes_where_nobody_else_does_and_stays_with_what_is_here_of_it
             busy = replace(load, models=load.models | {MODEL: full})
             assert (await offer(Offer(destination=busy))).request is None
             assert (await offer(Offer(destination=replace(load, models={})))).request is None
-            for reader in crowd:
-                await w.units[0].engine.abort(reader.body.request)
-            await asyncio.gather(*(reader.task for reader in (*readers, *crowd)))
+            await disperse(w.units[0], crowd)
+            await asyncio.gather(*(reader.task for reader in readers))
 
     run(test)
 
@@ -383,9 +378,8 @@ def test_who_has_received_a_part_of_its_prompt_stays_with_it() -> None:
             assert (await source.engine.offer(Offer(destination=load))).request is None
             with pytest.raises(BadRequest, match="has a choice without a token"):
                 await source.engine.hold("r")
-            for other in crowd:
-                await source.engine.abort(other.body.request)
-            await asyncio.gather(reader.task, *(other.task for other in crowd))
+            await disperse(source, crowd)
+            await reader.task
             assert reader.answer.tokens == expected(source.executor, reader.body)
 
     run(test)

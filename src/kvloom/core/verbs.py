@@ -91,8 +91,8 @@ class Unpin(Struct, frozen=True, kw_only=True):
 
 class Hold(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Let the request stand still after the step that is under way, so that it can go on elsewhere; each of
-    its choices must have a token, or it waits and none has. It keeps its stream, which tells all its tokens,
-    and what it has computed is cached. `sends` are done then, each as far as its tokens have K and V here."""
+    its choices must have a token. It keeps its stream, which tells all its tokens, and what it has computed
+    is cached. `sends` are done then, each as far as its tokens have K and V here."""
 
     request: RequestId
     sends: list[RemoteSend] = []

@@ -47,20 +47,20 @@ class Llumlet:
     def _stuck(self) -> Iterator[Candidate]:
         """Requests of models of which the first that waits finds no room, in the order in which they wait.
         Those with several choices stay, and those of which a part is here."""
-        for queue in self._queues.values():
-            if queue.waiting and not self._fits(queue):
-                for sequence in queue.waiting:
-                    stream = self._requests.stream(sequence.request)
-                    single = stream is not None and isinstance(stream.id, str) and stream.body.n == 1
-                    if stream is not None and single and sequence.untouched:
-                        yield self._candidate(stream, [sequence])
+        for queue in filter(self._blocked, self._queues.values()):
+            for sequence in queue.waiting:
+                stream = self._requests.stream(sequence.request)
+                if stream and isinstance(stream.id, str) and stream.body.n == 1 and sequence.untouched:
+                    yield self._candidate(stream, [sequence])
 
-    def _fits(self, queue: ModelQueue) -> bool:
-        """Whether its first that waits does, beside what is kept for those that run to grow. Quotas, which
-        give way, do not count."""
+    def _blocked(self, queue: ModelQueue) -> bool:
+        """Whether the first that waits finds no room beside what is kept for those that run to grow. Quotas,
+        which give way, do not count."""
+        if not queue.waiting:
+            return False
         geometry = queue.cache.geometry
         kept = kept_to_grow(len(queue.running), geometry.blocks_per_page)
-        return geometry.blocks(queue.waiting[0].tokens.length) + kept <= self._pool.available
+        return geometry.blocks(queue.waiting[0].tokens.length) + kept > self._pool.available
 
     def _candidates(self, *, home: bool) -> Iterator[Candidate]:
         """Requests of which every choice that has not ended decodes. home: those of which all are; else those

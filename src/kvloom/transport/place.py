@@ -12,6 +12,8 @@ from kvloom.kernels.cuda_driver import Driver, DriverError
 from kvloom.kv.arena import Store
 from kvloom.transport.marks import CudaMark, Mark, Passed
 
+Segment = Literal["DRAM", "VRAM"]
+
 
 class Place(Protocol):
     """kind: of the endpoint; units of one kind exchange K and V. segment, index: NIXL's names of the memory.
@@ -22,7 +24,7 @@ class Place(Protocol):
     def kind(self) -> Kind: ...
 
     @property
-    def segment(self) -> Literal["DRAM", "VRAM"]: ...
+    def segment(self) -> Segment: ...
 
     @property
     def index(self) -> int: ...
@@ -44,7 +46,7 @@ class HostPlace:
     """Satisfies Place for the host's memory."""
 
     kind: Kind = "nixl"
-    segment: Literal["DRAM", "VRAM"] = "DRAM"
+    segment: Segment = "DRAM"
     index = 0
     progress = True
 
@@ -67,7 +69,7 @@ class GpuPlace:
     """
 
     kind: Kind = "nixl-cuda"
-    segment: Literal["DRAM", "VRAM"] = "VRAM"
+    segment: Segment = "VRAM"
     progress = False
 
     def __init__(self, device: torch.device, piece: int = 8 << 20) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import aclosing
 
 from msgspec.structs import replace
 
@@ -16,7 +15,7 @@ from kvloom.router.router import Router
 from kvloom.transport.nixl import NixlTransport
 from kvloom.transport.place import Place
 from tests.checkpoints import VOCAB, WINDOW
-from tests.engines import Answer, body, running_over
+from tests.engines import ask, body, running_over
 
 COUNT = 12
 LENGTHS = (1, 33, WINDOW + 1, 70, 150)  # the last ones are more than a chunk
@@ -40,15 +39,7 @@ async def prefilled_apart(
             {"prefiller": prefiller, "decoder": decoder}, load_program("disaggregate"), WallClock()
         ) as router,
     ):
-        answers = await asyncio.gather(*(_asked(router, prompt) for prompt in prompts))
+        answers = await asyncio.gather(*(ask(router, body("m", one, max_tokens=COUNT)) for one in prompts))
         received = (await decoder.load()).models["m"].received_tokens_total
         assert received == sum(length - 1 for length in LENGTHS)
-    return list(zip(prompts, answers, strict=True))
-
-
-async def _asked(router: Router, prompt: list[int]) -> list[int]:
-    answer = Answer()
-    async with aclosing(router.start_generate(body("m", prompt, max_tokens=COUNT))) as frames:
-        async for frame in frames:
-            answer.take(frame)
-    return answer.tokens[0]
+    return [(prompt, answer.tokens[0]) for prompt, answer in zip(prompts, answers, strict=True)]
