@@ -18,6 +18,7 @@ from torch import Tensor
 from kvloom.core.errors import BadRequest, ConfigError, Unavailable
 from kvloom.core.shipment import Parcel
 from kvloom.kernels.cuda_driver import Driver, DriverError
+from kvloom.transport.cuda import open_driver
 from kvloom.transport.marks import CudaMark, Mark
 from kvloom.transport.room import Room
 
@@ -68,10 +69,7 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError where the driver cannot share memory from here."""
-        try:
-            self._driver = Driver()
-        except DriverError as error:
-            raise ConfigError(f"transport: {error}; pip install 'kvloom[gpu]'") from error
+        self._driver = open_driver()
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

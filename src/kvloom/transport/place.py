@@ -8,8 +8,9 @@ import torch
 
 from kvloom.core.address import Kind
 from kvloom.core.errors import ConfigError
-from kvloom.kernels.cuda_driver import Driver, DriverError
+from kvloom.kernels.cuda_driver import DriverError
 from kvloom.kv.arena import Store
+from kvloom.transport.cuda import open_driver
 from kvloom.transport.marks import CudaMark, Mark, Passed
 
 Segment = Literal["DRAM", "VRAM"]
@@ -77,10 +78,7 @@ class GpuPlace:
         self.index: int = device.index
         self.piece = piece
         self._device = device
-        try:
-            self._driver = Driver()
-        except DriverError as error:
-            raise ConfigError(f"transport: {error}; pip install 'kvloom[gpu]'") from error
+        self._driver = open_driver()
 
     def enter(self) -> None:
         try:

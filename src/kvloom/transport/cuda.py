@@ -1,0 +1,14 @@
+"""The CUDA driver, as transports want it."""
+
+from __future__ import annotations
+
+from kvloom.core.errors import ConfigError
+from kvloom.kernels.cuda_driver import Driver, DriverError
+
+
+def open_driver() -> Driver:
+    """Raises ConfigError where there are no bindings or no driver."""
+    try:
+        return Driver()
+    except DriverError as error:
+        raise ConfigError(f"transport: {error}; pip install 'kvloom[gpu]'") from error
