@@ -12,12 +12,21 @@ import pytest
 
 from kvloom.core.address import Endpoint, Ticket
 from kvloom.core.arrays import I32
-from kvloom.core.errors import Unavailable
+from kvloom.core.errors import BadRequest, Unavailable
 from kvloom.core.shipment import Parcel
 from kvloom.transport.agent import Agent, Spans
 from kvloom.transport.grants import Grants
 from kvloom.transport.marks import Mark
-from kvloom.transport.messages import Claim, Delivered, Done, FromReceiver, FromSender, Granted, Message
+from kvloom.transport.messages import (
+    Claim,
+    Delivered,
+    Done,
+    FromReceiver,
+    FromSender,
+    Granted,
+    Message,
+    Refused,
+)
 from kvloom.transport.nixl_plane import NixlPlane
 from kvloom.transport.nixl_shipment import NixlShipment, Where
 from kvloom.transport.place import HostPlace, Place
@@ -45,7 +54,7 @@ class Network(Agent):
         self.now = 0.0
         self.log: list[str] = []
         self.written_to: list[tuple[Spans, Spans]] = []
-        self._answer, self._connecting, self._failing, self._ending = answer, connecting, failing, ending
+        self._answer, self._connecting, self._failing, self.ending = answer, connecting, failing, ending
         self._heard: list[tuple[str, bytes]] = []
 
     def meet(self, name: str, metadata: bytes) -> None:
@@ -77,7 +86,7 @@ class Network(Agent):
 
     def written(self, name: str, transfer: int) -> bool:
         self.now += GRANT / 8
-        return self._ending
+        return self.ending
 
     def drop(self, transfer: int) -> None:
         self.log.append("drop")
@@ -126,6 +135,16 @@ def _willing(message: FromSender) -> FromReceiver | None:
     return Delivered(message.number) if isinstance(message, Done) else Granted(message.number)
 
 
+def _refused(message: FromSender) -> FromReceiver:
+    return Refused(message.number, "no reservation")
+
+
+async def _until(met: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not met():
+            await asyncio.sleep(0)
+
+
 def _claims_only(message: FromSender) -> FromReceiver | None:
     return Granted(message.number) if isinstance(message, Claim) else None
 
@@ -149,6 +168,36 @@ def test_while_a_transfer_is_under_way_a_silent_peer_is_told_nothing() -> None:
     with pytest.raises(Unavailable, match="peer is gone: no answer in 2 s"):
         _send(network, _parcel())
     assert network.log == ["meet", "Claim", "write", "Renew", "drop", "part"]
+
+
+def test_a_write_that_nobody_wants_any_more_keeps_its_grant_until_it_ends() -> None:
+    """The blocks are another's only after that."""
+    network = Network(_willing)
+
+    async def send() -> None:
+        with _plane(network) as plane:
+            shipment = _begin(plane, HOST)
+            shipment.put(_parcel())
+            await _until(lambda: "write" in network.log)
+            shipment.abandon()
+            await _until(lambda: network.now > 5 * GRANT)
+            assert "Renew" in network.log
+            assert shipment.deadline > network.now - GRANT
+            network.ending = True
+            with pytest.raises(BadRequest, match="given up"):
+                await asyncio.wait_for(shipment.arrived(), 30)
+
+    asyncio.run(send())
+    assert network.log[-2:] == ["drop", "Quit"]
+    assert "part" not in network.log
+
+
+def test_a_write_that_is_refused_while_it_is_under_way_is_let_go_of_with_the_grant() -> None:
+    network = Network(lambda message: _willing(message) if isinstance(message, Claim) else _refused(message))
+    with pytest.raises(BadRequest, match="no reservation"):
+        _send(network, _parcel())
+    assert network.log == ["meet", "Claim", "write", "Renew", "drop", "part"]
+    assert network.now < 3 * GRANT
 
 
 def test_after_a_write_that_failed_the_peer_is_told_nothing() -> None:

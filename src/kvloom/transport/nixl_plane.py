@@ -163,8 +163,9 @@ class NixlPlane(Worker[Order]):
 
     def _advance(self, shipment: NixlShipment) -> bool:
         """One step of one shipment. False: it waits for others."""
+        writes = shipment.transfer is not None  # also where it has failed meanwhile
         try:
-            if shipment.failure is None and self._keep_grant(shipment):
+            if (writes or shipment.failure is None) and self._keep_grant(shipment):
                 return True
             if shipment.transfer is not None:
                 return self._land(shipment, shipment.transfer)
