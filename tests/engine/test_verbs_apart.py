@@ -8,6 +8,7 @@ import pytest
 
 from kvloom.core.errors import BadRequest, OutOfBlocks, QueueFull, Unavailable
 from kvloom.core.verbs import PrepRecv
+from kvloom.engine import shipping
 from kvloom.engine.engine import MAX_RESERVED
 from kvloom.engine.reservations import MOST
 from tests import plane
@@ -108,5 +109,41 @@ def test_an_engine_that_stops_sends_no_more() -> None:
             await p.engine.stop()
             with pytest.raises(Unavailable, match="stopping"):
                 await p.engine.remote_send(sending(prompt(20), spot))
+
+    run(test)
+
+
+def test_an_engine_that_stops_says_so_to_who_sends() -> None:
+    """Not that it has failed: the same may be asked of another."""
+
+    async def test() -> None:
+        async with units(2) as (p, d):
+            spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=prompt(40), end=-1))
+            sends = asyncio.create_task(p.engine.remote_send(sending(prompt(40), spot, 0, -1)))
+            await turns(2)
+            await p.engine.stop()
+            with pytest.raises(Unavailable, match="stopping"):
+                await sends
+            await d.engine.abort("r")
+
+    run(test)
+
+
+def test_answers_are_forgotten_behind_a_send_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "_REMEMBERED", 4)
+
+    async def test() -> None:
+        async with units(2) as (p, d):
+            known = p.engine._shipping._known
+            hangs = asyncio.get_running_loop().create_future()
+            known["hangs", *[None] * 5] = hangs  # type: ignore[index]
+            for i in range(12):
+                tokens = prompt(8, first=i)
+                spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request=f"r{i}", prompt=tokens))
+                await p.engine.remote_send(sending(tokens, spot))
+                await d.engine.abort(f"r{i}")
+            assert len(known) == 4
+            assert hangs in known.values()
+            hangs.cancel()
 
     run(test)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.core.request import EndEvent, Event, StartGenerate
-from kvloom.core.verbs import RemoteSend, Sent
+from kvloom.core.verbs import Prepared, PrepRecv, RemoteSend, Sent, Standing
 from kvloom.router import moving
 from kvloom.router.moving import Move, Stage
 from tests.modelled import turns
@@ -69,6 +70,98 @@ def test_long_contexts_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run(test)
     assert ends[:5] == [(0, 8), (8, 16), (16, 24), (24, 32), (32, 40)]
+
+
+def test_pieces_leave_nothing_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at the target nor here, and each is asked for with what it needs of the context."""
+    monkeypatch.setattr(moving, "PIECE", 8)
+    monkeypatch.setattr(moving, "PAUSE", 0.0)
+    kept: list[int] = []
+
+    async def test() -> None:
+        async with world(2) as w:
+            body = generate(prompt(61), max_tokens=LONG)
+            task = w.ask(body)
+            await w.until("r", 3)
+            real = w.units[1].engine.prep_recv
+
+            async def counted(asked: PrepRecv) -> Prepared:
+                assert asked.end == len(asked.prompt)
+                return await real(asked)
+
+            async def settle(move: Move, verb: Any) -> None:
+                kept.append(len(move._rooms))
+                await settled(move, verb)
+
+            settled = Move._settle
+            monkeypatch.setattr(Move, "_settle", settle)
+            w.units[1].engine.prep_recv = counted  # type: ignore[method-assign, assignment]
+            await w.router.move("r", "unit-1")
+            await task
+            w.check(body)
+
+    run(test)
+    [rooms] = kept
+    assert rooms <= 1  # the last piece's
+
+
+def test_a_target_that_is_drained_meanwhile_gets_nothing() -> None:
+    """Room that is made there is no call, so a drain does not wait for it."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            body = generate(prompt(21), max_tokens=LONG)
+            task = w.ask(body)
+            await w.until("r", 4)
+            real = w.units[1].engine.prep_recv
+
+            async def withdrawn(asked: PrepRecv) -> Prepared:
+                w.router.withdraw("unit-1")
+                return await real(asked)
+
+            w.units[1].engine.prep_recv = withdrawn  # type: ignore[method-assign, assignment]
+            with pytest.raises(Unavailable, match="unit-1 takes no requests any more"):
+                await w.router.move("r", "unit-1")
+            await task
+            w.check(body)
+            assert w.units[1].computed == 0
+
+    run(test)
+
+
+def test_a_move_of_what_goes_on_under_another_name_is_none() -> None:
+    """Its stream breaks while it stands still, and begins again at the source before that has answered."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            source = w.units[0].engine
+            generates, broken = source.start_generate, asyncio.Event()
+
+            async def breaking(asked: StartGenerate) -> AsyncGenerator[list[Event], None]:
+                async with aclosing(generates(asked)) as frames:
+                    async for frame in frames:
+                        yield frame
+                        if asked.request == "r" and broken.is_set():
+                            raise Unavailable("connection reset by peer")
+
+            async def held(request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+                broken.set()
+                while w.router._calls["r"].course.running is None or w.router._calls["r"].name == "r":
+                    await turns(1)
+                return Standing(made=w.router._calls["r"].progress.made, sent=[one.end or 0 for one in sends])
+
+            source.start_generate, source.hold = breaking, held  # type: ignore[method-assign, assignment]
+            body = generate(prompt(21), max_tokens=200)
+            task = w.ask(body)
+            await w.until("r", 4)
+            w.replica(1).queue += 100_000  # so that it begins again where it was
+            with pytest.raises(BadRequest, match="request r has gone on otherwise"):
+                await w.router.move("r", "unit-1")
+            w.replica(1).queue -= 100_000
+            await task
+            w.check(body)
+
+    run(test)
 
 
 def test_what_the_cache_spared_it_is_told_as_of_where_it_began() -> None:

@@ -228,6 +228,31 @@ def test_a_lease_that_ran_out_ends_the_send() -> None:
     run(test)
 
 
+def test_an_abort_reaches_an_engine_beside_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with routed(2, "disaggregate") as fleets:
+            sender, receiver = fleets.engines
+            answers = asyncio.Event()
+            real = receiver.abort
+
+            async def late(request: str, choice: int | None = None) -> None:
+                await answers.wait()
+                await real(request, choice)
+
+            request = body(PROMPT)
+            task = await fleets.begin_send(request, pace=500)
+            monkeypatch.setattr(receiver, "abort", late)
+            aborting = asyncio.create_task(fleets.router.abort(request.request))
+            await turns()
+            assert sender.aborts
+            answers.set()
+            await aborting
+            with suppress(KvloomError):
+                await task
+
+    run(test)
+
+
 def test_an_engine_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holdings, "RELEASE_SECONDS", 0.01)
 

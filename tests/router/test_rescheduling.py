@@ -14,7 +14,7 @@ from kvloom.core.clock import WallClock
 from kvloom.core.errors import BadRequest, Unavailable
 from kvloom.core.replicas import Steps
 from kvloom.core.rescheduling import FleetState, Pair, Pairs
-from kvloom.core.verbs import Offer, PrepRecv
+from kvloom.core.verbs import Offer, Offered, PrepRecv
 from kvloom.fleet.placing import Arrival
 from kvloom.fleet.scheduler import FleetScheduler
 from kvloom.fleet.thresholds import Thresholds
@@ -227,19 +227,63 @@ def test_a_scheduler_empties_a_unit_that_drains_and_no_other(why: str | None) ->
     run(test)
 
 
-def test_requests_of_another_gateway_hold_nothing_up() -> None:
+def test_requests_of_another_gateway_are_passed_over_a_few_in_each_period() -> None:
     """They are offered first, and cannot be moved from here."""
 
     async def test() -> None:
         async with world(2) as w:
-            tasks = await three_at_the_first(w, (32, 24, 16, 8))
-            before = [w.router._calls.pop(f"r{length}") for length in (8, 16, 24)]
+            tasks = await three_at_the_first(w, (40, 32, 24, 16, 8))
+            before = [w.router._calls.pop(f"r{length}") for length in (8, 16, 24, 32)]
+            offers = count_offers(w)
             async with Rescheduler(w.router, WallClock()) as rescheduler:
-                await rescheduler.pair(pairs(THERE))
-                while not rescheduler.moved:
-                    await turns()
-                assert (rescheduler.moved, rescheduler.stayed) == (1, 0)
+                for asked, moved in ((3, 0), (6, 1), (9, 1)):  # and then they may have become known
+                    await rescheduler.pair(pairs(THERE))
+                    while rescheduler._moving:
+                        await turns()
+                    assert (len(offers), rescheduler.moved) == (asked, moved)
+                assert rescheduler.stayed == 0
             w.router._calls |= {call.body.request: call for call in before}
+            await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def count_offers(w: World) -> list[Offer]:
+    """Of the first unit, as they come."""
+    engine = w.units[0].engine
+    offer, offers = engine.offer, []
+
+    async def counted(body: Offer) -> Offered:
+        offers.append(body)
+        return await offer(body)
+
+    engine.offer = counted  # type: ignore[method-assign]
+    return offers
+
+
+def test_who_could_not_go_comes_last_in_the_next_period() -> None:
+    """Three that a destination always refuses do not keep the others here."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            tasks = await three_at_the_first(w, (40, 32, 24, 16, 8))
+            real = w.units[1].engine.prep_recv
+            refused = [prompt(1, first=length)[0] for length in (8, 16, 24)]
+
+            async def refuse(body: PrepRecv) -> Any:
+                if body.prompt[0] in refused:
+                    raise Unavailable("not now")
+                return await real(body)
+
+            w.units[1].engine.prep_recv = refuse  # type: ignore[method-assign]
+            async with Rescheduler(w.router, WallClock()) as rescheduler:
+                for moved, stayed in ((0, 3), (2, 3)):
+                    await rescheduler.pair(pairs(THERE))
+                    while rescheduler._moving:
+                        await turns()
+                    assert (rescheduler.moved, rescheduler.stayed) == (moved, stayed)
+                await rescheduler.pair(pairs(Pair("unit-1", "unit-0")))
+                assert rescheduler._passed.keys() <= {"unit-1"}
             await asyncio.gather(*tasks)
 
     run(test)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 import pytest
 
@@ -127,6 +128,41 @@ def test_one_that_is_to_go_is_called_back() -> None:
             assert (played.states(), played.orders.done) == ({"a": "up"}, [])
             engine.gate.set()
             await asyncio.gather(running, waiting)
+
+    run(test)
+
+
+def test_a_stop_that_fails_is_told_and_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit's process lives, and the unit counts as one that is to go."""
+
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            with monkeypatch.context() as patch:
+
+                async def full(*_: object) -> None:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+                patch.setattr(played.orders, "stop", full)
+                with pytest.raises(OSError, match="No space left"):
+                    await played.roster.stop("a")
+            assert played.states() == {"a": "drained", "b": "up"}
+            assert played.roster.groups["g"].away == ("a",)
+            await played.roster.start("a")
+            assert played.states() == {"a": "up", "b": "up"}
+            await played.roster.stop("a")
+            assert (played.states()["a"], played.orders.done) == ("away", ["stop a"])
+
+    run(test)
+
+
+def test_a_start_right_after_it_was_decided_that_the_unit_goes() -> None:
+    async def test() -> None:
+        async with staged(2, TO_ZERO) as played:
+            played.orders.starts.set()
+            played.roster.begin(Steps(stop=("a",)))
+            await played.roster.start("a")
+            await turns()
+            assert played.states() == {"a": "up", "b": "up"}
 
     run(test)
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import KvloomError, Unavailable
+from kvloom.core.errors import KvloomError, QueueFull, Unavailable
 from kvloom.core.request import EndEvent, Event, StartGenerate
 from kvloom.router.call import Call, Frames
 from kvloom.router.fleet import Fleet
@@ -33,6 +33,36 @@ async def begun(fleets: Fleets, request: StartGenerate) -> tuple[Answer, asyncio
     await turns()
     assert answer.tokens
     return answer, task
+
+
+def test_a_pardon_for_a_broken_connection_outlasts_the_next_refusal() -> None:
+    """It had let the request in, and would do so again; the other is full."""
+
+    async def test() -> None:
+        async with routed(2) as fleets:
+            first, second = fleets.engines
+            real, asked = first.start_generate, []
+
+            async def breaking(request: StartGenerate) -> AsyncGenerator[list[Event], None]:
+                asked.append("first")
+                if len(asked) == 1:
+                    yield []
+                    raise Unavailable("connection reset by peer")
+                async with aclosing(real(request)) as frames:
+                    async for frame in frames:
+                        yield frame
+
+            async def full(request: StartGenerate) -> AsyncGenerator[list[Event], None]:
+                asked.append("second")
+                raise QueueFull("4 requests wait already", retry_after=1)
+                yield
+
+            first.start_generate = breaking  # type: ignore[method-assign, assignment]
+            second.start_generate = full  # type: ignore[method-assign, assignment]
+            await ask_well(fleets.router, body())
+            assert asked == ["first", "second", "first"]
+
+    run(test)
 
 
 def test_an_engine_that_is_back_before_it_is_asked_goes_on() -> None:

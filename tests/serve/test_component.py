@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvloom.api.admin_units import MAX_BODY
+from kvloom.core.ending import ending
 from kvloom.core.spec import ModelSpec
-from kvloom.serve.component import Component
-from kvloom.serve.orders import Report, Run
+from kvloom.serve.component import LONGEST_REPORT, Component
+from kvloom.serve.orders import Progress, Report, Run
 from tests.processes import DEADLINE
 from tests.router.roster import spec
 
@@ -44,3 +46,30 @@ def test_a_unit_described_at_the_greatest_length(tmp_path: Path, monkeypatch: py
 
     assert report.stat().st_size > 3 * MAX_BODY
     assert asyncio.run(test()) == [asked]
+
+
+@pytest.mark.parametrize(
+    ("said", "read", "killed"),
+    [
+        (b'{"type":"progress","text":"a"}\n{"type":"prog', [Progress("a")], False),
+        (b'{"type":"progress","text":"a"}\nnonsense\n', [Progress("a")], True),
+        (b'{"type":"gossip"}\n', [], True),
+        (b"x" * (LONGEST_REPORT + 2), [], True),
+    ],
+    ids=["ended half way", "no JSON", "no report", "too long"],
+)
+def test_what_is_no_report_costs_the_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, read: list[Report], killed: bool
+) -> None:
+    """Where it ended over a report nobody is killed."""
+    tmp_path.joinpath("reporter.py").write_text(REPORTER + ("import signal; signal.pause()\n" * killed))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "report").write_bytes(said)
+
+    async def test() -> tuple[list[Report], str]:
+        async with asyncio.timeout(DEADLINE):
+            component = await Component.start(str(tmp_path / "report"), "reporter")
+            found = [one async for one in component.reports()]
+            return found, await component.ended()
+
+    assert asyncio.run(test()) == (read, ending(-signal.SIGKILL if killed else 0))

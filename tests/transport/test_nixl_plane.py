@@ -141,7 +141,7 @@ def _refused(message: FromSender) -> FromReceiver:
 
 async def _until(met: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not met():
+        while not met():  # noqa: ASYNC110 - the other side is a thread that knows of no event
             await asyncio.sleep(0)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 
 from msgspec.structs import replace
 
@@ -48,7 +48,7 @@ class Shipping:
         self._requests = requests
         self._wake = wake
         self._jobs = jobs
-        self._known: OrderedDict[_Key, asyncio.Future[Sent]] = OrderedDict()
+        self._known: dict[_Key, asyncio.Future[Sent]] = {}
         self._open: dict[str, set[Outbound]] = {}
         self._computing: dict[Outbound, Stream] = {}
         self._stopped = False
@@ -73,9 +73,14 @@ class Shipping:
             answer.exception()  # whether or not anyone has joined
             raise
         answer.set_result(sent)
-        while len(self._known) > _REMEMBERED and next(iter(self._known.values())).done():
-            self._known.popitem(last=False)
+        self._forget()
         return sent
+
+    def _forget(self) -> None:
+        """The oldest answers; a send that is under way is none yet."""
+        answered = (key for key, answer in self._known.items() if answer.done())
+        for key in list(islice(answered, max(0, len(self._known) - _REMEMBERED))):
+            del self._known[key]
 
     async def send_what_is_here(self, bodies: Sequence[RemoteSend]) -> list[int]:
         """At the same time, each up to its end or as far as it is cached. Returns how far they have come."""
@@ -182,9 +187,9 @@ class Shipping:
             self._computing.pop(outbound, None)
             self._requests.close(stream, "abort")
         end = next(event for event in frame if isinstance(event, EndEvent))
-        if end.reason == "error":
+        if end.reason == "error" and not self._stopped:
             raise KvloomError(end.message)
-        if end.reason == "abort":
+        if end.reason in ("abort", "error"):
             raise Unavailable(end.message or "the request was aborted")
         return end.cached_tokens
 

@@ -60,9 +60,9 @@ def _pool(load: UnitLoad) -> int:
 
 
 def missing(loads: Mapping[str, UnitLoad], starting: int, low: float) -> int:
-    """How many idle replicas more bring the mean freeness up to `low` once all that waits runs, those that
-    start already counted as there: one at least. loads: of replicas that serve. A queue of which only the
-    first counts says that there is too little, and not how much."""
+    """How many idle replicas more bring the mean freeness of what runs now up to `low` beside room for all
+    that waits, those that start already counted as there: one at least. loads: of replicas that serve. A
+    queue of which only the first counts says that there is too little, and not how much."""
     left, step = _room(loads, wanted)
     pool = sum(map(_pool, loads.values())) / len(loads)
     return max(1, math.ceil((low * step - left) / pool) - starting)

@@ -132,9 +132,11 @@ class Call:
         self._streams.append(frames)
         return frames
 
-    async def hand_over(self, source: Replica, target: Replica, made: list[Made], name: str) -> None:
+    async def hand_over(
+        self, source: Replica, before: str, target: Replica, made: list[Made], name: str
+    ) -> None:
         """See `Course.hand_over`."""
-        await self.course.hand_over(source, self.name, target, made, name)
+        await self.course.hand_over(source, before, target, made, name)
         self.name = name
 
     async def pin(self, replica: Replica, end: int | None = None) -> int:

@@ -42,7 +42,7 @@ class Candidates:
     async def until_somebody_is_up(self) -> None:
         """Or nobody will be soon. Raises Unavailable where that takes too long."""
         try:
-            await self._room.wait_while(self._nobody_yet, self._call.model)
+            await self._room.wait_while(self._nobody_yet, self._call.model, self._call.body.request)
         except TimeoutError:
             names = ", ".join(replica.name for replica in self._failures.awaited(self.fleet))
             raise Unavailable(

@@ -91,6 +91,8 @@ class Course:
         """Go on at `target` as `name` after `made`, which is empty where it has not begun, once `source`,
         where it runs as `before`, has told the last of it. Raises KvloomError, and all is as it was, where
         the target does not let it in or the request has gone on otherwise."""
+        if not target.up:  # by now: room there is no call, and nothing that a drain waits for
+            raise Unavailable(f"{target.name} takes no requests any more")
         refused = target in self.refused
         moved = self._generate(target, self._rest(name, 0, made), told=True)
         try:

@@ -37,10 +37,12 @@ class Failures:
     def keep(self, fleet: Fleet, error: KvloomError) -> Fleet:
         """Without the replicas that have refused the request, but for those that will be others when they
         are up again, and those that hold shorter contexts than the one that let it in promised. Where the
-        connection to that one broke it may be another process already."""
+        connection to that one broke it may be another process already, and nobody counts as having refused:
+        only so many break."""
         call = self._call
-        broke = call.let_in and isinstance(error, Unavailable)
-        refused = {one for one in call.course.refused if not (broke or self.awaits(one))}
+        if call.let_in and isinstance(error, Unavailable):
+            call.course.refused.clear()
+        refused = {one for one in call.course.refused if not self.awaits(one)}
         short = {one for one in fleet.replicas if one.card.context_length < call.course.needs}
         return fleet.without(refused | short)
 

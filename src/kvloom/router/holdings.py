@@ -79,8 +79,9 @@ class Holdings:
     async def abort(self, choice: int | None) -> None:
         """End the request, or one choice of it, wherever something is held."""
         self.aborted = self.aborted or choice is None
-        for replica, name in self._places:
-            await _end_at(replica, name, choice)
+        async with asyncio.TaskGroup() as group:  # one that hangs keeps no other from hearing of it
+            for replica, name in self._places:
+                group.create_task(_end_at(replica, name, choice))
 
     @property
     def _places(self) -> list[tuple[Replica, str]]:

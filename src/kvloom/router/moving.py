@@ -99,7 +99,7 @@ class Move:
         """What the source tells before it hears of it counts, and the target's is passed over."""
         try:
             async with asyncio.timeout(STANDSTILL):
-                await self._call.hand_over(self._source, self._target, [], self._call.another_name())
+                await self._hand_over([], self._call.another_name())
         except BaseException as error:
             self.become(Stage.STAYED)
             if isinstance(error, TimeoutError):
@@ -115,6 +115,8 @@ class Move:
         sends = {choice: order for choice, room in rooms.items() if (order := room.order())}
         standing = await self._source.client.hold(self._name, list(sends.values()))
         made = standing.made
+        if len(standing.sent) != len(sends):
+            raise Unavailable(f"{self._source.name} told of {len(standing.sent)} sends, not of {len(sends)}")
         self._copied |= {choice: room.matched for choice, room in rooms.items()}
         self._copied |= dict(zip(sends, standing.sent, strict=True))
         behind = [one for one in made if self._missing(one) > 0]
@@ -126,10 +128,13 @@ class Move:
         for one in behind:
             await self._copy(one, self._end(one))
         name = taken.name if taken else self._call.another_name()
-        await self._call.hand_over(self._source, self._target, made, name)
+        await self._hand_over(made, name)
         self.become(Stage.HANDED)
         if taken:
             self._rooms.remove(taken)
+
+    async def _hand_over(self, made: list[Made], name: str) -> None:
+        await self._call.hand_over(self._source, self._name, self._target, made, name)
 
     async def _to_its_end(self, verb: Callable[[str], Coroutine[Any, Any, None]] | None) -> None:
         """Whoever waits for it: the source is told the verb, and no room is left."""
@@ -193,9 +198,10 @@ class Move:
         rooms: dict[int, Room] = {}
 
         async def reserve(one: Made) -> None:
-            room = self._room(one)
+            end = self._end(one) + 1
+            room = self._room(one, end)
             with suppress(OutOfBlocks, QueueFull):
-                await room.reserve(self._end(one) + 1, due=step)
+                await room.reserve(end, due=step)
                 rooms[one.choice] = room
 
         async with together() as group:
@@ -204,16 +210,18 @@ class Move:
         return rooms
 
     async def _copy(self, made: Made, end: int) -> None:
-        room = self._room(made)
+        room = self._room(made, end)
         await room.reserve(end)
         await room.fill(end)
         await room.free()
+        self._rooms.remove(room)
         self._copied[made.choice] = end
 
-    def _room(self, made: Made) -> Room:
+    def _room(self, made: Made, end: int) -> Room:
+        """For its context up to `end`."""
         room = Room(
             self._call.another_name(),
-            [*self._call.prompt, *made.tokens],
+            [*self._call.prompt, *made.tokens][:end],
             source=self._source,
             target=self._target,
             request=self._name,

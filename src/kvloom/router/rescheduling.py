@@ -39,6 +39,7 @@ class Rescheduler:
         self._pairs: frozenset[Pair] = frozenset()
         self._until = 0.0
         self._floor = 0.0
+        self._passed: dict[str, list[str]] = {}  # by source, who could not go: until nobody else is there
         self._moving: dict[Pair, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
@@ -82,24 +83,25 @@ class Rescheduler:
         )
         self._until = self._clock.now() + pairs.seconds
         self._floor = pairs.floor
+        for gone in self._passed.keys() - {one.source for one in self._pairs}:
+            del self._passed[gone]
         for one in sorted(self._pairs - self._moving.keys()):
             self._moving[one] = self._tasks.create_task(self._work_off(one))
 
     async def _work_off(self, pair: Pair) -> None:
-        refused: list[str] = []
-        strangers: list[str] = []  # of a gateway whose place this one has taken
+        passed = self._passed.setdefault(pair.source, [])
+        most = len(passed) + MOST_REFUSALS
         try:
-            while self._stands(pair) and len(refused) < MOST_REFUSALS:
-                name = await self._offered(pair, [*strangers, *refused, *self._router.moving])
+            while self._stands(pair) and len(passed) < most:
+                name = await self._offered(pair, [*passed, *self._router.moving])
                 if name is None:
+                    passed.clear()
                     return
-                request = self._router.asked_as(name)
-                if request is None:
-                    strangers.append(name)
-                elif await self._moves(request, pair):
-                    refused.clear()
+                request = self._router.asked_as(name)  # None: of a gateway whose place this one has taken
+                if request is not None and await self._moves(request, pair):
+                    most = len(passed) + MOST_REFUSALS
                 else:
-                    refused.append(name)
+                    passed.append(name)
         except KvloomError as error:
             _log.info("%s and %s: %s", pair.source, pair.destination, error.message)
         finally:

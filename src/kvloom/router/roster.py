@@ -175,7 +175,7 @@ class Roster:
         """Until the unit takes requests; goes on where its caller does not wait. One that is to go stays.
         Raises what its process died of: then it is away as before."""
         unit = self._router.units[name]
-        if unit.presence != "here":
+        if unit.presence != "here" or name in self._stops:
             await _done(self._starting(unit))
 
     async def stop(self, name: str, seconds: float | None = None) -> None:
@@ -229,6 +229,9 @@ class Roster:
             unit.presence = "ending"
             await self._processes.stop(unit.name, [one.card for one in unit.replicas.values()])
             unit.gone()
+        except Exception:
+            unit.presence = "leaving"  # its process lives: it counts, and can be stopped again
+            raise
         finally:
             del self._stops[unit.name], self._leaving[unit.name]
             self._changed(dict(self._leaving))

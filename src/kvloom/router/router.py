@@ -137,7 +137,7 @@ class Router:
         call = self._calls.get(request)
         if call is not None:
             await call.abort(choice)
-            self._waiting.tell()
+            self._waiting.tell_one(request)
 
     async def move(self, request: str, to: str) -> None:
         """Let a request that decodes or waits go on at another unit; its caller sees nothing of it. Raises

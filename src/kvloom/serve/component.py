@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ import msgspec
 from kvloom.core.ending import ending
 from kvloom.serve.orders import Order, Report
 
+_log = logging.getLogger(__name__)
 LONGEST_LINE = 1 << 16
 LONGEST_REPORT = 1 << 22  # of a unit that an admin has described in as many bytes as may be
 LINE_END = re.compile(rb"\r\n|\n|\r")  # a lone return ends a state of a progress bar
@@ -70,10 +72,15 @@ class Component:
             await self._orders.drain()
 
     async def reports(self) -> AsyncIterator[Report]:
-        """Until the process ends."""
+        """Until the process ends. One that says what is no report, or too long a one, is killed for it."""
         decoder = msgspec.json.Decoder(Report)
-        async for line in self._reports:
-            yield decoder.decode(line)
+        try:
+            async for line in self._reports:
+                if line.endswith(b"\n"):  # else it has died over it
+                    yield decoder.decode(line)
+        except (msgspec.MsgspecError, ValueError) as error:
+            _log.error("%s is killed: what it reported cannot be read: %s", self.name, error)
+            self.kill()
 
     async def logs(self) -> AsyncIterator[str]:
         """What it prints, line by line; a line without end comes in pieces."""
