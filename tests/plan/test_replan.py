@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvloom.admin.gateway import Gateway, ServerError
 from kvloom.core.errors import ConfigError
 from kvloom.core.placement import Placement
-from kvloom.core.service import UnitState
+from kvloom.core.service import Service, UnitState
 from kvloom.core.spec import EngineSpec, ModelSpec, WeaveSpec
 from kvloom.cost.shapes import find_shape
 from kvloom.plan.files import write_plan
@@ -76,10 +76,24 @@ class Played(Gateway):
         fields: dict[str, Any] = {"away": (), "scaled": (), "cores": 2} | more
         self.fleet = Placement(units=units, memory=memory, **fields)
         self.orders: list[str] = []
+        self.states: dict[str, Service] = {}  # of those that are not up
         self._fails = fails
 
     def placement(self) -> Placement:
         return self.fleet
+
+    def units(self) -> list[UnitState]:
+        return [
+            UnitState(name=one.unit, state=self.states.get(one.unit, "up"), calls=0, models=())
+            for one in self.fleet.units
+        ]
+
+    def start(self, unit: str) -> UnitState:
+        if self.states.get(unit) == "starting":
+            del self.states[unit]
+        self._done(f"start {unit}", self.fleet.units, self.fleet.away)
+        [found] = (one for one in self.units() if one.name == unit)
+        return found
 
     def _done(self, order: str, units: tuple[EngineSpec, ...], away: tuple[EngineSpec, ...]) -> UnitState:
         if len(self.orders) == self._fails:
@@ -137,6 +151,42 @@ def test_what_is_to_be_done_is_shown_and_done(file: Path, capsys: pytest.Capture
     assert replan(file, fleet, apply=True) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "the fleet is as planned"
     assert len(fleet.orders) == 5
+
+
+def test_nobody_stops_before_those_that_stay_are_up(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As after an interruption while the new unit starts."""
+    fleet = Played(spec("unit-0", "a", "b"), spec("unit-1", "a"), spec("unit-2", "b"), memory=5 * ALONE)
+    fleet.states = {"unit-0": "starting"}
+    write_plan(file, planned("ab"))
+    assert replan(file, fleet, apply=True) == 0
+    assert fleet.orders == ["start unit-0", "stop unit-2", "stop unit-1", "remove unit-2", "remove unit-1"]
+    assert "1/5 waiting for unit-0 …" in capsys.readouterr().out.splitlines()
+
+
+def test_what_stays_and_is_out_of_service_keeps_the_others(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = Played(spec("unit-0", "a", "b"), spec("unit-1", "a"), memory=5 * ALONE)
+    fleet.states = {"unit-0": "drained"}
+    write_plan(file, planned("ab"))
+    assert replan(file, fleet, apply=True) == 1
+    assert fleet.orders == ["start unit-0"]
+    assert "unit-0, which is to stay, is drained; it has to be up" in capsys.readouterr().err
+
+
+def test_a_plan_with_another_checkpoint_or_no_room_for_a_page(file: Path) -> None:
+    fleet = Played(spec("unit-0", "a"))
+    [unit] = planned("a").units
+    [model] = unit.models
+    other = replace(unit, models=(replace(model, path="/other"),))
+    for wrong, why in (
+        (other, "u0: a is planned from /other, and served from /a; a plan changes no checkpoint"),
+        (replace(unit, kv_bytes=10), "u0: kv_bytes 10 hold no page of a; at least 4,194,304 are right"),
+    ):
+        write_plan(file, replace(planned("a"), units=(wrong,)))
+        with pytest.raises(ConfigError, match=f"^{file}: {why}$"):
+            replan(file, fleet, apply=True)
+    assert not fleet.orders
 
 
 def test_what_a_plan_does_not_say_is_taken_over_from_who_has_most_of_the_models(file: Path) -> None:
@@ -206,7 +256,7 @@ def test_units_on_several_nodes_or_a_gpu(file: Path) -> None:
 def test_units_that_borrow(file: Path) -> None:
     write_plan(file, planned("a", "b"))
     woven = spec("unit-0", "a", weave=WeaveSpec("unit-1", 0.5, 0.3))
-    with pytest.raises(ConfigError, match="unit-0 borrow"):
+    with pytest.raises(ConfigError, match="`weave` is set for unit-0; plans are for units that do not"):
         replan(file, Played(woven, spec("unit-1", "b")), apply=True)
 
 

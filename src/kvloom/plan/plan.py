@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvloom.core.errors import ConfigError
 from kvloom.cost.shape import ModelShape
 
 PLAN_VERSION = 1
@@ -41,6 +42,16 @@ class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     gpus: Annotated[int, Meta(ge=1, le=4096)]
     kv_bytes: Annotated[int, Meta(ge=1, le=2**42)]
     models: tuple[PlannedModel, ...]
+
+    def check_pool(self, block_bytes: int) -> None:
+        """Raises ConfigError where the pool, in blocks of so many bytes, holds no page of a model."""
+        for model in self.models:
+            page = model.shape.geometry(block_bytes).blocks_per_page * block_bytes
+            if page > self.kv_bytes:
+                raise ConfigError(
+                    f"{self.name}: kv_bytes {self.kv_bytes:,} hold no page of {model.name}; "
+                    f"at least {page:,} are right"
+                )
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kvloom.sizes import show_size
+
 MOST_STATES: Final = 20_000  # that the search looks at: ten units that end and ten that begin, and less
 
 
@@ -66,7 +68,7 @@ def repair(now: Mapping[str, Placed], plan: Iterable[Placed], memory: int) -> Re
         raise Unreachable(f"the plan has no unit for {', '.join(sorted(left_out))}, which is served")
     total = sum(unit.bytes for unit in wanted)
     if total > memory:
-        raise Unreachable(f"the plan's units take {total:,} bytes, and there are {memory:,}")
+        raise Unreachable(f"the plan's units take {show_size(total)}, and there are {show_size(memory)}")
     kept = _kept(now, wanted)
     taken = set(kept.values())
     change = _Change(

@@ -32,7 +32,9 @@ def replan(file: Path, server: Gateway, *, apply: bool) -> int:
             found = repair(target.now, target.units, fleet.memory)
         except Unreachable as error:
             raise ConfigError(f"{file}: {error}") from error
-        changes = list(_changes(target, found, fleet))
+        states = {unit.name: unit.state for unit in server.units()}
+        coming = [Await(name) for name in found.kept if states.get(name) != "up"]
+        changes = [*coming, *_changes(target, found, fleet)]
         for name in found.kept:
             print(f"keep   {_line(name, target.specs[found.kept[name]])}")
         for change in changes:
@@ -54,6 +56,23 @@ def replan(file: Path, server: Gateway, *, apply: bool) -> int:
 def _end(line: str) -> int:
     print(line)
     return 0
+
+
+class Await:
+    """A unit that stays does not serve yet: nobody else may go before it does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.doing = f"waiting for {name}"
+
+    def __str__(self) -> str:
+        return f"await  {self._name}"
+
+    def carry_out(self, server: Gateway) -> None:
+        unit = server.start(self._name)
+        if unit.state != "up":
+            why = f" ({unit.problem})" if unit.problem else ""
+            raise ServerError(f"{self._name}, which is to stay, is {unit.state}{why}; it has to be up")
 
 
 class Begin:
@@ -101,7 +120,7 @@ class Forget:
         server.remove(self._name)
 
 
-Change = Begin | End | Forget
+Change = Await | Begin | End | Forget
 
 
 def _changes(target: Target, found: Repair, fleet: Placement) -> Iterator[Change]:

@@ -40,7 +40,7 @@ def read_target(file: Path, plan: Plan, fleet: Placement) -> Target:
         )
     woven = [spec.unit for spec in (*fleet.units, *fleet.away) if spec.weave]
     if woven:
-        raise ConfigError(f"{file}: {', '.join(woven)} borrow (`weave`); plans are for units that do not")
+        raise ConfigError(f"{file}: `weave` is set for {', '.join(woven)}; plans are for units that do not")
     _check_devices(file, plan, fleet)
     every = (*fleet.units, *fleet.away)
     known = {model.name: model for unit in every for model in unit.models}
@@ -81,6 +81,15 @@ def _spec(file: Path, unit: PlannedUnit, known: dict[str, ModelSpec], like: Engi
             raise ConfigError(
                 f"{file}: {unit.name}: {model.name!r} is not served; of the fleet are {', '.join(known)}"
             )
+        if _are_unlike(model.path, known[model.name].path):
+            raise ConfigError(
+                f"{file}: {unit.name}: {model.name} is planned from {model.path}, and served from "
+                f"{known[model.name].path}; a plan changes no checkpoint"
+            )
+    try:
+        unit.check_pool(like.block_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}") from error
     return replace(
         like,
         unit="",
@@ -89,6 +98,13 @@ def _spec(file: Path, unit: PlannedUnit, known: dict[str, ModelSpec], like: Engi
         threads=unit.gpus,
         tensor_parallel=1,
     )
+
+
+def _are_unlike(planned: str | None, served: str) -> bool:
+    """Where a path is relative nobody knows to what: then they may be one."""
+    if planned is None or not (Path(planned).is_absolute() and Path(served).is_absolute()):
+        return False
+    return Path(planned).resolve() != Path(served).resolve()
 
 
 def _model(planned: PlannedModel, known: ModelSpec) -> ModelSpec:

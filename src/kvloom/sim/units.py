@@ -31,12 +31,7 @@ def planned_units(plan: Plan, policy: Policy = "adbs") -> list[SimulatedUnit]:
 
 def _planned(unit: PlannedUnit, policy: Policy) -> SimulatedUnit:
     shapes = {model.name: model.shape for model in unit.models}
-    for name, shape in shapes.items():
-        page = shape.geometry(BLOCK_BYTES).blocks_per_page * BLOCK_BYTES
-        if page > unit.kv_bytes:
-            raise ConfigError(
-                f"{unit.name}: kv_bytes {unit.kv_bytes:,} hold no page of {name}; at least {page:,} are right"
-            )
+    unit.check_pool(BLOCK_BYTES)
     spec = EngineSpec(
         models=tuple(
             ModelSpec(
