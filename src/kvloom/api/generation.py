@@ -67,7 +67,7 @@ class Choice:
         if end.reason == "error":
             raise KvloomError(end.message or "the engine could not go on with this request")
         if end.reason == "abort":
-            raise Unavailable(end.message or "the request was aborted")
+            raise Unavailable(end.message or "the request was ended early: the server is stopping")
         shown.append(self._show(self._text.end()))
         if self._stops is not None:
             shown.append(self._stops.end())

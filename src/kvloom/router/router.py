@@ -139,6 +139,11 @@ class Router:
             await call.abort(choice)
             self._waiting.tell_one(request)
 
+    async def abort_all(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for request in list(self._calls):
+                group.create_task(self.abort(request))
+
     async def move(self, request: str, to: str) -> None:
         """Let a request that decodes or waits go on at another unit; its caller sees nothing of it. Raises
         KvloomError where it stays."""

@@ -39,12 +39,13 @@ from kvloom.serve.restarts import Restarts
 from kvloom.serve.server import Server
 from kvloom.serve.shelf import Shelf
 
-GRACE_SECONDS: Final = 2  # for running streams, once told to end
+GRACE_SECONDS: Final = 2  # for running streams, once told to end; half of it by themselves
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """Heeds its supervisor while it serves. drain: seconds for streams when another takes its place."""
+    """Heeds its supervisor while it serves. drain: seconds for streams when another takes its place. ending:
+    it is told to end."""
 
     router: Router
     roster: Roster
@@ -53,6 +54,7 @@ class Gateway:
     server: Server
     tasks: asyncio.TaskGroup
     drain: float
+    ending: asyncio.Event
 
     def heed(self, news: News) -> None:
         match news:
@@ -70,6 +72,7 @@ class Gateway:
     def end(self) -> None:
         self.drains.give_up()
         self.server.end()
+        self.ending.set()
 
 
 @asynccontextmanager
@@ -101,7 +104,17 @@ async def gateway(
             moves=lambda: rescheduler.moves,
         )
         server = Server(app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready()))
-        yield Gateway(router, roster, restarts, drains, server, tasks, order.drain)
+        ending = asyncio.Event()
+        last = tasks.create_task(_end_streams(router, ending, clock))
+        yield Gateway(router, roster, restarts, drains, server, tasks, order.drain, ending)
+        last.cancel()
+
+
+async def _end_streams(router: Router, ending: asyncio.Event, clock: Clock) -> None:
+    """Of callers who wait still when the grace is half over: they are to read why."""
+    await ending.wait()
+    await clock.sleep(GRACE_SECONDS / 2)
+    await router.abort_all()
 
 
 async def _router(
