@@ -10,8 +10,8 @@ from kvloom.admin.command import add_server
 
 DESCRIPTION = """\
 Find out which models go together on which devices, so that they answer as many requests as possible, and
-what each is expected to answer (MuxServe). `kvloom serve` and `kvloom simulate` take the plan that it
-writes."""
+what each is expected to answer (MuxServe). `kvloom simulate` takes the plan that it writes where that is
+for GPUs, and `kvloom serve` where it is for this machine's cores."""
 
 EPILOG = """\
 CLUSTER.yaml:

@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="of what is drawn; 0 is greedy (0)"
     )
-    parser.add_argument("--quick", action="store_true", help="a few seconds; its numbers are rough")
+    parser.add_argument("--quick", action="store_true", help="about half a minute; its numbers are rough")
     parser.set_defaults(run=run)
 
 
