@@ -105,6 +105,36 @@ def test_pieces_leave_nothing_of_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     assert rooms <= 1  # the last piece's
 
 
+def test_who_ends_meanwhile_keeps_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source is still to send, and may never come to it: the room goes with the request."""
+
+    async def test() -> None:
+        async with world(2) as w:
+            body = generate(prompt(21), max_tokens=9)
+            task = w.ask(body)
+            await w.until("r", 4)
+            asked, given_up = asyncio.Event(), asyncio.Event()
+
+            async def never(order: RemoteSend) -> Sent:
+                asked.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    given_up.set()
+                raise AssertionError
+
+            monkeypatch.setattr(w.units[0].engine, "remote_send", never)
+            with pytest.raises(BadRequest, match="request r has ended"):
+                await w.router.move("r", "unit-1")
+            assert asked.is_set()
+            assert given_up.is_set()
+            assert not w.units[1].transport.ledger
+            await task
+            w.check(body)
+
+    run(test)
+
+
 def test_a_target_that_is_drained_meanwhile_gets_nothing() -> None:
     """Room that is made there is no call, so a drain does not wait for it."""
 

@@ -212,10 +212,20 @@ class Move:
     async def _copy(self, made: Made, end: int) -> None:
         room = self._room(made, end)
         await room.reserve(end)
-        await room.fill(end)
+        async with together() as group:
+            watching = group.create_task(self._watch())
+            await room.fill(end)
+            watching.cancel()
         await room.free()
         self._rooms.remove(room)
         self._copied[made.choice] = end
+
+    async def _watch(self) -> None:
+        """Raises BadRequest once it runs at the source no more. What is sent would then be computed for
+        nobody, while the room for it is kept from others; two moves could wait for each other's."""
+        while self._call.course.runs(self._source, self._name):
+            await self._call.progress.news()
+        raise BadRequest(f"request {self._name} has ended, or goes on in another way", param="request")
 
     def _room(self, made: Made, end: int) -> Room:
         """For its context up to `end`."""
