@@ -74,15 +74,15 @@ def test_long_contexts_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pieces_leave_nothing_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither at the target nor here, and each is asked for with what it needs of the context."""
-    monkeypatch.setattr(moving, "PIECE", 8)
+    monkeypatch.setattr(moving, "PIECE", 12)
     monkeypatch.setattr(moving, "PAUSE", 0.0)
     kept: list[int] = []
 
     async def test() -> None:
         async with world(2) as w:
-            body = generate(prompt(61), max_tokens=LONG)
+            body = generate(prompt(41), max_tokens=LONG)
             task = w.ask(body)
-            await w.until("r", 3)
+            await w.until("r", 1)
             real = w.units[1].engine.prep_recv
 
             async def counted(asked: PrepRecv) -> Prepared:
