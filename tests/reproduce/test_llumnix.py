@@ -11,7 +11,7 @@ from kvloom.core.errors import ConfigError
 from kvloom.cost.shapes import find_shape
 from kvloom.cost.work import Work
 from kvloom.reproduce.llumnix.downtime import RECOMPUTED, downtime, figure_10
-from kvloom.reproduce.llumnix.point import INFAAS, LLUMNIX, ROUND_ROBIN, Point, Times
+from kvloom.reproduce.llumnix.point import BY_REPORTS, INFAAS, LLUMNIX, ROUND_ROBIN, Point, Times
 from kvloom.reproduce.llumnix.priorities import Found, Seconds, section_64, told_apart
 from kvloom.reproduce.llumnix.priorities import Run as PriorityRun
 from kvloom.reproduce.llumnix.priorities import report_of as report_of_64
@@ -69,26 +69,41 @@ def test_curves_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def run(system: str, rate: float, prefill: float, decode: float) -> Run:
-    known = {one.name: one for one in (ROUND_ROBIN, INFAAS, LLUMNIX)}
+    known = {one.name: one for one in (ROUND_ROBIN, BY_REPORTS, INFAAS, LLUMNIX)}
     point = Point(Times(0.1, prefill), Times(0.04, decode), Times(9.0, 50.0), 5, 3, 1, 16.0)
     return Run(LONG, rate, known[system], point)
 
 
 def test_claims_say_at_which_rate_they_hold() -> None:
     runs = [
+        run("INFaaS++ by reports", 2.6, 3.0, 0.12),
         run("INFaaS++", 2.6, 2.0, 0.10),
         run("Llumnix", 2.6, 2.1, 0.05),
+        run("INFaaS++ by reports", 3.0, 5.0, 0.12),
         run("INFaaS++", 3.0, 8.0, 0.10),
         run("Llumnix", 3.0, 2.0, 0.10),
     ]
     curves = Curves({"L-L": {"decode_p99_s": {"Llumnix": [(3.0, 0.1209)]}}})
     report = report_of(runs, curves)
-    assert [claim.verdict for claim in report.claims] == ["fails", "holds", "holds"]
+    assert [claim.verdict for claim in report.claims] == [
+        "fails",
+        "holds",
+        "holds",
+        "holds",
+        "holds",
+        "fails",
+    ]
+    assert "2.50× at 3 req/s" in report.claims[5].found
     assert "0.95× as short at the least (2.6 req/s), 4.00× at the most (3)" in report.claims[0].found
     [told] = [cell for cell in report.cells if cell.paper is not None]
     assert (told.column, told.ours) == ("P99 decode, ms", 100.0)
     assert told.paper == pytest.approx(120.9)
-    assert len(report.grids[0].rows) == 4
+    assert len(report.grids[0].rows) == 6
+    drawn = report_of(runs, Curves({"L-L": {"prefill_p99_s": {"INFaaS++": [(3.0, 41.0)]}}})).cells
+    assert [cell.row for cell in drawn if cell.paper == 41.0] == [
+        "L-L, 3 req/s, INFaaS++ by reports",
+        "L-L, 3 req/s, INFaaS++",
+    ]
 
 
 def test_urgent_requests_are_told_apart_from_others_that_come_with_them() -> None:
@@ -118,7 +133,12 @@ def test_figure_11_and_priorities_in_small(monkeypatch: pytest.MonkeyPatch) -> N
     report = figure_11("small", lambda what, part: told.append(part))
     assert told == sorted(told)
     assert told[-1] == pytest.approx(1.0)
-    assert {row[2] for row in report.grids[0].rows} == {"round-robin", "INFaaS++", "Llumnix"}
+    assert {row[2] for row in report.grids[0].rows} == {
+        "round-robin",
+        "INFaaS++ by reports",
+        "INFaaS++",
+        "Llumnix",
+    }
     assert all(cell.paper is None and cell.ours > 0 for cell in report.cells)
     told.clear()
     cells = section_64("small", lambda what, part: told.append(part)).cells

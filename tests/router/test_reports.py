@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from kvloom.core.load import UnitLoad
 from kvloom.core.priority import Level
 from kvloom.fleet.placing import Arrival
+from kvloom.reproduce.llumnix import by_reports
 from kvloom.router import units
 from kvloom.router.report import LINGER, PERIOD, Report
 from tests.fleet.loads import model, unit
@@ -147,6 +148,27 @@ def test_infaas_goes_by_memory_whatever_the_batch() -> None:
             for _ in range(4):
                 await ask_well(fleets.router, body())
             assert {call.unit for call in fleets.journal} == {"a"}
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("program", "went"), [("infaas", "abcabc"), (f"{by_reports.__name__}:infaas_by_reports", "aaaaaa")]
+)
+def test_what_was_sent_counts_but_for_who_goes_by_reports_alone(program: str, went: str) -> None:
+    """A burst between two reports."""
+
+    async def test() -> None:
+        async with routed(3, program) as fleets:
+            await reported(fleets, *(unit(model(1, used)) for used in (160, 161, 162)))
+            for engine in fleets.engines:
+                engine.gate.clear()
+            asked = [asyncio.create_task(ask_well(fleets.router, body(64))) for _ in range(6)]
+            await turns()
+            assert "".join(call.unit for call in fleets.journal) == went
+            for engine in fleets.engines:
+                engine.gate.set()
+            await asyncio.gather(*asked)
 
     run(test)
 

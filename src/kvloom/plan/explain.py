@@ -14,6 +14,7 @@ from kvloom.plan.demand import Demand
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.memory import fixed_bytes, request_bytes, usable_bytes
 from kvloom.plan.replicas import MOST
+from kvloom.workload.shown import show_number
 
 _LARGEST: Final = 64  # devices of a mesh that are thought of
 _MORE: Final = 1.05  # times as much must be answered with endless memory, for memory to be what is short
@@ -46,8 +47,8 @@ class Shortfall:
                 what += f", {gigabytes(self.wanted)} would be enough"
         enough = f"; {self.meshes} such meshes instead of one would be enough" if self.meshes else ""
         return (
-            f"{self.model} on unit-{self.unit}: {self.answered:.3g} of {self.rate:.3g} requests/s, "
-            f"{self.rate - self.answered:.3g} missing: {what}{enough}"
+            f"{self.model} on unit-{self.unit}: {show_number(self.answered)} of {show_number(self.rate)} "
+            f"requests/s, {show_number(self.rate - self.answered)} missing: {what}{enough}"
         )
 
 
@@ -147,4 +148,4 @@ def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: Placem
 
 
 def gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
+    return f"{show_number(size / 1e9)} GB"

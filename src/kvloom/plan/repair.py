@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.sizes import show_size
-
+GIB: Final = 1 << 30
 MOST_STATES: Final = 20_000  # that the search looks at: ten units that end and ten that begin, and less
 
 
@@ -68,7 +67,7 @@ def repair(now: Mapping[str, Placed], plan: Iterable[Placed], memory: int) -> Re
         raise Unreachable(f"the plan has no unit for {', '.join(sorted(left_out))}, which is served")
     total = sum(unit.bytes for unit in wanted)
     if total > memory:
-        raise Unreachable(f"the plan's units take {show_size(total)}, and there are {show_size(memory)}")
+        raise Unreachable(f"the plan's units take {total / GIB:.2f} GiB, and there are {memory / GIB:.2f}")
     kept = _kept(now, wanted)
     taken = set(kept.values())
     change = _Change(

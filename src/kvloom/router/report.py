@@ -24,15 +24,24 @@ class Report:
         self._ask = ask
         self._clock = clock
         self._load: UnitLoad | None = None
+        self._reported: UnitLoad | None = None
         self._sent: list[Arrival] = []  # since it was asked last
         self._wanted = asyncio.Event()
         self._until = 0.0
 
     def expected(self) -> UnitLoad | None:
         """The unit's load by now; None where it is not known. It is asked from now on."""
+        self._want()
+        return self._load
+
+    def reported(self) -> UnitLoad | None:
+        """The same as it was told, without what was sent since."""
+        self._want()
+        return self._reported
+
+    def _want(self) -> None:
         self._until = self._clock.now() + LINGER
         self._wanted.set()
-        return self._load
 
     def sent(self, one: Arrival) -> None:
         if self._wanted.is_set():
@@ -42,7 +51,7 @@ class Report:
 
     def forget(self) -> None:
         """The unit is gone, or another."""
-        self._load = None
+        self._load = self._reported = None
         self._sent.clear()
 
     async def watch(self) -> None:
@@ -50,7 +59,7 @@ class Report:
             await self._wanted.wait()
             while self._clock.now() < self._until:
                 self._sent.clear()
-                load = await self._ask()
+                load = self._reported = await self._ask()
                 self._load = load and reduce(lambda had, one: one.placed(had), self._sent, load)
                 await self._clock.sleep(PERIOD)
             self._wanted.clear()

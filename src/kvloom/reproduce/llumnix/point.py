@@ -10,8 +10,9 @@ from typing import Final
 import numpy as np
 
 from kvloom.core.arrays import F64
+from kvloom.reproduce.llumnix.by_reports import infaas_by_reports
 from kvloom.reproduce.llumnix.setup import VOCAB
-from kvloom.router.program import load_program
+from kvloom.router.program import Program, load_program
 from kvloom.sim.clock import LoopClock
 from kvloom.sim.fleet import simulated
 from kvloom.sim.loop import run_virtual
@@ -29,13 +30,14 @@ class System:
     """program: that dispatches. rescheduling: None where no request moves."""
 
     name: str
-    program: str
+    program: Program
     rescheduling: Rescheduling | None = None
 
 
-ROUND_ROBIN: Final = System("round-robin", "data_parallel")
-INFAAS: Final = System("INFaaS++", "infaas")
-LLUMNIX: Final = System("Llumnix", "freest", Rescheduling())
+ROUND_ROBIN: Final = System("round-robin", load_program("data_parallel", {}))
+INFAAS: Final = System("INFaaS++", load_program("infaas", {}))
+BY_REPORTS: Final = System("INFaaS++ by reports", Program("infaas, by reports", infaas_by_reports, {}))
+LLUMNIX: Final = System("Llumnix", load_program("freest", {}), Rescheduling())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ class _Play:
         return run_virtual(self._main(system, units, asks))
 
     async def _main(self, system: System, units: list[SimulatedUnit], asks: Iterable[Ask]) -> Point:
-        clock, program = LoopClock(asyncio.get_running_loop()), load_program(system.program, {})
-        async with simulated(units, program, rescheduling=system.rescheduling) as fleet:
+        clock = LoopClock(asyncio.get_running_loop())
+        async with simulated(units, system.program, rescheduling=system.rescheduling) as fleet:
             await play(fleet.server, asks, Prompts(VOCAB), clock, self._add, interval=INTERVAL)
             mover, processes = fleet.rescheduler, fleet.processes
             return Point(
