@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from kvloom.admin.gateway import Gateway
 from kvloom.cli import main
 
 
@@ -122,6 +124,28 @@ def test_a_unit(
     ((method, path, _, sent),) = server.asked
     assert (method, path, json.loads(sent)) == ("POST", f"/admin/units/unit-0/{words[0]}", body)
     assert capsys.readouterr().out == "unit-0  drained  0 calls  chat\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["unit", "restart", "unit-0"], "; the server goes on with it, which `kvloom unit list` shows"),
+        (["unit", "drain", "unit-0"], "; the server goes on with it, which `kvloom unit list` shows"),
+        (["restart", "--rolling"], "; the server goes on with it, which `kvloom unit list` shows"),
+        (["program", "set", "x"], "; the server goes on with it, which `kvloom program show` shows"),
+        (["program", "show"], ""),
+        (["unit", "list"], ""),
+    ],
+)
+def test_control_c_says_what_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Gateway, "_asked", interrupted)
+    assert main(words) == 130
+    assert capsys.readouterr().err == f"kvloom: interrupted{told}\n"
 
 
 def test_a_name_stays_in_its_place(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,13 +238,11 @@ def test_auto_is_shared_out(folder: Path, text: str, memory: list[int], threads:
         ),
         (
             "units: [{models: [a, b], tensor_parallel: 8}]",
-            "units.0.tensor_parallel: 8 ranks for the 4 of the cores that unit-0 has; one core at least for "
-            "each is right",
+            "units.0.tensor_parallel: 8 ranks, but unit-0 has 4 cores; 1 to 4 is right",
         ),
         (
             "units: [{models: [a], threads: 3}, {models: [b], tensor_parallel: 2}]",
-            "units.1.tensor_parallel: 2 ranks for the 1 of the cores that unit-1 has; one core at least for "
-            "each is right",
+            "units.1.tensor_parallel: 2 ranks, but unit-1 has 1 core; 1 is right",
         ),
         (
             "program: balanced\nunits: [{models: [a, b]}, {models: [a], tensor_parallel: 2}]",
@@ -267,6 +265,8 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
     [
         (M + "prot: 8000", ["fleet.yaml", "prot", "did you mean `port`?"]),
         (M + "zzzzzz: 8000", ["zzzzzz", "known are host"]),
+        ("modles: {a: model}", ["fleet.yaml: modles: unknown key; did you mean `models`?", "(and 1 more)"]),
+        (M + "units: [{model: [a]}]", ["units.0.model: unknown key; did you mean `models`?", "(and 1 more)"]),
         (M + "port: eighty", ["port", "'eighty'", "whole number"]),
         (M + "port: 70000", ["port", "70000", "65535"]),
         (M + "port: yes", ["port", "true", "number"]),

@@ -63,7 +63,7 @@ def test_a_single_unit_that_comes_and_goes_needs_a_scheduler(folder: Path) -> No
         ("{least: yes, most: 1}", "units.0.replicas.least: 'true'; a number is right"),
         ("{least: 1}", "units.0.replicas.most: is missing"),
         ("{most: 2, idel: 3}", "units.0.replicas.idel: unknown key; did you mean `idle`?"),
-        ("{most: 2, low: 20, high: 20}", "low < high"),
+        ("{most: 2, low: 900, high: 100}", "units.0.replicas: low 900 and high 100; low < high is right"),
         ("{most: 2, idle: 0s}", "units.0.replicas.idle: 0 s; 1 s to 3600 s is right"),
         ("many", "units.0.replicas: 'many'; a number, or a mapping with `least` and `most`, is right"),
         ("", "units.0.replicas: nothing; a number, or a mapping"),

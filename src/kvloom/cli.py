@@ -154,4 +154,6 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from kvloom.entry import main as enter
+
+    sys.exit(enter())

@@ -43,8 +43,9 @@ _NEEDED: Final = {
 
 
 def explain(error: ValidationError, root: type[BaseModel], origin: Mapping[str, str]) -> str:
-    """The first error, and how many more there are."""
-    found = error.errors(include_url=False)
+    """The first error, and how many more there are. A key that nobody knows comes before all others, of which
+    it may be the reason."""
+    found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     where = [str(part) for part in found[0]["loc"]]
     if where and where[0] in origin:
         where[0] = origin[where[0]]

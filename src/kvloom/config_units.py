@@ -87,8 +87,8 @@ def check_ranks(engines: Sequence[Engine], cores: Sequence[int], program: str) -
         ranks, key = engine.unit.tensor_parallel, f"{engine.key}.tensor_parallel"
         if ranks > own:
             raise ValueError(
-                f"{key}: {ranks} ranks for the {own} of the cores that {engine.name} has; "
-                "one core at least for each is right"
+                f"{key}: {ranks} ranks, but {engine.name} has {own} core{'' if own == 1 else 's'}; "
+                f"{f'1 to {own}' if own > 1 else '1'} is right"
             )
         if ranks > 1 and program in MOVING:
             raise ValueError(

@@ -51,6 +51,7 @@ def test_the_program(http: TestClient, fleet: Administered) -> None:
 def test_units(http: TestClient, fleet: Administered) -> None:
     everyone = http.get("/admin/units").json()
     assert [(unit["name"], unit["state"]) for unit in everyone] == [("unit-0", "down"), ("unit-1", "down")]
+    assert [unit["models"] for unit in everyone] == [["m"], ["m"]]  # which neither has told yet
     assert http.get("/admin/units/unit-1").json() == everyone[1]
     drained = http.post("/admin/units/unit-1/drain", json={"seconds": 1}).json()
     assert (drained["name"], drained["state"], drained["calls"]) == ("unit-1", "drained", 0)

@@ -69,6 +69,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": ""}, "stop"),
     ({"max_tokens": 10**12}, "max_tokens"),
+    ({"max_tokens": 600}, "max_tokens"),
     ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
@@ -93,9 +94,13 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"suffix": "x"}, "suffix"),
     ({"logprobs": 21}, "logprobs"),
     ({"prompt": ["a"] * 100, "n": 100}, "n"),
+    ({"prompt": [1] * 512}, "prompt"),
+    ({"prompt": [1] * 512, "max_tokens": 600}, "prompt"),
 ]
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
+    ({"max_completion_tokens": 600}, "max_completion_tokens"),
+    ({"messages": [{"role": "user", "content": "x " * 999}]}, "messages"),
     ({"messages": [{"role": "bob", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0]"),
     (

@@ -102,7 +102,9 @@ def test_bodies_that_are_none(verb: str) -> None:
         assert read(send(http, verb, content=wrong), 400).code == "invalid_request"
     key = {"authorization": "Bearer admin"}
     for headers in (key, key | {"content-type": "text/plain"}):
-        assert read(send(http, verb, headers=headers), 400).message.startswith("content-type: ")
+        message = read(send(http, verb, headers=headers), 400).message
+        assert message.startswith("content-type: ")
+        assert message.endswith("; `Content-Type: application/json`, or application/msgpack, is right")
 
 
 @pytest.mark.parametrize("verb", BODIES)

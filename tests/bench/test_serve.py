@@ -124,6 +124,10 @@ def test_ctrl_c_hangs_up_and_writes_nothing(workload: Path) -> None:
         (("bench", "serve", "--workload", "small.jsonl", "--timeout", "x"), ["--timeout: 'x'", "`30s`"]),
         (("bench", "serve", "--workload", "small.jsonl", "--slo", "ttft=1"), ["--slo ttft=1", "per_token"]),
         (("bench", "serve", "--workload", "small.jsonl", "--slo", "end=x"), ["--slo end: 'x'"]),
+        (
+            ("bench", "serve", "--workload", "small.jsonl", "--slo", "end"),
+            ["--slo end: end=TIME is right, as `end=200ms`"],
+        ),
         (("bench", "serve", "--workload", "small.jsonl", "--slo-scale", "0"), ["--slo-scale 0"]),
         (("bench", "serve", "--workload", "small.jsonl", "--model", "=x"), ["--model =x", "NAME=REMOTE"]),
         (

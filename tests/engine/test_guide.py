@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvloom.core.errors import BadRequest
 from kvloom.core.sampling import Guide
@@ -122,8 +123,9 @@ def test_a_forbidden_token_is_no_step(compiler: GuideCompiler) -> None:
     ],
 )
 def test_what_is_no_grammar_is_a_bad_request(compiler: GuideCompiler, guide: Guide) -> None:
-    with pytest.raises(BadRequest, match="cannot be used"):
-        compiler.start(guide)
+    with pytest.raises(BadRequest, match="cannot be used") as refused:
+        compiler.start(replace(guide, param="guided_regex"))
+    assert refused.value.param == "guided_regex"
 
 
 def test_vocabulary_narrower_than_the_tokenizer() -> None:

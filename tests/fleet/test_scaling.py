@@ -215,5 +215,5 @@ def test_bounds_the_wrong_way_round(least: int, most: int, low: float, high: flo
 
 def test_times_that_cannot_be() -> None:
     for times in ({"seconds": -1.0}, {"idle": -1.0}, {"idle": math.nan}):
-        with pytest.raises(ValueError, match="are right"):
+        with pytest.raises(ValueError, match="0 or more is right"):
             Scale(0, 1, **times)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvloom.core.errors import ConfigError
 from kvloom.plan.cluster import CPU, Nodes
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.explain import check_each, more_devices, shortfalls
+from kvloom.plan.explain import check_each, gigabytes, more_devices, shortfalls
 from kvloom.plan.planner import plan_placement
 from tests.plan.clusters import demand, formula, nodes, roofline
 
@@ -65,6 +65,14 @@ def test_memory_that_is_short() -> None:
     more = nodes("A100-80", 1).memory + int((one.wanted - one.pool) / 0.95) + 1
     roomy = Estimator([demand("a", "llama-13b", 5.6)], roofline)
     assert plan_placement(roomy, [Nodes("A100-80", more, 1, 1)]).answered == pytest.approx(5.6)
+
+
+def test_a_demand_of_thousands_is_written_out() -> None:
+    estimator = Estimator([demand("a", "llama-7b", 2000.0)], roofline)
+    (one,) = shortfalls(estimator, plan_placement(estimator, [nodes("A100-80", 1)]))
+    assert " of 2,000 requests/s, 1," in one.text
+    assert "e+" not in one.text
+    assert gigabytes(2 * 10**12) == "2,000 GB"
 
 
 def test_compute_that_is_short() -> None:

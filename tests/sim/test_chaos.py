@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +41,23 @@ def test_300_seeds_keep_the_laws() -> None:
     for beside in ("calls harmed", "engines killed", "gateways lost", "units started"):
         assert moved[beside] > 15, beside
     assert counts["requests ended"] > counts["requests failed"]
+
+
+def test_control_c_never_reaches_the_processes_that_play() -> None:
+    """It is blocked from before they are anything, and heard here again once they are started."""
+    found = verdicts(range(4), jobs=2)
+    next(found)
+    masks = [
+        int(line.split()[1], 16)
+        for child in multiprocessing.active_children()
+        for line in Path(f"/proc/{child.pid}/status").read_text().splitlines()
+        if line.startswith("SigBlk:")
+    ]
+    for _ in found:
+        pass
+    assert masks
+    assert all(mask >> (signal.SIGINT - 1) & 1 for mask in masks)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_a_seed_is_the_same_run_wherever_it_is_played() -> None:

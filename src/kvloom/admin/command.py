@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.core.service import RestartStep, UnitState
+from kvloom.core.service import LONGEST_DRAIN, RestartStep, UnitState
 
 SERVER_ERROR: Final = 1
+INTERRUPTED: Final = 130
+_LOOKS: Final = ("list", "show")  # that change nothing
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 
 PROGRAM = """\
@@ -72,7 +75,10 @@ def _add_unit(commands: Any) -> None:
             parser.add_argument("name", metavar="NAME", help="of the unit, as `kvloom unit list` shows it")
         if action in ("drain", "restart", "stop"):
             parser.add_argument(
-                "--seconds", type=float, metavar="S", help="how long to wait (what the config's `drain` says)"
+                "--seconds",
+                type=_seconds,
+                metavar="S",
+                help="how long to wait (what the config's `drain` says)",
             )
         add_server(parser, run_unit)
 
@@ -85,7 +91,7 @@ def _add_restart(commands: Any) -> None:
         "--rolling", action="store_true", required=True, help="one component after the other"
     )
     restart.add_argument(
-        "--seconds", type=float, metavar="S", help="how long to wait at each unit (the config's `drain`)"
+        "--seconds", type=_seconds, metavar="S", help="how long to wait at each unit (the config's `drain`)"
     )
     add_server(restart, run_restart)
 
@@ -102,17 +108,25 @@ def add_server(parser: Any, run: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _seconds(text: str) -> float:
+    """Of a drain."""
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) <= LONGEST_DRAIN:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text[:40]!r}; seconds from 0 to {LONGEST_DRAIN} are right")
+
+
 def run_program(options: argparse.Namespace) -> int:
     from kvloom.admin import gateway, program_text  # noqa: PLC0415  (--help needs none of it)
 
+    server = gateway.Gateway(options.url, options.admin_key_file)
+    order = None if options.action == "show" else program_text.read_options(options.name, options.option)
     try:
-        server = gateway.Gateway(options.url, options.admin_key_file)
-        if options.action == "show":
-            found = server.program()
-        else:
-            found = server.set_program(program_text.read_options(options.name, options.option))
+        found = server.program() if order is None else server.set_program(order)
     except gateway.ServerError as error:
         return _fail(error)
+    except KeyboardInterrupt:
+        return _interrupted(options.action, "program show")
     print(program_text.show(found))
     return 0
 
@@ -120,8 +134,8 @@ def run_program(options: argparse.Namespace) -> int:
 def run_unit(options: argparse.Namespace) -> int:
     from kvloom.admin import gateway  # noqa: PLC0415  (--help needs none of it)
 
+    server = gateway.Gateway(options.url, options.admin_key_file)
     try:
-        server = gateway.Gateway(options.url, options.admin_key_file)
         match options.action:
             case "list":
                 found = server.units()
@@ -137,6 +151,8 @@ def run_unit(options: argparse.Namespace) -> int:
                 found = [server.restart(options.name, options.seconds)]
     except gateway.ServerError as error:
         return _fail(error)
+    except KeyboardInterrupt:
+        return _interrupted(options.action, "unit list")
     for line in show_units(found):
         print(line)
     return 0
@@ -145,13 +161,15 @@ def run_unit(options: argparse.Namespace) -> int:
 def run_restart(options: argparse.Namespace) -> int:
     from kvloom.admin import gateway  # noqa: PLC0415  (--help needs none of it)
 
-    state = ""
+    server, state = gateway.Gateway(options.url, options.admin_key_file), ""
     try:
-        for step in gateway.Gateway(options.url, options.admin_key_file).restart_all(options.seconds):
+        for step in server.restart_all(options.seconds):
             state = step.state
             print(show_step(step), flush=True)
     except gateway.ServerError as error:
         return _fail(error)
+    except KeyboardInterrupt:
+        return _interrupted("restart", "unit list")
     return SERVER_ERROR if state == "failed" else 0
 
 
@@ -174,6 +192,13 @@ def show_units(states: Sequence[UnitState]) -> list[str]:
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+
+
+def _interrupted(action: str, shows: str) -> int:
+    """What the server was ordered it does whoever waits. shows: the command that tells how far it is."""
+    goes_on = f"; the server goes on with it, which `kvloom {shows}` shows" if action not in _LOOKS else ""
+    print(f"kvloom: interrupted{goes_on}", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _fail(error: Exception) -> int:

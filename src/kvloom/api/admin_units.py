@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route, Router
@@ -58,10 +59,23 @@ class UnitOrders:
         return as_json(self.roster.placement)
 
     async def _units(self, request: Request) -> Response:
-        return await self._add(request) if request.method == "POST" else as_json(self.drains.states)
+        if request.method == "POST":
+            return await self._add(request)
+        return as_json([self._named_models(state) for state in self.drains.states])
 
     async def _get_unit(self, request: Request) -> Response:
-        return as_json(self.drains.state(self._named(request)))
+        return self._shown(self.drains.state(self._named(request)))
+
+    def _shown(self, state: UnitState) -> Response:
+        return as_json(self._named_models(state))
+
+    def _named_models(self, state: UnitState) -> UnitState:
+        """With those that the unit is to serve, where it has told of none yet."""
+        if state.models:
+            return state
+        placement = self.roster.placement
+        specs = [spec for spec in (*placement.units, *placement.away) if spec.unit == state.name]
+        return replace(state, models=tuple(model.name for spec in specs for model in spec.models))
 
     async def _drain(self, request: Request) -> Response:
         return await self._drained(request, self.drains.drain)
@@ -82,15 +96,15 @@ class UnitOrders:
         body = decode(request, await read_body(request, MAX_BODY), Drain)
         unit = self._named(request)
         self.rolling.refuse_while_leaving()
-        return as_json(await do(unit, body.seconds))
+        return self._shown(await do(unit, body.seconds))
 
     async def _admit(self, request: Request) -> Response:
-        return as_json(await self.drains.admit(await self._ordered(request)))
+        return self._shown(await self.drains.admit(await self._ordered(request)))
 
     async def _start(self, request: Request) -> Response:
         unit = await self._ordered(request)
         await self.roster.start(unit)
-        return as_json(self.drains.state(unit))
+        return self._shown(self.drains.state(unit))
 
     async def _remove(self, request: Request) -> Response:
         unit = await self._ordered(request)
@@ -103,7 +117,7 @@ class UnitOrders:
         spec = decode(request, await read_body(request, MAX_BODY), EngineSpec)
         self.rolling.refuse_while_leaving()
         await self.roster.add(spec)
-        return as_json(self.drains.state(spec.unit))
+        return self._shown(self.drains.state(spec.unit))
 
     async def _ordered(self, request: Request) -> str:
         """The unit, by an order that has nothing else to say."""

@@ -44,6 +44,7 @@ class ChatEndpoint:
         family = parsed_family(body, model)
         request_id = self.gateway.new_id("chatcmpl")
         asked = body.max_completion_tokens or body.max_tokens
+        limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         start = StartGenerate(
             model=model.card.name,
             request=request_id,
@@ -51,7 +52,7 @@ class ChatEndpoint:
             sampling=sampling_params(
                 body,
                 model,
-                max_tokens=room_for(prompt, asked, model.card, "messages"),
+                max_tokens=room_for(prompt, asked, model.card, "messages", limit),
                 draw_seed=self.gateway.draw_seed,
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 guide=_forced(body, model, family),

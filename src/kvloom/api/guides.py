@@ -18,13 +18,13 @@ def guide_of(body: GenerationBody) -> Guide | None:
 
 def _guide(name: str, value: Any) -> Guide:
     if isinstance(value, JsonObjectFormat):
-        return Guide("json")
+        return Guide("json", param=name)
     if isinstance(value, JsonSchemaFormat):
-        return Guide("json_schema", json.dumps(value.json_schema.schema_))
+        return Guide("json_schema", json.dumps(value.json_schema.schema_), name)
     if name.endswith("regex"):
-        return Guide("regex", value)
+        return Guide("regex", value, name)
     if name.endswith("json"):
-        return Guide("json_schema", value if isinstance(value, str) else json.dumps(value))
+        return Guide("json_schema", value if isinstance(value, str) else json.dumps(value), name)
     if name.endswith("choice"):
-        return Guide("lark", "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value))
-    return Guide("lark", value)
+        value = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
+    return Guide("lark", value, name)

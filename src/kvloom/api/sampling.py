@@ -68,15 +68,18 @@ def check_prompt(prompt: list[int], card: ModelCard) -> None:
         raise BadRequest(said, param="prompt")
 
 
-def room_for(prompt: list[int], max_tokens: int | None, card: ModelCard, field: str) -> int:
-    """Tokens that may be made: what was asked for, or all that is left of the context."""
+def room_for(
+    prompt: list[int], max_tokens: int | None, card: ModelCard, field: str, limit: str = "max_tokens"
+) -> int:
+    """Tokens that may be made: what was asked for, or all that is left of the context. field, limit: the
+    parameters by which the prompt was given, and `max_tokens`."""
     room = card.context_length - len(prompt)
     if room < 1 or (max_tokens or 0) > room:
         asked = f" and {max_tokens} tokens of output were asked for" if max_tokens else ""
         raise PromptTooLong(
             f"the context length of {card.name} is {card.context_length} tokens; "
             f"the prompt has {len(prompt)}{asked}",
-            param=field,
+            param=field if room < 1 else limit,
         )
     return room if max_tokens is None else max_tokens
 

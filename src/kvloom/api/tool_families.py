@@ -77,17 +77,17 @@ def forced_guide(
     }
     if family is Family.LLAMA:
         rest = ' ("; " call)*' if several else ""
-        return Guide("lark", f"start: call{rest}\ncall: %json {json.dumps(call)}\n")
+        return Guide("lark", f"start: call{rest}\ncall: %json {json.dumps(call)}\n", "tools")
     if family is Family.HERMES:
         mark, end = _literal(tokenizer, "<tool_call>"), _literal(tokenizer, "</tool_call>")
         rest = ' ("\\n" call)*' if several else ""
         body = f'call: {mark} "\\n" body "\\n" {end}\nbody: %json {json.dumps(call)}\n'
-        return Guide("lark", f"start: call{rest}\n{body}")
+        return Guide("lark", f"start: call{rest}\n{body}", "tools")
     array = {"type": "array", "items": call, "minItems": 1, "x-guidance": JSON_SPACING} | (
         {} if several else {"maxItems": 1}
     )
     mark = _literal(tokenizer, Family.MISTRAL.value)
-    return Guide("lark", f"start: {mark} body\nbody: %json {json.dumps(array)}\n")
+    return Guide("lark", f"start: {mark} body\nbody: %json {json.dumps(array)}\n", "tools")
 
 
 def marks_of(family: Family | None, tokenizer: Tokenizer) -> frozenset[int]:

@@ -58,4 +58,4 @@ def decode(request: Request, body: bytes, kind: type[Body]) -> Body:
             return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"body: {error}") from error
-    raise BadRequest(f"content-type: {written or 'none'}; {MSGPACK} or {JSON} is read")
+    raise BadRequest(f"content-type: {written or 'none'}; `Content-Type: {JSON}`, or {MSGPACK}, is right")

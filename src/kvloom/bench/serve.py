@@ -119,6 +119,8 @@ def _bounds(texts: Sequence[str]) -> Within | None:
         what, _, seconds = text.partition("=")
         if what not in _BOUNDS or what in bounds:
             raise ConfigError(f"--slo {text}: {', '.join(_BOUNDS)}, each once, are right, as `first=200ms`")
+        if not seconds:
+            raise ConfigError(f"--slo {text}: {what}=TIME is right, as `{what}=200ms`")
         bounds[what] = _seconds(f"--slo {what}", seconds)
     return Within(**bounds) if bounds else None
 

@@ -41,9 +41,10 @@ from kvloom.workload_source import open_workload
 
 def simulate_command(options: argparse.Namespace) -> int:
     """Its exit code. Raises ConfigError."""
-    for scale in (options.rate_scale, *options.slo_scale):
-        if not (0 < scale < math.inf):
-            raise ConfigError(f"--rate-scale and --slo-scale: {scale:g}; more than 0 is right")
+    for flag, scales in (("--rate-scale", [options.rate_scale]), ("--slo-scale", options.slo_scale)):
+        for scale in scales:
+            if not (0 < scale < math.inf):
+                raise ConfigError(f"{flag} {scale:g}: more than 0 is right")
     check_outputs(options.json, options.html)
     sys.path.append(str(options.fleet.absolute().parent))  # where a program of one's own is looked for
     fleet = _fleet(options)
@@ -96,9 +97,9 @@ def _planned(options: argparse.Namespace, path: Path) -> _Fleet:
 
 
 def _configured(options: argparse.Namespace, path: Path) -> _Fleet:
+    config = load_config(path, {}, {}, Machine.here())
     if options.profile is None:
         raise ConfigError(f"{path}: --profile FILE is needed too, which `kvloom profile` writes")
-    config = load_config(path, {}, {}, Machine.here())
     profile = read_profile(options.profile)
     away = frozenset(spec.unit for spec in config.engines) - frozenset(config.first)
     scheduler = config.scheduler

@@ -20,11 +20,10 @@ class Scale(Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most or not self.most:
             raise ValueError(f"{self.least} to {self.most} replicas; 0 ≤ least ≤ most and 1 ≤ most are right")
-        if not self.low < self.high or not self.seconds >= 0 or not self.idle >= 0:
-            raise ValueError(
-                f"freeness {self.low:g} to {self.high:g} for {self.seconds:g} s, idle for {self.idle:g} s; "
-                "low < high, and seconds of 0 or more, are right"
-            )
+        if not self.low < self.high:
+            raise ValueError(f"low {self.low:g} and high {self.high:g}; low < high is right")
+        if not self.seconds >= 0 or not self.idle >= 0:
+            raise ValueError(f"seconds {self.seconds:g} and idle {self.idle:g}; 0 or more is right")
 
 
 class GroupSpec(Struct, frozen=True):

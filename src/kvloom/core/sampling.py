@@ -22,10 +22,12 @@ JSON_SPACING: dict[str, bool | str] = {
 
 class Guide(Struct, frozen=True, omit_defaults=True):
     """A grammar the output must follow. `text` is the JSON schema, the regular expression or the Lark
-    grammar; for "json" (any JSON object) it is empty."""
+    grammar; for "json" (any JSON object) it is empty. `param` is the client's parameter that says so, which
+    an error names."""
 
     kind: Literal["json", "json_schema", "regex", "lark"]
     text: str = ""
+    param: str = "sampling.guide"
 
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -18,7 +18,7 @@ class UnitState(Struct, frozen=True, kw_only=True):
     """state: up, it takes requests; down, it does not answer; draining, it takes none and still works on
     some; drained, it works on none; restarting, it is about to be a new process; away, it has no process, and
     gets one where it is needed; starting, it is about to. calls: those that the router has in flight there.
-    models: those it serves, as far as it has told. problem: why it is down."""
+    models: those it serves, or is to serve once it has a process. problem: why it is down."""
 
     name: str
     state: Service

@@ -129,5 +129,4 @@ def _grammar(guide: Guide) -> str:
 
 def _refused(guide: Guide, message: str) -> BadRequest:
     said = " ".join(message.split())[:500]
-    param = "response_format" if guide.kind in ("json", "json_schema") else "structured_outputs"
-    return BadRequest(f"the {guide.kind} grammar cannot be used: {said}", param=param)
+    return BadRequest(f"the {guide.kind} grammar cannot be used: {said}", param=guide.param)

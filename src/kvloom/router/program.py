@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from kvloom.core.errors import ConfigError
 from kvloom.router.call import Call, Frames
 from kvloom.router.fleet import Fleet
 from kvloom.router.programs import PROGRAMS
+from kvloom.router.wanted import wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,4 +107,6 @@ def _convert(name: str, option: str, value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"program: {name}: option {option}: {error}") from error
+        right = wanted(kind)
+        said = f"{reprlib.repr(value)}; {right} is right" if right else str(error)
+        raise ConfigError(f"program: {name}: option {option}: {said}") from error

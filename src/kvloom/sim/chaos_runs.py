@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Final
 
@@ -44,8 +45,9 @@ def chaos(*, seeds: int, first: int, jobs: int, replay: int | None) -> int:
 def _check(seeds: int, first: int, jobs: int, replay: int | None) -> None:
     if seeds < 1:
         raise ConfigError(f"--seeds: {seeds}; 1 or more is right")
-    if first < 0 or (replay is not None and replay < 0):
-        raise ConfigError("--first and --replay: a seed is 0 or more")
+    for flag, seed in (("--first", first), ("--replay", replay)):
+        if seed is not None and seed < 0:
+            raise ConfigError(f"{flag}: {seed}; a seed of 0 or more is right")
     if not 1 <= jobs <= MOST_JOBS:
         raise ConfigError(f"--jobs: {jobs}; 1 to {MOST_JOBS} is right")
 
@@ -64,17 +66,25 @@ def verdicts(seeds: range, jobs: int) -> Iterator[Verdict]:
     if jobs == 1:
         yield from map(run_quietly, seeds)
         return
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_ignore_interrupts)
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
     try:
         for first in range(0, len(seeds), _WINDOW):
-            yield from pool.map(run_quietly, seeds[first : first + _WINDOW], chunksize=_AHEAD)
+            with _without_interrupts():
+                found = pool.map(run_quietly, seeds[first : first + _WINDOW], chunksize=_AHEAD)
+            yield from found
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C goes to all processes; the first one ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C goes to all processes, and the first one ends the others: those that are started here never hear
+    it, from their first moment on. For this one it waits until the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def tell(verdict: Verdict) -> int:
