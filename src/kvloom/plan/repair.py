@@ -67,7 +67,8 @@ def repair(now: Mapping[str, Placed], plan: Iterable[Placed], memory: int) -> Re
         raise Unreachable(f"the plan has no unit for {', '.join(sorted(left_out))}, which is served")
     total = sum(unit.bytes for unit in wanted)
     if total > memory:
-        raise Unreachable(f"the plan's units take {total / GIB:.2f} GiB, and there are {memory / GIB:.2f}")
+        sizes = f"{total / GIB:.1f} and {memory / GIB:.1f} GiB"
+        raise Unreachable(f"the plan's units take {total:,} bytes, and there are {memory:,} ({sizes})")
     kept = _kept(now, wanted)
     taken = set(kept.values())
     change = _Change(
