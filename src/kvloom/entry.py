@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import sys
-from contextlib import suppress
 from typing import Final
 
 INTERRUPTED: Final = 130
@@ -29,8 +28,10 @@ def main() -> int:
             raise
         return UNREAD
     except KeyboardInterrupt:
-        with suppress(BrokenPipeError):
+        try:
             print("kvloom: interrupted", file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            _silence()  # or Python tries once more at its end, and ends with 120
         return INTERRUPTED
 
 
