@@ -71,11 +71,7 @@ class UnitOrders:
 
     def _named_models(self, state: UnitState) -> UnitState:
         """With those that the unit is to serve, where it has told of none yet."""
-        if state.models:
-            return state
-        placement = self.roster.placement
-        specs = [spec for spec in (*placement.units, *placement.away) if spec.unit == state.name]
-        return replace(state, models=tuple(model.name for spec in specs for model in spec.models))
+        return state if state.models else replace(state, models=self.roster.models(state.name))
 
     async def _drain(self, request: Request) -> Response:
         return await self._drained(request, self.drains.drain)

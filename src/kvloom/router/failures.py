@@ -37,8 +37,8 @@ class Failures:
     def keep(self, fleet: Fleet, error: KvloomError) -> Fleet:
         """Without the replicas that have refused the request, but for those that will be others when they
         are up again, and those that hold shorter contexts than the one that let it in promised. Where the
-        connection to that one broke it may be another process already, and nobody counts as having refused:
-        only so many break."""
+        connection to that one broke it may be another process already, and nobody counts as having refused;
+        `DEATHS` bounds how often."""
         call = self._call
         if call.let_in and isinstance(error, Unavailable):
             call.course.refused.clear()

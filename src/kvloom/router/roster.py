@@ -97,6 +97,11 @@ class Roster:
             idle=min(unit.idle for unit in units),
         )
 
+    def models(self, unit: str) -> tuple[str, ...]:
+        """That it serves, or is to; none of a unit that is not known here."""
+        spec = self._specs.get(unit)
+        return tuple(model.name for model in spec.models) if spec else ()
+
     @property
     def placement(self) -> Placement:
         units = self._router.units
