@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,6 @@ import numpy as np
 import pytest
 
 INSTALLED = importlib.util.find_spec("triton") is not None
-_KERNELS = (
-    *("activation", "advance", "ask", "copy", "decode", "merge", "norm", "poll", "prefill", "rotary"),
-    *("runs", "serve", "write"),
-)
 
 
 class _Watch(MetaPathFinder):
@@ -55,8 +52,10 @@ def watch() -> None:
 def load() -> None:
     """Import the kernels."""
     with interpreting():
-        for name in _KERNELS:
-            importlib.import_module(f"kvloom.kernels.triton.{name}")
+        package = importlib.import_module("kvloom.kernels.triton")
+        for kernels in pkgutil.iter_modules(package.__path__):
+            if kernels.name != "compile":
+                importlib.import_module(f"{package.__name__}.{kernels.name}")
         interpreted = type(importlib.import_module("triton.language").sum).__name__ == "InterpretedFunction"
         if interpreted != ("TRITON_INTERPRET" in os.environ):
             raise ImportError("triton: want tests/conftest.py before its first import, but something was")

@@ -36,9 +36,10 @@ class Kernels:
 
     @classmethod
     def triton(cls) -> Kernels:
-        from kvloom.kernels.triton import ask, serve  # noqa: PLC0415 -- it compiles for a GPU
+        from kvloom.kernels.triton.ask import collect, post  # noqa: PLC0415 -- it compiles for a GPU
+        from kvloom.kernels.triton.serve import serve  # noqa: PLC0415
 
-        return cls(serve.serve, ask.post, ask.collect)
+        return cls(serve, post, collect)
 
 
 class Loan:

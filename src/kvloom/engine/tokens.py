@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Tokens:
 
     __slots__ = ("_room", "asked", "length", "made", "prompt")
 
-    def __init__(self, prompt: I64, output: Sequence[int] = ()) -> None:
+    def __init__(self, prompt: I64, output: abc.Sequence[int] = ()) -> None:
         self.prompt = prompt
         self.asked = int(prompt.size)
         self.made = len(output)
@@ -37,7 +37,7 @@ class Tokens:
         self._room[self.made] = token
         self._made(1)
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: abc.Sequence[int]) -> None:
         if self.made + len(tokens) > self._room.size:
             self._grow(len(tokens))
         self._room[self.made : self.made + len(tokens)] = tokens

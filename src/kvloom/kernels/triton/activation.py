@@ -12,7 +12,7 @@ from torch import Tensor
 from kvloom.kernels.reference import Activation
 from kvloom.kernels.triton.launch import Launch, check
 
-_VALUES = 1024  # a program
+_GATED_VALUES = 1024  # a program
 _SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 _SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi) / math.log(2))  # 2u in units of log 2
 
@@ -45,9 +45,9 @@ def gated_launch(out: Tensor, x: Tensor, activation: Activation) -> Launch:
         raise ValueError(f"x: want an even number of columns, gates first, got {both}")
     arguments = {
         **{"out": out, "x": x, "x_row": x.stride(0), "SIZE": both // 2},
-        **{"KIND": activation, "VALUES": _VALUES},
+        **{"KIND": activation, "VALUES": _GATED_VALUES},
     }
-    return Launch(_gated, (rows, triton.cdiv(both // 2, _VALUES)), arguments)
+    return Launch(_gated, (rows, triton.cdiv(both // 2, _GATED_VALUES)), arguments)
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvloom.kernels.triton.launch import CHANGING, Launch, check, power_of_two
 
-_VALUES = 2048  # a program, where rows are shorter
+_NORM_VALUES = 2048  # a program, where rows are shorter
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -69,7 +69,7 @@ def norm_launch(
     if residual is not None:
         check("residual", residual, flat.shape[0], size, dtypes=(x.dtype,))
     rows, padded = flat.shape[0] * flat.shape[1], power_of_two(size)
-    tile = max(1, _VALUES // padded)
+    tile = max(1, _NORM_VALUES // padded)
     arguments = {
         **{"out": out, "total": total, "x": flat, "residual": residual, "weight": weight},
         **{"rows": rows, "eps": eps, "offset": offset, "x_row": flat.stride(0), "x_head": flat.stride(1)},

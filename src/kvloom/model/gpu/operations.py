@@ -65,18 +65,16 @@ def plain_operations() -> Operations:
 
 def triton_operations() -> Operations:
     """Imported here alone: triton reads its environment when it is."""
-    from kvloom.kernels.triton import (  # noqa: PLC0415
-        activation,
-        advance,
-        ask,
-        copy,
-        decode,
-        norm,
-        prefill,
-        rotary,
-        serve,
-        write,
-    )
+    from kvloom.kernels.triton.activation import gated  # noqa: PLC0415
+    from kvloom.kernels.triton.advance import advance  # noqa: PLC0415
+    from kvloom.kernels.triton.ask import collect, post  # noqa: PLC0415
+    from kvloom.kernels.triton.copy import copy_pages  # noqa: PLC0415
+    from kvloom.kernels.triton.decode import Workspace, decode_attention, splits_for  # noqa: PLC0415
+    from kvloom.kernels.triton.norm import rms_norm  # noqa: PLC0415
+    from kvloom.kernels.triton.prefill import prefill_attention  # noqa: PLC0415
+    from kvloom.kernels.triton.rotary import rotate  # noqa: PLC0415
+    from kvloom.kernels.triton.serve import serve  # noqa: PLC0415
+    from kvloom.kernels.triton.write import write_kv  # noqa: PLC0415
 
     def workspace(
         batch: int,
@@ -86,21 +84,21 @@ def triton_operations() -> Operations:
         multiprocessors: int,
         longest: int,
         device: torch.device,
-    ) -> decode.Workspace:
-        splits = decode.splits_for(batch, kv_heads, multiprocessors, longest)
-        return decode.Workspace.make(splits, batch, heads, head_dim, device)
+    ) -> Workspace:
+        splits = splits_for(batch, kv_heads, multiprocessors, longest)
+        return Workspace.make(splits, batch, heads, head_dim, device)
 
     return Operations(
-        write.write_kv,
-        decode.decode_attention,
-        prefill.prefill_attention,
-        copy.copy_pages,
-        advance.advance,
-        norm.rms_norm,
-        rotary.rotate,
-        activation.gated,
-        serve.serve,
-        ask.post,
-        ask.collect,
+        write_kv,
+        decode_attention,
+        prefill_attention,
+        copy_pages,
+        advance,
+        rms_norm,
+        rotate,
+        gated,
+        serve,
+        post,
+        collect,
         workspace,
     )
