@@ -65,16 +65,16 @@ def plain_operations() -> Operations:
 
 def triton_operations() -> Operations:
     """Imported here alone: triton reads its environment when it is."""
-    from kvloom.kernels.triton.activation import gated  # noqa: PLC0415
-    from kvloom.kernels.triton.advance import advance  # noqa: PLC0415
-    from kvloom.kernels.triton.ask import collect, post  # noqa: PLC0415
-    from kvloom.kernels.triton.copy import copy_pages  # noqa: PLC0415
-    from kvloom.kernels.triton.decode import Workspace, decode_attention, splits_for  # noqa: PLC0415
-    from kvloom.kernels.triton.norm import rms_norm  # noqa: PLC0415
-    from kvloom.kernels.triton.prefill import prefill_attention  # noqa: PLC0415
-    from kvloom.kernels.triton.rotary import rotate  # noqa: PLC0415
-    from kvloom.kernels.triton.serve import serve  # noqa: PLC0415
-    from kvloom.kernels.triton.write import write_kv  # noqa: PLC0415
+    from kvloom.kernels.triton.activation import gated
+    from kvloom.kernels.triton.advance import advance
+    from kvloom.kernels.triton.ask import collect, post
+    from kvloom.kernels.triton.copy import copy_pages
+    from kvloom.kernels.triton.decode import Workspace, decode_attention, splits_for
+    from kvloom.kernels.triton.norm import rms_norm
+    from kvloom.kernels.triton.prefill import prefill_attention
+    from kvloom.kernels.triton.rotary import rotate
+    from kvloom.kernels.triton.serve import serve
+    from kvloom.kernels.triton.write import write_kv
 
     def workspace(
         batch: int,
