@@ -13,7 +13,8 @@ from kvloom.model.gpu.operations import plain_operations
 from kvloom.model.gpu.partitions import Lane, Partitions
 from kvloom.model.gpu.streams import HostStream
 from kvloom.model.parallel.gpu_rank import GpuWorker
-from kvloom.model.parallel.rank import Member, run_rank
+from kvloom.model.parallel.member import Member
+from kvloom.model.parallel.rank import run_rank
 from kvloom.model.parallel.wire import Begin
 
 COMPUTE = 8

@@ -16,7 +16,7 @@ from kvloom.model.gpu.operations import Operations
 from kvloom.model.gpu.progress import Progress
 from kvloom.model.gpu.staging import Staging
 from kvloom.model.parallel.gpu_executor import all_alike
-from kvloom.model.parallel.rank import Member, check
+from kvloom.model.parallel.member import Member, check
 from kvloom.model.parallel.steps import ToldMap, ids_of
 from kvloom.model.parallel.wire import Begin, Step
 
