@@ -9,7 +9,7 @@ memcpy's rate on a Zen 4, this 110 %).
 import ctypes
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import carray, njit, types
 
 from kvloom.kernels.cpu_attention import AttentionArguments, attend

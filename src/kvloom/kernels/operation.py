@@ -7,7 +7,7 @@ from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 

@@ -9,7 +9,7 @@ later load is done. Who must not read before its own store is seen takes `swap`,
 import ctypes
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import carray, njit, types
 
 from kvloom.kernels.operation import operation, pointer

@@ -7,7 +7,7 @@ lanes spare LLVM's alias checks and need no compile-time head size. After a chan
 
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import types
 from numba.extending import models, register_model
 
