@@ -1,5 +1,6 @@
-"""Compile the kernels for a GPU that need not be there: `python -m kvloom.kernels.triton.compile` does it for
-Hopper, with the argument 80 for Ampere.
+"""Compiles the kernels for a GPU that need not be there.
+
+`python -m kvloom.kernels.triton.compile` compiles for Hopper, and with the argument 80 for Ampere.
 
 Each is launched as it is when it serves, but on tensors without memory; what Triton would specialise on such
 a launch is compiled down to a cubin. Prints a line each; exits with 1 where one does not compile.
