@@ -68,6 +68,6 @@ $(INSTALLED): pyproject.toml | $(BIN)/pip
 	@touch $@
 
 # The CPU kernels are compiled once here, not while somebody waits for the first answer.
-$(WARM): $(INSTALLED) $(wildcard src/kvloom/exec/cpu/kernels/*.py)
+$(WARM): $(INSTALLED) $(wildcard src/kvloom/kernels/cpu/*.py)
 	@if $(BIN)/python -c '$(HAS_WARM)'; then echo "== compiling the kernels"; $(BIN)/python -m kvloom.kernels.warm; fi
 	@touch $@
