@@ -18,7 +18,7 @@ WARM := $(VENV)/.warm
 PYTHON_FITS := import sys; sys.exit(sys.version_info < (3, 11))
 TORCH_FITS := import sys, torch; torch.ones(2).sum(); \
   sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
-HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernels.warm") is None)
+HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernels.cpu.warm") is None)
 
 .PHONY: setup serve test check bench gpu-check clean
 .DELETE_ON_ERROR:
@@ -69,5 +69,5 @@ $(INSTALLED): pyproject.toml | $(BIN)/pip
 
 # The CPU kernels are compiled once here, not while somebody waits for the first answer.
 $(WARM): $(INSTALLED) $(wildcard src/kvloom/kernels/cpu/*.py)
-	@if $(BIN)/python -c '$(HAS_WARM)'; then echo "== compiling the kernels"; $(BIN)/python -m kvloom.kernels.warm; fi
+	@if $(BIN)/python -c '$(HAS_WARM)'; then echo "== compiling the kernels"; $(BIN)/python -m kvloom.kernels.cpu.warm; fi
 	@touch $@

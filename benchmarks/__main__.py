@@ -54,7 +54,7 @@ from benchmarks.peers import prepare
 from benchmarks.places import BUILD, VLLM_VENV
 from benchmarks.report import Report, bench_markdown
 from benchmarks.servers import AS_IT_COMES, BEST_SETUP, VLLM_SETUPS, Vllm
-from kvloom.core.errors import KvloomError
+from kvloom.types.errors import KvloomError
 
 PEERED = frozenset(("throughput", "multimodel"))  # ask servers of others
 QUIET = 0.5  # load average above which the machine is not

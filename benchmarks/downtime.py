@@ -30,8 +30,8 @@ from benchmarks.engines import MODEL
 from benchmarks.migration import TOKEN_BYTES, bystander
 from benchmarks.moving_pair import QUIET, Pair, Reader, body_of, cold, pair, prompt_of
 from benchmarks.report import Cell, Finding, Report, this_machine
-from kvloom.core.request import Made, StartGenerate
-from kvloom.core.verbs import PrepRecv, RemoteSend
+from kvloom.types.request import Made, StartGenerate
+from kvloom.types.verbs import PrepRecv, RemoteSend
 
 LENGTHS: Final = (256, 512, 1024, 2048, 3800)
 PARTS: Final = ("step", "hold", "send", "start", "wait", "last", "whole")  # of what is found

@@ -18,10 +18,9 @@ from rich.console import Console
 
 from benchmarks.null_executor import Clockwork, NullExecutor, NullTransport, null_spec
 from benchmarks.report import Finding, Report, this_machine
-from kvloom.core.clock import WallClock
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.types.clock import WallClock
+from kvloom.types.request import SamplingParams, StartGenerate
 
 FLEETS = {1: {"a1": "A"}, 3: {"a1": "A", "b1": "B", "b2": "B"}}
 BLOCKS = 1 << 18

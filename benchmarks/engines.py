@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from benchmarks.places import checkpoint
-from kvloom.core.spec import EngineSpec, ModelSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import EngineOrder, Ready, Refused
 from kvloom.serve.roles import ENGINE
+from kvloom.types.spec import EngineSpec, ModelSpec
 
 MODEL = "m"
 

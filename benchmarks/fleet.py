@@ -18,11 +18,11 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.report import Cell, Finding, Report, this_machine
-from kvloom.core.load import LevelLoad, ModelLoad, UnitLoad
-from kvloom.core.replicas import Group, Scale
-from kvloom.fleet.choice import Candidate, choose
-from kvloom.fleet.period import Period, decide
-from kvloom.fleet.thresholds import Thresholds
+from kvloom.cluster.freeness import Thresholds
+from kvloom.cluster.scheduler import Period, decide
+from kvloom.engine.choice import Candidate, choose
+from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad
+from kvloom.types.service import Group, Scale
 
 MOST: Final = {64: 10.0, 1000: 100.0}  # ms a period, by units
 PERIODS: Final = 40

@@ -23,9 +23,9 @@ import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvloom.api.app import create_app
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate, TokenEvent
-from kvloom.core.service import Service
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate, TokenEvent
+from kvloom.types.service import Service
 
 
 def model_card() -> ModelCard:

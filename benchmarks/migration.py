@@ -22,19 +22,18 @@ from rich.console import Console
 
 from benchmarks.engines import MODEL, engines, spec_of
 from benchmarks.report import Finding, Report, this_machine
-from kvloom.core.address import Endpoint, KVAddress
-from kvloom.core.client import EngineClient
-from kvloom.core.clock import WallClock
-from kvloom.core.request import StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import EngineSpec
-from kvloom.core.verbs import Prefix, PrepRecv, RemoteSend, Sent
 from kvloom.engine.engine import Engine
+from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.kv.arena import Arena
-from kvloom.model.executor import TorchExecutor
 from kvloom.router.client import HttpEngineClient
 from kvloom.transport.plane import ShmShipment
 from kvloom.transport.shm import ShmTransport
+from kvloom.types.client import EngineClient
+from kvloom.types.clock import WallClock
+from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
+from kvloom.types.spec import EngineSpec
+from kvloom.types.transfer import Endpoint, KVAddress
+from kvloom.types.verbs import Prefix, PrepRecv, RemoteSend, Sent
 
 WANTED = {500: 1.7, 1500: 4.0, 2500: 6.0}  # context tokens → how much faster with migration
 NEW, MOVED, VOCAB = 200, 2000, 8000

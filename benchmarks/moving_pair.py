@@ -13,13 +13,12 @@ from statistics import mean
 from typing import Any, Final
 
 from benchmarks.engines import MODEL, engines
-from kvloom.core.client import EngineClient
-from kvloom.core.clock import WallClock
-from kvloom.core.request import Event, StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.verbs import Prefix
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
+from kvloom.types.client import EngineClient
+from kvloom.types.clock import WallClock
+from kvloom.types.request import Event, SamplingParams, StartGenerate, TokenEvent
+from kvloom.types.verbs import Prefix
 
 VERBS: Final = ("prep_recv", "remote_send", "hold", "start_generate", "abort")
 BESIDE: Final = 2000  # tokens of those that decode beside

@@ -29,7 +29,7 @@ from benchmarks.servers import BEST_SETUP, VLLM_SETUPS, Vllm, kvloom
 from benchmarks.slo import Lone, Objective, attained, slower
 from benchmarks.workload import PROMPTS, burst, poisson, power_law
 from benchmarks.workload import lone as lone_asks
-from kvloom.core.spec import Policy
+from kvloom.types.spec import Policy
 
 SHAPES = {"a1": "A", "a2": "A", "b1": "B", "b2": "B"}
 ALPHA, SCALE, LEAST_RATIO = 2.1, 8.0, 2.0

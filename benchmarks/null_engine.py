@@ -13,9 +13,9 @@ import uvloop
 
 from benchmarks.null_executor import NullExecutor, NullTransport, null_spec
 from kvloom.api.verbs import create_verbs
-from kvloom.core.clock import WallClock
 from kvloom.engine.engine import Engine
 from kvloom.serve.server import Server
+from kvloom.types.clock import WallClock
 
 SHAPES = {"m": "B"}
 BLOCKS = 1 << 18

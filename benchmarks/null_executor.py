@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from tools.make_checkpoint import EOS, SHAPES
 
 from benchmarks.places import checkpoint
-from kvloom.core.address import Endpoint, KVAddress, Ticket
-from kvloom.core.errors import Unavailable
-from kvloom.core.geometry import Geometry
-from kvloom.core.job import Job, JobResult, Phase
-from kvloom.core.request import ModelCard
-from kvloom.core.shipment import Shipment
-from kvloom.core.spec import EngineSpec, ModelSpec, Policy
+from kvloom.types.errors import Unavailable
+from kvloom.types.geometry import Geometry
+from kvloom.types.job import Job, JobResult, Phase
+from kvloom.types.request import ModelCard
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy
+from kvloom.types.transfer import Endpoint, KVAddress, Shipment, Ticket
 
 BLOCK_BYTES = 16 << 10
 CATCH_UP = 0.5  # seconds

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.places import LOGS, ROOT, VLLM_VENV
 from benchmarks.process import Command, free_port
-from kvloom.core.spec import Policy
+from kvloom.types.spec import Policy
 
 KVLOOM_PATIENCE = 120.0
 VLLM_PATIENCE = 900.0  # it compiles

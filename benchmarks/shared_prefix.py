@@ -24,13 +24,12 @@ from rich.console import Console
 
 from benchmarks.engines import MODEL, engines
 from benchmarks.report import Finding, Report, this_machine
-from kvloom.core.clock import WallClock
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.verbs import Prefix
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
+from kvloom.types.clock import WallClock
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.verbs import Prefix
 
 PROGRAMS = ("data_parallel", "cache_aware")
 LEAST = 2.0

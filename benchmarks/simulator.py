@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from benchmarks.report import Cell, Finding, Report, this_machine
-from kvloom.core.spec import Policy
-from kvloom.cost.devices import find_device
-from kvloom.cost.shapes import find_shape
+from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.run import simulate
+from kvloom.lab.sim.unit import planned_units
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
 from kvloom.router.program import load_program
-from kvloom.sim.rescheduling import Rescheduling
-from kvloom.sim.run import simulate
-from kvloom.sim.units import planned_units
+from kvloom.types.spec import Policy
 from kvloom.workload.make import make_asks
 from kvloom.workload.prompts import Prompts
 from kvloom.workload.results import Results

@@ -22,14 +22,12 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.report import Finding, Report, this_machine
-from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket
-from kvloom.core.arrays import I32
-from kvloom.core.geometry import Geometry
-from kvloom.core.shipment import Parcel
 from kvloom.kv.arena import Arena
 from kvloom.transport.nixl import NixlTransport
 from kvloom.transport.peer import Peer
 from kvloom.transport.shm import ShmTransport
+from kvloom.types.geometry import I32, Geometry
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Parcel, Ticket
 
 TOKENS = 2000
 DIGEST = 0  # of every address: what is measured comes after it

@@ -30,13 +30,6 @@ from typing import Final
 from rich.console import Console
 
 from kvloom.config import DEMO
-from kvloom.core.client import Generator
-from kvloom.core.clock import WallClock
-from kvloom.core.errors import KvloomError
-from kvloom.core.request import EndEvent, StartGenerate, TokenEvent
-from kvloom.core.sampling import Guide, SamplingParams
-from kvloom.core.spec import EngineSpec, ModelSpec
-from kvloom.core.verbs import Prefix
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
@@ -45,6 +38,12 @@ from kvloom.serve.orders import EngineOrder
 from kvloom.serve.patience import Patience
 from kvloom.serve.roles import ENGINE
 from kvloom.serve.supervised import Role, Supervised
+from kvloom.types.client import Generator
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import KvloomError
+from kvloom.types.request import EndEvent, Guide, SamplingParams, StartGenerate, TokenEvent
+from kvloom.types.spec import EngineSpec, ModelSpec
+from kvloom.types.verbs import Prefix
 
 MODEL: Final = "stories"
 VOCAB: Final = 700

@@ -29,14 +29,13 @@ from rich.console import Console
 from benchmarks.engines import MODEL, ending, ready, spec_of
 from benchmarks.report import Report
 from benchmarks.weaving_table import COLD, HOT, SHARE, VARIANTS, Found, Variant, told
-from kvloom.core.load import ModelLoad, UnitLoad
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import EngineSpec, WeaveSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import EngineOrder
 from kvloom.serve.roles import ENGINE
+from kvloom.types.load import ModelLoad, UnitLoad
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import EngineSpec, WeaveSpec
 
 CORES = {HOT: 0, COLD: 1}
 WHOLE, BLOCK = 1 << 30, 16 << 10  # bytes

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from benchmarks.report import Cell, Finding, Report, this_machine
-from kvloom.core.load import Waits
-from kvloom.core.spec import WeaveSpec
+from kvloom.types.load import Waits
+from kvloom.types.spec import WeaveSpec
 
 HOT, COLD = "hot", "cold"
 SHARE = 0.45  # the paper's best

@@ -5,10 +5,10 @@ Needs no server. docs/cost-model.md says how far such numbers are from measured 
 
 from __future__ import annotations
 
-from kvloom.cost.devices import find_device
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shapes import find_shape
-from kvloom.cost.work import Work
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.cost.work import Work
 
 LARGE, SMALL = "llama-13b", "llama-7b"
 

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvloom.core.job import SampleRow
-from kvloom.core.sampling import SamplingParams
-from kvloom.model.sampler import sample
+from kvloom.exec.sampler import sample
+from kvloom.types.job import SampleRow
+from kvloom.types.request import SamplingParams
 
 VOCAB = 24
 DRAWS = 6000

@@ -12,17 +12,24 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from kvloom.core.clock import WallClock
-from kvloom.core.job import Executor
-from kvloom.core.request import EndEvent, Event, PromptEvent, StartGenerate, TokenEvent, TokenLogprob
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import EngineSpec, ModelSpec, Policy
-from kvloom.core.transport import Transport
-from kvloom.core.weaving import Weaver
 from kvloom.engine.engine import Engine
-from kvloom.model.parallel.executor import load_executor
+from kvloom.exec.parallel.executor import load_executor
 from kvloom.router.router import Router
 from kvloom.serve.engine_process import open_transport
+from kvloom.types.clock import WallClock
+from kvloom.types.job import Executor
+from kvloom.types.offload import Weaver
+from kvloom.types.request import (
+    EndEvent,
+    Event,
+    PromptEvent,
+    SamplingParams,
+    StartGenerate,
+    TokenEvent,
+    TokenLogprob,
+)
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy
+from kvloom.types.transfer import Transport
 
 _REQUESTS = itertools.count()
 

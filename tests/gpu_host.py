@@ -7,8 +7,8 @@ import torch
 from tools.gpu_checks.models import Ground, Shape
 from tools.gpu_checks.unit import main
 
-from kvloom.model.gpu.device import host_device
-from kvloom.model.gpu.operations import Operations, plain_operations
+from kvloom.exec.cuda.device import host_device
+from kvloom.exec.cuda.operations import Operations, plain_operations
 from tests.transport.device_memory import SharedMemory
 
 COMPUTE = 8

@@ -52,7 +52,7 @@ def watch() -> None:
 def load() -> None:
     """Import the kernels."""
     with interpreting():
-        package = importlib.import_module("kvloom.kernels.triton")
+        package = importlib.import_module("kvloom.kernels.cuda")
         for kernels in pkgutil.iter_modules(package.__path__):
             if kernels.name != "compile":
                 importlib.import_module(f"{package.__name__}.{kernels.name}")

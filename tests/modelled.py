@@ -10,16 +10,15 @@ import random
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from kvloom.core.clock import Clock
-from kvloom.core.geometry import Geometry
-from kvloom.core.job import Job, JobResult
-from kvloom.core.priority import Level
-from kvloom.core.request import ModelCard, StartGenerate, TokenLogprob
-from kvloom.core.spec import EngineSpec, ModelSpec, Policy, Quotas
-from kvloom.core.transport import Transport
-from kvloom.core.weaving import Weaver
 from kvloom.engine.engine import Engine
-from kvloom.sim.witness import Witness, digest, lone_answer
+from kvloom.lab.faults.witness import Witness, digest, lone_answer
+from kvloom.types.clock import Clock
+from kvloom.types.geometry import Geometry
+from kvloom.types.job import Job, JobResult
+from kvloom.types.offload import Weaver
+from kvloom.types.request import Level, ModelCard, StartGenerate, TokenLogprob
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Quotas
+from kvloom.types.transfer import Transport
 from tests.engines import Answer
 from tests.plane import Plane
 

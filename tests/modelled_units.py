@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.verbs import Prepared, PrepRecv, RemoteSend, Sent
 from kvloom.engine.engine import Engine
-from kvloom.sim.links import ModelledTransport
+from kvloom.lab.sim.links import ModelledTransport
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.verbs import Prepared, PrepRecv, RemoteSend, Sent
 from tests.modelled import ModelledExecutor, engine_over, modelled, turns
 from tests.plane import Plane
 

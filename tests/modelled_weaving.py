@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvloom.core.address import KVAddress, Ticket
-from kvloom.core.arrays import I32
-from kvloom.core.job import Job, JobResult
-from kvloom.core.weaving import Away, Borrow, Loan
 from kvloom.engine.engine import Engine
 from kvloom.engine.woven import Woven
-from kvloom.sim.witness import EMPTY, Witness
+from kvloom.lab.faults.witness import EMPTY, Witness
+from kvloom.types.geometry import I32
+from kvloom.types.job import Job, JobResult
+from kvloom.types.offload import Away, Borrow, Loan
+from kvloom.types.transfer import KVAddress, Ticket
 from tests.modelled import VOCAB, ModelledExecutor, engine_over
 from tests.plane import Plane
 

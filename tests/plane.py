@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
-from kvloom.core.arrays import AnyArray
-from kvloom.sim.links import ModelledPlane, ModelledTransport
+from kvloom.lab.sim.links import ModelledPlane, ModelledTransport
+from kvloom.types.geometry import AnyArray
 
 _SLOTS = 32
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from starlette.types import ASGIApp
 
-from kvloom.core.errors import KvloomError, PromptTooLong, QueueFull
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import EndEvent, Event, Made, ModelCard, StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.service import Service
-from kvloom.core.verbs import (
+from kvloom.serve.server import Server
+from kvloom.types.errors import KvloomError, PromptTooLong, QueueFull
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import EndEvent, Event, Made, ModelCard, SamplingParams, StartGenerate, TokenEvent
+from kvloom.types.service import Service
+from kvloom.types.verbs import (
     Held,
     Lease,
     Offer,
@@ -28,7 +28,6 @@ from kvloom.core.verbs import (
     Sent,
     Standing,
 )
-from kvloom.serve.server import Server
 
 CARD = ModelCard(
     name="echo",

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvloom.core.address import KVForm
-from kvloom.core.weaving import Borrow, Loan
 from kvloom.engine.engine import Engine
 from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.peer import Peer
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.transfer import KVForm
 from tests.weaving import DEADLINE, FORKS
 
 

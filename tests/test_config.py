@@ -11,11 +11,11 @@ from pydantic import ValidationError
 
 from kvloom.config import DEMO, Config
 from kvloom.config_file import load_config
-from kvloom.core.errors import ConfigError
-from kvloom.core.priority import Level
-from kvloom.core.spec import ProgramSpec, SchedulerSpec
 from kvloom.machine import Machine
 from kvloom.sizes import parse_seconds, parse_size, show_size
+from kvloom.types.errors import ConfigError
+from kvloom.types.request import Level
+from kvloom.types.spec import ProgramSpec, SchedulerSpec
 
 MACHINE = Machine(cores=4, memory=3 << 30)
 GIB = 1 << 30

@@ -8,8 +8,8 @@ import pytest
 
 from kvloom.config import Config
 from kvloom.config_file import load_config
-from kvloom.core.errors import ConfigError
 from kvloom.machine import Machine
+from kvloom.types.errors import ConfigError
 
 NONE = Machine(cores=4, memory=3 << 30)
 TWO = Machine(cores=4, memory=3 << 30, gpus=2)

@@ -8,9 +8,9 @@ import pytest
 
 from kvloom.config import Config
 from kvloom.config_file import load_config
-from kvloom.core.errors import ConfigError
-from kvloom.core.replicas import GroupSpec, Scale
 from kvloom.machine import Machine
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import GroupSpec, Scale
 
 RANGE = "{least: 0, most: 3, low: 10, high: 20.5, seconds: 5s, idle: 30s}"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvloom.config_file import load_config
-from kvloom.core.errors import ConfigError
-from kvloom.core.spec import WeaveSpec
 from kvloom.machine import Machine
+from kvloom.types.errors import ConfigError
+from kvloom.types.spec import WeaveSpec
 
 UNITS = "models: {a: ./model, b: ./model}\nunits: [{models: [a]}, {models: [b]}, {models: [a, b]}]\n"
 

@@ -19,10 +19,10 @@ from kvloom.cli import make_parser
 from kvloom.config import Config
 from kvloom.config_models import ModelConfig
 from kvloom.config_units import UnitConfig
-from kvloom.core.clock import WallClock
-from kvloom.core.errors import KvloomError
-from kvloom.core.load import ModelLoad, UnitLoad
 from kvloom.sizes import parse_size
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import KvloomError
+from kvloom.types.load import ModelLoad, UnitLoad
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]

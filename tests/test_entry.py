@@ -44,7 +44,7 @@ def test_the_console_script_begins_here() -> None:
     assert project["scripts"] == {"kvloom": "kvloom.entry:main"}
 
 
-@pytest.mark.parametrize("module", ["kvloom.cli", "kvloom.core.errors", "kvloom.sim.chaos_runs"])
+@pytest.mark.parametrize("module", ["kvloom.cli", "kvloom.types.errors", "kvloom.lab.faults.chaos"])
 def test_control_c_while_the_command_is_read(module: str) -> None:
     done = run(INTERRUPTS.format(module=module), "chaos", "--seeds", "1")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvloom: interrupted\n")

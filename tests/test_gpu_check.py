@@ -23,12 +23,12 @@ from tools.gpu_checks.pytests import counted, run_tests
 from tools.gpu_checks.report import Figure, Report, Run
 from tools.gpu_checks.sessions import Sessions
 
-from kvloom.core.job import Phase
-from kvloom.kernels import mail_reference
-from kvloom.model.gpu.device import host_device
-from kvloom.model.gpu.loading import load_executor
-from kvloom.model.gpu.operations import plain_operations
+from kvloom.exec.cuda.device import host_device
+from kvloom.exec.cuda.loader import load_executor
+from kvloom.exec.cuda.operations import plain_operations
+from kvloom.kernels import mail_programs as mail_reference
 from kvloom.transport.mailbox import MailboxForm
+from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 from tests.gpu_host import TINY, ground

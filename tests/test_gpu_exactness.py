@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.core.request import TokenLogprob
-from kvloom.core.spec import Dtype
-from kvloom.model.gpu.device import host_device
-from kvloom.model.gpu.loading import load_executor
-from kvloom.model.gpu.operations import plain_operations
+from kvloom.exec.cuda.device import host_device
+from kvloom.exec.cuda.loader import load_executor
+from kvloom.exec.cuda.operations import plain_operations
+from kvloom.types.request import TokenLogprob
+from kvloom.types.spec import Dtype
 from tests.checkpoints import make_checkpoint
 from tests.engines import Answer
 from tests.gpu.attention import Form, check_decode, check_prefill

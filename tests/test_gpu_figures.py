@@ -24,7 +24,7 @@ from tools.gpu_checks.report import Figure
 from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL, Apart, Stage
 from tools.gpu_checks.unit import MODEL, units
 
-from kvloom.kernels.cuda_driver import DriverError
+from kvloom.kernels.driver import DriverError
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.objectives import Alone

@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
-from kvloom.core.errors import KvloomError, WireError
-from kvloom.core.spec import EngineSpec
-from kvloom.core.weaving import Borrow, Loan
 from kvloom.engine.engine import Engine
 from kvloom.engine.woven import Woven
-from kvloom.model.executor import TorchExecutor
-from kvloom.model.parallel.executor import load_executor
+from kvloom.exec.cpu.executor import TorchExecutor
+from kvloom.exec.parallel.executor import load_executor
 from kvloom.model.weaving.weaver import TorchWeaver
 from kvloom.serve.engine_process import open_transport
+from kvloom.types.errors import KvloomError, WireError
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of
 
 MODEL = "m"  # of the hot unit

@@ -23,14 +23,12 @@ import msgspec
 import numpy as np
 from tools.published_latencies import published
 
-from kvloom.core.job import Phase
-from kvloom.cost.constants import FITTED, SET, Constants
-from kvloom.cost.devices import find_device
-from kvloom.cost.fit import F64, fit_log
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shapes import SHAPES
-from kvloom.cost.spread import Spread
-from kvloom.cost.work import Work
+from kvloom.plan.cost.devices import FITTED, SET, Constants, find_device
+from kvloom.plan.cost.fit import F64, Spread, fit_log
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import SHAPES
+from kvloom.plan.cost.work import Work
+from kvloom.types.job import Phase
 
 DEVICE: Final = "A100-80"
 COLUMNS: Final = {Phase.PREFILL: "prefill_ms", Phase.DECODE: "decode_ms"}

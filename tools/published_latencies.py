@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvloom.cost.work import Work
+from kvloom.plan.cost.work import Work
 
 Line = tuple[float, float, float]
 

@@ -12,12 +12,12 @@ from typing import Any, NoReturn, TypeAlias, get_args
 from kvloom.admin import command as admin_command
 from kvloom.bench import command as bench_command
 from kvloom.bench import simulate_command, workload_command
-from kvloom.core.errors import ConfigError
-from kvloom.core.spec import Policy
+from kvloom.lab.faults import command as chaos_command
 from kvloom.planning import command as plan_command
 from kvloom.profiling import command as profile_command
 from kvloom.reproduce import command as reproduce_command
-from kvloom.sim import chaos_command
+from kvloom.types.errors import ConfigError
+from kvloom.types.spec import Policy
 
 USAGE_ERROR = 2
 

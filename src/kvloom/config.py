@@ -52,12 +52,11 @@ from kvloom.config_units import (
     share_threads,
 )
 from kvloom.config_weaving import WeaveConfig, WovenUnit, weave_units
-from kvloom.core.errors import ConfigError
-from kvloom.core.replicas import GroupSpec
-from kvloom.core.service import PATIENCE
-from kvloom.core.spec import EngineSpec, Plane, Policy, SchedulerSpec, WeaveSpec
 from kvloom.machine import Machine
 from kvloom.sizes import show_size
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import PATIENCE, GroupSpec
+from kvloom.types.spec import EngineSpec, Plane, Policy, SchedulerSpec, WeaveSpec
 
 DEMO: Final = Path(__file__).parent / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}

@@ -18,10 +18,10 @@ from pydantic import (
     ValidationInfo,
 )
 
-from kvloom.core.priority import Level
-from kvloom.core.spec import ProgramSpec
 from kvloom.machine import Machine
 from kvloom.sizes import parse_seconds, parse_size, show_size
+from kvloom.types.request import Level
+from kvloom.types.spec import ProgramSpec
 
 Listed = TypeVar("Listed", bound=tuple[object, ...])
 Auto = Literal["auto"]

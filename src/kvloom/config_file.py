@@ -11,9 +11,9 @@ import yaml
 from kvloom.config import Config, build_config, demo_settings
 from kvloom.config_models import resolve_model
 from kvloom.config_plan import read_plan_settings
-from kvloom.core.errors import ConfigError
 from kvloom.machine import Machine
-from kvloom.plan.files import is_plan
+from kvloom.plan.plan import is_plan
+from kvloom.types.errors import ConfigError
 
 
 def load_config(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from kvloom.config_fields import Count, Section, Surroundings, no_bool
-from kvloom.core.spec import Dtype
+from kvloom.types.spec import Dtype
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

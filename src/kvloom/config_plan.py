@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.core.errors import ConfigError
 from kvloom.plan.cluster import CPU
-from kvloom.plan.files import read_plan
-from kvloom.plan.plan import PlannedUnit
+from kvloom.plan.plan import PlannedUnit, read_plan
+from kvloom.types.errors import ConfigError
 
 _LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from kvloom.config_fields import Seconds, Section, Steps, no_bool
-from kvloom.core.replicas import Scale
+from kvloom.types.service import Scale
 
 MOST_ENGINES: Final = 64
 

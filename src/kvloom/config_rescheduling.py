@@ -7,10 +7,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, model_validator
 
+from kvloom.cluster.freeness import Thresholds
 from kvloom.config_fields import Period, Section, Steps
-from kvloom.core.replicas import GroupSpec
-from kvloom.core.spec import EngineSpec, SchedulerSpec
-from kvloom.fleet.thresholds import Thresholds
+from kvloom.types.service import GroupSpec
+from kvloom.types.spec import EngineSpec, SchedulerSpec
 
 OFF = "none"
 

@@ -11,11 +11,11 @@ from pydantic import BeforeValidator, Field
 from kvloom.config_errors import nearest
 from kvloom.config_fields import Auto, Memory, Part, Section, Some, Threads, no_bool
 from kvloom.config_replicas import MOST_ENGINES, Replicas
-from kvloom.core.replicas import GroupSpec
-from kvloom.core.spec import ModelSpec, Policy
 from kvloom.machine import Machine
 from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.sizes import show_size
+from kvloom.types.service import GroupSpec
+from kvloom.types.spec import ModelSpec, Policy
 
 CPU: Final = "cpu"
 CUDA: Final = "cuda"

@@ -9,7 +9,7 @@ from pydantic import PlainValidator
 
 from kvloom.config_errors import nearest
 from kvloom.config_fields import Auto, Part, Section
-from kvloom.core.spec import Control, Plane, Splitting, WeaveSpec
+from kvloom.types.spec import Control, Plane, Splitting, WeaveSpec
 
 _CPU: Final = "cpu"
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from kvloom.config_errors import explain
 from kvloom.config_file import read_yaml
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask
 from kvloom.workload.files import VERSION, Header, Workload, read_workload, some
 from kvloom.workload.make import make_asks

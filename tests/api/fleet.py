@@ -12,14 +12,18 @@ from kvloom.api.admin import Admin
 from kvloom.api.admin_units import UnitOrders
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
-from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket
-from kvloom.core.clock import WallClock
-from kvloom.core.load import UnitLoad
-from kvloom.core.replicas import Steps
-from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate
-from kvloom.core.rescheduling import FleetState, Pairs
-from kvloom.core.spec import EngineSpec, ProgramSpec
-from kvloom.core.verbs import (
+from kvloom.router.drains import Drains
+from kvloom.router.program import load_program
+from kvloom.router.rolling import Rolling
+from kvloom.router.roster import Roster
+from kvloom.router.router import Router
+from kvloom.types.clock import WallClock
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
+from kvloom.types.service import FleetState, Pairs, Steps
+from kvloom.types.spec import EngineSpec, ProgramSpec
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.types.verbs import (
     Held,
     Lease,
     Offer,
@@ -33,11 +37,6 @@ from kvloom.core.verbs import (
     Sent,
     Standing,
 )
-from kvloom.router.drains import Drains
-from kvloom.router.program import load_program
-from kvloom.router.rolling import Rolling
-from kvloom.router.roster import Roster
-from kvloom.router.router import Router
 from tests.api.scripted import ScriptedEngine, card, says
 from tests.router.roster import spec
 

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, settings
 from starlette.types import ASGIApp
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvloom.core.errors import KvloomError
-from kvloom.core.load import ModelLoad, UnitLoad
-from kvloom.core.request import (
+from kvloom.types.errors import KvloomError
+from kvloom.types.load import ModelLoad, UnitLoad
+from kvloom.types.request import (
     EndEvent,
     Event,
     ModelCard,
@@ -26,7 +26,7 @@ from kvloom.core.request import (
     TokenEvent,
     TokenLogprob,
 )
-from kvloom.core.service import Service
+from kvloom.types.service import Service
 
 # On a busy machine any example may take long.
 UNTIMED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

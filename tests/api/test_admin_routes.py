@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
 from kvloom.api.schemas import ErrorAnswer
-from kvloom.core.errors import Unavailable
-from kvloom.core.rescheduling import Pair, Pairs
-from kvloom.core.spec import ProgramSpec
+from kvloom.types.errors import Unavailable
+from kvloom.types.service import Pair, Pairs
+from kvloom.types.spec import ProgramSpec
 from tests.api.fleet import Administered, administered
 
 KEY = {"authorization": "Bearer admin"}

@@ -18,7 +18,7 @@ from kvloom.api.auth import Keys
 from kvloom.api.schemas import ErrorAnswer, ModelList
 from kvloom.api.schemas_chat import ChatAnswer, ChatChunk
 from kvloom.api.schemas_completion import CompletionAnswer
-from kvloom.core.errors import UnknownModel
+from kvloom.types.errors import UnknownModel
 from tests.api.scripted import ScriptedEngine, card, says, serving
 
 TEXT = "hello world"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvloom.api.metrics import Metrics
-from kvloom.core.clock import WallClock
-from kvloom.core.load import UnitLoad, Waits
+from kvloom.types.clock import WallClock
+from kvloom.types.load import UnitLoad, Waits
 
 
 def unit(waits: Waits | None) -> UnitLoad:

@@ -11,10 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.api.app import create_app
-from kvloom.core.errors import PromptTooLong, QueueFull
-from kvloom.core.request import EndEvent, SamplingDefaults
-from kvloom.core.sampling import Guide
 from kvloom.engine.guide import GuideCompiler
+from kvloom.types.errors import PromptTooLong, QueueFull
+from kvloom.types.request import EndEvent, Guide, SamplingDefaults
 from tests.api.scripted import EOS, ScriptedEngine, card, says, serving, token, tokens
 
 TEXT = "hello world, naïve 🦊 fox"

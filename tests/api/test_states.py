@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from kvloom.api.app import create_app
-from kvloom.core.errors import Unavailable
-from kvloom.core.service import NO_PROCESS, Service
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
+from kvloom.types.errors import Unavailable
+from kvloom.types.service import NO_PROCESS, Service
 from tests.api.fleet import Curt
 from tests.router.fleets import ManualClock
 

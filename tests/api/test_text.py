@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 from kvloom.api.detokenizer import detokenizer
 from kvloom.api.stops import StopStrings
 from kvloom.api.tokenizer import LONG_TEXT, Tokenizer
-from kvloom.core.errors import BadRequest, ConfigError
+from kvloom.types.errors import BadRequest, ConfigError
 from tests.api.scripted import UNTIMED, card, token, tokens
 
 

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
-from kvloom.core.errors import (
+from kvloom.types.errors import (
     BadRequest,
     KvloomError,
     OutOfBlocks,

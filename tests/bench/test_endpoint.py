@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from kvloom.bench.endpoint import Asking, Endpoint, ServerError
-from kvloom.core.clock import WallClock
-from kvloom.core.errors import ConfigError
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 from tests.bench.server import Answer, chunks, event, serving, stream, whole

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from kvloom.bench.endpoint import ServerError
 from kvloom.bench.run import ALL, Bench, Run
-from kvloom.core.clock import WallClock
-from kvloom.core.errors import ConfigError
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import ConfigError
 from kvloom.workload.files import VERSION, Header, write_workload
 from kvloom.workload.objectives import Within
 from kvloom.workload.prompts import Prompts

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.errors import KvloomError, QueueFull, Unavailable, WireError
-from kvloom.core.frames import FrameEncoder, FrameParser
-from kvloom.core.request import EndEvent, Event, PromptEvent, TokenEvent, TokenLogprob
+from kvloom.types.errors import KvloomError, QueueFull, Unavailable, WireError
+from kvloom.types.request import EndEvent, Event, PromptEvent, TokenEvent, TokenLogprob
+from kvloom.types.verbs import FrameEncoder, FrameParser
 
 ids = st.integers(0, 2**31 - 1)
 logprobs = st.builds(

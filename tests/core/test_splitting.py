@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.splitting import Gap, conditional_wait, cut, expected_stall, split
+from kvloom.types.offload import Gap, conditional_wait, cut, expected_stall, split
 
 # Llama-3-8B on an A100, batch 128, in microseconds: norm, qkv, rope, o, norm, gate and up, activation, down,
 # add, of 32 layers, and the head

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvloom.core.job import Phase
-from kvloom.cost.profile import Computer, Crowded, Doing, Profile, Stepped, Timed
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.work import Work
+from kvloom.plan.cost.profile import Computer, Crowded, Doing, Profile, Stepped, Timed
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import Work
+from kvloom.types.job import Phase
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=320, itemsize=4)
 MODELS = ("one", "two")

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tools.fit_cost_model import FREE, Row, fit, held_out, predict, published_spreads, read_rows, spreads
 
-from kvloom.cost.constants import FITTED
-from kvloom.cost.fit import fit_log, fit_positive
-from kvloom.cost.spread import Spread
-from kvloom.cost.work import Work
+from kvloom.plan.cost.devices import FITTED
+from kvloom.plan.cost.fit import Spread, fit_log, fit_positive
+from kvloom.plan.cost.work import Work
 
 PROFILE = "muxserve_a100_profile.csv"
 

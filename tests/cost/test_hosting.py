@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.job import Phase
-from kvloom.cost.hosting import SLOWEST, Hosting, Upkeep
-from kvloom.cost.profile import Doing, Hosted, Pressed, Stalled
-from kvloom.cost.work import Work
+from kvloom.plan.cost.measured import SLOWEST, Hosting, Upkeep
+from kvloom.plan.cost.profile import Doing, Hosted, Pressed, Stalled
+from kvloom.plan.cost.work import Work
+from kvloom.types.job import Phase
 from tests.cost.profiles import make_profile
 
 PROFILE = make_profile()

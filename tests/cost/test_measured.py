@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.errors import ConfigError
-from kvloom.core.job import Phase
-from kvloom.cost.curve import Curve
-from kvloom.cost.measured import Measured, cross_validate
-from kvloom.cost.profile import Profile, read_profile, write_profile
-from kvloom.cost.work import Work
+from kvloom.plan.cost.fit import Curve
+from kvloom.plan.cost.measured import Measured, cross_validate
+from kvloom.plan.cost.profile import Profile, read_profile, write_profile
+from kvloom.plan.cost.work import Work
+from kvloom.types.errors import ConfigError
+from kvloom.types.job import Phase
 from tests.cost.profiles import CORES, MODELS, SLOWER, make_profile, true_seconds
 
 PROFILE = make_profile()

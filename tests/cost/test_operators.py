@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.cost.constants import FITTED
-from kvloom.cost.devices import find_device
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shapes import SHAPES
-from kvloom.cost.weaving import Exchange, cut_up, issued, parts_of
-from kvloom.cost.work import Work
+from kvloom.plan.cost.devices import FITTED, find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import SHAPES
+from kvloom.plan.cost.work import Exchange, Work, cut_up, issued, parts_of
 
 LLAMA = "llama3-8b"
 UNHOSTED = Roofline(find_device("A100-80"), 1, SHAPES, replace(FITTED, host=1e-9))

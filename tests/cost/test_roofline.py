@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.errors import ConfigError
-from kvloom.core.job import Phase
-from kvloom.cost.devices import DEVICES, find_device
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.shapes import SHAPES
-from kvloom.cost.work import Work
+from kvloom.plan.cost.devices import DEVICES, find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import SHAPES, ModelShape
+from kvloom.plan.cost.work import Work
+from kvloom.types.errors import ConfigError
+from kvloom.types.job import Phase
 
 MIXTURE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000, experts=8, active=2

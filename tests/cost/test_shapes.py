@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from kvloom.core.errors import ConfigError
-from kvloom.cost.devices import DEVICES, find_device
-from kvloom.cost.shapes import find_shape, read_shape, shape_of
+from kvloom.plan.cost.devices import DEVICES, find_device
+from kvloom.plan.cost.shapes import find_shape, read_shape, shape_of
+from kvloom.types.errors import ConfigError
 from tests.checkpoints import _SMALL, ARCHITECTURES
 
 LLAMA: dict[str, Any] = {

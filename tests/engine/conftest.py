@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvloom.engine.batching.view import ModelView
-from kvloom.engine.views import View, look
+from kvloom.engine.model_queue import View, look
 from tests.engine.real_fleet import Fleet, make_fleet
 
 

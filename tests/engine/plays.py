@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.types.request import SamplingParams, StartGenerate
 from tests.engines import Answer
 from tests.modelled import VOCAB, ModelledExecutor, expected, finish, modelled, surprise, turns
 

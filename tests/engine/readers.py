@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-from kvloom.core.request import StartGenerate
+from kvloom.types.request import StartGenerate
 from tests.engines import Answer
 from tests.modelled import turns
 from tests.modelled_units import Unit

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvloom.core.spec import EngineSpec, Policy
+from kvloom.types.spec import EngineSpec, Policy
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 from tests.oracle import Oracle

@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.job import Job, JobResult, Phase
-from kvloom.core.request import StartGenerate
 from kvloom.engine.engine import Engine
+from kvloom.types.job import Job, JobResult, Phase
+from kvloom.types.request import StartGenerate
 from tests.engine.plays import MOST_JOBS, check, order
 from tests.engines import Answer
 from tests.modelled import ModelledExecutor, ask, engine_over, expected, finish, modelled, turns

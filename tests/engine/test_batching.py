@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.core.job import Phase
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import Policy
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import STARVING
 from kvloom.engine.engine import Engine
+from kvloom.types.job import Phase
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import Policy
 from tests.engine.plays import serve
 from tests.engine.views import COMPUTE
 from tests.engines import Answer

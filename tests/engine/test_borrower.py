@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable
-from kvloom.core.load import UnitLoad
-from kvloom.core.spec import WeaveSpec
-from kvloom.core.weaving import Borrow, Loan
 from kvloom.engine.borrower import Borrower
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable
+from kvloom.types.load import UnitLoad
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.spec import WeaveSpec
 from tests.fleet.loads import model, unit
 from tests.modelled import modelled, turns
 from tests.modelled_weaving import MODEL, hot_unit

@@ -11,9 +11,9 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from kvloom.core.errors import UnknownModel
-from kvloom.core.request import StartGenerate
-from kvloom.core.spec import EngineSpec, Policy
+from kvloom.types.errors import UnknownModel
+from kvloom.types.request import StartGenerate
+from kvloom.types.spec import EngineSpec, Policy
 from tests.checkpoints import VOCAB
 from tests.engine.real_fleet import DRAWN, HALF, Fleet, spec
 from tests.engines import Answer, ask, body, running

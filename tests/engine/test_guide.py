@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest
-from kvloom.core.sampling import Guide
 from kvloom.engine.guide import GuideCompiler, GuideState
+from kvloom.types.errors import BadRequest
+from kvloom.types.request import Guide
 from tests.api.scripted import EOS, byte_level, card, token, tokens
 
 VOCAB = 371  # not a multiple of 32, and more than the tokenizer has

@@ -8,9 +8,9 @@ import threading
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import Unavailable
-from kvloom.core.sampling import Guide
 from kvloom.engine.guide import GuideCompiler
+from kvloom.types.errors import Unavailable
+from kvloom.types.request import Guide
 from tests.engine.plays import order, serve
 from tests.modelled import ModelledExecutor, ask, engine_over, expected, modelled, turns
 

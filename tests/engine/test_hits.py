@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.core.load import ModelLoad
-from kvloom.core.verbs import PrepRecv
+from kvloom.types.load import ModelLoad
+from kvloom.types.verbs import PrepRecv
 from tests.modelled import ask
 from tests.modelled_units import MODEL, Unit, generate, move, prompt, run, sending, units
 

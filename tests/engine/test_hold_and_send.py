@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest
-from kvloom.core.verbs import PrepRecv, RemoteSend
+from kvloom.types.errors import BadRequest
+from kvloom.types.verbs import PrepRecv, RemoteSend
 from tests.engine.readers import Reader
 from tests.modelled import expected, turns
 from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.core.job import Phase
-from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
-from kvloom.core.verbs import PrepRecv
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.job import Phase
+from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
+from kvloom.types.verbs import PrepRecv
 from tests.engine.readers import Reader
 from tests.engines import Answer
 from tests.modelled import ask, expected, turns

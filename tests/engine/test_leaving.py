@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvloom.core.errors import Unavailable
+from kvloom.types.errors import Unavailable
 from tests.engine.plays import order, serve, until, until_in_a_job
 from tests.modelled import ModelledExecutor, ask, engine_over, expected, turns
 

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest
-from kvloom.core.request import Made, StartGenerate
-from kvloom.core.sampling import Guide
 from kvloom.engine.engine import Engine
+from kvloom.types.errors import BadRequest
+from kvloom.types.request import Guide, Made, StartGenerate
 from tests.engine.plays import order, serve
 from tests.engine.real_fleet import Fleet, spec
 from tests.engines import Answer, body, running

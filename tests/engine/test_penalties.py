@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvloom.core.sampling import SamplingParams
+from kvloom.types.request import SamplingParams
 from tests.checkpoints import VOCAB
 from tests.draws import bent
 from tests.engine.real_fleet import Fleet, spec

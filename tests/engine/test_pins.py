@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
-from kvloom.core.errors import BadRequest, OutOfBlocks, PromptTooLong, QueueFull, Unavailable, UnknownModel
-from kvloom.core.verbs import Pin, Prefix, PrepRecv
 from kvloom.engine import pins
+from kvloom.types.errors import BadRequest, OutOfBlocks, PromptTooLong, QueueFull, Unavailable, UnknownModel
+from kvloom.types.verbs import Pin, Prefix, PrepRecv
 from tests.modelled import ask, expected
 from tests.modelled_units import MODEL, Unit, generate, prompt, run, units
 

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 
 from kvloom.engine.batching import POLICIES, Policy
 from kvloom.engine.batching.adbs import adbs
-from kvloom.engine.batching.fcfs import fcfs
-from kvloom.engine.batching.partitioned import partitioned
-from kvloom.engine.batching.round_robin import round_robin
+from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin
 from kvloom.engine.batching.view import Action, Decode, Preempt, Prefill, UnitView
 from tests.engine.views import model, unit, views
 

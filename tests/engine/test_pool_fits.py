@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from kvloom.core.spec import Policy
 from kvloom.engine.batching import POLICIES
+from kvloom.types.spec import Policy
 from tests.engine.plays import order, serve
 from tests.modelled import ModelledExecutor, ask, engine_over, expected
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from kvloom.core.request import TokenEvent
 from kvloom.engine.engine import Engine
+from kvloom.types.request import TokenEvent
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, running, spec_of
 from tests.oracle import Oracle

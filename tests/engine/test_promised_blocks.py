@@ -11,17 +11,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvloom.core.errors import KvloomError, OutOfBlocks
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.verbs import Pin, Prepared, PrepRecv
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.pins import Pins
 from kvloom.engine.promises import Promises
 from kvloom.engine.reservations import Reservation, Reservations
-from kvloom.engine.sequence import Sequence
-from kvloom.engine.tokens import Tokens
+from kvloom.engine.sequence import Sequence, Tokens
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
+from kvloom.types.errors import KvloomError, OutOfBlocks
+from kvloom.types.request import SamplingParams
+from kvloom.types.verbs import Pin, Prepared, PrepRecv
 from tests.modelled import GEOMETRIES, ModelledExecutor, ask, card, expected, turns
 from tests.modelled_units import MODEL, ManualClock, Unit, generate, prompt, run, sending, units
 from tests.plane import Plane

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.core.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, Unavailable
-from kvloom.core.request import Event
+from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, Unavailable
+from kvloom.types.request import Event
 from tests.checkpoints import EOS, VOCAB
 from tests.engine.real_fleet import Fleet, spec
 from tests.engines import Answer, ask, body, running

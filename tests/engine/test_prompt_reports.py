@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from kvloom.api.app import create_app
-from kvloom.core.clock import WallClock
-from kvloom.core.request import Event, PromptEvent
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
+from kvloom.types.clock import WallClock
+from kvloom.types.request import Event, PromptEvent
 from tests.engine.plays import check, order, serve, until_in_a_job
 from tests.engine.real_fleet import Fleet, spec
 from tests.engines import running

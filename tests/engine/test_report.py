@@ -8,12 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvloom.core.load import UnitLoad
-from kvloom.core.priority import Level
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
+from kvloom.cluster.freeness import freeness
 from kvloom.engine.engine import Engine
-from kvloom.fleet.freeness import freeness
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import Level, SamplingParams, StartGenerate
 from tests.modelled import GEOMETRIES, ModelledExecutor, ask, engine_over, modelled, turns
 
 WIDE = GEOMETRIES["wide"]  # 4 tokens a page of 4 blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvloom.core.request import Event, TokenEvent
+from kvloom.types.request import Event, TokenEvent
 from tests.engine.plays import order, serve, until, until_in_a_job
 from tests.modelled import ModelledExecutor, ask, engine_over, expected, turns
 

@@ -9,11 +9,10 @@ from typing import Literal, cast
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import Policy
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.engine import Engine
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import Policy
 from tests.engine.plays import MOST_JOBS, check, order
 from tests.engines import Answer
 from tests.modelled import CONTEXT, GEOMETRIES, VOCAB, ModelledExecutor, engine_over, finish, modelled, turns

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvloom.core.errors import KvloomError, Unavailable
-from kvloom.core.verbs import PrepRecv, RemoteSend, Sent
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Action, Preempt, UnitView
+from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.verbs import PrepRecv, RemoteSend, Sent
 from tests.modelled import ask, expected, turns
 from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.pace import WINDOW, Pace
+from kvloom.engine.model_queue import WINDOW, Pace
 from kvloom.engine.share import CALM, FIRST, LONGEST, STEP, Look, Share, Slowdown, adapted
 from tests.fleet.loads import model, unit
 

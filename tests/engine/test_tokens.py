@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.arrays import I64
-from kvloom.engine.tokens import Tokens
+from kvloom.engine.sequence import Tokens
+from kvloom.types.geometry import I64
 
 IDS = st.integers(0, 2**31 - 1)
 

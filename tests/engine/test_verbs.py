@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, PromptTooLong, UnknownModel
-from kvloom.core.verbs import PrepRecv
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, PromptTooLong, UnknownModel
+from kvloom.types.verbs import PrepRecv
 from tests.modelled import ask, expected, turns
 from tests.modelled_units import MODEL, generate, move, prompt, run, sending, units
 

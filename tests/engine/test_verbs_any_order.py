@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvloom.core.errors import KvloomError
-from kvloom.core.request import StartGenerate
-from kvloom.core.verbs import Pin, Prefix, Prepared, PrepRecv
+from kvloom.types.errors import KvloomError
+from kvloom.types.request import StartGenerate
+from kvloom.types.verbs import Pin, Prefix, Prepared, PrepRecv
 from tests.modelled import ask, expected, turns
 from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units
 

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from kvloom.core.errors import BadRequest, OutOfBlocks, QueueFull, Unavailable
-from kvloom.core.verbs import PrepRecv
 from kvloom.engine import shipping
 from kvloom.engine.engine import MAX_RESERVED
 from kvloom.engine.reservations import MOST
+from kvloom.types.errors import BadRequest, OutOfBlocks, QueueFull, Unavailable
+from kvloom.types.verbs import PrepRecv
 from tests import plane
 from tests.modelled import ask, expected, turns
 from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units

@@ -13,13 +13,13 @@ import pytest
 from msgspec.structs import replace
 from torch import Tensor
 
-from kvloom.core.address import KVForm
-from kvloom.core.arrays import I64
-from kvloom.core.errors import BadRequest, Conflict, OutOfBlocks
-from kvloom.core.job import Job
-from kvloom.core.weaving import Away, Borrow
 from kvloom.engine.engine import Engine
-from kvloom.model.executor import TorchExecutor
+from kvloom.exec.cpu.executor import TorchExecutor
+from kvloom.types.errors import BadRequest, Conflict, OutOfBlocks
+from kvloom.types.geometry import I64
+from kvloom.types.job import Job
+from kvloom.types.offload import Away, Borrow
+from kvloom.types.transfer import KVForm
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
 from tests.oracle import Oracle

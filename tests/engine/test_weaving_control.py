@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest
-from kvloom.core.load import Waits
+from kvloom.types.errors import BadRequest
+from kvloom.types.load import Waits
 from tests.checkpoints import make_checkpoint
 from tests.engine.test_weaving import check, generate, pair, prompts
 from tests.engines import ask, body

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from kvloom.core.request import StartGenerate
+from kvloom.types.request import StartGenerate
 from tests.engine.plays import check, order, serve
 from tests.engines import Answer
 from tests.modelled import ask, turns

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.core.clock import WallClock
-from kvloom.core.errors import OutOfBlocks
-from kvloom.core.spec import WeaveSpec
-from kvloom.core.verbs import Offer
+from kvloom.cluster.freeness import virtual_usage
 from kvloom.engine.borrower import Borrower
 from kvloom.engine.engine import Engine
 from kvloom.engine.share import STEP
-from kvloom.fleet.usage import virtual_usage
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import OutOfBlocks
+from kvloom.types.spec import WeaveSpec
+from kvloom.types.verbs import Offer
 from tests.checkpoints import make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
 from tests.fleet.loads import model, unit

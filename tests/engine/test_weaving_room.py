@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from kvloom.core.request import StartGenerate
 from kvloom.engine.engine import Engine
 from kvloom.engine.places import COPIED, KEPT
 from kvloom.engine.sequence import Sequence
+from kvloom.types.request import StartGenerate
 from tests.engine.plays import check, order, serve, until
 from tests.modelled import ask
 from tests.modelled_weaving import MODEL, WeavingExecutor, borrow, hot_unit

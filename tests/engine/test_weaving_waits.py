@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from kvloom.core.clock import Clock, WallClock
-from kvloom.core.errors import OutOfBlocks
-from kvloom.core.verbs import PrepRecv
-from kvloom.core.weaving import Borrow
 from kvloom.engine.engine import Engine
 from kvloom.engine.weaving import SHORT
+from kvloom.types.clock import Clock, WallClock
+from kvloom.types.errors import OutOfBlocks
+from kvloom.types.offload import Borrow
+from kvloom.types.verbs import PrepRecv
 from tests.engine.plays import check, order, serve
 from tests.modelled import ModelledExecutor, ask, engine_over
 from tests.modelled_units import ManualClock

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvloom.core.load import LevelLoad, ModelLoad, UnitLoad
-from kvloom.core.priority import Level
-from kvloom.fleet.placing import Arrival
+from kvloom.cluster.freeness import Arrival
+from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad
+from kvloom.types.request import Level
 
 PAGE = 16  # tokens
 NAMES = ("m", "m1", "m2", "m3", "m4", "m5", "m6", "m7")

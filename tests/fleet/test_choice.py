@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.load import LevelLoad, UnitLoad
-from kvloom.core.priority import Level
-from kvloom.core.rescheduling import Pair
-from kvloom.fleet.choice import LEAST_LEFT, Candidate, choose
-from kvloom.fleet.freeness import freeness
-from kvloom.fleet.pairing import pair
-from kvloom.fleet.thresholds import Thresholds
+from kvloom.cluster.freeness import Thresholds, freeness
+from kvloom.cluster.pairing import pair
+from kvloom.engine.choice import LEAST_LEFT, Candidate, choose
+from kvloom.types.load import LevelLoad, UnitLoad
+from kvloom.types.request import Level
+from kvloom.types.service import Pair
 from tests.fleet.loads import model, unit, unit_loads
 
 EMPTY = unit(model())

@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.core.load import LevelLoad, UnitLoad
-from kvloom.core.priority import Level
-from kvloom.fleet.dispatch import Dispatch, freest, infaas
-from kvloom.fleet.freeness import freeness
-from kvloom.fleet.placing import Arrival
-from kvloom.fleet.usage import headroom, wanted
+from kvloom.cluster.dispatch import Dispatch, freest, infaas
+from kvloom.cluster.freeness import Arrival, freeness, headroom, wanted
+from kvloom.types.load import LevelLoad, UnitLoad
+from kvloom.types.request import Level
 from tests.fleet.loads import arrivals, fleets, model, unit, unit_loads
 
 POLICIES = [freest, infaas]

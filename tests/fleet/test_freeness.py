@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.core.load import LevelLoad, ModelLoad, UnitLoad
-from kvloom.fleet.freeness import batch, freeness
-from kvloom.fleet.usage import demanded, headroom, virtual_usage
+from kvloom.cluster.freeness import batch, demanded, freeness, headroom, virtual_usage
+from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad
 from tests.fleet.loads import PAGE, model, model_loads, unit, unit_loads
 
 HEADROOM = {"high": 1600.0, "normal": 0.0}  # tokens

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.core.load import UnitLoad
-from kvloom.core.rescheduling import Pair
-from kvloom.fleet.freeness import freeness
-from kvloom.fleet.pairing import pair
-from kvloom.fleet.thresholds import Thresholds
+from kvloom.cluster.freeness import Thresholds, freeness
+from kvloom.cluster.pairing import pair
+from kvloom.types.load import UnitLoad
+from kvloom.types.service import Pair
 from tests.fleet.loads import PAGE, fleets, model, unit
 
 BAND = Thresholds(out=24, into=48)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvloom.core.replicas import Group, Scale, Steps
-from kvloom.core.rescheduling import Pair
-from kvloom.fleet.period import Period, carried_out, decide
-from kvloom.fleet.scaling import Drain, Start
-from kvloom.fleet.thresholds import Thresholds
+from kvloom.cluster.autoscale import Drain, Start
+from kvloom.cluster.freeness import Thresholds
+from kvloom.cluster.scheduler import Period, carried_out, decide
+from kvloom.types.service import Group, Pair, Scale, Steps
 from tests.fleet.loads import model, unit
 
 BAND = Thresholds()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from kvloom.core.load import LevelLoad, UnitLoad
-from kvloom.core.priority import Level, level_of
-from kvloom.fleet.freeness import freeness
-from kvloom.fleet.placing import Arrival, after
-from kvloom.fleet.usage import headroom, held
+from kvloom.cluster.freeness import Arrival, after, freeness, headroom, held
+from kvloom.types.load import LevelLoad, UnitLoad
+from kvloom.types.request import Level, level_of
 from tests.fleet.loads import arrivals, model, unit, unit_loads
 
 

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.core.load import UnitLoad
-from kvloom.core.replicas import Scale
-from kvloom.fleet.freeness import freeness
-from kvloom.fleet.scaling import Drain, Outside, Start, Step, fewest_running, mean_freeness, rescale
-from kvloom.fleet.usage import wanted
+from kvloom.cluster.autoscale import Drain, Outside, Start, Step, fewest_running, mean_freeness, rescale
+from kvloom.cluster.freeness import freeness, wanted
+from kvloom.types.load import UnitLoad
+from kvloom.types.service import Scale
 from tests.fleet.loads import model, unit
 
 SCALE = Scale(least=2, most=4, low=100, high=400, seconds=10)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvloom.exec.cuda.operations import Operations
 from kvloom.kernels import reference
-from kvloom.model.gpu.operations import Operations
 from tests.kernels.triton.paged import Paged, paged
 
 # Of the outputs' root mean square: a half's weights and outputs are rounded once each.

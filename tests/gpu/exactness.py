@@ -19,10 +19,9 @@ from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvloom.core.request import TokenLogprob
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import Dtype, EngineSpec
-from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.types.request import SamplingParams, TokenLogprob
+from kvloom.types.spec import Dtype, EngineSpec
 from tests.checkpoints import VOCAB
 from tests.engines import Answer, ask, body, spec_of
 from tests.model.gpu.engines import running_executor

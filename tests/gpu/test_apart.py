@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.model.gpu.loading import load_gpu_executor
+from kvloom.exec.cuda.loader import load_gpu_executor
 from kvloom.transport.place import GpuPlace
 from tests.checkpoints import make_checkpoint
 from tests.gpu.test_served import spec

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvloom.model.gpu.operations import triton_operations
+from kvloom.exec.cuda.operations import triton_operations
 from tests.gpu.attention import Form, check_decode, check_prefill
 
 FORMS = (

@@ -9,10 +9,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvloom.core.spec import Dtype, EngineSpec
-from kvloom.model.gpu.device import uncut
-from kvloom.model.gpu.executor import GpuExecutor
-from kvloom.model.gpu.loading import load_executor, open_gpu
+from kvloom.exec.cuda.device import uncut
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.loader import load_executor, open_gpu
+from kvloom.types.spec import Dtype, EngineSpec
 from tests.checkpoints import make_checkpoint
 from tests.gpu.exactness import Asked, Stock, check_logprobs, check_tokens, serve, spec
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.model.gpu.device import cuda_device
-from kvloom.model.gpu.green import cut_green
+from kvloom.exec.cuda.device import cuda_device, cut_green
 
 
 def test_partitions_are_disjoint() -> None:

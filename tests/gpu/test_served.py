@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import ConfigError
-from kvloom.core.spec import EngineSpec
-from kvloom.model.gpu.loading import load_gpu_executor
+from kvloom.exec.cuda.loader import load_gpu_executor
+from kvloom.types.errors import ConfigError
+from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.model.gpu.engines import running_executor

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.kernels.cpu_attention import (
+from kvloom.kernels.cpu.attention import (
     AttentionArguments,
     advance,
     attend_all,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core.arrays import I32
 from kvloom.kernels import reference
-from kvloom.kernels.block_copy import copy_blocks
+from kvloom.kernels.cpu.block_copy import copy_blocks
+from kvloom.types.geometry import I32
 
 
 class Layout(TypedDict):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvloom.kernels import cpu, parallel, reference
+from kvloom.kernels import cpu, reference
+from kvloom.kernels.cpu import parallel
 
 HEAD_DIMS = (8, 16, 24, 32, 64, 80, 96, 128, 256)
 GROUPS = (1, 2, 3, 4, 8)

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.errors import BadRequest
-from kvloom.kernels.cpu_sheet import check
+from kvloom.kernels.cpu.offload_serve import check
 from kvloom.model.weaving.polling import Polling
 from kvloom.transport.attending import Task, TaskReceiver
+from kvloom.types.errors import BadRequest
 from tests.transport.loans import GEOMETRY, HEADS, LENT, begin, borrowed, lender_here, memory_of
 
 _QKV = np.ones((3, HEADS + 2 * GEOMETRY.kv_heads, GEOMETRY.head_dim), np.float32)

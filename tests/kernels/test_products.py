@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvloom.kernels import reference
-from kvloom.kernels.attention_tile import TILE, score
-from kvloom.kernels.panels import PANEL, panel_product
+from kvloom.kernels.cpu.attention import TILE, score
+from kvloom.kernels.cpu.products import PANEL, panel_product
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom.core.geometry import Geometry
-from kvloom.core.plan import Plan
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
+from kvloom.types.geometry import Geometry
+from kvloom.types.plan import Plan
 
 GEOMETRIES = {
     "wide": Geometry(layers=3, kv_heads=4, head_dim=16, itemsize=4, block_bytes=1024),  # 8 tokens, 12 blocks

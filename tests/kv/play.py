@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvloom.core.errors import OutOfBlocks
+from kvloom.types.errors import OutOfBlocks
 from tests.kv.account import CONTEXT, GEOMETRIES, SEQUENCES
 from tests.kv.shipments import Shelf, address_of, tokens_of
 from tests.kv.stage import Shipping, Stage, text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from kvloom.core.geometry import Geometry
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
+from kvloom.types.geometry import Geometry
 
 PAGE = Geometry(layers=2, kv_heads=1, head_dim=8, itemsize=4, block_bytes=256)  # 4 tokens, 2 blocks a page
 THICK = Geometry(layers=3, kv_heads=2, head_dim=16, itemsize=4, block_bytes=256)  # 2 tokens, 6 blocks a page

@@ -6,9 +6,8 @@ import struct
 
 import numpy as np
 
-from kvloom.core.address import KVAddress, KVForm, Ticket
-from kvloom.core.geometry import Geometry
-from kvloom.core.shipment import Parcel, PlannedSend
+from kvloom.types.geometry import Geometry
+from kvloom.types.transfer import KVAddress, KVForm, Parcel, PlannedSend, Ticket
 
 FIRST = 10_000  # a block of the peer: no block of a test's own pool
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from kvloom.core.errors import OutOfBlocks
-from kvloom.core.plan import Plan
 from kvloom.kv.prefix import PinnedPath
+from kvloom.types.errors import OutOfBlocks
+from kvloom.types.plan import Plan
 from tests.kv.account import CONTEXT, GEOMETRIES, SEQUENCES, TOTAL, Account, Contents, Name, after
 from tests.kv.trees import cached_tokens, check_form, longest, nodes
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvloom.core.geometry import Geometry
 from kvloom.kv.pool import Pool
+from kvloom.types.geometry import Geometry
 
 GEOMETRY = Geometry(
     layers=2, kv_heads=1, head_dim=8, itemsize=4, block_bytes=256

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvloom.core.errors import OutOfBlocks
-from kvloom.core.geometry import Geometry
 from kvloom.kv.pool import Pool
+from kvloom.types.errors import OutOfBlocks
+from kvloom.types.geometry import Geometry
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=512)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvloom.core.errors import BadRequest, OutOfBlocks
-from kvloom.core.geometry import Geometry
 from kvloom.kv.pool import Pool
+from kvloom.types.errors import BadRequest, OutOfBlocks
+from kvloom.types.geometry import Geometry
 from tests.kv.shipments import FIRST, Shelf, address_of, tokens_of
 
 PAGE = Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=256)  # 4 tokens, 4 blocks a page

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kvloom.core.errors import OutOfBlocks
+from kvloom.types.errors import OutOfBlocks
 from tests.kv.serving import PAGE, found, ids, make, serve
 from tests.kv.trees import cached_tokens, check_form, longest, nodes
 

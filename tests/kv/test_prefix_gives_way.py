@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.core.errors import OutOfBlocks
+from kvloom.types.errors import OutOfBlocks
 from tests.kv.serving import found, make, serve
 from tests.kv.trees import cached_tokens, check_form, longest
 

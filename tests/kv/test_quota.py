@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.geometry import Geometry
 from kvloom.kv.quota import Usage, adapt_quotas, initial_quotas
+from kvloom.types.geometry import Geometry
 
 WIDE = Geometry(layers=4, kv_heads=4, head_dim=16, itemsize=4, block_bytes=1024)  # 8 tokens, 16 blocks
 THIN = Geometry(layers=2, kv_heads=1, head_dim=16, itemsize=2, block_bytes=1024)  # 16 tokens, 2 blocks

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from kvloom.kv.cache import ModelCache
-from kvloom.kv.node import Node
 from kvloom.kv.pool import Pool
-from kvloom.kv.prefix import PrefixTree
+from kvloom.kv.prefix import Node, PrefixTree
 
 
 def nodes(tree: PrefixTree) -> Iterator[tuple[tuple[int, ...], Node]]:

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvloom.core.arrays import I64
-from kvloom.core.geometry import Geometry
-from kvloom.core.plan import Plan
+from kvloom.exec.attention import ForwardState
+from kvloom.exec.cpu.layer import Forward
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
-from kvloom.model.attention import ForwardState
-from kvloom.model.forward import Forward
+from kvloom.types.geometry import I64, Geometry
+from kvloom.types.plan import Plan
 
 
 class Batch:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvloom.core.errors import ConfigError
-from kvloom.core.spec import ModelSpec
-from kvloom.model.loader import LoadedModel, load_model
+from kvloom.exec.loader import LoadedModel, load_model
+from kvloom.types.errors import ConfigError
+from kvloom.types.spec import ModelSpec
 
 BLOCK = 2048
 

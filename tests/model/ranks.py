@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from kvloom.model.parallel.group import Group, connect
+from kvloom.exec.parallel.group import Group, connect
 
 T = TypeVar("T")
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvloom.core.address import KVForm
-from kvloom.core.arrays import I64
-from kvloom.core.plan import Plan
-from kvloom.core.weaving import Away, Borrow
+from kvloom.exec.cpu.decoder import Straight
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
-from kvloom.model.loader import LoadedModel
-from kvloom.model.straight import Straight
 from kvloom.model.weaving.attender import Attender
 from kvloom.model.weaving.states import WovenState
 from kvloom.transport.lender import Lending
 from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.shm import ShmTransport
+from kvloom.types.geometry import I64
+from kvloom.types.offload import Away, Borrow
+from kvloom.types.plan import Plan
+from kvloom.types.transfer import KVForm
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.model.batches import Batch, on_threads
 from tests.model.loading import load

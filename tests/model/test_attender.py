@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.errors import Unavailable
 from kvloom.kernels import reference
 from kvloom.model.weaving import polling
 from kvloom.model.weaving.attender import Attender
+from kvloom.types.errors import Unavailable
 from tests.transport.loans import (
     BLOCKS,
     GEOMETRY,

@@ -12,11 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kvloom.core.errors import ConfigError
-from kvloom.core.request import SamplingDefaults
-from kvloom.core.spec import ModelSpec
-from kvloom.model.executor import TorchExecutor
-from kvloom.model.loader import load_model
+from kvloom.exec.cpu.executor import TorchExecutor
+from kvloom.exec.loader import load_model
+from kvloom.types.errors import ConfigError
+from kvloom.types.request import SamplingDefaults
+from kvloom.types.spec import ModelSpec
 from tests.checkpoints import EOS, VOCAB, make_checkpoint
 from tests.model.loading import BLOCK, load, reconfigure, refusal
 

@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvloom.core.job import SampleRow
-from kvloom.model.sampler import sample, uniform
+from kvloom.exec.sampler import sample, uniform
+from kvloom.types.job import SampleRow
 from tests.draws import F64, VOCAB, draw, follows, ids, params, random_logits, rows
 
 

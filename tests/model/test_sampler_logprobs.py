@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvloom.core.job import PromptRow, SampleRow
-from kvloom.model.sampler import prompt_logprobs, sample
+from kvloom.exec.sampler import prompt_logprobs, sample
+from kvloom.types.job import PromptRow, SampleRow
 from tests.draws import ids, params, random_logits
 
 

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvloom.core.job import SampleRow
-from kvloom.model.sampler import sample
+from kvloom.exec.sampler import sample
+from kvloom.types.job import SampleRow
 from tests.draws import VOCAB, draw, follows, params, random_logits, rows, softmax
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from kvloom.core.job import SampleRow
-from kvloom.model.sampler import sample
+from kvloom.exec.sampler import sample
+from kvloom.types.job import SampleRow
 from tests.draws import VOCAB, bent, draw, follows, ids, params, random_logits, softmax
 
 

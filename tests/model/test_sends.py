@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from kvloom.core.address import KVAddress, KVForm, Ticket
-from kvloom.core.job import Job, Phase, SampleRow
-from kvloom.core.request import TokenLogprob
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.shipment import Parcel
-from kvloom.core.spec import ModelSpec
+from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
-from kvloom.model.executor import TorchExecutor
+from kvloom.types.job import Job, Phase, SampleRow
+from kvloom.types.request import SamplingParams, TokenLogprob
+from kvloom.types.spec import ModelSpec
+from kvloom.types.transfer import KVAddress, KVForm, Parcel, Ticket
 from tests.checkpoints import make_checkpoint
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, 37)]

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvloom.core.arrays import F64
-from kvloom.core.plan import Plan
-from kvloom.core.splitting import Rule, split
-from kvloom.model.straight import Straight
+from kvloom.exec.cpu.decoder import Straight
 from kvloom.model.weaving.attender import Attender
 from kvloom.model.weaving.split import Split
 from kvloom.model.weaving.states import PolledState
 from kvloom.transport.loan import BorrowedBlocks
+from kvloom.types.geometry import F64
+from kvloom.types.offload import Rule, split
+from kvloom.types.plan import Plan
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.model.batches import Batch, on_threads
 from tests.model.loading import load

@@ -11,12 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from kvloom.model import few
-from kvloom.model.forward import Modular
-from kvloom.model.linear import PackedLinear
-from kvloom.model.panels import panels_of
-from kvloom.model.straight import Straight
-from kvloom.model.straighten import straighten
+from kvloom.exec.cpu import small_batch as few
+from kvloom.exec.cpu.decoder import Straight, straighten
+from kvloom.exec.cpu.layer import Modular
+from kvloom.exec.cpu.linear import PackedLinear, panels_of
 from tests.checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
 from tests.model.batches import Batch
 from tests.model.loading import load

@@ -13,15 +13,15 @@ import pytest
 import torch
 import transformers
 
-from kvloom.core.errors import ConfigError, Unavailable
-from kvloom.core.geometry import Geometry
-from kvloom.core.spec import ModelSpec
-from kvloom.model.attention import NAME, Scoring
-from kvloom.model.fuse import fuse
-from kvloom.model.loader import load_model
-from kvloom.model.parallel.group import Group
-from kvloom.model.parallel.slicing import slice_model
-from kvloom.model.straighten import straighten
+from kvloom.exec.attention import NAME, Scoring
+from kvloom.exec.cpu.decoder import straighten
+from kvloom.exec.cpu.fuse import fuse
+from kvloom.exec.loader import load_model
+from kvloom.exec.parallel.group import Group
+from kvloom.exec.parallel.slicing import slice_model
+from kvloom.types.errors import ConfigError, Unavailable
+from kvloom.types.geometry import Geometry
+from kvloom.types.spec import ModelSpec
 from tests.checkpoints import ARCHITECTURES, VOCAB, config_of, make_checkpoint
 from tests.model.loading import BLOCK
 from tests.model.ranks import Alone, both

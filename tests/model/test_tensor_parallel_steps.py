@@ -13,14 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.arrays import I32, I64
-from kvloom.core.errors import OutOfBlocks
-from kvloom.core.geometry import Geometry
-from kvloom.core.job import Job, Phase
-from kvloom.core.plan import Plan
+from kvloom.exec.parallel.wire import Go, Here, SentMaps, Step, ToldMap, Wire, ids_of
 from kvloom.kv.pool import Pool
-from kvloom.model.parallel.steps import SentMaps, ToldMap, ids_of
-from kvloom.model.parallel.wire import Go, Here, Step, Wire
+from kvloom.types.errors import OutOfBlocks
+from kvloom.types.geometry import I32, I64, Geometry
+from kvloom.types.job import Job, Phase
+from kvloom.types.plan import Plan
 
 BLOCKS = 48
 GEOMETRIES = {"a": Geometry(2, 1, 4, 4, 128), "b": Geometry(1, 3, 8, 4, 256)}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvloom.core.spec import EngineSpec
 from kvloom.engine.engine import Engine
+from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import Answer, ask, body, running, spec_of
 from tests.oracle import Oracle

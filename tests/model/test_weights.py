@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from kvloom.model.linear import FusedLinear, PackedLinear, Part
+from kvloom.exec.cpu.linear import FusedLinear, PackedLinear, Part
 from tests.checkpoints import make_checkpoint
 from tests.model.loading import load
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from kvloom.core.errors import ConfigError
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
-from kvloom.plan.cluster import Nodes
-from kvloom.plan.demand import Demand
+from kvloom.plan.cluster import Nodes, homes
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.homes import homes
+from kvloom.plan.plan import Demand
 from kvloom.plan.planner import plan_placement
+from kvloom.types.errors import ConfigError
 from tests.plan.clusters import check, demand, muxserve, nodes, roofline, small_cases
 
 CLUSTER = [nodes("A100-80", 8, 4)]

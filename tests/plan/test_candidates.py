@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.job import Phase
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.work import CostModel, Work
 from kvloom.plan.candidates import Catalog, alone
 from kvloom.plan.cluster import CPU, MeshKind, Nodes, mesh_kinds
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.growth import BATCHES
-from kvloom.plan.memory import pool_bytes, request_bytes
+from kvloom.plan.plan import pool_bytes, request_bytes
+from kvloom.types.job import Phase
 from tests.plan.clusters import Crowded, demand, formula, nodes, roofline
 
 # MuxServe's figure 3: seconds of a 7B's prefill of 128 tokens, by SM share (their notebooks)

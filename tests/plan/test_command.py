@@ -11,9 +11,9 @@ import pytest
 
 from kvloom.config import DEMO
 from kvloom.config_file import load_config
-from kvloom.cost.profile import write_profile
 from kvloom.machine import Machine
-from kvloom.plan.files import read_plan
+from kvloom.plan.cost.profile import write_profile
+from kvloom.plan.plan import read_plan
 from kvloom.planning.command import EPILOG
 from kvloom.planning.conduct import conduct
 from kvloom.planning.inputs import read_cluster, read_demands

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.errors import ConfigError
 from kvloom.plan.cluster import CPU, Nodes
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import check_each, gigabytes, more_devices, shortfalls
 from kvloom.plan.planner import plan_placement
+from kvloom.types.errors import ConfigError
 from tests.plan.clusters import demand, formula, nodes, roofline
 
 

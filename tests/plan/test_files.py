@@ -12,12 +12,11 @@ from msgspec.structs import replace
 
 from kvloom.config import DEMO
 from kvloom.config_file import load_config
-from kvloom.core.errors import ConfigError
+from kvloom.lab.sim.unit import planned_units
 from kvloom.machine import Machine
-from kvloom.plan.files import is_plan, read_plan, write_plan
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, is_plan, read_plan, write_plan
 from kvloom.plan.planner import make_plan
-from kvloom.sim.units import planned_units
+from kvloom.types.errors import ConfigError
 from tests.plan.clusters import check_plan, muxserve, nodes, roofline
 
 MACHINE = Machine(cores=4, memory=3 << 30)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.cost.shapes import find_shape
 from kvloom.plan.cluster import CPU, Nodes
-from kvloom.plan.memory import (
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.plan import (
     activation_bytes,
     fixed_bytes,
     pool_bytes,

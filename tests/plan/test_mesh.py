@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.plan.cluster import CPU, Nodes, mesh_kinds
-from kvloom.plan.homes import homes
-from kvloom.plan.mesh import Cut, cuts, fits, groups, meshes, worthwhile
+from kvloom.plan.cluster import CPU, Cut, Nodes, cuts, fits, groups, homes, mesh_kinds, meshes, worthwhile
 from tests.plan.clusters import nodes
 
 

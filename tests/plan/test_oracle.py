@@ -6,9 +6,9 @@ import pytest
 from hypothesis import event, given, settings
 
 from kvloom.plan.cluster import Nodes
-from kvloom.plan.demand import Demand
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.exhaustive import exhaustive
+from kvloom.plan.plan import Demand
+from kvloom.plan.planner import exhaustive
 from kvloom.plan.replicas import best_placement
 from kvloom.plan.search import Effort
 from tests.plan.clusters import check, demand, formula, nodes, roofline, small_cases

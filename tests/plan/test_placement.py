@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.plan.board import Board
+from kvloom.plan.board import Board, improve
 from kvloom.plan.cluster import MeshKind
 from kvloom.plan.estimate import Estimator, Item
-from kvloom.plan.moves import improve
-from kvloom.plan.placement import Order, place
+from kvloom.plan.search import Order, place
 from tests.plan.clusters import check, demand, nodes, roofline
 
 ONE, TWO, FOUR, EIGHT = (nodes("A100-80", 8).mesh(n) for n in (1, 2, 4, 8))

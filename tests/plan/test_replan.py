@@ -9,15 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.admin.gateway import Gateway, ServerError
-from kvloom.core.errors import ConfigError
-from kvloom.core.placement import Placement
-from kvloom.core.service import Service, UnitState
-from kvloom.core.spec import EngineSpec, ModelSpec, WeaveSpec
-from kvloom.cost.shapes import find_shape
-from kvloom.plan.files import write_plan
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, write_plan
 from kvloom.planning.replan import replan
 from kvloom.planning.target import PROCESS_BYTES, new_names
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import Placement, Service, UnitState
+from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
 
 GIB = 1 << 30
 SHAPE = find_shape("llama-7b")

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli import main
-from kvloom.core.job import Phase
-from kvloom.cost.measured import Measured
-from kvloom.cost.profile import Profile, read_profile
-from kvloom.cost.work import Work
+from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.profile import Profile, read_profile
+from kvloom.plan.cost.work import Work
+from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
 
 CONFIG = """\

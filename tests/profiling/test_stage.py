@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.core.job import Job, JobResult, Phase
-from kvloom.core.spec import ModelSpec
-from kvloom.cost.profile import Doing
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
-from kvloom.model.loader import LoadedModel
+from kvloom.plan.cost.profile import Doing
 from kvloom.profiling.crowding import measure_pair
 from kvloom.profiling.setting import Setting, decode, prefill
 from kvloom.profiling.stage import Stage
 from kvloom.profiling.stepping import measure_steps
 from kvloom.profiling.watched import WatchedExecutor
+from kvloom.types.job import Job, JobResult, Phase
+from kvloom.types.spec import ModelSpec
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from kvloom.cost.measured import Measured
-from kvloom.cost.work import Work
+from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.work import Work
 from kvloom.profiling.pressing import busy_processes
 from kvloom.profiling.serving import LONGEST, PROMPT, SHORTEST, Load, serving_loads
 from kvloom.profiling.session import Effort

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.core.errors import ConfigError
-from kvloom.cost.shapes import find_shape
-from kvloom.cost.work import Work
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.cost.work import Work
 from kvloom.reproduce.llumnix.downtime import RECOMPUTED, downtime, figure_10
 from kvloom.reproduce.llumnix.point import BY_REPORTS, INFAAS, LLUMNIX, ROUND_ROBIN, Point, Times
 from kvloom.reproduce.llumnix.priorities import Found, Seconds, section_64, told_apart
@@ -18,6 +17,7 @@ from kvloom.reproduce.llumnix.priorities import report_of as report_of_64
 from kvloom.reproduce.llumnix.published import Curves, read_curves
 from kvloom.reproduce.llumnix.serving import TRAFFICS, Run, figure_11, report_of
 from kvloom.reproduce.llumnix.setup import HOST, LONG, MODEL, POOL, SHAREGPT, SHORT, make_units
+from kvloom.types.errors import ConfigError
 from kvloom.workload.arrivals import gamma
 from kvloom.workload.ask import Ask, Outcome
 

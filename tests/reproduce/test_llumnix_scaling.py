@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.cost.shapes import find_shape
+from kvloom.lab.sim.unit import LOADING, STARTING
+from kvloom.plan.cost.shapes import find_shape
 from kvloom.reproduce.llumnix.point import INFAAS, LLUMNIX, Point, Times
 from kvloom.reproduce.llumnix.scaling import LOADS, LOW, SWEPT, Load, Run, elastic, report_of, section_65
 from kvloom.reproduce.llumnix.setup import MODEL, make_units
 from kvloom.reproduce.llumnix.stress import STRESSED, section_66
-from kvloom.sim.unit import LOADING, STARTING
 
 
 def test_a_system_begins_with_eight_instances_and_scales_by_its_own_load() -> None:

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from kvloom.cost.shapes import find_shape
+from kvloom.lab.sim.unit import LATENCY
+from kvloom.plan.cost.shapes import find_shape
 from kvloom.reproduce.microserving.load import Points, jct, sweep, tpot, ttft
 from kvloom.reproduce.microserving.migration import CONTEXTS, UNIQUE, Move, move
 from kvloom.reproduce.microserving.setup import (
@@ -24,7 +25,6 @@ from kvloom.reproduce.microserving.setup import (
     synthetic,
     units,
 )
-from kvloom.sim.unit import LATENCY
 from kvloom.workload.ask import Ask, Outcome
 
 LAYER_BYTES = find_shape(MODEL).kv_bytes // find_shape(MODEL).layers  # of a token

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvloom.core.job import Phase
-from kvloom.cost.devices import find_device
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shapes import find_shape
-from kvloom.cost.work import Work
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.cost.work import Work
 from kvloom.reproduce.muxserve.end_to_end import CHAT, GPUS, SYNTHETIC, figure_5
 from kvloom.reproduce.muxserve.latencies import figure_3
 from kvloom.reproduce.muxserve.point import Load, Point, play_point
@@ -20,6 +19,7 @@ from kvloom.reproduce.muxserve.published import PUBLISHED
 from kvloom.reproduce.muxserve.runtime import HOST, Hosted, UnderMPS
 from kvloom.reproduce.muxserve.setup import ALONE, DEVICE, Served, asks, falling, served
 from kvloom.reproduce.muxserve.systems import MUXSERVE, SPATIAL, TEMPORAL, System, make_units, together
+from kvloom.types.job import Phase
 
 PAIR = (Served("7b", "7b", 2.0), Served("13b", "13b", 1.0))
 LIGHT = Load(PAIR, 4, 8.0, after=40.0)

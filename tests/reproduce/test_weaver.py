@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvloom.core.job import Phase
-from kvloom.cost.devices import find_device
-from kvloom.cost.shapes import find_shape
-from kvloom.cost.work import Work
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.cost.work import Work
 from kvloom.reproduce.weaver import published
 from kvloom.reproduce.weaver.ablation import figure_7
 from kvloom.reproduce.weaver.point import Load, Point, play_point
@@ -16,6 +15,7 @@ from kvloom.reproduce.weaver.sensitivity import figure_5
 from kvloom.reproduce.weaver.serving import figure_4
 from kvloom.reproduce.weaver.setup import AZURE, BURSTGPT, COLD, HOT, LONGEST, MODEL, Trace, asks, pool_bytes
 from kvloom.reproduce.weaver.systems import DEDICATED, MUXSERVE, SHARES, TEMPORAL, WEAVER, System
+from kvloom.types.job import Phase
 
 A100 = "A100-40"
 

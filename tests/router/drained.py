@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvloom.core.errors import Unavailable
 from kvloom.router.drains import Drains
+from kvloom.types.errors import Unavailable
 from tests.router.fleets import Fleets, routed
 
 SHORT, LONG = 0.01, 60.0

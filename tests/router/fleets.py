@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from kvloom.core.request import EndEvent, Event, PromptEvent, StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router
+from kvloom.types.request import EndEvent, Event, PromptEvent, SamplingParams, StartGenerate, TokenEvent
 from tests.router.ledger import Called, LedgerEngine, World, said
 
 QUIET = 60  # turns of the event loop in which everything that can happen at once has happened

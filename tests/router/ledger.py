@@ -11,20 +11,20 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket, resolve
-from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable, UnknownModel
-from kvloom.core.load import ModelLoad, UnitLoad
-from kvloom.core.priority import Level
-from kvloom.core.request import (
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable, UnknownModel
+from kvloom.types.load import ModelLoad, UnitLoad
+from kvloom.types.request import (
     EndEvent,
     Event,
+    Level,
     ModelCard,
     PromptEvent,
     StartGenerate,
     TokenEvent,
     TokenLogprob,
 )
-from kvloom.core.verbs import (
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket, resolve
+from kvloom.types.verbs import (
     Held,
     Lease,
     Offer,

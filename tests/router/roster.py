@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvloom.core.errors import Unavailable
-from kvloom.core.replicas import GroupSpec, Scale
-from kvloom.core.request import ModelCard
-from kvloom.core.spec import EngineSpec, ModelSpec
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.roster import Roster
+from kvloom.types.errors import Unavailable
+from kvloom.types.request import ModelCard
+from kvloom.types.service import GroupSpec, Scale
+from kvloom.types.spec import EngineSpec, ModelSpec
 from tests.router.fleets import Fleets, routed
 from tests.router.ledger import LedgerEngine
 

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvloom.core.errors import Unavailable
-from kvloom.core.request import Event, StartGenerate
-from kvloom.core.verbs import RemoteSend
+from kvloom.types.errors import Unavailable
+from kvloom.types.request import Event, StartGenerate
+from kvloom.types.verbs import RemoteSend
 from tests.modelled_units import Unit
 from tests.router.worlds import World
 

@@ -12,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.api.verbs import create_verbs
-from kvloom.core.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, Unauthorized, Unavailable
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import PROTOCOL, EndEvent, Event, TokenEvent
-from kvloom.core.verbs import Held, Offer, Offered, Pin, Pinned, Prefix
 from kvloom.router.client import HttpEngineClient
+from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, Unauthorized, Unavailable
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import PROTOCOL, EndEvent, Event, TokenEvent
+from kvloom.types.verbs import Held, Offer, Offered, Pin, Pinned, Prefix
 from tests.scripted import CARD, ScriptedEngine, order, served
 
 SECRET = "s3cret"

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from kvloom.core.errors import Conflict, Unavailable
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
+from kvloom.types.errors import Conflict, Unavailable
 from tests.router.drained import LONG, SHORT, drained
 from tests.router.fleets import ManualClock, ask_well, body, run, turns
 from tests.router.ledger import World

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
-from kvloom.core.request import EndEvent, Event, StartGenerate
-from kvloom.core.verbs import Prepared, PrepRecv, RemoteSend, Sent, Standing
 from kvloom.router import moving
 from kvloom.router.moving import Move, Stage
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
+from kvloom.types.request import EndEvent, Event, StartGenerate
+from kvloom.types.verbs import Prepared, PrepRecv, RemoteSend, Sent, Standing
 from tests.modelled import turns
 from tests.modelled_units import Unit, generate, prompt, run
 from tests.router.worlds import world

@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.client import EngineClient
-from kvloom.core.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable
+from kvloom.lab.faults.witness import lone_answer
 from kvloom.router import moving
-from kvloom.sim.witness import lone_answer
+from kvloom.types.client import EngineClient
+from kvloom.types.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable
 from tests.modelled import CONTEXT, VOCAB, expected, turns
 from tests.modelled_units import generate, prompt, run
 from tests.router.crowds import fill, until_waiting

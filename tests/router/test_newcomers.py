@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvloom.core.errors import BadRequest, Conflict, QueueFull, Unavailable, UnknownModel
-from kvloom.core.replicas import Scale
+from kvloom.types.errors import BadRequest, Conflict, QueueFull, Unavailable, UnknownModel
+from kvloom.types.service import Scale
 from tests.router.fleets import ask, ask_well, body, run, turns
 from tests.router.ledger import card
 from tests.router.roster import spec, staged

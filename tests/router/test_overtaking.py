@@ -13,12 +13,12 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.verbs import create_verbs
-from kvloom.core.errors import KvloomError, Unavailable
-from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.router import Call, Fleet, Frames, holdings
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router
+from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
 from tests.router.fleets import ManualClock, ask, ask_well, body, routed, run, turns
 from tests.router.ledger import LedgerEngine, World
 from tests.scripted import served

@@ -7,9 +7,9 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from tests.router.fleets import Fleets, ask_well, body, routed, run, turns
 
 PROMPT = 40

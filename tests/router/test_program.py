@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvloom.core.errors import ConfigError
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
+from kvloom.types.errors import ConfigError
 from tests.router.fleets import ask_well, body, routed, run
 
 OWN = """
@@ -154,7 +154,7 @@ def test_what_is_installed_is_not_read_anew() -> None:
 
 
 def test_what_runs_here_is_not_read_anew() -> None:
-    before = sys.modules["kvloom.core.errors"]
+    before = sys.modules["kvloom.types.errors"]
     with pytest.raises(ConfigError, match="no async generator function"):
-        load_program("kvloom.core.errors:BadRequest")
-    assert sys.modules["kvloom.core.errors"] is before
+        load_program("kvloom.types.errors:BadRequest")
+    assert sys.modules["kvloom.types.errors"] is before

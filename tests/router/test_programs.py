@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.request import Event, StartGenerate
 from kvloom.router.programs import PROGRAMS
+from kvloom.types.request import Event, StartGenerate
 from tests.router.fleets import Fleets, ask_well, body, routed, run
 from tests.router.ledger import Called
 

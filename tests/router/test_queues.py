@@ -7,9 +7,9 @@ from contextlib import suppress
 
 import pytest
 
-from kvloom.core.errors import OutOfBlocks
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program, load_program
+from kvloom.types.errors import OutOfBlocks
 from tests.router.fleets import Fleets, ask_well, body, routed, run, turns
 
 

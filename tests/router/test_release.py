@@ -8,11 +8,11 @@ from contextlib import aclosing, asynccontextmanager, suppress
 
 import pytest
 
-from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
-from kvloom.core.request import Event, StartGenerate
 from kvloom.router import Call, Fleet, Frames, holdings
 from kvloom.router.program import Program
 from kvloom.router.programs import PROGRAMS
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
+from kvloom.types.request import Event, StartGenerate
 from tests.router.fleets import Fleets, ask, ask_well, body, routed, run, turns
 from tests.router.ledger import Called
 

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.load import UnitLoad
-from kvloom.core.priority import Level
-from kvloom.fleet.placing import Arrival
+from kvloom.cluster.freeness import Arrival
 from kvloom.reproduce.llumnix import by_reports
 from kvloom.router import units
 from kvloom.router.report import LINGER, PERIOD, Report
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import Level
 from tests.fleet.loads import model, unit
 from tests.router.fleets import Fleets, ManualClock, ask_well, body, routed, run, turns
 

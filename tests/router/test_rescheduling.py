@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.clock import WallClock
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.core.replicas import Steps
-from kvloom.core.rescheduling import FleetState, Pair, Pairs
-from kvloom.core.verbs import Offer, Offered, PrepRecv
-from kvloom.fleet.placing import Arrival
-from kvloom.fleet.scheduler import FleetScheduler
-from kvloom.fleet.thresholds import Thresholds
+from kvloom.cluster.freeness import Arrival, Thresholds
+from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.router.rescheduling import Rescheduler
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.service import FleetState, Pair, Pairs, Steps
+from kvloom.types.verbs import Offer, Offered, PrepRecv
 from tests.engine.readers import Reader
 from tests.modelled import expected, turns
 from tests.modelled_units import MODEL, generate, prompt, run, sending

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from kvloom.core.errors import Unavailable
 from kvloom.router.programs import PROGRAMS
+from kvloom.types.errors import Unavailable
 from tests.router.drained import SHORT, Played, drained
 from tests.router.fleets import Answer, ask, ask_well, body, run, turns
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from kvloom.core.clock import WallClock
-from kvloom.core.errors import Conflict, Unavailable
 from kvloom.router.rolling import Rolling
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import Conflict, Unavailable
 from tests.router.drained import Played, drained
 from tests.router.fleets import run, turns
 

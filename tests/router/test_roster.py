@@ -7,9 +7,9 @@ import errno
 
 import pytest
 
-from kvloom.core.errors import Conflict, Unavailable
-from kvloom.core.replicas import Scale, Steps
-from kvloom.fleet.scheduler import FleetScheduler
+from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.types.errors import Conflict, Unavailable
+from kvloom.types.service import Scale, Steps
 from tests.fleet.loads import model
 from tests.router.fleets import ask, ask_well, body, run, turns
 from tests.router.roster import Staged, staged

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvloom.core.errors import BadRequest, Unavailable, UnknownModel
-from kvloom.core.request import EndEvent, TokenEvent
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.router import Router
+from kvloom.types.errors import BadRequest, Unavailable, UnknownModel
+from kvloom.types.request import EndEvent, TokenEvent
 from tests.router.fleets import ManualClock, ask, ask_well, body, routed, run, turns
 from tests.router.ledger import LedgerEngine, World, card
 

@@ -8,11 +8,11 @@ from contextlib import aclosing
 
 import pytest
 
-from kvloom.core.errors import KvloomError, Unavailable
-from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.router.failures import DEATHS
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.progress import Progress
+from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
 from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, body, routed, run, turns
 from tests.router.ledger import LedgerEngine, said
 

@@ -9,11 +9,11 @@ from contextlib import aclosing
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import KvloomError, QueueFull, Unavailable
-from kvloom.core.request import EndEvent, Event, StartGenerate
 from kvloom.router.call import Call, Frames
 from kvloom.router.fleet import Fleet
 from kvloom.router.program import Program
+from kvloom.types.errors import KvloomError, QueueFull, Unavailable
+from kvloom.types.request import EndEvent, Event, StartGenerate
 from tests.router.fleets import Answer, Fleets, ask, ask_well, body, routed, run, turns
 from tests.router.ledger import said
 

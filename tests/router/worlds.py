@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from kvloom.core.client import EngineClient
-from kvloom.core.clock import WallClock
-from kvloom.core.request import StartGenerate
 from kvloom.router.program import load_program
 from kvloom.router.replica import Replica
 from kvloom.router.router import Router
+from kvloom.types.client import EngineClient
+from kvloom.types.clock import WallClock
+from kvloom.types.request import StartGenerate
 from tests.engines import Answer
 from tests.modelled import expected, turns
 from tests.modelled_units import MODEL, Unit, units

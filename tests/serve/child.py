@@ -9,9 +9,9 @@ import os
 import signal
 from pathlib import Path
 
-from kvloom.core.errors import ConfigError
 from kvloom.serve.orders import Begin, GatewayOrder, Progress, Ready
 from kvloom.serve.parent import Parent, run_child
+from kvloom.types.errors import ConfigError
 
 
 def main(parent: Parent) -> None:

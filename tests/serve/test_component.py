@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from kvloom.api.admin_units import MAX_BODY
-from kvloom.core.ending import ending
-from kvloom.core.spec import ModelSpec
 from kvloom.serve.component import LONGEST_REPORT, Component
 from kvloom.serve.orders import Progress, Report, Run
+from kvloom.types.clock import ending
+from kvloom.types.spec import ModelSpec
 from tests.processes import DEADLINE
 from tests.router.roster import spec
 

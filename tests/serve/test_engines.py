@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.core.clock import WallClock
-from kvloom.core.spec import EngineSpec, ProgramSpec
 from kvloom.serve.engines import Engines
 from kvloom.serve.events import Answers, Event, Failed
 from kvloom.serve.orders import GatewayOrder
 from kvloom.serve.supervised import Role, State, Supervised
+from kvloom.types.clock import WallClock
+from kvloom.types.spec import EngineSpec, ProgramSpec
 from tests.processes import DEADLINE
 from tests.router.roster import spec
 

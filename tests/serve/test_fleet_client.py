@@ -11,12 +11,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvloom.api.auth import Keys
-from kvloom.core.errors import Unavailable
-from kvloom.core.replicas import Steps
-from kvloom.core.rescheduling import Pair, Pairs
 from kvloom.serve.connection import ClientConnection
 from kvloom.serve.fleet_client import FleetClient
 from kvloom.serve.server import Server
+from kvloom.types.errors import Unavailable
+from kvloom.types.service import Pair, Pairs, Steps
 from tests.api.fleet import Administered, administered
 
 PAIRS = Pairs(pairs=(Pair("unit-0", "unit-1"),), seconds=1.5)

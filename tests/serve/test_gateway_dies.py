@@ -11,14 +11,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import EngineSpec, ModelSpec, ProgramSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import Begin, EngineOrder, GatewayOrder, Order, Ready
 from kvloom.serve.roles import ENGINE, GATEWAY
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 from tests.checkpoints import make_checkpoint
 
 SECRET = "s"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.core.clock import WallClock
-from kvloom.core.spec import ProgramSpec
 from kvloom.serve import gateways as gateways_module
 from kvloom.serve.events import Answers, Doing, Event, Failed
 from kvloom.serve.gateways import Gateways
 from kvloom.serve.orders import GatewayOrder, News, Restarted, Retire
 from kvloom.serve.supervised import Role, State, Supervised
+from kvloom.types.clock import WallClock
+from kvloom.types.spec import ProgramSpec
 from tests.processes import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from kvloom.core.errors import ConfigError
-from kvloom.core.spec import ModelSpec
 from kvloom.serve.hub import require_hub
+from kvloom.types.errors import ConfigError
+from kvloom.types.spec import ModelSpec
 
 
 class Hub(BaseHTTPRequestHandler):

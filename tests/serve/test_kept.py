@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvloom.core.spec import ProgramSpec
 from kvloom.serve.kept import Kept
 from kvloom.serve.orders import Standing
+from kvloom.types.spec import ProgramSpec
 
 
 def test_what_stands_is_told_each_time() -> None:

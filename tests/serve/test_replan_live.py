@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli import main
-from kvloom.cost.shapes import read_shape
-from kvloom.plan.files import write_plan
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.plan.cost.shapes import read_shape
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, write_plan
 from tests.checkpoints import make_checkpoint
 from tests.processes import fleet, leaves_nothing
 from tests.serve.streaming import call, states, streams

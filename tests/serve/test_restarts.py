@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.core.errors import Conflict, Unavailable
 from kvloom.serve.orders import Asked, Back, Restart, Restarted, Run, Stop, Stopped
 from kvloom.serve.restarts import Restarts
 from kvloom.serve.shelf import Shelf
+from kvloom.types.errors import Conflict, Unavailable
 from tests.router.roster import spec
 
 

@@ -7,12 +7,12 @@ import socket
 from pathlib import Path
 
 from kvloom.config_file import load_config
-from kvloom.core.clock import WallClock
 from kvloom.machine import Machine
 from kvloom.serve.engines import Engines
 from kvloom.serve.orders import GatewayOrder, Standing
 from kvloom.serve.roles import Roles
 from kvloom.serve.supervised import Role, Supervised
+from kvloom.types.clock import WallClock
 
 
 def test_a_gateway_is_to_stop_no_unit_that_is_stopped_already(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from kvloom.api.app import create_app
 from kvloom.config import DEMO
-from kvloom.core.clock import WallClock
 from kvloom.engine.engine import Engine
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.router import Router
+from kvloom.types.clock import WallClock
 from tests.checkpoints import make_checkpoint
 from tests.engines import running, spec_of
 

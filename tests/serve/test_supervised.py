@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.core.clock import WallClock
-from kvloom.core.spec import ProgramSpec
 from kvloom.serve import supervised as supervised_module
 from kvloom.serve.events import Answers, Doing, Event, Failed, Lost
 from kvloom.serve.health import answers
 from kvloom.serve.orders import GatewayOrder
 from kvloom.serve.patience import Patience
 from kvloom.serve.supervised import Role, State, Supervised
+from kvloom.types.clock import WallClock
+from kvloom.types.spec import ProgramSpec
 from tests.processes import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]

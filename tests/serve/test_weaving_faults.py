@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvloom.core.errors import Conflict, Unavailable
-from kvloom.core.verbs import Prefix
 from kvloom.engine.engine import Engine
 from kvloom.model.weaving.asking import Asking
 from kvloom.transport import tasks
 from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.tasks import TaskSender
+from kvloom.types.errors import Conflict, Unavailable
+from kvloom.types.verbs import Prefix
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.oracle import Oracle

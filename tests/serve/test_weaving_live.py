@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kvloom.cli import main
-from kvloom.core.request import Event, TokenEvent
+from kvloom.types.request import Event, TokenEvent
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.oracle import Oracle
 from tests.processes import DEADLINE, fleet, leaves_nothing

@@ -14,8 +14,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvloom.core.errors import KvloomError
 from kvloom.engine.engine import Engine
+from kvloom.types.errors import KvloomError
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.oracle import Oracle

@@ -9,16 +9,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvloom.core.address import Ticket
-from kvloom.core.arrays import AnyArray
-from kvloom.core.job import Job, JobResult
-from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
-from kvloom.core.verbs import RemoteSend, Standing
-from kvloom.sim.content import Content
-from kvloom.sim.faulty_wire import FaultyWire
-from kvloom.sim.host import Host
-from kvloom.sim.links import Entry
-from kvloom.sim.witness import Witness
+from kvloom.lab.faults.faulty_wire import FaultyWire
+from kvloom.lab.faults.host import Host
+from kvloom.lab.faults.witness import Witness
+from kvloom.lab.sim.executor import Content
+from kvloom.lab.sim.links import Entry
+from kvloom.types.geometry import AnyArray
+from kvloom.types.job import Job, JobResult
+from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
+from kvloom.types.transfer import Ticket
+from kvloom.types.verbs import RemoteSend, Standing
 
 
 class ShortWire(FaultyWire):

@@ -8,17 +8,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvloom.core.job import Phase
-from kvloom.core.load import UnitLoad
-from kvloom.core.spec import EngineSpec, ModelSpec, Policy
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.work import Work
+from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.run import Prompts, play
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import simulated
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import Prompts, play
-from kvloom.sim.unit import SimulatedUnit
+from kvloom.types.job import Phase
+from kvloom.types.load import UnitLoad
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy
 from kvloom.workload.ask import Ask, Outcome, Segment
 
 SHAPES = {

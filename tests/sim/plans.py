@@ -9,10 +9,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvloom.cost.profile import Hosted, write_profile
-from kvloom.cost.shape import ModelShape
-from kvloom.plan.files import write_plan
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.plan.cost.profile import Hosted, write_profile
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, write_plan
 from tests.cost.profiles import make_profile
 
 SHAPE = ModelShape(layers=2, hidden=512, heads=4, kv_heads=2, head_dim=128, ffn=1024, vocab=500)

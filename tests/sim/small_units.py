@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom.core.spec import EngineSpec, ModelSpec
-from kvloom.cost.shape import ModelShape
-from kvloom.sim.evenly import Evenly
-from kvloom.sim.traits import VOCAB
-from kvloom.sim.unit import SimulatedUnit
+from kvloom.lab.faults.scenario import VOCAB
+from kvloom.lab.sim.executor import Evenly
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.types.spec import EngineSpec, ModelSpec
 
 
 def small_units(

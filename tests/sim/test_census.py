@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.sim.census import Census
+from kvloom.lab.sim.processes import Census
 
 
 class At:

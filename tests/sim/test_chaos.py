@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from kvloom.lab.faults import chaos as chaos_runs
+from kvloom.lab.faults.chaos import Verdict, chaos, run_ordeal, run_quietly, verdicts
+from kvloom.lab.faults.faults import Death, GatewayLoss, Order, Relocation, SchedulerLoss, Switch
+from kvloom.lab.faults.scenario import PROGRAMS as DRAWN
+from kvloom.lab.faults.scenario import draw_ordeal
+from kvloom.lab.faults.world import Parts
 from kvloom.router.programs import PROGRAMS
-from kvloom.sim import chaos_runs
-from kvloom.sim.chaos import Verdict, run_ordeal
-from kvloom.sim.chaos_runs import chaos, run_quietly, verdicts
-from kvloom.sim.faults import Death, GatewayLoss, Order, Relocation, SchedulerLoss, Switch
-from kvloom.sim.ordeal import PROGRAMS as DRAWN
-from kvloom.sim.restless import draw_ordeal
-from kvloom.sim.world import Parts
 from tests.sim.breakers import ShortWire
 
 

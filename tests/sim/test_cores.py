@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvloom.sim.cores import Cores, Thread
-from kvloom.sim.loop import run_virtual
+from kvloom.lab.sim.hosting import Cores, Thread
+from kvloom.lab.sim.virtual_time import run_virtual
 
 
 def when(

@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvloom.core.geometry import Geometry
-from kvloom.core.job import Job, JobResult, Phase, SampleRow
-from kvloom.core.plan import Plan
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.shipment import Parcel, PlannedSend
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.work import Work
-from kvloom.sim.content import JobFailed
-from kvloom.sim.executor import ModelledExecutor
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.unit import simulated_card
+from kvloom.lab.sim.executor import JobFailed, ModelledExecutor
+from kvloom.lab.sim.unit import simulated_card
+from kvloom.lab.sim.virtual_time import run_virtual
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import Work
+from kvloom.types.geometry import Geometry
+from kvloom.types.job import Job, JobResult, Phase, SampleRow
+from kvloom.types.plan import Plan
+from kvloom.types.request import SamplingParams
+from kvloom.types.transfer import Parcel, PlannedSend
 
 LAYERS = 4
 SHAPE = ModelShape(layers=LAYERS, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=64, vocab=100)

@@ -9,18 +9,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvloom.core.errors import Unavailable
-from kvloom.core.request import EndEvent, StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.verbs import PrepRecv, RemoteSend
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.faults import NOTHING, Mishap, Mishaps, Rates
-from kvloom.sim.faulty_wire import FaultyWire
-from kvloom.sim.host import Host
-from kvloom.sim.journal import Journal
-from kvloom.sim.links import ModelledPlane
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.witness import lone_answer
+from kvloom.lab.faults.faults import NOTHING, Mishap, Mishaps, Rates
+from kvloom.lab.faults.faulty_wire import FaultyWire
+from kvloom.lab.faults.host import Host
+from kvloom.lab.faults.journal import Journal
+from kvloom.lab.faults.witness import lone_answer
+from kvloom.lab.sim.links import ModelledPlane
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.types.errors import Unavailable
+from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, TokenEvent
+from kvloom.types.verbs import PrepRecv, RemoteSend
 from tests.sim.fleets import unit
 
 DELAY = 0.01

@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvloom.core.job import Phase
-from kvloom.cost.hosting import Hosting
-from kvloom.cost.profile import Hosted, Role, Stalled
-from kvloom.cost.work import Work
+from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.hosting import HostedMachine
+from kvloom.lab.sim.run import play
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.plan.cost.measured import Hosting
+from kvloom.plan.cost.profile import Hosted, Role, Stalled
+from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import simulated
-from kvloom.sim.hosting import HostedMachine
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import play
-from kvloom.sim.unit import SimulatedUnit
+from kvloom.types.job import Phase
 from kvloom.workload.ask import Ask, Outcome
 from tests.cost.test_hosting import doing, hosting, pressed
 from tests.sim.fleets import asks, outcomes, prompt_of, unit

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvloom.core.request import StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
-from kvloom.sim.answer import Answer
-from kvloom.sim.chaos import run_ordeal
-from kvloom.sim.faults import Client, Ordeal, Switch
-from kvloom.sim.laws import (
+from kvloom.lab.faults.chaos import run_ordeal
+from kvloom.lab.faults.faults import Client, Ordeal, Switch
+from kvloom.lab.faults.journal import Answer
+from kvloom.lab.faults.laws import (
     CONSERVATION,
     EXACTLY_ONCE,
     NO_CRASH,
@@ -21,8 +19,9 @@ from kvloom.sim.laws import (
     SAME_TOKENS,
     check_answer,
 )
-from kvloom.sim.restless import draw_ordeal
-from kvloom.sim.world import Parts
+from kvloom.lab.faults.scenario import draw_ordeal
+from kvloom.lab.faults.world import Parts
+from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
 from tests.sim.breakers import (
     FaintingHost,
     IdleHost,

@@ -8,13 +8,11 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from kvloom.core.address import KVAddress, KVForm
-from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest, QueueFull, Unavailable
-from kvloom.core.geometry import Geometry
-from kvloom.core.shipment import Parcel
-from kvloom.sim.links import ModelledPlane, ModelledShipment, ModelledTransport, TimedLink
-from kvloom.sim.loop import run_virtual
+from kvloom.lab.sim.links import ModelledPlane, ModelledShipment, ModelledTransport, TimedLink
+from kvloom.lab.sim.virtual_time import run_virtual
+from kvloom.types.errors import BadRequest, QueueFull, Unavailable
+from kvloom.types.geometry import I32, Geometry
+from kvloom.types.transfer import KVAddress, KVForm, Parcel
 
 FORM = KVForm.of(Geometry(layers=1, kv_heads=1, head_dim=16, itemsize=4, block_bytes=1024), "float32")
 TOKENS = FORM.tokens_per_block  # 8, of 128 bytes each

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.sim.loop import Stalled, run_virtual
+from kvloom.lab.sim.virtual_time import Stalled, run_virtual
 
 
 def now() -> float:

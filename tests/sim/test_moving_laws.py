@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.fleet.thresholds import Thresholds
-from kvloom.sim.chaos import Verdict, run_ordeal
-from kvloom.sim.faults import Client, Ordeal, Relocation, SchedulerLoss, Switch
-from kvloom.sim.laws import NO_STARVATION, NOTHING_LEAKS, SAME_TOKENS
-from kvloom.sim.rescheduling import Rescheduling
-from kvloom.sim.world import Parts
+from kvloom.cluster.freeness import Thresholds
+from kvloom.lab.faults.chaos import Verdict, run_ordeal
+from kvloom.lab.faults.faults import Client, Ordeal, Relocation, SchedulerLoss, Switch
+from kvloom.lab.faults.laws import NO_STARVATION, NOTHING_LEAKS, SAME_TOKENS
+from kvloom.lab.faults.world import Parts
+from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.types.request import SamplingParams, StartGenerate
 from tests.sim.breakers import DeafWire, LyingWire, PinningHost, RestlessWire, SmearingHost
 from tests.sim.small_units import small_units
 

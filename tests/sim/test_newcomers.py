@@ -12,19 +12,17 @@ from typing import get_args
 import pytest
 from msgspec import structs
 
-from kvloom.core.job import Phase
-from kvloom.core.request import Event, StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import Policy
-from kvloom.core.verbs import PrepRecv
-from kvloom.cost.work import CostModel, Work
 from kvloom.engine.arrivals import LONGEST, MOST
-from kvloom.engine.pace import WINDOW
+from kvloom.engine.model_queue import WINDOW
+from kvloom.lab.sim.fleet import SimulatedFleet, simulated
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.plan.cost.work import CostModel, Work
 from kvloom.router.program import load_program
 from kvloom.router.progress import Progress
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import SimulatedFleet, simulated
-from kvloom.sim.loop import run_virtual
+from kvloom.types.job import Phase
+from kvloom.types.request import Event, SamplingParams, StartGenerate, TokenEvent
+from kvloom.types.spec import Policy
+from kvloom.types.verbs import PrepRecv
 from tests.modelled_units import ManualClock
 from tests.sim.fleets import unit
 

@@ -9,18 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from kvloom.core.replicas import GroupSpec, Scale
-from kvloom.core.request import StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
+from kvloom.cluster.freeness import Thresholds
 from kvloom.engine.engine import Engine
-from kvloom.fleet.thresholds import Thresholds
+from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
+from kvloom.lab.sim.run import MOVING_FRAMES, simulate, upheaval
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.router.program import load_program
-from kvloom.sim.fleet import SimulatedFleet, simulated
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import MOVING_FRAMES
-from kvloom.sim.rescheduling import Rescheduling
-from kvloom.sim.run import simulate, upheaval
-from kvloom.sim.unit import SimulatedUnit
+from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
+from kvloom.types.service import GroupSpec, Scale
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.results import Upheaval
 from kvloom.workload.summary import Summary

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvloom.lab.sim.run import scaled, simulate
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
-from kvloom.sim.run import scaled, simulate
 from kvloom.workload.ask import Ask
 from kvloom.workload.prompts import Prompts
 from kvloom.workload.summary import Summary

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvloom.core.load import UnitLoad
-from kvloom.core.spec import Policy
-from kvloom.sim.unit import SimulatedUnit
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.types.load import UnitLoad
+from kvloom.types.spec import Policy
 from tests.sim.fleets import asks, outcomes, unit
 
 

@@ -10,17 +10,15 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from kvloom.core.job import Job
-from kvloom.core.request import EndEvent, Made, StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import Policy
-from kvloom.core.verbs import Offer, PrepRecv, RemoteSend
 from kvloom.engine.engine import Engine
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.content import JobFailed, NoContent
-from kvloom.sim.links import ModelledPlane, TimedLink
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.unit import SimulatedUnit, modelled_executor
+from kvloom.lab.sim.executor import JobFailed, NoContent
+from kvloom.lab.sim.links import ModelledPlane, TimedLink
+from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.types.job import Job
+from kvloom.types.request import EndEvent, Made, SamplingParams, StartGenerate
+from kvloom.types.spec import Policy
+from kvloom.types.verbs import Offer, PrepRecv, RemoteSend
 from tests.sim.fleets import SHAPES, unit
 
 STRIDES = [1, 4096]

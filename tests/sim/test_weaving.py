@@ -12,20 +12,18 @@ import msgspec
 import pytest
 
 from kvloom.cli import main
-from kvloom.core.errors import ConfigError
-from kvloom.core.spec import WeaveSpec
-from kvloom.cost.operators import Operator
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.work import Work
 from kvloom.engine.engine import Engine
+from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.links import ModelledPlane, ModelledTransport
+from kvloom.lab.sim.offload import Loom
+from kvloom.lab.sim.run import play
+from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor, timed_link
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import Operator, Work
 from kvloom.router.program import load_program
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import simulated
-from kvloom.sim.links import ModelledPlane, ModelledTransport
-from kvloom.sim.loom import Loom
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import play
-from kvloom.sim.unit import SimulatedUnit, modelled_executor, timed_link
+from kvloom.types.errors import ConfigError
+from kvloom.types.spec import WeaveSpec
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.results import read_results
 from tests.engines import ask as answered

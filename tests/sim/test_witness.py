@@ -7,13 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvloom.core.geometry import Geometry
-from kvloom.core.job import Job, Phase, SampleRow
-from kvloom.core.plan import PageCopy
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
 from kvloom.kv.pool import Pool
-from kvloom.sim.witness import Witness, lone_answer, next_token
+from kvloom.lab.faults.witness import Witness, lone_answer, next_token
+from kvloom.types.geometry import Geometry
+from kvloom.types.job import Job, Phase, SampleRow
+from kvloom.types.plan import PageCopy
+from kvloom.types.request import SamplingParams, StartGenerate
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=256)  # 4 tokens a page
 PROMPT = [11, 12, 13, 14, 15, 16]

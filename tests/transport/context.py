@@ -9,11 +9,9 @@ import numpy.typing as npt
 import torch
 from msgspec import structs
 
-from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket
-from kvloom.core.arrays import I32
-from kvloom.core.geometry import Geometry
-from kvloom.core.shipment import Parcel, PlannedSend
 from kvloom.kernels import reference
+from kvloom.types.geometry import I32, Geometry
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Parcel, PlannedSend, Ticket
 from tests.transport.units import Unit
 from tests.transport.wire import BLOCK_BYTES, BLOCKS
 

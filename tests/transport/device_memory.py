@@ -10,14 +10,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvloom.core.errors import Unavailable
-from kvloom.core.shipment import Parcel
-from kvloom.kernels.block_copy import copy_blocks
+from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kv.arena import Arena
 from kvloom.transport.cuda_ipc_memory import DeviceMemory
 from kvloom.transport.marks import Mark, Passed
 from kvloom.transport.place import HostPlace
 from kvloom.transport.room import Room
+from kvloom.types.errors import Unavailable
+from kvloom.types.transfer import Parcel
 
 
 class _Shared:

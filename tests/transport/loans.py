@@ -12,16 +12,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvloom.core.address import KVForm
-from kvloom.core.arrays import I32
-from kvloom.core.geometry import Geometry
-from kvloom.core.weaving import Borrow, Loan
 from kvloom.kv.arena import Arena
 from kvloom.transport.attending import Task
 from kvloom.transport.lender import Lending
 from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.mailbox import Mailbox
 from kvloom.transport.shm import ShmTransport
+from kvloom.types.geometry import I32, Geometry
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.transfer import KVForm
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=512)  # 8 tokens a page
 FORM = KVForm.of(GEOMETRY, "float32")

@@ -17,19 +17,18 @@ import msgspec
 import numpy as np
 import torch
 
-from kvloom.core.address import Endpoint, KVAddress, Ticket
-from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest, KvloomError
-from kvloom.core.shipment import Parcel, Shipment
-from kvloom.kernels import block_copy
+from kvloom.exec.cuda.loader import DeviceArena
+from kvloom.kernels.cpu import block_copy
 from kvloom.kv.arena import Arena
-from kvloom.model.gpu.arena import DeviceArena
 from kvloom.transport import cuda_ipc, nixl_plane, nixl_shipment, plane
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.transport.cuda_ipc_memory import CudaMemory, DeviceMemory
 from kvloom.transport.nixl import NixlTransport
 from kvloom.transport.place import GpuPlace, HostPlace, Place
 from kvloom.transport.shm import ShmTransport
+from kvloom.types.errors import BadRequest, KvloomError
+from kvloom.types.geometry import I32
+from kvloom.types.transfer import Endpoint, KVAddress, Parcel, Shipment, Ticket
 from tests.transport.device_memory import GatedMemory, HostMemory, LikeAGpu
 from tests.transport.wire import BLOCK_BYTES, BLOCKS, GRANT, SLOTS, Answer, Call, Made, read
 

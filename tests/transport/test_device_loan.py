@@ -13,13 +13,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest
-from kvloom.core.weaving import Borrow, Loan, Move
 from kvloom.kernels.mail import End, Trouble
 from kvloom.kv.arena import Arena
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.transport.device_loan import BorrowedDeviceBlocks, DeviceLending
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import I32
+from kvloom.types.offload import Borrow, Loan, Move
 from tests.transport.device_memory import SharedMemory
 from tests.transport.loans import BLOCKS, FORM, GEOMETRY, LENT, PAGES, asked
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest, ConfigError, Unavailable
 from kvloom.kernels.mail import MASK, NOTE, End
-from kvloom.kernels.mail_reference import collect, post, serve
-from kvloom.kv import memfd
+from kvloom.kernels.mail_programs import collect, post, serve
+from kvloom.kv import arena as memfd
 from kvloom.kv.arena import Arena
 from kvloom.transport.device_mailbox import BorrowedMailbox, DevicePlace, OwnDeviceMailbox, mail_of
 from kvloom.transport.mailbox import START, Mailbox, MailboxForm, size_of
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from tests.kernels.loaned import WIDTH, Loaned, Shape
 from tests.transport.device_memory import HostMemory
 

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core.address import KVAddress, KVForm
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.core.geometry import Geometry
-from kvloom.core.shipment import Parcel
 from kvloom.kv.arena import Arena
 from kvloom.transport.cuda_ipc import CudaIpcTransport, DeviceShipment
 from kvloom.transport.marks import Mark
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.geometry import Geometry
+from kvloom.types.transfer import KVAddress, KVForm, Parcel
 from tests.transport.context import Context
 from tests.transport.device_memory import HostMemory
 from tests.transport.kinds import DEVICE

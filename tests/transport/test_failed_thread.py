@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.core.errors import Unavailable
+from kvloom.types.errors import Unavailable
 from tests.transport.context import Context
 from tests.transport.units import Unit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvloom.core.errors import BadRequest, KvloomError, Unavailable
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from tests.transport.context import Context
 from tests.transport.units import Unit, units
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvloom.core.address import Endpoint, KVAddress
-from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest
 from kvloom.transport.nixl_shipment import Where
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import I32
+from kvloom.types.transfer import Endpoint, KVAddress
 from tests.transport.context import Context
 from tests.transport.units import Unit
 from tests.transport.wire import BLOCK_BYTES, BLOCKS

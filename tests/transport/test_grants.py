@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvloom.core.address import Ticket
 from kvloom.transport.grants import GRACE, Grants
 from kvloom.transport.messages import Claim, Delivered, Done, FromReceiver, Granted, Quit, Refused, Renew
+from kvloom.types.transfer import Ticket
 
 GRANT = 2.0
 LONG = GRANT + GRACE

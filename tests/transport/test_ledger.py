@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvloom.core.address import Ticket
-from kvloom.core.errors import BadRequest, QueueFull
 from kvloom.transport.ledger import Ledger, PeerLedger
+from kvloom.types.errors import BadRequest, QueueFull
+from kvloom.types.transfer import Ticket
 
 DIGEST = -(2**63)
 

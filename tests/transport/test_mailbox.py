@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest, QueueFull, Unavailable
 from kvloom.transport.lender import Lending
 from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.mailbox import End
+from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from tests.transport.loans import (
     GEOMETRY,
     HEADS,

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.core.errors import BadRequest
-from kvloom.kv import memfd
+from kvloom.kv import arena as memfd
 from kvloom.transport.attending import Task
 from kvloom.transport.lender import Lending
 from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.mailbox import HEAD, NOTE, Mailbox
+from kvloom.types.errors import BadRequest
 from tests.transport.loans import (
     GEOMETRY,
     HEADS,

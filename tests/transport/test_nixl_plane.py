@@ -10,10 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvloom.core.address import Endpoint, Ticket
-from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.core.shipment import Parcel
 from kvloom.transport.agent import Agent, Spans
 from kvloom.transport.grants import Grants
 from kvloom.transport.marks import Mark
@@ -31,6 +27,9 @@ from kvloom.transport.nixl_plane import NixlPlane
 from kvloom.transport.nixl_shipment import NixlShipment, Where
 from kvloom.transport.place import HostPlace, Place
 from kvloom.transport.room import Room
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.geometry import I32
+from kvloom.types.transfer import Endpoint, Parcel, Ticket
 
 GRANT = 2.0
 HOST = HostPlace()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvloom.core.address import Endpoint, KVAddress, KVForm, Ticket
-from kvloom.core.errors import BadRequest, ConfigError
-from kvloom.core.geometry import Geometry
 from kvloom.kv.arena import Arena
 from kvloom.transport.nixl import NixlTransport
 from kvloom.transport.place import HostPlace
+from kvloom.types.errors import BadRequest, ConfigError
+from kvloom.types.geometry import Geometry
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 from tests.transport.kinds import NIXL
 
 BLOCKS, BLOCK_BYTES = 8, 4096

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.kv import memfd
+from kvloom.kv import arena as memfd
 from kvloom.transport.ledger import ROW_BYTES
 from kvloom.transport.peer import Memory, Where
+from kvloom.types.errors import BadRequest, Unavailable
 from tests.transport.context import Context
 from tests.transport.units import DEADLINE, Unit, units
 

@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from kvloom.core.errors import BadRequest, KvloomError, Unavailable
-from kvloom.core.shipment import Parcel
 from kvloom.transport.delivery import Delivery
 from kvloom.transport.worker import Worker
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
+from kvloom.types.transfer import Parcel
 
 NOTHING = Parcel(*(np.zeros(0, np.int32) for _ in range(4)))
 

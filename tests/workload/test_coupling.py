@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.arrays import I64
+from kvloom.types.geometry import I64
 from kvloom.workload.coupling import coupled
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask, Segment
 from kvloom.workload.files import VERSION, Header, read_workload, write_workload
 from tests.workload.specs import asks as made_asks

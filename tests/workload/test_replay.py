@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask, Segment
 from kvloom.workload.prompts import Prompts
 from kvloom.workload.replay import faster, longer, replay

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.histogram import Histogram
 from kvloom.workload.objectives import Alone, Scaled, Within

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Segment
 from kvloom.workload.files import read_workload
 from kvloom.workload.traces import NAMELESS

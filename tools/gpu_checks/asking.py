@@ -8,11 +8,10 @@ from contextlib import aclosing
 
 import msgspec
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import KvloomError
-from kvloom.core.request import EndEvent, StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.types.clock import Clock
+from kvloom.types.errors import KvloomError
+from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, TokenEvent
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 

@@ -9,7 +9,7 @@ import numpy as np
 from tools.gpu_checks.jobs import Jobs
 from tools.gpu_checks.report import Figure
 
-from kvloom.core.job import Phase
+from kvloom.types.job import Phase
 
 _BATCH = 32
 _CONTEXT = 1024

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from tools.gpu_checks.report import Figure
 
-from kvloom.core.shipment import Parcel
-from kvloom.model.gpu.arena import DeviceArena
+from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.transport.cuda_ipc_memory import CudaMemory
 from kvloom.transport.room import Room
+from kvloom.types.transfer import Parcel
 
 _BLOCKS, _BLOCK_BYTES = 16384, 16 << 10
 _DEADLINE = 90

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvloom.core.job import Job, JobResult, Phase, SampleRow
-from kvloom.core.sampling import SamplingParams
+from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.kv.pool import Pool
-from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.types.job import Job, JobResult, Phase, SampleRow
+from kvloom.types.request import SamplingParams
 
 
 class Jobs:

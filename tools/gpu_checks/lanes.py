@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvloom.kernels.cuda_driver import Driver, DriverError
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.green import STEP, try_out
-from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import CudaStream, HostStream
+from kvloom.exec.cuda.device import STEP, Device, Lane, Partitions, try_out
+from kvloom.exec.cuda.streams import CudaStream, HostStream
+from kvloom.kernels.driver import Driver, DriverError
 
 T = TypeVar("T")
 

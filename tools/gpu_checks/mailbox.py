@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from tools.gpu_checks.report import Figure
 
-from kvloom.kernels import mail_reference
+from kvloom.exec.cuda.device import Device, Lane
+from kvloom.kernels import mail_programs as mail_reference
 from kvloom.kernels.mail import Desk, Lent, Mail, Pad
 from kvloom.kernels.reference import block_view
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.partitions import Lane
 from kvloom.transport.device_mailbox import OwnDeviceMailbox
 from kvloom.transport.mailbox import START, MailboxForm
 
@@ -36,8 +35,8 @@ class Kernels:
 
     @classmethod
     def triton(cls) -> Kernels:
-        from kvloom.kernels.triton.ask import collect, post  # noqa: PLC0415 -- it compiles for a GPU
-        from kvloom.kernels.triton.serve import serve  # noqa: PLC0415
+        from kvloom.kernels.cuda.offload_ask import collect, post  # noqa: PLC0415 -- it compiles for a GPU
+        from kvloom.kernels.cuda.offload_serve import serve  # noqa: PLC0415
 
         return cls(serve, post, collect)
 

@@ -11,25 +11,24 @@ from typing import Any, Final, Protocol
 import torch
 import transformers
 
-from kvloom.core.clock import WallClock
-from kvloom.core.geometry import Geometry
-from kvloom.core.request import ModelCard
-from kvloom.core.spec import EngineSpec, ModelSpec, Policy
-from kvloom.core.transport import Transport
-from kvloom.core.weaving import Weaver
 from kvloom.engine.engine import Engine
+from kvloom.exec.attention import NAME
+from kvloom.exec.cpu.layer import Modular
+from kvloom.exec.cuda.device import Cut, Device, Side, cuda_device, cut_green
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.fuse import fuse_on_device
+from kvloom.exec.cuda.loader import DeviceArena
+from kvloom.exec.cuda.model import DeviceModel
+from kvloom.exec.cuda.operations import Operations, triton_operations
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena, Store
-from kvloom.model.attention import NAME
-from kvloom.model.forward import Modular
-from kvloom.model.gpu.arena import DeviceArena
-from kvloom.model.gpu.device import Cut, Device, cuda_device
-from kvloom.model.gpu.executor import GpuExecutor
-from kvloom.model.gpu.fusing import fuse_on_device
-from kvloom.model.gpu.green import Side, cut_green
-from kvloom.model.gpu.model import DeviceModel
-from kvloom.model.gpu.operations import Operations, triton_operations
-from kvloom.model.loader import LoadedModel
 from kvloom.transport.shm import ShmTransport
+from kvloom.types.clock import WallClock
+from kvloom.types.geometry import Geometry
+from kvloom.types.offload import Weaver
+from kvloom.types.request import ModelCard
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy
+from kvloom.types.transfer import Transport
 
 BLOCK_BYTES: Final = 16 << 10
 CONTEXT: Final = 16384

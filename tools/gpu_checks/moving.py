@@ -17,7 +17,7 @@ from benchmarks.moving_pair import cold, paired, prompt_of
 from tools.gpu_checks.report import Figure
 from tools.gpu_checks.unit import Setup, units
 
-from kvloom.core.client import EngineClient
+from kvloom.types.client import EngineClient
 
 PARTS: Final = ("hold", "send", "start", "last")  # of the gap
 

@@ -17,13 +17,12 @@ import torch
 from msgspec import Struct
 from tools.gpu_checks.report import Figure
 
-from kvloom.core.address import Endpoint, KVAddress, KVForm
-from kvloom.core.geometry import Geometry
-from kvloom.core.shipment import Parcel
+from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.kv.arena import Arena, Store
-from kvloom.model.gpu.arena import DeviceArena
 from kvloom.transport.nixl import NixlTransport
 from kvloom.transport.place import place_of
+from kvloom.types.geometry import Geometry
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Parcel
 
 _BLOCK_BYTES = 16 << 10
 _FORM = KVForm.of(Geometry(32, 8, 128, 2, _BLOCK_BYTES), "bfloat16")

@@ -15,8 +15,7 @@ def executor(run: Run) -> None:
     """One executor for all that is measured of it."""
     from tools.gpu_checks import beside, ceilings, jobs, mailbox, models, peers, smids, steps  # noqa: PLC0415
 
-    from kvloom.model.gpu.device import cuda_device  # noqa: PLC0415
-    from kvloom.model.gpu.green import cut_green  # noqa: PLC0415
+    from kvloom.exec.cuda.device import cuda_device, cut_green  # noqa: PLC0415
 
     run.check("ceilings", ceilings.ceilings)
     run.check("partitions", lambda: smids.disjoint(cuda_device(0, cut_green)))

@@ -21,10 +21,9 @@ from tools.gpu_checks.models import LLAMA_8B, Shape, make_module, running, spec_
 from tools.gpu_checks.report import Figure, Report
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from kvloom.core.request import ModelCard, StartGenerate
-from kvloom.core.sampling import SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.types.request import ModelCard, SamplingParams, StartGenerate
 
 OURS: Final = "64 requests at once, kvloom's engine"
 THEIRS: Final = {

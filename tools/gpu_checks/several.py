@@ -24,7 +24,7 @@ from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, Serving, Stage
 
 from kvloom.bench.alone import fit
 from kvloom.bench.drive import drive
-from kvloom.core.clock import WallClock
+from kvloom.types.clock import WallClock
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.make import make_asks
 from kvloom.workload.objectives import Alone

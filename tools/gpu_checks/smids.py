@@ -8,8 +8,7 @@ import triton.language as tl
 from tools.gpu_checks.lanes import split
 from tools.gpu_checks.report import Figure
 
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.partitions import Lane
+from kvloom.exec.cuda.device import Device, Lane
 
 _PROGRAMS = 4096
 _ROUNDS = 4000

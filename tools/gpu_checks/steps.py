@@ -11,8 +11,8 @@ from tools.gpu_checks.jobs import Jobs
 from tools.gpu_checks.models import parameters
 from tools.gpu_checks.report import Figure
 
-from kvloom.core.job import Phase
-from kvloom.model.loader import LoadedModel
+from kvloom.exec.loader import LoadedModel
+from kvloom.types.job import Phase
 
 _CONTEXT = 1024
 _PROMPT = 8192

@@ -18,12 +18,12 @@ from tools.gpu_checks.lanes import split
 from tools.gpu_checks.models import Ground, Shape, executor_of, make_models, parameters, running, spec_of
 from torch import Tensor
 
-from kvloom.core.spec import Policy
 from kvloom.engine.engine import Engine
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Store, view_blocks
 from kvloom.kv.quota import initial_quotas
-from kvloom.model.gpu.executor import GpuExecutor
-from kvloom.model.loader import LoadedModel
+from kvloom.types.spec import Policy
 
 Serving = Callable[[], AbstractAsyncContextManager[Mapping[str, Engine]]]
 

@@ -32,19 +32,17 @@ from tools.gpu_checks.models import (
 from tools.gpu_checks.report import Figure
 from torch import Tensor
 
-from kvloom.core.load import ModelLoad, UnitLoad
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.shipment import Parcel
-from kvloom.core.spec import Control
 from kvloom.engine.engine import Engine
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.partitions import Lane, Partitions
+from kvloom.exec.cuda.device import Device, Lane, Partitions
 from kvloom.model.gpu.weaver import DeviceWeaver
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.transport.cuda_ipc_memory import DeviceMemory
 from kvloom.transport.marks import Mark
 from kvloom.transport.room import Room
+from kvloom.types.load import ModelLoad, UnitLoad
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import Control
+from kvloom.types.transfer import Parcel
 
 HOT, COLD = "hot", "cold"
 CONTROLS: Final[dict[Control, str]] = {

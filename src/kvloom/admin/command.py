@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.core.service import LONGEST_DRAIN, RestartStep, UnitState
+from kvloom.types.service import LONGEST_DRAIN, RestartStep, UnitState
 
 SERVER_ERROR: Final = 1
 INTERRUPTED: Final = 130

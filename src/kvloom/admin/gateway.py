@@ -16,10 +16,9 @@ from typing import Final, TypeVar
 import msgspec
 
 from kvloom.config_keys import read_keys
-from kvloom.core.errors import ConfigError
-from kvloom.core.placement import Placement
-from kvloom.core.service import Admit, Drain, RestartStep, UnitState
-from kvloom.core.spec import EngineSpec, ProgramSpec
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import Admit, Drain, Placement, RestartStep, UnitState
+from kvloom.types.spec import EngineSpec, ProgramSpec
 
 KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
 SECONDS: Final = 30.0

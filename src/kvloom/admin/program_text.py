@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvloom.config_fields import parse_program
-from kvloom.core.errors import ConfigError
-from kvloom.core.spec import ProgramSpec
+from kvloom.types.errors import ConfigError
+from kvloom.types.spec import ProgramSpec
 
 
 def read_options(name: str, texts: Sequence[str]) -> ProgramSpec:

@@ -14,15 +14,13 @@ from starlette.routing import BaseRoute, Route
 
 from kvloom.api.admin_units import UnitOrders, as_json
 from kvloom.api.wire import decode, read_body
-from kvloom.core.errors import BadRequest, ConfigError
-from kvloom.core.replicas import Steps
-from kvloom.core.rescheduling import Pairs
-from kvloom.core.service import Drain
-from kvloom.core.spec import ProgramSpec
-from kvloom.fleet.scheduler import FleetControl
+from kvloom.cluster.scheduler import FleetControl
 from kvloom.router.program import load_program
 from kvloom.router.rolling import Rolling
 from kvloom.router.router import Router as Routing
+from kvloom.types.errors import BadRequest, ConfigError
+from kvloom.types.service import Drain, Pairs, Steps
+from kvloom.types.spec import ProgramSpec
 
 MAX_BODY = 1 << 16
 

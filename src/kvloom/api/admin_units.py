@@ -15,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 from kvloom.api.errors import NoSuchRoute
 from kvloom.api.verbs import verb_routes
 from kvloom.api.wire import VERBS, decode, read_body
-from kvloom.core.service import Admit, Drain, UnitState
-from kvloom.core.spec import EngineSpec
 from kvloom.router.drains import Drains
 from kvloom.router.rolling import Rolling
 from kvloom.router.roster import Roster
 from kvloom.router.units import Units
+from kvloom.types.service import Admit, Drain, UnitState
+from kvloom.types.spec import EngineSpec
 
 MAX_BODY = 1 << 16
 

@@ -27,10 +27,10 @@ from kvloom.api.gateway import Gateway
 from kvloom.api.limits import LimitBody
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openapi import describe, page
-from kvloom.core.client import Server
-from kvloom.core.clock import Clock, WallClock
-from kvloom.core.errors import KvloomError, Unavailable
-from kvloom.core.load import UnitLoad
+from kvloom.types.client import Server
+from kvloom.types.clock import Clock, WallClock
+from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.load import UnitLoad
 
 DEFAULT_MAX_BODY = 8 << 20
 BODY_SECONDS = 30.0

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.errors import Forbidden, error_response
 from kvloom.api.wire import is_verb
-from kvloom.core.errors import KvloomError, Unauthorized
+from kvloom.types.errors import KvloomError, Unauthorized
 
 OPEN_PATHS: Final = frozenset({"/health", "/docs", "/openapi.json"})
 ADMIN: Final = "/admin"

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from kvloom.api.errors import bad_parameter
 from kvloom.api.schemas import GenerationBody
-from kvloom.core.errors import BadRequest
+from kvloom.types.errors import BadRequest
 
 log = logging.getLogger(__name__)
 

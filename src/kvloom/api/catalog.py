@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from kvloom.api.chat_template import ChatTemplate
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.api.tool_families import Family, family_of
-from kvloom.core.client import Server
-from kvloom.core.clock import Clock
-from kvloom.core.errors import ConfigError, Unavailable, UnknownModel
-from kvloom.core.request import ModelCard
+from kvloom.types.client import Server
+from kvloom.types.clock import Clock
+from kvloom.types.errors import ConfigError, Unavailable, UnknownModel
+from kvloom.types.request import ModelCard
 
 log = logging.getLogger(__name__)
 

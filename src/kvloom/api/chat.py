@@ -19,8 +19,7 @@ from kvloom.api.metrics import Watch
 from kvloom.api.sampling import check_prompt, frame_interval, room_for, sampling_params
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
 from kvloom.api.tool_families import Family, forced_guide, marks_of
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import Guide
+from kvloom.types.request import Guide, StartGenerate
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvloom.core.errors import BadRequest
-from kvloom.core.request import ModelCard
+from kvloom.types.errors import BadRequest
+from kvloom.types.request import ModelCard
 
 MAX_RENDERED = 16 << 20  # characters; a template that writes more is stopped
 

@@ -18,8 +18,8 @@ from kvloom.api.logprobs import CompletionLogprobs
 from kvloom.api.metrics import Watch
 from kvloom.api.sampling import check_prompt, frame_interval, room_for, sampling_params
 from kvloom.api.schemas_completion import CompletionBody
-from kvloom.core.errors import BadRequest
-from kvloom.core.request import StartGenerate
+from kvloom.types.errors import BadRequest
+from kvloom.types.request import StartGenerate
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_CHOICES = 2048

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from kvloom.api.wire import answer, is_verb
-from kvloom.core.errors import BadRequest, KvloomError, Unauthorized
+from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from kvloom.api.catalog import Catalog
 from kvloom.api.generation import Generation, Piece
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.stream import EventStream, merged, while_connected
-from kvloom.core.client import Server
-from kvloom.core.clock import Clock
+from kvloom.types.client import Server
+from kvloom.types.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)

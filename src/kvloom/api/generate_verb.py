@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvloom.api.errors import error_response
 from kvloom.api.wire import JSON, MSGPACK, decode, media, read_body
-from kvloom.core.client import EngineClient
-from kvloom.core.errors import KvloomError
-from kvloom.core.frames import FrameEncoder
-from kvloom.core.request import Event, StartGenerate
+from kvloom.types.client import EngineClient
+from kvloom.types.errors import KvloomError
+from kvloom.types.request import Event, StartGenerate
+from kvloom.types.verbs import FrameEncoder
 
 
 class GenerateVerb:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from kvloom.api.detokenizer import detokenizer
 from kvloom.api.stops import StopStrings
 from kvloom.api.tokenizer import Tokenizer
-from kvloom.core.client import Server
-from kvloom.core.errors import KvloomError, Unavailable
-from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
+from kvloom.types.client import Server
+from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from kvloom.api.schemas import GenerationBody, JsonObjectFormat, JsonSchemaFormat
-from kvloom.core.sampling import Guide
+from kvloom.types.request import Guide
 
 
 def guide_of(body: GenerationBody) -> Guide | None:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvloom.api.errors import BodyTooLarge, BodyTooSlow, error_response
-from kvloom.core.errors import KvloomError, Unavailable
+from kvloom.types.errors import KvloomError, Unavailable
 
 MAX_HELD = 256 << 20  # bytes of all bodies together
 

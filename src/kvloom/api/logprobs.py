@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvloom.api.tokenizer import Tokenizer
-from kvloom.core.request import TokenEvent, TokenLogprob
+from kvloom.types.request import TokenEvent, TokenLogprob
 
 LOWEST = -9999.0  # OpenAI's stand-in for a probability of nothing; JSON has no infinity
 

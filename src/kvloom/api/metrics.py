@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import KvloomError
-from kvloom.core.load import ModelLoad, UnitLoad
-from kvloom.core.service import IN_SERVICE, Service
-from kvloom.fleet.freeness import freeness
+from kvloom.cluster.freeness import freeness
+from kvloom.types.clock import Clock
+from kvloom.types.errors import KvloomError
+from kvloom.types.load import ModelLoad, UnitLoad
+from kvloom.types.service import IN_SERVICE, Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNKNOWN = "unknown"

@@ -7,11 +7,8 @@ from typing import Any, Final
 
 from kvloom.api.openapi_verbs import ADMIN_SECURITY, content, schemas_of, unit_parameter
 from kvloom.api.schemas import ErrorAnswer
-from kvloom.core.placement import Placement
-from kvloom.core.replicas import Steps
-from kvloom.core.rescheduling import FleetState, Pairs
-from kvloom.core.service import Admit, Drain, RestartStep, UnitState
-from kvloom.core.spec import EngineSpec, ProgramSpec
+from kvloom.types.service import Admit, Drain, FleetState, Pairs, Placement, RestartStep, Steps, UnitState
+from kvloom.types.spec import EngineSpec, ProgramSpec
 
 Json = dict[str, Any]
 

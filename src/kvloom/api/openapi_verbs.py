@@ -8,10 +8,10 @@ from typing import Any, Final
 import msgspec
 
 from kvloom.api.verbs import Abort, Done
-from kvloom.core.errors import WireError
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import ModelCard, StartGenerate
-from kvloom.core.verbs import (
+from kvloom.types.errors import WireError
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import ModelCard, StartGenerate
+from kvloom.types.verbs import (
     Held,
     Hold,
     Lease,

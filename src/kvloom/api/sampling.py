@@ -7,9 +7,8 @@ from collections.abc import Callable
 from kvloom.api.catalog import ServedModel
 from kvloom.api.guides import guide_of
 from kvloom.api.schemas import GenerationBody
-from kvloom.core.errors import BadRequest, PromptTooLong
-from kvloom.core.request import ModelCard
-from kvloom.core.sampling import Guide, SamplingParams
+from kvloom.types.errors import BadRequest, PromptTooLong
+from kvloom.types.request import Guide, ModelCard, SamplingParams
 
 LEAST_TOP_P = 1e-9  # OpenAI allows 0: the best token alone
 STREAM_INTERVAL, STOP_INTERVAL, WHOLE_INTERVAL = 1, 4, 32

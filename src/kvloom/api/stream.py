@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvloom.api.errors import error_object, internal_error
-from kvloom.core.errors import KvloomError
+from kvloom.types.errors import KvloomError
 
 T = TypeVar("T")
 

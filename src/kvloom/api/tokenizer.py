@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from kvloom.core.errors import BadRequest, ConfigError
-from kvloom.core.request import ModelCard
+from kvloom.types.errors import BadRequest, ConfigError
+from kvloom.types.request import ModelCard
 
 LONG_TEXT = 16_384  # characters from which encoding leaves the loop for a thread
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from kvloom.api.tokenizer import Tokenizer
-from kvloom.core.sampling import JSON_SPACING, Guide
+from kvloom.types.request import JSON_SPACING, Guide
 
 
 class Family(Enum):

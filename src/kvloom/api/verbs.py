@@ -19,10 +19,11 @@ from kvloom.api.errors import error_response, on_http_error, on_kvloom_error
 from kvloom.api.generate_verb import GenerateVerb
 from kvloom.api.stream import while_connected
 from kvloom.api.wire import VERBS, Body, answer, decode, read_body
-from kvloom.core.client import EngineClient
-from kvloom.core.errors import BadRequest, KvloomError, Unauthorized
-from kvloom.core.request import PROTOCOL
-from kvloom.core.verbs import (
+from kvloom.types.client import EngineClient
+from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.request import PROTOCOL
+from kvloom.types.verbs import (
     Held,
     Hold,
     Lease,
@@ -36,7 +37,6 @@ from kvloom.core.verbs import (
     Standing,
     Unpin,
 )
-from kvloom.core.weaving import Borrow, Loan
 
 MAX_BODY = 16 << 20
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from kvloom.core.errors import BadRequest
+from kvloom.types.errors import BadRequest
 
 MSGPACK, JSON = "application/msgpack", "application/json"
 VERBS: Final = "/verbs"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kvloom.bench.endpoint import Endpoint, ServerError
-from kvloom.core.clock import Clock
+from kvloom.types.clock import Clock
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.objectives import Alone
 from kvloom.workload.traffic import ModelTraffic

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from kvloom.core.clock import Clock
+from kvloom.types.clock import Clock
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.histogram import Histogram
 

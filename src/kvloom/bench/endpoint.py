@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 
 from kvloom.bench.events import Events, read_chunk
-from kvloom.core.clock import Clock
-from kvloom.core.errors import ConfigError
+from kvloom.types.clock import Clock
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 

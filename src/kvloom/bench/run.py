@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from kvloom.bench.alone import measure, probes
 from kvloom.bench.drive import drive
 from kvloom.bench.endpoint import Asking, Endpoint, Form
-from kvloom.core.clock import Clock
-from kvloom.core.errors import ConfigError
+from kvloom.types.clock import Clock
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.files import Workload
 from kvloom.workload.objectives import Objective, Scaled, Within

@@ -18,10 +18,10 @@ from kvloom.bench.command import KEY_VARIABLE
 from kvloom.bench.endpoint import ServerError
 from kvloom.bench.run import ALL, Bench, Run
 from kvloom.bench.tables import results_table
-from kvloom.core.clock import WallClock
-from kvloom.core.errors import ConfigError
 from kvloom.serve.ground import raise_open_files
 from kvloom.sizes import parse_seconds
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import ConfigError
 from kvloom.workload.objectives import Within
 from kvloom.workload.page import page
 from kvloom.workload.results import Results, write_text

@@ -16,18 +16,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from kvloom.bench.serve import INTERRUPTED, SERVER_ERROR, WIDTH, check_outputs, show
 from kvloom.config_file import load_config
 from kvloom.config_rescheduling import ReschedulingConfig
-from kvloom.core.errors import ConfigError
-from kvloom.core.service import PATIENCE
-from kvloom.core.spec import ProgramSpec
-from kvloom.cost.hosting import Hosting
-from kvloom.cost.profile import read_profile
+from kvloom.lab.sim.fleet import Rescheduling, rescheduling
+from kvloom.lab.sim.run import check_models, scaled, simulate
+from kvloom.lab.sim.unit import SimulatedUnit, measured_hosting, measured_units, planned_units
 from kvloom.machine import Machine
-from kvloom.plan.files import read_plan
+from kvloom.plan.cost.measured import Hosting
+from kvloom.plan.cost.profile import read_profile
+from kvloom.plan.plan import read_plan
 from kvloom.router.program import load_program
-from kvloom.sim.rescheduling import Rescheduling, rescheduling
-from kvloom.sim.run import check_models, scaled, simulate
-from kvloom.sim.unit import SimulatedUnit
-from kvloom.sim.units import measured_hosting, measured_units, planned_units
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import PATIENCE
+from kvloom.types.spec import ProgramSpec
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.files import Workload
 from kvloom.workload.page import page

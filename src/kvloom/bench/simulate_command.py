@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from kvloom.core.spec import Policy
+from kvloom.types.spec import Policy
 
 ABOUT = """\
 Play a workload to a fleet in virtual time: kvloom's own engines, batching policies, pool and router programs,

@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvloom.bench.serve import INTERRUPTED, WIDTH
 from kvloom.bench.tables import traffic_table
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask
 from kvloom.workload.files import write_workload
 from kvloom.workload.shown import show_seconds

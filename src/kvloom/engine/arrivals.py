@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.core.clock import Clock
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.reservations import Reservations
+from kvloom.types.clock import Clock
 
 LONGEST: Final = 0.5  # of a step, for which it waits
 MOST: Final = 0.1  # seconds, for which it does, however long the step

@@ -10,13 +10,13 @@ from typing import Protocol
 
 from msgspec import structs
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest, KvloomError
-from kvloom.core.load import UnitLoad
-from kvloom.core.spec import WeaveSpec
-from kvloom.core.weaving import Borrow, Loan
 from kvloom.engine.share import Look, Share, Slowdown, adapted
 from kvloom.engine.weaving import Weaving
+from kvloom.types.clock import Clock
+from kvloom.types.errors import BadRequest, KvloomError
+from kvloom.types.load import UnitLoad
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.spec import WeaveSpec
 
 _PERIOD = 0.5  # seconds between two looks at what the share does
 _FIRST, _LONGEST = 0.25, 8.0  # seconds until a lender is asked again; each time twice as long

@@ -7,14 +7,29 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.core.job import Executor
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import EndEvent, Event, ModelCard, StartGenerate
-from kvloom.core.spec import EngineSpec
-from kvloom.core.transport import Transport
-from kvloom.core.verbs import (
+from kvloom.engine.arrivals import Arrivals
+from kvloom.engine.guide import Guides
+from kvloom.engine.holds import Holds
+from kvloom.engine.leases import Leases
+from kvloom.engine.llumlet import Llumlet
+from kvloom.engine.pins import Pins
+from kvloom.engine.promises import Promises
+from kvloom.engine.quotas import QuotaTuner, fit
+from kvloom.engine.report import unit_load
+from kvloom.engine.requests import Requests
+from kvloom.engine.reservations import MOST, Reservations
+from kvloom.engine.scheduler import Flights
+from kvloom.engine.shipping import Shipping
+from kvloom.engine.weaving import Weaving
+from kvloom.types.clock import Clock
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.job import Executor
+from kvloom.types.load import UnitLoad
+from kvloom.types.offload import Borrow, Loan, Weaver
+from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
+from kvloom.types.spec import EngineSpec
+from kvloom.types.transfer import Transport
+from kvloom.types.verbs import (
     Held,
     Lease,
     Offer,
@@ -28,22 +43,6 @@ from kvloom.core.verbs import (
     Sent,
     Standing,
 )
-from kvloom.core.weaving import Borrow, Loan, Weaver
-from kvloom.engine.arrivals import Arrivals
-from kvloom.engine.fitting import fit
-from kvloom.engine.flights import Flights
-from kvloom.engine.guide import Guides
-from kvloom.engine.holds import Holds
-from kvloom.engine.leases import Leases
-from kvloom.engine.llumlet import Llumlet
-from kvloom.engine.pins import Pins
-from kvloom.engine.promises import Promises
-from kvloom.engine.report import unit_load
-from kvloom.engine.requests import Requests
-from kvloom.engine.reservations import MOST, Reservations
-from kvloom.engine.shipping import Shipping
-from kvloom.engine.tuner import QuotaTuner
-from kvloom.engine.weaving import Weaving
 
 MAX_RESERVED: Final = MOST + 1  # a cache's rows beyond those that run: reservations, and one for a send
 

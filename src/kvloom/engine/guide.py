@@ -10,10 +10,9 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from kvloom.core.arrays import U32
-from kvloom.core.errors import BadRequest
-from kvloom.core.request import ModelCard, StartGenerate
-from kvloom.core.sampling import JSON_SPACING, Guide
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import U32
+from kvloom.types.request import JSON_SPACING, Guide, ModelCard, StartGenerate
 
 _BITS = 32
 _ANY_OBJECT = json.dumps({"type": "object"})

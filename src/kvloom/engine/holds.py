@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest
-from kvloom.core.request import Made
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Status
 from kvloom.engine.stream import Stream
 from kvloom.kv.prefix import PinnedPath, PrefixTree
+from kvloom.types.clock import Clock
+from kvloom.types.errors import BadRequest
+from kvloom.types.request import Made
 
 
 class Holds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvloom.core.clock import Clock
+from kvloom.types.clock import Clock
 
 
 class Leased(Protocol):

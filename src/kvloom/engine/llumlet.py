@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequences
 
-from kvloom.core.priority import Level, level_of
-from kvloom.core.verbs import Offer, Offered
 from kvloom.engine.batching.view import kept_to_grow
+from kvloom.engine.choice import Candidate, choose, has_room
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.engine.stream import Stream
-from kvloom.fleet.choice import Candidate, choose, has_room
 from kvloom.kv.pool import Pool
+from kvloom.types.request import Level, level_of
+from kvloom.types.verbs import Offer, Offered
 
 
 class Llumlet:

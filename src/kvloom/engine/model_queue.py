@@ -3,18 +3,87 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from operator import attrgetter
+from statistics import median
+from typing import Final
 
 from msgspec import structs
 
-from kvloom.core.address import KVForm
-from kvloom.core.request import ModelCard
-from kvloom.engine.pace import Pace
+from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status
-from kvloom.engine.tally import Tally
 from kvloom.engine.woven import Woven
 from kvloom.kv.cache import ModelCache
+from kvloom.types.job import Job, Phase
+from kvloom.types.request import ModelCard
+from kvloom.types.transfer import KVForm
+
+WINDOW: Final = 16  # steps
+
+
+class Pace:
+    """The running median, which one slow step does not move."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=WINDOW)
+
+    def note(self, seconds: float) -> None:
+        """Of one more step."""
+        self._last.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; 0 where there was none yet."""
+        return median(self._last) if self._last else 0.0
+
+    @property
+    def least(self) -> float:
+        """Of the next step, as far as is known: no more than of the last one, which may have been of fewer
+        sequences. 0 before there were `WINDOW`: first ones take longer."""
+        return min(self.seconds, self._last[-1]) if len(self._last) == WINDOW else 0.0
+
+
+class Tally:
+    """Tokens, preemptions and jobs since the start. active: jobs that run now. last: the unit's count when a
+    job last began or ended. changes: how often one of these two has changed."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.received_tokens = 0
+        self.output_tokens = 0
+        self.away_tokens = 0
+        self.preemptions = 0
+        self.changes = 0
+
+    def started(self, phase: Phase, now: int) -> None:
+        """A job has started, the unit's `now`-th."""
+        self.changes += 1
+        self.jobs[phase] += 1
+        self.active[phase] += 1
+        self.last[phase] = now
+
+    def finished(self, job: Job, drawn: int, steps: int, now: int) -> None:
+        """A job has ended well: it drew `drawn` tokens in `steps` steps, each as good as a job. now: jobs
+        that the unit has started."""
+        self.changes += 1
+        self.active[job.phase] -= 1
+        self.jobs[job.phase] += steps - 1
+        self.last[job.phase] = now
+        self.output_tokens += drawn
+        if job.phase is Phase.PREFILL:
+            self.prompt_tokens += job.tokens.size
+
+    def failed(self, job: Job) -> None:
+        """A job has ended as if it had never been."""
+        self.changes += 1
+        self.active[job.phase] -= 1
+
 
 _ORDER = attrgetter("order")
 
@@ -204,3 +273,60 @@ class ModelQueue:
             batch.append((sequence, count))
             tokens -= count
         return batch
+
+
+_NOBODY: Final = (0, 0, 0)
+
+
+class View:
+    """Of one model. Looked at anew only where something has changed: policies are asked several times a job,
+    and there may be hundreds of sequences."""
+
+    def __init__(self, queue: ModelQueue) -> None:
+        self._queue = queue
+        self._seen: tuple[tuple[object, ...], ModelView, int | None] | None = None
+
+    def at(self, now: int) -> ModelView:
+        """now: jobs that the unit has started."""
+        queue = self._queue
+        places = queue.woven and queue.woven.places.mark
+        mark = queue.changes, queue.tally.changes, queue.cache.changes, queue.quota, places
+        if self._seen is None or self._seen[0] != mark:
+            self._seen = mark, *look(queue)
+        _, view, since = self._seen
+        waited = 0 if since is None else now - since
+        return view if waited == view.waited else replace(view, waited=waited)
+
+
+def look(queue: ModelQueue) -> tuple[ModelView, int | None]:
+    """The view, and since when its head has waited."""
+    idle = [s for s in queue.running if not s.in_job]
+    here = [s for s in idle if queue.is_here(s)]
+    ready = [s for s, _ in queue.decode_batch()]
+    begun = [s for s in idle if not s.decodes]
+    room = len(queue.running) < queue.max_running
+    head = begun[0] if begun else queue.waiting[0] if queue.waiting and room else None
+    tally = queue.tally
+    view = ModelView(
+        name=queue.card.name,
+        waiting=len(queue.waiting) if room else 0,
+        partial=len(begun),
+        head_blocks=queue.blocks([head], to_end=True) if head else 0,
+        head=head.order if head else _NOBODY,
+        decodable=len(ready),
+        decode_blocks=queue.cache.blocks_for_each(queue.takers(ready), 1),
+        held=len(here),
+        victim=max(map(_ORDER, here), default=_NOBODY),
+        running=len(queue.running),
+        prefilling=tally.active[Phase.PREFILL] > 0,
+        decoding=tally.active[Phase.DECODE] > 0,
+        used=queue.cache.used_blocks,
+        quota=queue.quota,
+        page_blocks=queue.cache.geometry.blocks_per_page,
+        last_prefill=tally.last[Phase.PREFILL],
+        last_decode=tally.last[Phase.DECODE],
+        waited=0,
+        prefill_share=queue.shares[0],
+        decode_share=queue.shares[1],
+    )
+    return view, head.waiting_since if head else None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvloom.core.address import KVAddress
-from kvloom.core.shipment import Shipment
 from kvloom.kv.cache import ModelCache
+from kvloom.types.transfer import KVAddress, Shipment
 
 
 @dataclass(slots=True, eq=False)

@@ -9,12 +9,12 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import QueueFull
-from kvloom.core.verbs import Pin, Pinned
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.promises import Promises
 from kvloom.kv.prefix import PinnedPath, PrefixTree
+from kvloom.types.clock import Clock
+from kvloom.types.errors import QueueFull
+from kvloom.types.verbs import Pin, Pinned
 
 MOST: Final = 4096  # of one unit
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence as Sequences
 from operator import attrgetter
 from typing import Final
 
-from kvloom.core.geometry import Geometry
 from kvloom.engine.sequence import Sequence
 from kvloom.kv.cache import ModelCache
+from kvloom.types.geometry import Geometry
 
 KEPT: Final = 16  # of the loan's pages, one in so many: nobody goes out into them
 COPIED: Final = 8  # of the pages that a step is over, one in so many is copied for those that move

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvloom.core.errors import OutOfBlocks
 from kvloom.engine.model_queue import ModelQueue
+from kvloom.types.errors import OutOfBlocks
 
 
 class Promises:

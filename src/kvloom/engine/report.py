@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from kvloom.core.job import Phase
-from kvloom.core.load import LevelLoad, ModelLoad, UnitLoad, Waits
-from kvloom.core.priority import Level, level_of
-from kvloom.core.spec import EngineSpec
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.pool import Pool
+from kvloom.types.job import Phase
+from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad, Waits
+from kvloom.types.request import Level, level_of
+from kvloom.types.spec import EngineSpec
 
 
 def unit_load(

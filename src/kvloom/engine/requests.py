@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
-from kvloom.core.errors import BadRequest, QueueFull, UnknownModel
-from kvloom.core.request import (
+from kvloom.engine.guide import GuideState
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.outbound import Outbound
+from kvloom.engine.sequence import Sequence, Status, StreamId, Tokens
+from kvloom.engine.stream import Stream
+from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, UnknownModel
+from kvloom.types.request import (
     EndEvent,
     FinishReason,
     ModelCard,
@@ -17,14 +24,107 @@ from kvloom.core.request import (
     TokenEvent,
     TokenLogprob,
 )
-from kvloom.engine.checks import check_prompt, check_request
-from kvloom.engine.errands import Errands
-from kvloom.engine.guide import GuideState
-from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.outbound import Outbound
-from kvloom.engine.sequence import Sequence, Status, StreamId
-from kvloom.engine.stream import Stream
-from kvloom.engine.tokens import Tokens
+
+
+def check_prompt(prompt: list[int], card: ModelCard) -> None:
+    """Raises PromptTooLong, or BadRequest for a token that the model does not have."""
+    if len(prompt) > card.context_length:
+        raise PromptTooLong(
+            f"the prompt has {len(prompt)} tokens, and {card.name} holds {card.context_length} in all",
+            param="prompt",
+        )
+    if max(prompt, default=0) >= card.vocab_size:
+        raise BadRequest(
+            f"prompt token {max(prompt)} is not in {card.name}'s vocabulary of {card.vocab_size}",
+            param="prompt",
+        )
+
+
+def check_request(body: StartGenerate, card: ModelCard) -> None:
+    """As `check_prompt`; a request wants room for a token more."""
+    check_prompt(body.prompt, card)
+    if len(body.prompt) >= card.context_length:
+        raise PromptTooLong(
+            f"the prompt has {len(body.prompt)} tokens, and {card.name} holds {card.context_length} in all",
+            param="prompt",
+        )
+    _check_made(body, card)
+    for param in ("logit_bias", "stop_token_ids"):
+        for token in getattr(body.sampling, param):
+            if not 0 <= token < card.vocab_size:
+                raise BadRequest(
+                    f"{param}: token {token} is outside the vocabulary of {card.vocab_size}", param=param
+                )
+
+
+def _check_made(body: StartGenerate, card: ModelCard) -> None:
+    choices = [made.choice for made in body.made]
+    if len(set(choices)) < len(choices) or max(choices, default=0) >= body.n:
+        raise BadRequest(f"made: choices {choices} of {body.n}; each once at most is right", param="made")
+    longest = max((len(made.tokens) for made in body.made), default=0)
+    if longest > body.sampling.max_tokens or len(body.prompt) + longest > card.context_length:
+        raise BadRequest(
+            f"made: a choice has {longest} tokens after a prompt of {len(body.prompt)}; max_tokens is "
+            f"{body.sampling.max_tokens}, and {card.name} holds {card.context_length} in all",
+            param="made",
+        )
+    if max((token for made in body.made for token in made.tokens), default=0) >= card.vocab_size:
+        raise BadRequest(
+            f"made: a token is not in {card.name}'s vocabulary of {card.vocab_size}", param="made"
+        )
+    if longest and body.sampling.prompt_logprobs is not None:
+        raise BadRequest(
+            "made: choices with tokens have told the prompt's log-probabilities; leave prompt_logprobs out",
+            param="made",
+        )
+
+
+T = TypeVar("T")
+
+
+class Errands:
+    """Of all streams of an engine."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Stream, Callable[[], None]]] = []
+        self._done = False  # since `told`
+
+    async def do(self, stream: Stream, errand: Callable[[], T]) -> T:
+        """What it returns, or the KvloomError that it raises. Done at once, or when the job under way has
+        landed, before the next one begins."""
+        if not stream.in_job:
+            return errand()
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def do() -> None:
+            if done.cancelled():
+                return
+            try:
+                done.set_result(errand())
+            except KvloomError as error:
+                done.set_exception(error)
+
+        self._waiting.append((stream, do))
+        return await done
+
+    async def told(self) -> None:
+        """Whoever had to wait goes on before the next job begins, which would want the core for itself; so do
+        the tasks that this begins."""
+        if self._done:
+            self._done = False
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    def run(self) -> None:
+        """A job has landed."""
+        if not self._waiting:
+            return
+        waiting, self._waiting, self._done = self._waiting, [], True
+        for stream, do in waiting:
+            if stream.in_job:
+                self._waiting.append((stream, do))
+            else:
+                do()
 
 
 class Requests:

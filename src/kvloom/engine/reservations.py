@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from kvloom.core.address import KVAddress, KVForm, digest_of, resolve
-from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest, QueueFull
-from kvloom.core.request import StartGenerate
-from kvloom.core.transport import Transport
-from kvloom.core.verbs import Prepared, PrepRecv
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.promises import Promises
 from kvloom.kv.cache import ModelCache
+from kvloom.types.clock import Clock
+from kvloom.types.errors import BadRequest, QueueFull
+from kvloom.types.request import StartGenerate
+from kvloom.types.transfer import KVAddress, KVForm, Transport, digest_of, resolve
+from kvloom.types.verbs import Prepared, PrepRecv
 
 MOST = 255  # of one model
 _AGAIN = 0.02  # seconds until a ticket that a sender still writes for is closed again

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvloom.core.load import UnitLoad
-from kvloom.engine.pace import WINDOW
+from kvloom.engine.model_queue import WINDOW
+from kvloom.types.load import UnitLoad
 
 STEP: Final = 0.1  # of the sequences
 CALM: Final = 2 / 3  # of the bound: what lies between is neither a reason to rise nor to fall

@@ -9,17 +9,15 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from kvloom.core.address import Endpoint, Ticket, resolve
-from kvloom.core.errors import BadRequest, KvloomError, Unavailable
-from kvloom.core.request import EndEvent, StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.together import together
-from kvloom.core.transport import Transport
-from kvloom.core.verbs import RemoteSend, Sent
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.outbound import Outbound
 from kvloom.engine.requests import Requests
 from kvloom.engine.stream import Stream
+from kvloom.types.clock import together
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
+from kvloom.types.request import EndEvent, SamplingParams, StartGenerate
+from kvloom.types.transfer import Endpoint, Ticket, Transport, resolve
+from kvloom.types.verbs import RemoteSend, Sent
 
 _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
 

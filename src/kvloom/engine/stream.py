@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from kvloom.core.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.engine.sequence import Sequence, Status, StreamId
+from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
 
 
 @dataclass(slots=True, eq=False)

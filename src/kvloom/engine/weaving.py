@@ -8,18 +8,17 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kvloom.core.address import KVForm
-from kvloom.core.arrays import I32
-from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest, Conflict, OutOfBlocks
-from kvloom.core.geometry import Geometry
-from kvloom.core.job import Phase
-from kvloom.core.load import Waits
-from kvloom.core.weaving import Borrow, Loan, Weaver
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.promises import Promises
 from kvloom.engine.woven import Woven
 from kvloom.kv.pool import Pool
+from kvloom.types.clock import Clock
+from kvloom.types.errors import BadRequest, Conflict, OutOfBlocks
+from kvloom.types.geometry import I32, Geometry
+from kvloom.types.job import Phase
+from kvloom.types.load import Waits
+from kvloom.types.offload import Borrow, Loan, Weaver
+from kvloom.types.transfer import KVForm
 
 _log = logging.getLogger(__name__)
 _AGAIN = 0.02  # seconds until a loan that its borrower copies into is recalled again

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvloom.core.plan import Plan
-from kvloom.core.weaving import Away, Move
 from kvloom.engine.places import Budget, Places
 from kvloom.engine.sequence import Sequence
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
+from kvloom.types.offload import Away, Move
+from kvloom.types.plan import Plan
 
 Batch = list[tuple[Sequence, int]]
 

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvloom.kernels.operation import call, operation, pointer
+from kvloom.kernels.cpu.vector import call, operation, pointer
 
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 

@@ -12,8 +12,8 @@ from typing import Any
 from llvmlite import ir
 from numba import carray, njit, types
 
-from kvloom.kernels.operation import operation, pointer
-from kvloom.kernels.parallel import kernel
+from kvloom.kernels.cpu.parallel import kernel
+from kvloom.kernels.cpu.vector import operation, pointer
 
 _SPINS = 2000  # loads before the core is offered to others at each further one
 _SLEEP, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF  # of words that processes share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 from typing import Protocol
@@ -10,8 +11,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvloom.core.errors import ConfigError
-from kvloom.kv import memfd
+from kvloom.types.errors import ConfigError
+
+
+def create(what: str) -> int:
+    """A new descriptor of nothing yet, of this process alone; it is not inherited. `seal` it once it has its
+    size."""
+    return os.memfd_create(_name(what, os.getpid()), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def seal(fd: int) -> None:
+    """Its size is what it is, whoever else opens it: a peer that made it smaller would end each process that
+    touches what is gone."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def link(what: str, pid: int) -> str:
+    """Where /proc/PID/fd says that a descriptor of `what` leads, which process `pid` has made."""
+    return f"/memfd:{_name(what, pid)} (deleted)"
+
+
+def _name(what: str, pid: int) -> str:
+    return f"kvloom-{what}-{pid}"
 
 
 class Store(Protocol):
@@ -34,7 +55,7 @@ class Arena:
         self.blocks = blocks
         self.block_bytes = block_bytes
         size = blocks * block_bytes
-        self.fd = memfd.create("arena")
+        self.fd = create("arena")
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
@@ -43,7 +64,7 @@ class Arena:
             raise ConfigError(
                 f"kv_memory: the system gives no {size:,} bytes of shared memory ({name})"
             ) from error
-        memfd.seal(self.fd)
+        seal(self.fd)
         self._map = mmap.mmap(self.fd, size)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 

@@ -1,21 +1,61 @@
 """The two-stage cache interface, accounting side (Microserving, table 2): what is held, and one plan a
-forward for all its layers. The torch side is `kv/arena.py` and `model/attention.py`."""
+forward for all its layers. The torch side is `kv/arena.py` and `model/attention.py`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-from kvloom.core.arrays import I32
-from kvloom.core.geometry import Geometry
-from kvloom.core.plan import Plan
-from kvloom.kv.allocator import BlockAllocator
-from kvloom.kv.outgoing import Outgoing
-from kvloom.kv.pages import PageTable
-from kvloom.kv.planning import make_plan
-from kvloom.kv.prefix import PrefixTree, TokenIds
-from kvloom.kv.recency import Recency
+import numpy as np
+
+from kvloom.kv.pages import BlockAllocator, PageTable
+from kvloom.kv.prefix import PrefixTree, Recency, TokenIds
+from kvloom.kv.sends import Outgoing
 from kvloom.kv.sequences import Held, SequenceTable
+from kvloom.types.geometry import I32, I64, Geometry
+from kvloom.types.plan import PageCopy, Plan
+
+
+def make_plan(
+    model: str,
+    table: SequenceTable,
+    sequences: Sequence[int],
+    appends: Sequence[int],
+    copies: tuple[PageCopy, ...],
+    ahead: int = 0,
+) -> Plan:
+    """The sequences have their pages for `appends[i]` more tokens each, or for `ahead`."""
+    helds = [table.held[sequence] for sequence in sequences]
+    counts: I64 = np.asarray(appends, dtype=np.int64)
+    starts: I64 = np.asarray([held.length for held in helds], dtype=np.int64)
+    rows = np.asarray([held.row for held in helds])
+    tables = table.tables[rows, : max(held.pages for held in helds)]
+    firsts = np.cumsum(counts) - counts
+    positions = np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
+    batch = np.repeat(np.arange(len(helds)), counts)
+    edge, offset = np.divmod(positions, table.width)
+    sends = tuple(
+        send.planned(table.row(held), held.length, held.length + count, table.width)
+        for held, count in zip(helds, appends, strict=True)
+        for send in held.sends
+        if send.begin < held.length + count
+    )
+    return Plan(
+        model=model,
+        sequences=tuple(sequences),
+        appends=counts,
+        starts=starts,
+        page_map=table.pages.map,
+        tables=tables,
+        positions=positions,
+        slot_page=tables[batch, edge],
+        slot_offset=offset.astype(np.int32),
+        copies=copies,
+        sends=sends,
+        versions=table.pages.versions,
+        ahead=ahead,
+    )
 
 
 class ModelCache:

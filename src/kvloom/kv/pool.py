@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvloom.core.arrays import I32
-from kvloom.core.geometry import Geometry
-from kvloom.kv.allocator import BlockAllocator
 from kvloom.kv.cache import ModelCache
-from kvloom.kv.recency import Recency
+from kvloom.kv.pages import BlockAllocator
+from kvloom.kv.prefix import Recency
+from kvloom.types.geometry import I32, Geometry
 
 
 class Pool:

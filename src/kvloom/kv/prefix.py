@@ -2,15 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from kvloom.core.arrays import I64
-from kvloom.kv.node import Node, Run
 from kvloom.kv.pages import PageTable
-from kvloom.kv.recency import Recency
+from kvloom.types.geometry import I64
+
+Run = tuple[int, ...]  # the token ids of one page
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """The page that holds `tokens` after all that its ancestors hold. A full page's run is as long as a page;
+    a shorter one is a leaf. The root holds nothing: no tokens, page -1, no parent.
+
+    children: by their tokens. runs: those tokens, sorted; none begins another. pins: of paths through here.
+    """
+
+    tokens: Run
+    page: int
+    parent: Node | None
+    pins: int = 0
+    children: dict[Run, Node] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+
+    def add(self, child: Node) -> None:
+        self.children[child.tokens] = child
+        insort(self.runs, child.tokens)
+
+    def remove(self, child: Node) -> None:
+        del self.children[child.tokens]
+        del self.runs[bisect_left(self.runs, child.tokens)]
+
+    def closest(self, run: Run) -> tuple[Node | None, int]:
+        """The child that has the most first tokens in common with `run`, and how many; None for none. Of all
+        sorted runs, it is one of the two between which `run` would stand."""
+        place = bisect_left(self.runs, run)
+        near = self.runs[max(place - 1, 0) : place + 1]
+        counts = [_common(one, run) for one in near]
+        most = max(counts, default=0)
+        return (self.children[near[counts.index(most)]], most) if most else (None, 0)
+
+    def beginning_with(self, run: Run) -> list[Node]:
+        """The children whose tokens begin with `run`."""
+        first = bisect_left(self.runs, run)
+        last = first
+        while last < len(self.runs) and self.runs[last][: len(run)] == run:
+            last += 1
+        return [self.children[one] for one in self.runs[first:last]]
+
+    def upwards(self) -> Iterator[Node]:
+        """This node and its ancestors, but not the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def subtree(self) -> list[Node]:
+        """This node and all below it, each before its children."""
+        found = [self]
+        for node in found:  # grows while it is read
+            found.extend(node.children.values())
+        return found
+
+
+def _common(a: Run, b: Run) -> int:
+    """How many first tokens are equal."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+class Keeper(Protocol):
+    """A tree of cached pages."""
+
+    @property
+    def idle_blocks(self) -> int:
+        """Blocks of pages that nobody but the tree holds."""
+
+    def is_idle(self, node: Node) -> bool:
+        """True where nobody but the tree holds the node's page."""
+
+    def drop(self, node: Node) -> int:
+        """Let go of the node and all below it; returns how many tokens that were."""
+
+
+class Recency:
+    """Nodes of all trees, least recently used first, each before its parent: the first is always a leaf."""
+
+    def __init__(self) -> None:
+        self.keepers: list[Keeper] = []
+        self._order: OrderedDict[Node, Keeper] = OrderedDict()
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that `reclaim` can give back."""
+        return sum(keeper.idle_blocks for keeper in self.keepers)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(self._order)
+
+    def enter(self, node: Node, keeper: Keeper) -> None:
+        """A new leaf; `touch` its path next."""
+        self._order[node] = keeper
+
+    def leave(self, node: Node) -> None:
+        del self._order[node]
+
+    def touch(self, node: Node) -> None:
+        """The path to `node` is used now."""
+        for one in node.upwards():
+            self._order.move_to_end(one)
+
+    def reclaim(self, count: int) -> None:
+        """Drop the least recently used pages that nobody uses, until `count` blocks are given back or there
+        are no more. Pages in use that stand before them count as used now, lest they are looked at each time.
+
+        A page in use may have a parent that is not, where a shipment uses it, or a sequence that has another
+        page like the parent. It is dropped with that parent, and stays its users'.
+        """
+        left = max(self.blocks - count, 0)
+        in_use: list[Node] = []
+        while self.blocks > left:
+            node, keeper = next(iter(self._order.items()))
+            while not keeper.is_idle(node):
+                self._order.move_to_end(node)
+                in_use.append(node)
+                node, keeper = next(iter(self._order.items()))
+            keeper.drop(node)
+        for node in in_use:
+            if node in self._order and not node.children:
+                self.touch(node)
+
 
 TokenIds = Sequence[int] | I64
 

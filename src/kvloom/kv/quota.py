@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvloom.core.geometry import Geometry
+from kvloom.types.geometry import Geometry
 
 _BUSY = 0.9  # a model that uses this much of its quota, and has requests waiting, takes more
 _KEEP = 0.95  # a donor keeps its use divided by this

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from kvloom.core.errors import ConfigError
 from kvloom.plan.board import Board, Placement
-from kvloom.plan.cluster import MeshKind, Nodes, mesh_kinds
+from kvloom.plan.cluster import MeshKind, Nodes, mesh_kinds, meshes
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.explain import check_each, check_left
-from kvloom.plan.mesh import meshes
 from kvloom.plan.plan import Plan
 from kvloom.plan.planner import write_down
+from kvloom.types.errors import ConfigError
 
 Free = dict[int, int]
 """Devices that are free, by the node's number."""

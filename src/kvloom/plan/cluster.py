@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Final, NamedTuple
 
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.work import CostModel
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import CostModel
 
 CPU: Final = "cpu"  # its `gpus` are cores: they share one memory, and split no head
 _TENTHS: Final = tuple(tenth / 10 for tenth in range(3, 11))  # MuxServe profiles 30 % to 100 % of the SMs
@@ -69,3 +70,104 @@ def mesh_kinds(cluster: Sequence[Nodes]) -> tuple[MeshKind, ...]:
     """All that the cluster can be cut into, smallest first."""
     kinds = {nodes.mesh(size) for nodes in cluster for size in nodes.sizes}
     return tuple(sorted(kinds, key=lambda kind: (kind.bytes, kind.gpus, kind.device)))
+
+
+Cut = tuple[tuple[int, int], ...]
+"""(devices of a mesh, how many such meshes), largest first: what becomes of all nodes of a kind."""
+Group = tuple[Cut, ...]
+"""A cut for each kind of nodes."""
+
+
+def cuts(nodes: Nodes, sizes: Collection[int]) -> Iterator[Cut]:
+    """All cuts into meshes of these sizes that leave no device idle which such a mesh could have."""
+    useful = [size for size in nodes.sizes if size in sizes]
+    odd = nodes.gpus & (nodes.gpus - 1) and nodes.gpus in useful
+    powers = [size for size in useful if not (odd and size == nodes.gpus)]
+    for whole in range(nodes.count + 1 if odd else 1):
+        if odd and not powers and whole < nodes.count:
+            continue
+        for rest in _divide(nodes.gpus, nodes.count - whole, powers, {}):
+            yield ((nodes.gpus, whole), *rest) if whole else rest
+
+
+def _divide(gpus: int, count: int, sizes: Sequence[int], taken: dict[int, int]) -> Iterator[Cut]:
+    """Sizes are powers of two, so that the larger meshes never keep the smaller from fitting."""
+    if not sizes:
+        yield tuple((size, number) for size, number in taken.items() if number)
+        return
+    size = sizes[0]
+    slots = count * (gpus // size) - sum(number * (larger // size) for larger, number in taken.items())
+    for number in range(slots, -1 if len(sizes) > 1 else slots - 1, -1):
+        yield from _divide(gpus, count, sizes[1:], {**taken, size: number})
+
+
+def fits(nodes: Nodes, cut: Cut) -> bool:
+    """Whether the nodes can be cut so."""
+    count = nodes.count
+    odd = nodes.gpus & (nodes.gpus - 1)
+    powers = []
+    for size, number in cut:
+        if odd and size == nodes.gpus:
+            count -= number
+        else:
+            powers.append((size, number))
+    taken = 0  # devices, in meshes as large or larger
+    for size, number in powers:
+        taken += size * number
+        if taken > count * (nodes.gpus // size) * size:
+            return False
+    return count >= 0
+
+
+def groups(cluster: Sequence[Nodes], useful: Collection[MeshKind], most: int) -> list[Group] | None:
+    """All groups of meshes; None where a kind of nodes, or all together, have more than `most`."""
+    every: list[list[Cut]] = []
+    total = 1
+    for nodes in cluster:
+        sizes = [size for size in nodes.sizes if nodes.mesh(size) in useful]
+        some = []
+        for cut in cuts(nodes, sizes):
+            some.append(cut)
+            if total * len(some) > most:
+                return None
+        every.append(some)
+        total *= len(some)
+    return list(product(*every))
+
+
+def meshes(cluster: Sequence[Nodes], group: Group) -> list[MeshKind]:
+    """The group's meshes, one by one."""
+    return [
+        nodes.mesh(size)
+        for nodes, cut in zip(cluster, group, strict=True)
+        for size, number in cut
+        for _ in range(number)
+    ]
+
+
+def worthwhile(found: Sequence[Group], most: int, needed: int) -> list[Group]:
+    """Without those that have more than `most` meshes, as long as others have fewer, and those whose largest
+    mesh has fewer than `needed` devices, where others have it."""
+    sized = [group for group in found if max((n for cut in group for n, _ in cut), default=0) >= needed]
+    sized = sized or list(found)
+    counts = [sum(number for cut in group for _, number in cut) for group in sized]
+    most = max(most, min(counts, default=0))
+    return [group for group, count in zip(sized, counts, strict=True) if count <= most]
+
+
+def homes(cluster: Sequence[Nodes], kinds: Sequence[MeshKind]) -> list[str]:
+    """The node of each mesh of a group that the cluster can be cut into, `node-0` being the first. The
+    largest first, each to the fullest node that has room: sizes divide each other, so nothing is wasted."""
+    left = [(nodes, nodes.gpus) for nodes in cluster for _ in range(nodes.count)]
+    names = [""] * len(kinds)
+    for at in sorted(range(len(kinds)), key=lambda at: -kinds[at].gpus):
+        kind = kinds[at]
+        rooms = [
+            (free, number)
+            for number, (nodes, free) in enumerate(left)
+            if nodes.mesh(kind.gpus) == kind and free >= kind.gpus
+        ]
+        free, number = min(rooms)
+        left[number] = left[number][0], free - kind.gpus
+        names[at] = f"node-{number}"
+    return names

@@ -8,9 +8,8 @@ from typing import Final
 
 from kvloom.plan.candidates import Candidate, Catalog, Decoding
 from kvloom.plan.cluster import Costs, MeshKind
-from kvloom.plan.demand import Demand
 from kvloom.plan.growth import AMPLE, Bound, Growth, Side, grow
-from kvloom.plan.memory import pool_bytes
+from kvloom.plan.plan import Demand, pool_bytes
 
 Item = int
 _OFTEN: Final = 256

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvloom.core.errors import ConfigError
 from kvloom.plan.board import Placement
 from kvloom.plan.cluster import MeshKind, Nodes, mesh_kinds
-from kvloom.plan.demand import Demand
 from kvloom.plan.estimate import Estimator, Item
-from kvloom.plan.memory import fixed_bytes, request_bytes, usable_bytes
+from kvloom.plan.plan import Demand, fixed_bytes, request_bytes, usable_bytes
 from kvloom.plan.replicas import MOST
+from kvloom.types.errors import ConfigError
 from kvloom.workload.shown import show_number
 
 _LARGEST: Final = 64  # devices of a mesh that are thought of

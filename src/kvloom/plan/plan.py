@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
 
+import msgspec
 from msgspec import Meta, Struct
 
-from kvloom.core.errors import ConfigError
-from kvloom.cost.shape import ModelShape
+from kvloom.plan.cluster import CPU, MeshKind
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.growth import MAX_BATCH
+from kvloom.types.errors import ConfigError
 
 PLAN_VERSION = 1
 
@@ -62,3 +69,135 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     units: tuple[PlannedUnit, ...]
     throughput: float
     made_by: str
+
+
+class _Head(Struct):
+    """What tells a plan from other JSON."""
+
+    version: int
+    made_by: str
+    units: msgspec.Raw
+
+
+def is_plan(file: Path) -> bool:
+    """Whether the file looks like a plan, of whichever version and however wrong otherwise."""
+    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+        msgspec.json.decode(file.read_bytes(), type=_Head)
+        return True
+    return False
+
+
+def read_plan(file: Path) -> Plan:
+    """Raises ConfigError with what is wrong and where."""
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; the path of a plan is right") from error
+    try:
+        version = msgspec.json.decode(text, type=_Head).version
+        if version != PLAN_VERSION:
+            raise ConfigError(
+                f"{file}: a plan of version {version}; this kvloom reads version {PLAN_VERSION}"
+            )
+        plan = msgspec.json.decode(text, type=Plan)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: no plan ({error}); what `kvloom plan -o` writes is right") from error
+    names = [unit.name for unit in plan.units]
+    if not names or len(set(names)) < len(names) or any(not unit.models for unit in plan.units):
+        raise ConfigError(f"{file}: units with names of their own, and with models, are right")
+    for unit in plan.units:
+        models = [model.name for model in unit.models]
+        if len(set(models)) < len(models):
+            raise ConfigError(f"{file}: {unit.name} has two models of one name ({', '.join(models)})")
+    return plan
+
+
+def write_plan(file: Path, plan: Plan) -> None:
+    """Raises ConfigError where it cannot be written."""
+    try:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; a path that can be written is right") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """`rate` requests a second of `prompt` tokens, answered with `output` tokens, both means. path: the
+    checkpoint, where there is one."""
+
+    name: str
+    shape: ModelShape
+    rate: float
+    prompt: float
+    output: float
+    path: str | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of one request: two for each weight and token, and attention's four for each pair and number of a
+        head."""
+        tokens = self.prompt + self.output
+        shape = self.shape
+        layer = shape.attention_parameters + shape.active * shape.expert_parameters
+        dense = 2.0 * (shape.layers * layer + shape.vocab * shape.hidden) * tokens
+        return dense + 2.0 * shape.layers * shape.heads * shape.head_dim * tokens * tokens
+
+    @property
+    def compute(self) -> float:
+        """FLOP a second: rate × scale of the model, the order in which algorithm 1 places models."""
+        return self.rate * self.flops
+
+
+USABLE: Final = 0.95  # of a device's memory; the driver, the runtime and the allocator's gaps take the rest
+CHUNK_TOKENS: Final = 2048  # of a prefill job; MuxServe's most
+_LOGIT_BYTES: Final = 4
+
+
+def usable_bytes(kind: MeshKind) -> int:
+    return int(USABLE * kind.memory) * kind.gpus
+
+
+def fixed_bytes(shape: ModelShape, kind: MeshKind) -> int:
+    """Weights and the activations of the model's largest jobs, over all of the mesh's devices."""
+    return shape.weight_bytes + activation_bytes(shape, kind)
+
+
+def activation_bytes(shape: ModelShape, kind: MeshKind) -> int:
+    """The residual stream and its norm are on every device, what heads and MLP compute is split."""
+    copies = 1 if kind.device == CPU else kind.gpus
+    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    mlp = shape.ffn * (2 if shape.gated else 1)
+    numbers = CHUNK_TOKENS * (2 * shape.hidden * copies + attention + mlp)
+    return numbers * shape.itemsize + MAX_BATCH * shape.vocab * _LOGIT_BYTES
+
+
+def token_bytes(shape: ModelShape, kind: MeshKind) -> int:
+    """K and V of a token over all devices. Where there are more devices than KV heads, several keep the same
+    one."""
+    if kind.device == CPU:
+        return shape.kv_bytes
+    held = kind.gpus * -(-shape.kv_heads // kind.gpus)
+    return shape.kv_bytes // shape.kv_heads * held
+
+
+def request_bytes(demand: Demand, kind: MeshKind) -> int:
+    """K and V of a request of mean length, whole."""
+    return int((demand.prompt + demand.output) * token_bytes(demand.shape, kind)) + 1
+
+
+def pool_bytes(kind: MeshKind, shapes: Iterable[ModelShape]) -> int:
+    """What these models leave for the KV pool; below 0 where they do not fit."""
+    return usable_bytes(kind) - sum(fixed_bytes(shape, kind) for shape in shapes)
+
+
+_LEAST: Final = 1e-3  # a model that nobody asks for today may be asked tomorrow
+
+
+def quotas(kind: MeshKind, demands: Sequence[Demand], rates: Sequence[float]) -> list[float]:
+    """Shares of the pool in proportion to rate × KV bytes of a token; they sum to 1. rates: what comes to
+    each model here."""
+    weights = [rate * token_bytes(demand.shape, kind) for demand, rate in zip(demands, rates, strict=True)]
+    whole = sum(weights)
+    shares = [weight / whole if whole else 1.0 / len(weights) for weight in weights]
+    shares = [max(share, _LEAST) for share in shares]
+    return [share / sum(shares) for share in shares]

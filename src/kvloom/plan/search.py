@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Final
 
-from kvloom.plan.board import Placement
-from kvloom.plan.cluster import Nodes, mesh_kinds
+from kvloom.plan.board import Board, Placement, improve
+from kvloom.plan.cluster import Cut, Group, MeshKind, Nodes, fits, groups, mesh_kinds, meshes, worthwhile
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.growth import AMPLE
-from kvloom.plan.mesh import Cut, Group, fits, groups, meshes, worthwhile
-from kvloom.plan.moves import improve
-from kvloom.plan.placement import place
+
+_TIE: Final = 0.01  # of the item's rate: gains that differ by less are alike
+
+Order = Callable[[Item], float]
+
+
+def place(
+    estimator: Estimator,
+    kinds: Sequence[MeshKind],
+    items: Sequence[Item],
+    order: Order,
+    *,
+    small: bool,
+    width: int,
+) -> Placement:
+    """Algorithm 1 on one group of meshes: items by `order`, the largest first, each to the mesh where it
+    gains most. small: of meshes that gain alike, the smallest; else the one with the best score. width: see
+    `Board`."""
+    board = Board(estimator, kinds, width)
+    left = []
+    for item in sorted(items, key=lambda item: (-order(item), item)):
+        options = []
+        for at in board.open(item):
+            gain = board.gain(((at, board.units[at] | {item}),))
+            if gain is not None:
+                options.append((gain, at))
+        if not options:
+            left.append(item)
+            continue
+        least = max(options)[0] - (_TIE * estimator.rate(item) if small else 0.0)
+        alike = [(kinds[at].bytes if small else 0, -gain, at) for gain, at in options if gain >= least]
+        chosen = min(alike)[2]
+        board.do(((chosen, board.units[chosen] | {item}),))
+    return board.placement(left)
+
 
 _STEPS: Final = (0.5, 0.25, 0.125, 0.0625, 0.0)  # of the meshes of a size that are cut anew at a time
 _STARTS: Final = 32

@@ -11,19 +11,17 @@ from typing import Final
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvloom.core.errors import ConfigError
-from kvloom.cost.profile import read_profile
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.board import Placement
 from kvloom.plan.cluster import Nodes
-from kvloom.plan.demand import Demand
+from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import shortfalls
-from kvloom.plan.files import write_plan
-from kvloom.plan.plan import Plan
+from kvloom.plan.plan import Demand, Plan, write_plan
 from kvloom.plan.planner import plan_placement, write_down
 from kvloom.planning.inputs import DeviceCosts, read_cluster, read_demands
 from kvloom.planning.table import plan_table, summary
+from kvloom.types.errors import ConfigError
 from kvloom.workload.traffic import Traffic
 from kvloom.workload_source import open_workload
 

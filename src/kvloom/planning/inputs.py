@@ -13,16 +13,15 @@ from kvloom.config_errors import explain, nearest
 from kvloom.config_fields import Section, Size, Some, no_bool
 from kvloom.config_file import read_yaml
 from kvloom.config_models import resolve_model
-from kvloom.core.errors import ConfigError
-from kvloom.cost.devices import find_device
-from kvloom.cost.measured import Measured
-from kvloom.cost.profile import Profile
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.shapes import find_shape, read_shape
-from kvloom.cost.work import CostModel
 from kvloom.plan.cluster import CPU, Nodes
-from kvloom.plan.demand import Demand
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.profile import Profile
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
+from kvloom.plan.cost.work import CostModel
+from kvloom.plan.plan import Demand
+from kvloom.types.errors import ConfigError
 from kvloom.workload.traces import NAMELESS
 from kvloom.workload.traffic import Traffic
 

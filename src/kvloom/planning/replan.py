@@ -10,13 +10,13 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvloom.admin.gateway import Gateway, ServerError
-from kvloom.core.errors import ConfigError
-from kvloom.core.placement import Placement
-from kvloom.core.spec import EngineSpec
-from kvloom.plan.files import read_plan
+from kvloom.plan.plan import read_plan
 from kvloom.plan.repair import Repair, Start, Step, Unreachable, repair
 from kvloom.planning.target import Target, new_names, read_target
 from kvloom.sizes import show_size
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import Placement
+from kvloom.types.spec import EngineSpec
 
 SERVER_ERROR: Final = 1
 INTERRUPTED: Final = 130

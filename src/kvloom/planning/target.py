@@ -9,13 +9,13 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from kvloom.core.errors import ConfigError
-from kvloom.core.placement import Placement
-from kvloom.core.spec import EngineSpec, ModelSpec
-from kvloom.cost.shape import ModelShape
 from kvloom.plan.cluster import CPU
+from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
 from kvloom.plan.repair import Placed
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import Placement
+from kvloom.types.spec import EngineSpec, ModelSpec
 
 PROCESS_BYTES: Final = 512 << 20  # of an engine without models: torch, numba's code, Python
 LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 
 INTERRUPTED: Final = 130
 

@@ -15,15 +15,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from kvloom.config import Config
-from kvloom.core.spec import EngineSpec
-from kvloom.cost.measured import Measured, cross_validate
-from kvloom.cost.profile import Computer, Hosted, Profile, write_profile
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.shapes import CONFIG, read_shape
+from kvloom.plan.cost.measured import Measured, cross_validate
+from kvloom.plan.cost.profile import Computer, Hosted, Profile, write_profile
+from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
 from kvloom.profiling.serving import measure_serving, serving_loads
 from kvloom.profiling.session import QUICK, Effort, measure, this_computer
 from kvloom.profiling.watched import WatchedExecutor
 from kvloom.serve.hub import require_hub
+from kvloom.types.spec import EngineSpec
 
 POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
 QUIET = 0.5  # load average above which the machine is not

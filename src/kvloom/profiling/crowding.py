@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from kvloom.cost.profile import Crowded, Doing
+from kvloom.plan.cost.profile import Crowded, Doing
 from kvloom.profiling.setting import Limits, Setting, decode, prefill
 from kvloom.profiling.stage import Stage
 

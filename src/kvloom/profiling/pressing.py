@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
-from kvloom.cost.profile import Doing, Pressed, Stalled
+from kvloom.plan.cost.profile import Doing, Pressed, Stalled
 from kvloom.profiling.setting import Limits, Setting, decode, prefill
 from kvloom.profiling.stage import Stage
 

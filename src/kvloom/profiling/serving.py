@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvloom.core.errors import ConfigError
-from kvloom.cost.measured import Measured
-from kvloom.cost.profile import Hosted, Role
-from kvloom.cost.work import Work
+from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.profile import Hosted, Role
+from kvloom.plan.cost.work import Work
 from kvloom.profiling.session import Effort
 from kvloom.profiling.threads import all_threads_seconds, children, main_thread_seconds
 from kvloom.profiling.upkeep import Loaded, parts
 from kvloom.serve.roles import ENGINE, GATEWAY
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask
 from kvloom.workload.files import VERSION, Header, write_workload
 from kvloom.workload.results import read_results

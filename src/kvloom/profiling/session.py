@@ -11,16 +11,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from kvloom.core.spec import EngineSpec
-from kvloom.cost.profile import Computer, Doing, Profile, Stepped, Timed
-from kvloom.cost.shape import ModelShape
 from kvloom.machine import Machine
+from kvloom.plan.cost.profile import Computer, Doing, Profile, Stepped, Timed
+from kvloom.plan.cost.shapes import ModelShape
 from kvloom.profiling.crowding import measure_pair, pairs
 from kvloom.profiling.pressing import measure_pressed, measure_stalled, pressed_settings
 from kvloom.profiling.setting import Limits, Setting, grid, shares
 from kvloom.profiling.stage import Stage
 from kvloom.profiling.stepping import PROMPT, measure_steps
 from kvloom.profiling.watched import WatchedExecutor
+from kvloom.types.spec import EngineSpec
 
 STEPPED: Final = (1, 8, 64)  # sequences under the engine
 PACKAGES: Final = ("kvloom", "torch", "transformers", "numba")

@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.core.job import Phase
-from kvloom.cost.work import Work
+from kvloom.plan.cost.work import Work
+from kvloom.types.job import Phase
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CONTEXTS: Final = (16, 128, 512, 2048)

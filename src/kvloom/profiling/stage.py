@@ -10,12 +10,12 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.core.job import Job, Phase, SampleRow
-from kvloom.core.sampling import SamplingParams
-from kvloom.engine.fitting import fitted
+from kvloom.engine.quotas import fitted
+from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.kv.pool import Pool
-from kvloom.model.executor import TorchExecutor
 from kvloom.profiling.setting import Limits, Setting
+from kvloom.types.job import Job, Phase, SampleRow
+from kvloom.types.request import SamplingParams
 
 MOST_SEQUENCES: Final = 1024
 

@@ -7,15 +7,14 @@ import random
 from contextlib import aclosing
 from statistics import median
 
-from kvloom.core.clock import WallClock
-from kvloom.core.job import Phase
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.spec import EngineSpec
-from kvloom.cost.profile import Stepped
 from kvloom.engine.engine import Engine
+from kvloom.plan.cost.profile import Stepped
 from kvloom.profiling.watched import WatchedExecutor
 from kvloom.transport.shm import ShmTransport
+from kvloom.types.clock import WallClock
+from kvloom.types.job import Phase
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import EngineSpec
 
 PROMPT = 8
 

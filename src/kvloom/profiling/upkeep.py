@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.cost.fit import fit_positive
-from kvloom.cost.profile import Hosted, Role
+from kvloom.plan.cost.fit import fit_positive
+from kvloom.plan.cost.profile import Hosted, Role
 
 LEAST: Final = 1e-9  # seconds; a fit by ratios wants more than 0
 

@@ -6,10 +6,10 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from kvloom.core.job import Job, JobResult, Phase
+from kvloom.exec.cpu.executor import TorchExecutor
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
-from kvloom.model.executor import TorchExecutor
-from kvloom.model.loader import LoadedModel
+from kvloom.types.job import Job, JobResult, Phase
 
 
 @dataclass(frozen=True, slots=True)

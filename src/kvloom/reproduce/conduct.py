@@ -14,9 +14,9 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvloom.core.errors import ConfigError
 from kvloom.reproduce.report import Experiment, Report, Scale
 from kvloom.reproduce.table import markdown, show_report, verdicts
+from kvloom.types.errors import ConfigError
 from kvloom.workload.results import write_text
 
 INTERRUPTED: Final = 130

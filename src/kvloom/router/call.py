@@ -6,11 +6,6 @@ import asyncio
 from contextlib import suppress
 from typing import Final
 
-from kvloom.core.address import resolve
-from kvloom.core.clock import Clock
-from kvloom.core.errors import KvloomError, OutOfBlocks, QueueFull
-from kvloom.core.request import Made, StartGenerate
-from kvloom.core.verbs import Pin, PrepRecv, RemoteSend, Sent
 from kvloom.router.course import Course, Frames
 from kvloom.router.fleet import Fleet
 from kvloom.router.holdings import Holdings
@@ -18,6 +13,11 @@ from kvloom.router.progress import Progress
 from kvloom.router.renewals import Renewals
 from kvloom.router.replica import Replica
 from kvloom.router.spot import Spot
+from kvloom.types.clock import Clock
+from kvloom.types.errors import KvloomError, OutOfBlocks, QueueFull
+from kvloom.types.request import Made, StartGenerate
+from kvloom.types.transfer import resolve
+from kvloom.types.verbs import Pin, PrepRecv, RemoteSend, Sent
 
 __all__ = ["Call", "Frames"]  # what programs are written with
 

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvloom.core.errors import KvloomError, Unavailable
 from kvloom.router.call import Call
 from kvloom.router.failures import Failures
 from kvloom.router.fleet import Fleet
 from kvloom.router.replica import Replica
 from kvloom.router.waiting import WaitingRoom
+from kvloom.types.errors import KvloomError, Unavailable
 
 _log = logging.getLogger(__name__)
 

@@ -10,11 +10,12 @@ from typing import Final, Self, TypeVar
 import aiohttp
 import msgspec
 
-from kvloom.core.errors import KvloomError, Unavailable, WireError
-from kvloom.core.frames import FrameParser
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import PROTOCOL, Event, ModelCard, StartGenerate
-from kvloom.core.verbs import (
+from kvloom.types.errors import KvloomError, Unavailable, WireError
+from kvloom.types.load import UnitLoad
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.request import PROTOCOL, Event, ModelCard, StartGenerate
+from kvloom.types.verbs import (
+    FrameParser,
     Held,
     Hold,
     Lease,
@@ -32,7 +33,6 @@ from kvloom.core.verbs import (
     Standing,
     Unpin,
 )
-from kvloom.core.weaving import Borrow, Loan
 
 UNIX: Final = "unix://"
 CONNECT_SECONDS = 5.0

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvloom.core.address import resolve
-from kvloom.core.errors import BadRequest, KvloomError, Unavailable
-from kvloom.core.request import Event, Made, StartGenerate
-from kvloom.fleet.placing import Arrival
+from kvloom.cluster.freeness import Arrival
 from kvloom.router.fleet import Fleet
 from kvloom.router.holdings import Holdings
 from kvloom.router.progress import Progress, less_cached
 from kvloom.router.replica import Replica
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
+from kvloom.types.request import Event, Made, StartGenerate
+from kvloom.types.transfer import resolve
 
 Frames = AsyncGenerator[list[Event], None]
 

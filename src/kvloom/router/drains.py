@@ -8,9 +8,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from kvloom.core.errors import Conflict, KvloomError, Unavailable
-from kvloom.core.service import UnitState
 from kvloom.router.router import Router
+from kvloom.types.errors import Conflict, KvloomError, Unavailable
+from kvloom.types.service import UnitState
 
 
 class Drains:

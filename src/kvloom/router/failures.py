@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvloom.core.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.router.call import Call
 from kvloom.router.course import Lost
 from kvloom.router.fleet import Fleet
 from kvloom.router.replica import Replica
+from kvloom.types.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable
 
 _ELSEWHERE: Final = (Unavailable, QueueFull, OutOfBlocks, Lost)  # what one replica says, another may not
 DEATHS: Final = 3  # of engines with one request between two of its tokens; it may be what they die of

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from kvloom.core.errors import Unavailable
-from kvloom.fleet.dispatch import Dispatch, freest, infaas
-from kvloom.fleet.placing import Arrival
+from kvloom.cluster.dispatch import Dispatch, freest, infaas
+from kvloom.cluster.freeness import Arrival
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.replica import Replica
+from kvloom.types.errors import Unavailable
 
 
 @dataclass(frozen=True, slots=True)

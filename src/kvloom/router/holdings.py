@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
 from kvloom.router.replica import Replica
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
 
 What = Literal["room", "work", "pin"]
 T = TypeVar("T")

@@ -12,12 +12,11 @@ from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
-from kvloom.core.request import Made
-from kvloom.core.together import together
 from kvloom.router.replica import Replica
 from kvloom.router.room import Room
+from kvloom.types.clock import Clock, together
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
+from kvloom.types.request import Made
 
 if TYPE_CHECKING:
     from kvloom.router.call import Call

@@ -14,11 +14,11 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from kvloom.core.errors import ConfigError
 from kvloom.router.call import Call, Frames
 from kvloom.router.fleet import Fleet
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.wanted import wanted
+from kvloom.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

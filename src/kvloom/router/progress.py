@@ -7,9 +7,9 @@ from collections.abc import Set
 
 from msgspec.structs import replace
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import KvloomError
-from kvloom.core.request import EndEvent, Event, Made, PromptEvent, TokenEvent
+from kvloom.types.clock import Clock
+from kvloom.types.errors import KvloomError
+from kvloom.types.request import EndEvent, Event, Made, PromptEvent, TokenEvent
 
 
 class Progress:

@@ -6,9 +6,9 @@ import asyncio
 from contextlib import suppress
 from typing import Final
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import KvloomError
 from kvloom.router.replica import Replica
+from kvloom.types.clock import Clock
+from kvloom.types.errors import KvloomError
 
 RENEWALS: Final = 3  # in the time of one lease
 

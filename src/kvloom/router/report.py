@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from functools import reduce
 from typing import Final
 
-from kvloom.core.clock import Clock
-from kvloom.core.load import UnitLoad
-from kvloom.fleet.placing import Arrival
+from kvloom.cluster.freeness import Arrival
+from kvloom.types.clock import Clock
+from kvloom.types.load import UnitLoad
 
 PERIOD: Final = 0.5  # seconds between an answer and the next time the unit is asked
 LINGER: Final = 10.0  # seconds for which it is still asked when nobody wanted to know any more

@@ -9,16 +9,14 @@ from typing import Final, Self
 
 from msgspec.structs import replace
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import KvloomError
-from kvloom.core.load import UnitLoad
-from kvloom.core.replicas import Steps
-from kvloom.core.rescheduling import FleetState, Pair, Pairs
-from kvloom.core.service import IN_SERVICE
-from kvloom.core.verbs import Offer
 from kvloom.router.roster import Roster
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
+from kvloom.types.clock import Clock
+from kvloom.types.errors import KvloomError
+from kvloom.types.load import UnitLoad
+from kvloom.types.service import IN_SERVICE, FleetState, Pair, Pairs, Steps
+from kvloom.types.verbs import Offer
 
 MOST_REFUSALS: Final = 3  # in a row, after which a pair is left in peace until pairs are told again
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from kvloom.core.clock import Clock
-from kvloom.core.errors import Conflict, KvloomError, Unavailable
-from kvloom.core.service import RestartStep
 from kvloom.router.drains import Drains
+from kvloom.types.clock import Clock
+from kvloom.types.errors import Conflict, KvloomError, Unavailable
+from kvloom.types.service import RestartStep
 
 _TAKEN_OUT: Final = ("draining", "drained")  # by hand, and so they stay
 

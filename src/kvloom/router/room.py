@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from kvloom.core.errors import KvloomError
-from kvloom.core.verbs import Prepared, PrepRecv, RemoteSend
 from kvloom.router.holdings import REFUSALS
 from kvloom.router.replica import Replica
+from kvloom.types.errors import KvloomError
+from kvloom.types.verbs import Prepared, PrepRecv, RemoteSend
 
 
 class Room:

@@ -10,14 +10,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
-from kvloom.core.client import EngineClient
-from kvloom.core.errors import BadRequest, ConfigError, Conflict, KvloomError
-from kvloom.core.placement import Placement
-from kvloom.core.replicas import Group, GroupSpec, Steps
-from kvloom.core.request import ModelCard
-from kvloom.core.spec import EngineSpec
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
+from kvloom.types.client import EngineClient
+from kvloom.types.errors import BadRequest, ConfigError, Conflict, KvloomError
+from kvloom.types.request import ModelCard
+from kvloom.types.service import Group, GroupSpec, Placement, Steps
+from kvloom.types.spec import EngineSpec
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")  # it becomes part of a path
 _TAKEN: Final = ("gateway", "scheduler")  # by the fleet's other components

@@ -10,18 +10,6 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from kvloom.core.client import EngineClient
-from kvloom.core.clock import Clock
-from kvloom.core.errors import (
-    BadRequest,
-    ConfigError,
-    KvloomError,
-    Unavailable,
-    UnknownModel,
-)
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import ModelCard, StartGenerate
-from kvloom.core.service import NO_PROCESS, PATIENCE, Service
 from kvloom.router.call import Call, Frames
 from kvloom.router.candidates import Candidates
 from kvloom.router.course import arriving
@@ -32,6 +20,12 @@ from kvloom.router.program import Program
 from kvloom.router.programs.least_loaded import least_loaded
 from kvloom.router.units import Units
 from kvloom.router.waiting import WaitingRoom
+from kvloom.types.client import EngineClient
+from kvloom.types.clock import Clock
+from kvloom.types.errors import BadRequest, ConfigError, KvloomError, Unavailable, UnknownModel
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import ModelCard, StartGenerate
+from kvloom.types.service import NO_PROCESS, PATIENCE, Service
 
 Attempt = Callable[[Call, Fleet], Frames]
 

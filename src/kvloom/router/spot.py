@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvloom.core.address import Endpoint, KVAddress
 from kvloom.router.replica import Replica
+from kvloom.types.transfer import Endpoint, KVAddress
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal
 
-from kvloom.core.client import EngineClient
-from kvloom.core.clock import Clock
-from kvloom.core.errors import ConfigError, KvloomError, Unavailable
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import ModelCard
-from kvloom.core.service import Service
 from kvloom.router.replica import Replica
 from kvloom.router.report import Report
+from kvloom.types.client import EngineClient
+from kvloom.types.clock import Clock
+from kvloom.types.errors import ConfigError, KvloomError, Unavailable
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import ModelCard
+from kvloom.types.service import Service
 
 ANSWER_SECONDS: Final = 5.0  # after which an engine that does not answer counts as away
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # between two times that a lost unit is asked

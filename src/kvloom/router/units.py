@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from kvloom.core.client import EngineClient
-from kvloom.core.clock import Clock
-from kvloom.core.errors import ConfigError, Conflict
-from kvloom.core.load import UnitLoad
-from kvloom.core.request import ModelCard
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.replica import Replica
 from kvloom.router.unit import Unit
+from kvloom.types.client import EngineClient
+from kvloom.types.clock import Clock
+from kvloom.types.errors import ConfigError, Conflict
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import ModelCard
 
 REPORT_SECONDS: Final = 1.0  # for which a report of all loads waits for each of them
 _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")

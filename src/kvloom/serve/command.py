@@ -8,11 +8,11 @@ import sys
 from rich.console import Console
 
 from kvloom.config import Config
-from kvloom.core.clock import WallClock
-from kvloom.core.errors import ConfigError
 from kvloom.serve.ground import listen, private_folder, raise_open_files
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervisor import Supervisor
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import ConfigError
 
 
 def serve_fleet(config: Config) -> int:

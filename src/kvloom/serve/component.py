@@ -13,8 +13,8 @@ from typing import Self
 
 import msgspec
 
-from kvloom.core.ending import ending
 from kvloom.serve.orders import Order, Report
+from kvloom.types.clock import ending
 
 _log = logging.getLogger(__name__)
 LONGEST_LINE = 1 << 16

@@ -14,18 +14,18 @@ from kvloom.serve.orders import EngineOrder, Progress, Ready
 from kvloom.serve.parent import Parent, end_at_once, run_child
 
 if TYPE_CHECKING:
-    from kvloom.core.clock import Clock
-    from kvloom.core.spec import EngineSpec, WeaveSpec
     from kvloom.engine.engine import Engine
+    from kvloom.exec.cpu.executor import TorchExecutor
+    from kvloom.exec.cuda.executor import GpuExecutor
     from kvloom.kv.arena import Store
-    from kvloom.model.executor import TorchExecutor
-    from kvloom.model.gpu.executor import GpuExecutor
     from kvloom.model.gpu.weaver import DeviceWeaver
     from kvloom.model.weaving.weaver import TorchWeaver
     from kvloom.transport.apart import Apart
     from kvloom.transport.cuda_ipc import CudaIpcTransport
     from kvloom.transport.nixl import NixlTransport
     from kvloom.transport.shm import ShmTransport
+    from kvloom.types.clock import Clock
+    from kvloom.types.spec import EngineSpec, WeaveSpec
 
 GRACE_SECONDS = 1
 
@@ -48,9 +48,9 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     import transformers  # noqa: PLC0415
 
     from kvloom.api.verbs import create_verbs  # noqa: PLC0415
-    from kvloom.core.clock import WallClock  # noqa: PLC0415
     from kvloom.engine.engine import Engine  # noqa: PLC0415
     from kvloom.serve.server import Server  # noqa: PLC0415
+    from kvloom.types.clock import WallClock  # noqa: PLC0415
 
     transformers.logging.disable_progress_bar()
     folder = Path(order.socket).parent
@@ -84,14 +84,14 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
 def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> TorchExecutor | GpuExecutor:
     """The executor on the unit's device. Raises ConfigError, and Unavailable where a rank ends meanwhile."""
     if spec.device != "cpu" and spec.tensor_parallel > 1:
-        from kvloom.model.parallel.gpu_executor import load_parallel_gpu_executor  # noqa: PLC0415
+        from kvloom.exec.parallel.cuda import load_parallel_gpu_executor  # noqa: PLC0415
 
         return load_parallel_gpu_executor(spec, folder, progress)
     if spec.device != "cpu":
-        from kvloom.model.gpu.loading import load_gpu_executor  # noqa: PLC0415
+        from kvloom.exec.cuda.loader import load_gpu_executor  # noqa: PLC0415
 
         return load_gpu_executor(spec, progress)
-    from kvloom.model.parallel.executor import load_executor  # noqa: PLC0415
+    from kvloom.exec.parallel.executor import load_executor  # noqa: PLC0415
 
     return load_executor(spec, folder, progress)
 
@@ -112,13 +112,13 @@ def open_weaver(
     executor: TorchExecutor | GpuExecutor, transport: ShmTransport | NixlTransport | CudaIpcTransport | Apart
 ) -> TorchWeaver | DeviceWeaver | None:
     """The unit's part in weaving; None where its device, its ranks or its transport have none."""
-    from kvloom.model.executor import TorchExecutor  # noqa: PLC0415
+    from kvloom.exec.cpu.executor import TorchExecutor  # noqa: PLC0415
     from kvloom.model.weaving.weaver import TorchWeaver  # noqa: PLC0415
     from kvloom.transport.shm import ShmTransport  # noqa: PLC0415
 
     if isinstance(executor, TorchExecutor) and isinstance(transport, ShmTransport):
         return TorchWeaver(executor, transport)
-    from kvloom.model.gpu.executor import GpuExecutor  # noqa: PLC0415
+    from kvloom.exec.cuda.executor import GpuExecutor  # noqa: PLC0415
     from kvloom.model.gpu.weaver import DeviceWeaver  # noqa: PLC0415
     from kvloom.transport.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
 

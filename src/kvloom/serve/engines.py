@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvloom.core.spec import EngineSpec
 from kvloom.serve.supervised import Role, Supervised
+from kvloom.types.spec import EngineSpec
 
 
 class Engines:

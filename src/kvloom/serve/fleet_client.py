@@ -8,9 +8,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvloom.core.errors import Unavailable
-from kvloom.core.replicas import Steps
-from kvloom.core.rescheduling import FleetState, Pairs
+from kvloom.types.errors import Unavailable
+from kvloom.types.service import FleetState, Pairs, Steps
 
 ANSWER_SECONDS: Final = 10.0  # more than the gateway itself waits for a unit
 

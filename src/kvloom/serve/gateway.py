@@ -13,7 +13,6 @@ from kvloom.api.admin import Admin
 from kvloom.api.admin_units import UnitOrders
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
-from kvloom.core.clock import Clock, WallClock
 from kvloom.router.drains import Drains
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
@@ -38,6 +37,7 @@ from kvloom.serve.orders import (
 from kvloom.serve.restarts import Restarts
 from kvloom.serve.server import Server
 from kvloom.serve.shelf import Shelf
+from kvloom.types.clock import Clock, WallClock
 
 GRACE_SECONDS: Final = 2  # for running streams, once told to end; half of it by themselves
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import uvloop
 from msgspec.structs import replace
 
-from kvloom.core.errors import ConfigError
 from kvloom.router.program import Program, load_program
 from kvloom.serve.gateway import Gateway, gateway
 from kvloom.serve.orders import Begin, GatewayOrder, News, Standing
 from kvloom.serve.parent import Parent, run_child
+from kvloom.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

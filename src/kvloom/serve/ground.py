@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 
 BACKLOG: Final = 2048
 OPEN_FILES: Final = 1 << 16

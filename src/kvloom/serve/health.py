@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from kvloom.core.request import PROTOCOL
+from kvloom.types.request import PROTOCOL
 
 _OK: Final = b"HTTP/1.1 200"
 

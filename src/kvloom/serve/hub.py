@@ -9,8 +9,8 @@ from typing import Final
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 
-from kvloom.core.errors import ConfigError
-from kvloom.core.spec import ModelSpec
+from kvloom.types.errors import ConfigError
+from kvloom.types.spec import ModelSpec
 
 CONFIG: Final = "config.json"
 HUB_SECONDS: Final = 5.0

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from kvloom.core.spec import ProgramSpec
 from kvloom.serve.orders import Standing
+from kvloom.types.spec import ProgramSpec
 
 
 class Kept:

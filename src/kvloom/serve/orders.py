@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from kvloom.core.replicas import GroupSpec
-from kvloom.core.service import PATIENCE
-from kvloom.core.spec import EngineSpec, ProgramSpec, SchedulerSpec
+from kvloom.types.service import PATIENCE, GroupSpec
+from kvloom.types.spec import EngineSpec, ProgramSpec, SchedulerSpec
 
 
 class EngineOrder(Struct, frozen=True, kw_only=True):

@@ -16,8 +16,8 @@ from typing import Final, NoReturn, TypeVar
 
 import msgspec
 
-from kvloom.core.errors import ConfigError, Unavailable
 from kvloom.serve.orders import News, Order, Refused, Report
+from kvloom.types.errors import ConfigError, Unavailable
 
 _log = logging.getLogger(__name__)
 ORDERS: Final = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvloom.core.errors import Conflict, Unavailable
-from kvloom.core.request import ModelCard
-from kvloom.core.spec import EngineSpec
 from kvloom.serve.orders import Asked, Back, Forget, Restart, Restarted, Run, Stop, Stopped
 from kvloom.serve.shelf import Shelf
+from kvloom.types.errors import Conflict, Unavailable
+from kvloom.types.request import ModelCard
+from kvloom.types.spec import EngineSpec
 
 
 class Restarts:

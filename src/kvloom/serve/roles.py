@@ -12,11 +12,11 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvloom.config import Config
-from kvloom.core.spec import EngineSpec, SchedulerSpec
 from kvloom.serve.engines import Engines
 from kvloom.serve.health import answers
 from kvloom.serve.orders import EngineOrder, GatewayOrder, SchedulerOrder, Standing
 from kvloom.serve.supervised import Role
+from kvloom.types.spec import EngineSpec, SchedulerSpec
 
 ENGINE: Final = "kvloom.serve.engine_process"
 GATEWAY: Final = "kvloom.serve.gateway_process"

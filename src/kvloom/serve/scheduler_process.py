@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from kvloom.core.clock import WallClock
-from kvloom.fleet.scheduler import FleetScheduler
-from kvloom.fleet.thresholds import Thresholds
+from kvloom.cluster.freeness import Thresholds
+from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.serve.fleet_client import FleetClient
 from kvloom.serve.orders import Ready, SchedulerOrder
 from kvloom.serve.parent import Parent, run_child
+from kvloom.types.clock import WallClock
 
 
 def main(parent: Parent) -> None:

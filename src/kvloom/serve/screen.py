@@ -11,7 +11,7 @@ from rich.status import Status
 from rich.text import Text
 
 from kvloom.config import DEMO
-from kvloom.core.clock import Clock
+from kvloom.types.clock import Clock
 
 
 class Screen:

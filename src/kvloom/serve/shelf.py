@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvloom.core.request import ModelCard
+from kvloom.types.request import ModelCard
 
 
 class Shelf:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.core.clock import Clock
 from kvloom.serve.component import Component
 from kvloom.serve.events import Answers, Asks, Doing, Event, Failed, Lost
 from kvloom.serve.orders import (
@@ -26,6 +25,7 @@ from kvloom.serve.orders import (
     Stop,
 )
 from kvloom.serve.patience import Patience
+from kvloom.types.clock import Clock
 
 
 class State(enum.Enum):

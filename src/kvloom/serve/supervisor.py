@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from kvloom.config import Config
-from kvloom.core.clock import Clock
-from kvloom.core.spec import EngineSpec
 from kvloom.serve import events
 from kvloom.serve.engines import Engines
 from kvloom.serve.events import Answers, Asks, Doing, Failed, Lost
@@ -20,6 +18,8 @@ from kvloom.serve.orders import Asked, Away, Back, Forget, Restart, Restarted, R
 from kvloom.serve.roles import Roles
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervised import Role, State, Supervised
+from kvloom.types.clock import Clock
+from kvloom.types.spec import EngineSpec
 
 END_SECONDS: Final = 4.0  # for all processes to end by themselves
 

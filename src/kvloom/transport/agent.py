@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.arrays import I64
-from kvloom.core.errors import ConfigError, Unavailable
 from kvloom.transport.place import Place
+from kvloom.types.errors import ConfigError, Unavailable
+from kvloom.types.geometry import I64
 
 Spans = npt.NDArray[np.uint64]  # [n, 3]: address, bytes, device
 Transfer = int  # NIXL's handle

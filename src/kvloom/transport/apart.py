@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvloom.core.address import Endpoint, KVAddress, Ticket
-from kvloom.core.errors import BadRequest
-from kvloom.core.shipment import Shipment
+from kvloom.types.errors import BadRequest
+from kvloom.types.transfer import Endpoint, KVAddress, Shipment, Ticket
 
 
 class Apart:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvloom.core.arrays import I32, AnyArray
-from kvloom.core.errors import BadRequest
 from kvloom.transport.mailbox import End, Mailbox
 from kvloom.transport.word import MASK
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import I32, AnyArray
 
 _LONGEST = 10.0  # seconds that are believed of anything
 

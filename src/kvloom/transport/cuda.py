@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvloom.core.errors import ConfigError
-from kvloom.kernels.cuda_driver import Driver, DriverError
+from kvloom.kernels.driver import Driver, DriverError
+from kvloom.types.errors import ConfigError
 
 
 def open_driver() -> Driver:

@@ -15,9 +15,6 @@ import numpy as np
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from kvloom.core.address import Endpoint, KVAddress, Ticket
-from kvloom.core.errors import BadRequest
-from kvloom.core.shipment import Parcel
 from kvloom.kv.arena import Store
 from kvloom.transport.cuda_ipc_memory import DeviceMemory
 from kvloom.transport.fenced import FencedTransport
@@ -26,6 +23,8 @@ from kvloom.transport.marks import MarkedParcel
 from kvloom.transport.peer import Memory, PeerProcess
 from kvloom.transport.plane import FencedShipment, Plane
 from kvloom.transport.room import Room
+from kvloom.types.errors import BadRequest
+from kvloom.types.transfer import Endpoint, KVAddress, Parcel, Ticket
 
 PIECE = 32 << 20  # bytes copied between two looks at the ledger: a tenth of a millisecond on one GPU
 

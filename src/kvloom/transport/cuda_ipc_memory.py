@@ -15,12 +15,12 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from kvloom.core.errors import BadRequest, ConfigError, Unavailable
-from kvloom.core.shipment import Parcel
-from kvloom.kernels.cuda_driver import Driver, DriverError
+from kvloom.kernels.driver import Driver, DriverError
 from kvloom.transport.cuda import open_driver
 from kvloom.transport.marks import CudaMark, Mark
 from kvloom.transport.room import Room
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable
+from kvloom.types.transfer import Parcel
 
 _HANDLE = 64  # bytes
 
@@ -119,7 +119,7 @@ class CudaMemory:
             return CudaMark()
 
     def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
-        from kvloom.kernels.triton.copy import copy_blocks  # noqa: PLC0415 -- triton reads its environment then
+        from kvloom.kernels.cuda.copy import copy_blocks  # noqa: PLC0415 -- triton reads its environment then
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             lists = (parcel.own, parcel.peer, parcel.offsets, parcel.counts)

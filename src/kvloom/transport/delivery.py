@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvloom.core.errors import BadRequest, KvloomError
-from kvloom.core.shipment import Parcel
+from kvloom.types.errors import BadRequest, KvloomError
+from kvloom.types.transfer import Parcel
 
 Submit = Callable[["Delivery", Parcel | None], None]
 

@@ -9,17 +9,17 @@ from typing import Final
 
 from torch import Tensor
 
-from kvloom.core.arrays import I32
-from kvloom.core.ending import has_ended
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.core.shipment import Parcel
-from kvloom.core.weaving import Borrow, Loan
 from kvloom.kernels.mail import Trouble
 from kvloom.transport.cuda_ipc import PIECE, CudaIpcTransport
 from kvloom.transport.device_mailbox import BorrowedMailbox, MailDtype, OwnDeviceMailbox, value_dtype
 from kvloom.transport.lender import SLOTS, LentBlocks, mailbox_form
 from kvloom.transport.loan import LentMemory, refuse_other
 from kvloom.transport.mailbox import ENDS, START, end_of
+from kvloom.types.clock import has_ended
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.geometry import I32
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.transfer import Parcel
 
 _DTYPES: Final[dict[str, MailDtype]] = {
     "bfloat16": "bfloat16",

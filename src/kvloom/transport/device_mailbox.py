@@ -17,11 +17,11 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from kvloom.core.arrays import I32, I64, AnyArray
-from kvloom.core.errors import BadRequest, ConfigError
 from kvloom.kernels.mail import LINE, WORDS, End, Mail, Pad, Trouble, signed
 from kvloom.transport.cuda_ipc_memory import DeviceMemory
 from kvloom.transport.mailbox import START, MailboxForm, layout, refuse_slots, size_of
+from kvloom.types.errors import BadRequest, ConfigError
+from kvloom.types.geometry import I32, I64, AnyArray
 
 MailDtype = Literal["bfloat16", "float16", "float32"]
 _VALUES: Final[dict[str, np.dtype[np.generic]]] = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from kvloom.core.address import Endpoint, Ticket
-from kvloom.core.errors import Unavailable
 from kvloom.transport.ledger import Ledger
 from kvloom.transport.peer import PeerProcess
 from kvloom.transport.plane import Plane
+from kvloom.types.errors import Unavailable
+from kvloom.types.transfer import Endpoint, Ticket
 
 
 class Peers:

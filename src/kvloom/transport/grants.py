@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from kvloom.core.address import Ticket, other_address
-from kvloom.core.errors import BadRequest, QueueFull
 from kvloom.transport.messages import (
     Claim,
     Delivered,
@@ -23,6 +21,8 @@ from kvloom.transport.messages import (
     Refused,
     Renew,
 )
+from kvloom.types.errors import BadRequest, QueueFull
+from kvloom.types.transfer import Ticket, other_address
 
 GRACE = 0.5
 _OVER = "this reservation is over"

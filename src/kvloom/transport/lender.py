@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvloom.core.address import KVAddress, digest_of
-from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest
-from kvloom.core.transport import Transport
-from kvloom.core.weaving import Borrow, Loan
 from kvloom.transport.attending import TaskReceiver
 from kvloom.transport.mailbox import FLOATS, START, MailboxForm, OwnMailbox, size_of
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import I32
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.transfer import KVAddress, Transport, digest_of
 
 MOST = 64 << 20  # bytes of a mailbox beyond what is lent
 SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing

@@ -10,17 +10,16 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.address import KVAddress
-from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest
-from kvloom.core.shipment import Parcel
-from kvloom.core.weaving import Borrow, Loan, Move
-from kvloom.kernels.block_copy import copy_blocks
+from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.transport.mailbox import MailboxForm
 from kvloom.transport.peer import Peer, PeerProcess
 from kvloom.transport.plane import PIECE
 from kvloom.transport.room import Blocks, Room
 from kvloom.transport.tasks import TaskSender
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import I32
+from kvloom.types.offload import Borrow, Loan, Move
+from kvloom.types.transfer import KVAddress, Parcel
 
 Bytes = TypeVar("Bytes")  # an arena's, where its device has them
 

@@ -25,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvloom.core.arrays import I32, AnyArray
-from kvloom.core.errors import ConfigError
 from kvloom.kernels.mail import HEAD, LINE, NOTE, WORDS, End
-from kvloom.kv import memfd
+from kvloom.kv import arena as memfd
 from kvloom.transport.peer import Count, Memory
 from kvloom.transport.word import Word
+from kvloom.types.errors import ConfigError
+from kvloom.types.geometry import I32, AnyArray
 
 __all__ = [
     "ENDS",

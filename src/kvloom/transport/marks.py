@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from kvloom.core.shipment import Parcel
+from kvloom.types.transfer import Parcel
 
 
 class Mark(Protocol):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvloom.core.address import Digest, Position, Ticket
+from kvloom.types.transfer import Digest, Position, Ticket
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 

@@ -7,8 +7,6 @@ import time
 
 import msgspec
 
-from kvloom.core.address import Endpoint, KVAddress, Ticket
-from kvloom.core.errors import BadRequest
 from kvloom.kv.arena import Store
 from kvloom.transport.agent import Agent
 from kvloom.transport.grants import Grants
@@ -16,6 +14,8 @@ from kvloom.transport.nixl_plane import Clock, NixlPlane
 from kvloom.transport.nixl_shipment import NixlShipment, Where
 from kvloom.transport.place import Place
 from kvloom.transport.room import Room
+from kvloom.types.errors import BadRequest
+from kvloom.types.transfer import Endpoint, KVAddress, Ticket
 
 
 class NixlTransport:

@@ -10,8 +10,6 @@ from typing import get_args
 
 import msgspec
 
-from kvloom.core.errors import BadRequest, KvloomError, Unavailable
-from kvloom.core.shipment import Parcel
 from kvloom.transport.agent import Agent, Transfer
 from kvloom.transport.delivery import Delivery
 from kvloom.transport.grants import Grants, Letter
@@ -31,6 +29,8 @@ from kvloom.transport.messages import (
 from kvloom.transport.nixl_shipment import NixlShipment
 from kvloom.transport.place import Place
 from kvloom.transport.worker import Worker
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
+from kvloom.types.transfer import Parcel
 
 _SHORTEST, _BUSY, _IDLE = 50e-6, 1e-3, 20e-3  # seconds between two looks
 

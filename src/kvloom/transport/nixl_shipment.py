@@ -7,14 +7,13 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from kvloom.core.address import Endpoint, Ticket
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.core.shipment import Parcel
 from kvloom.transport.agent import Spans, Transfer, spans
 from kvloom.transport.delivery import Delivery, Submit
 from kvloom.transport.marks import MarkedParcel
 from kvloom.transport.place import Place
 from kvloom.transport.room import Room
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.transfer import Endpoint, Parcel, Ticket
 
 
 class Where(msgspec.Struct, frozen=True, array_like=True):

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from kvloom.core.address import Endpoint
-from kvloom.core.ending import has_ended
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.kv import memfd
+from kvloom.kv import arena as memfd
 from kvloom.transport.ledger import ROW_BYTES, PeerLedger
+from kvloom.types.clock import has_ended
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.transfer import Endpoint
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 

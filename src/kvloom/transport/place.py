@@ -6,12 +6,12 @@ from typing import Literal, Protocol
 
 import torch
 
-from kvloom.core.address import Kind
-from kvloom.core.errors import ConfigError
-from kvloom.kernels.cuda_driver import DriverError
+from kvloom.kernels.driver import DriverError
 from kvloom.kv.arena import Store
 from kvloom.transport.cuda import open_driver
 from kvloom.transport.marks import CudaMark, Mark, Passed
+from kvloom.types.errors import ConfigError
+from kvloom.types.transfer import Kind
 
 Segment = Literal["DRAM", "VRAM"]
 

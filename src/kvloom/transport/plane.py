@@ -8,14 +8,13 @@ from queue import Empty
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.address import Ticket
-from kvloom.core.errors import KvloomError, Unavailable
-from kvloom.core.shipment import Parcel
-from kvloom.kernels.block_copy import copy_blocks
+from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.transport.delivery import Delivery
 from kvloom.transport.peer import Peer, PeerProcess
 from kvloom.transport.room import Room
 from kvloom.transport.worker import Worker
+from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.transfer import Parcel, Ticket
 
 PIECE = 4 << 20  # bytes copied between two looks at the ledger: a millisecond or less
 _RETRY = 0.002  # seconds until a shipment that is ahead of another's asks again

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core.address import KVAddress, KVForm
-from kvloom.core.arrays import I32
-from kvloom.core.errors import BadRequest
-from kvloom.core.shipment import Parcel
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import I32
+from kvloom.types.transfer import KVAddress, KVForm, Parcel
 
 
 class Blocks(Protocol):

@@ -7,12 +7,12 @@ import os
 
 import msgspec
 
-from kvloom.core.address import Endpoint, KVAddress
 from kvloom.kv.arena import Arena
 from kvloom.transport.fenced import FencedTransport
 from kvloom.transport.peer import Memory, Peer, Where
 from kvloom.transport.plane import ShmShipment
 from kvloom.transport.room import Room
+from kvloom.types.transfer import Endpoint, KVAddress
 
 
 class ShmTransport(FencedTransport):

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.arrays import I32, I64
-from kvloom.core.errors import BadRequest, QueueFull, Unavailable
-from kvloom.kernels.cpu_ask import NOWHERE, AskArguments
+from kvloom.kernels.cpu.decode_step import NOWHERE, AskArguments
 from kvloom.transport.mailbox import NOTE, START, WHAT, End, Mailbox, Place, end_of, size_of
 from kvloom.transport.peer import Peer
 from kvloom.transport.word import MASK, futex_number
+from kvloom.types.errors import BadRequest, QueueFull, Unavailable
+from kvloom.types.geometry import I32, I64
 
 _SPINS = 20_000  # looks before the thread sleeps; all but the first of them offer the core to others
 _NEW = 0.05  # weight of a number in a mean

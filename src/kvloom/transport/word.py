@@ -14,8 +14,8 @@ import platform
 from functools import cache
 from typing import Any
 
-from kvloom.core.errors import ConfigError
 from kvloom.kernels.signals import SignalArguments, look, spin, swap, tell, try_take
+from kvloom.types.errors import ConfigError
 
 MASK = 0xFFFFFFFF
 _CALLS = {"x86_64": 202, "aarch64": 98}

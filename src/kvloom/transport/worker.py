@@ -10,9 +10,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from kvloom.core.errors import Unavailable
-from kvloom.core.shipment import Parcel
 from kvloom.transport.delivery import Delivery
+from kvloom.types.errors import Unavailable
+from kvloom.types.transfer import Parcel
 
 _log = logging.getLogger(__name__)
 

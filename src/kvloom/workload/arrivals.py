@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import numpy as np
 from pydantic import PlainValidator
 
-from kvloom.core.arrays import F64
+from kvloom.types.geometry import F64
 from kvloom.workload.fields import shown
 
 _AT_ONCE: Final = 1024

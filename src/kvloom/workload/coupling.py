@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from kvloom.core.arrays import I64
+from kvloom.types.geometry import I64
 
 
 def coupled(prompts: I64, outputs: I64, rank: float, rng: np.random.Generator) -> I64:

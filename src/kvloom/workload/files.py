@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask
 from kvloom.workload.lines import bad_line, decode_line, read_lines
 from kvloom.workload.prompts import Prompts

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 import numpy as np
 from pydantic import PlainValidator, ValidationInfo
 
-from kvloom.core.arrays import I64, AnyArray
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
+from kvloom.types.geometry import I64, AnyArray
 from kvloom.workload.fields import LONGEST, Section, TokenCount, shown
 from kvloom.workload.stand_ins import STAND_INS
 from kvloom.workload.tokens import Tokens, Uniform

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 
 T = TypeVar("T")
 

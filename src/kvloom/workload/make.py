@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.core.arrays import F64
+from kvloom.types.geometry import F64
 from kvloom.workload.arrivals import Steps, arrivals
 from kvloom.workload.ask import Ask
 from kvloom.workload.popularity import power_law

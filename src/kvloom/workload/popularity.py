@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import numpy as np
 from pydantic import Field
 
-from kvloom.core.arrays import F64
+from kvloom.types.geometry import F64
 from kvloom.workload.fields import Seconds, Section
 
 DAY: Final = 86400.0

@@ -9,7 +9,7 @@ from itertools import accumulate
 import msgspec
 import numpy as np
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask, Segment
 from kvloom.workload.make import cut, draw_priorities, shares
 from kvloom.workload.mixing import mix

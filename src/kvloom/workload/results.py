@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 
 VERSION: Final = 1
 CURVE: Final = (*(i / 50 for i in range(50)), 0.99, 0.995, 0.999, 1.0)  # quantiles

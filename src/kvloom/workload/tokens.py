@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvloom.core.arrays import I64
+from kvloom.types.geometry import I64
 
 
 class Tokens(Protocol):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.triton.advance import advance
+from kvloom.kernels.cuda.elementwise import advance
 
 
 @pytest.mark.parametrize(("batch", "rows", "page_tokens"), [(1, 1, 8), (5, 8, 3), (130, 192, 32)])

@@ -10,15 +10,15 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from kvloom.kernels.cuda import compile as compiling
+from kvloom.kernels.cuda.decode import decode_launches
+from kvloom.kernels.cuda.launch import Launch
 from kvloom.kernels.reference import block_view
-from kvloom.kernels.triton import compile as compiling
-from kvloom.kernels.triton.decode import decode_launches
-from kvloom.kernels.triton.launch import Launch
 
 
 def test_all_that_is_served_compiles_for_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kvloom.kernels.triton.compile"]
+    command = [sys.executable, "-m", "kvloom.kernels.cuda.compile"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.triton.copy import copy_blocks, copy_pages, gather_blocks, scatter_blocks
+from kvloom.kernels.cuda.copy import copy_blocks, copy_pages, gather_blocks, scatter_blocks
 
 
 class Layout(TypedDict):

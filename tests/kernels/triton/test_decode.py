@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.triton.decode import Workspace, decode_attention, splits_for
+from kvloom.kernels.cuda.decode import Workspace, decode_attention, splits_for
 from tests.kernels.triton.paged import Paged, paged
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3}

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.triton.activation import gated
-from kvloom.kernels.triton.norm import add_rms_norm, rms_norm
-from kvloom.kernels.triton.rotary import rotate
+from kvloom.kernels.cuda.elementwise import add_rms_norm, gated, rms_norm, rotate
 
 DTYPES = torch.float32, torch.float16
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.kernels import mail_reference
+from kvloom.kernels import mail_programs as mail_reference
+from kvloom.kernels.cuda import offload_ask as ask
+from kvloom.kernels.cuda import offload_serve as serve
 from kvloom.kernels.mail import MASK, PARTS, End, Trouble, signed
-from kvloom.kernels.triton import ask, serve
 from tests.kernels.loaned import CLOSE, LAYERS, PAGES, WIDTH, WRAPS, Loaned, Shape, same, scale_of
 
 SHAPES = {

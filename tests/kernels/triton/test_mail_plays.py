@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.kernels import mail_reference
+from kvloom.kernels import mail_programs as mail_reference
+from kvloom.kernels.cuda import offload_ask as ask
+from kvloom.kernels.cuda import offload_serve as serve
 from kvloom.kernels.mail import MASK, SPAN, End
-from kvloom.kernels.triton import ask, serve
 from tests.kernels.loaned import LAYERS, WRAPS, Loaned, Shape, same, scale_of
 
 _SHAPE = Shape(kv_heads=2, group=1, head_dim=4, tokens=2, rows=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvloom.kernels import reference
-from kvloom.kernels.triton.merge import merge
+from kvloom.kernels.cuda.decode import merge
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.triton.decode import decode_attention
-from kvloom.kernels.triton.prefill import prefill_attention
+from kvloom.kernels.cuda.decode import decode_attention
+from kvloom.kernels.cuda.prefill import prefill_attention
 from tests.kernels.triton.paged import Paged, paged
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvloom.kernels import reference
-from kvloom.kernels.triton.write import write_kv
+from kvloom.kernels.cuda.write import write_kv
 from tests.kernels.triton.paged import paged
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvloom.core.clock import WallClock
-from kvloom.core.spec import EngineSpec
-from kvloom.model.gpu.executor import GpuExecutor
+from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.transport.nixl import NixlTransport
 from kvloom.transport.place import Place
+from kvloom.types.clock import WallClock
+from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW
 from tests.engines import ask, body, running_over
 

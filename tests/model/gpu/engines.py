@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvloom.core.spec import EngineSpec
 from kvloom.engine.engine import Engine
+from kvloom.exec.cuda.device import Device, host_device
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.loader import load_executor
+from kvloom.exec.cuda.operations import Operations, plain_operations
 from kvloom.kv.arena import Arena
-from kvloom.model.gpu.device import Device, host_device
-from kvloom.model.gpu.executor import GpuExecutor
-from kvloom.model.gpu.loading import load_executor
-from kvloom.model.gpu.operations import Operations, plain_operations
 from kvloom.transport.shm import ShmTransport
+from kvloom.types.spec import EngineSpec
 from tests.engines import running_over
 
 COMPUTE = 8

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.operations import plain_operations
-from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import HostStream
-from kvloom.model.parallel.gpu_rank import GpuWorker
-from kvloom.model.parallel.member import Member
-from kvloom.model.parallel.rank import run_rank
-from kvloom.model.parallel.wire import Begin
+from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.operations import plain_operations
+from kvloom.exec.cuda.streams import HostStream
+from kvloom.exec.parallel.cuda import GpuWorker
+from kvloom.exec.parallel.member import Member
+from kvloom.exec.parallel.rank import run_rank
+from kvloom.exec.parallel.wire import Begin
 
 COMPUTE = 8
 

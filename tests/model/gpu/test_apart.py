@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.model.gpu.device import host_device
-from kvloom.model.gpu.loading import load_executor
-from kvloom.model.gpu.operations import plain_operations
+from kvloom.exec.cuda.device import host_device
+from kvloom.exec.cuda.loader import load_executor
+from kvloom.exec.cuda.operations import plain_operations
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 from tests.model.gpu.apart import COUNT, prefilled_apart

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.kernels import mail_reference
+from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
+from kvloom.exec.cuda.streams import HostMark, HostStream
+from kvloom.kernels import mail_programs as mail_reference
 from kvloom.kernels.mail import End
 from kvloom.model.gpu.attender import DeviceAttender
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.executor import GpuExecutor
-from kvloom.model.gpu.operations import Operations, plain_operations, triton_operations
-from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import HostMark, HostStream
 from tests import interpreter
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.kernels.cuda_driver import Driver, DriverError
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.loading import load_executor
-from kvloom.model.gpu.operations import plain_operations
-from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import HostStream, Recording
+from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.loader import load_executor
+from kvloom.exec.cuda.operations import plain_operations
+from kvloom.exec.cuda.streams import HostStream, Recording
+from kvloom.kernels.driver import Driver, DriverError
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.core.job import Job
-from kvloom.core.request import StartGenerate
-from kvloom.core.spec import EngineSpec
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.executor import GpuExecutor
-from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import HostStream, Recording
+from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.streams import HostStream, Recording
+from kvloom.types.job import Job
+from kvloom.types.request import StartGenerate
+from kvloom.types.spec import EngineSpec
 from tests.checkpoints import make_checkpoint
 from tests.engines import Answer, ask, body, running, spec_of
 from tests.model.gpu.engines import COMPUTE, running_on_device

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from kvloom.model.gpu.fusing import DeviceGatedMLP, DeviceNorm, fuse_on_device
-from kvloom.model.gpu.operations import plain_operations
-from kvloom.model.sisters import Sister
+from kvloom.exec.cpu.linear import Sister
+from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm, fuse_on_device
+from kvloom.exec.cuda.operations import plain_operations
 from tests.checkpoints import make_checkpoint
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.fusing import DeviceGatedMLP, DeviceNorm
-from kvloom.model.gpu.operations import triton_operations
-from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import HostStream
+from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm
+from kvloom.exec.cuda.operations import triton_operations
+from kvloom.exec.cuda.streams import HostStream
 from tests import interpreter
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of

@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.arrays import AnyArray
-from kvloom.core.geometry import Geometry
-from kvloom.core.plan import Plan
+from kvloom.exec.cuda.device import host_device
+from kvloom.exec.cuda.model import DevicePageMap
+from kvloom.exec.cuda.staging import Sent, Staging
 from kvloom.kv.pool import Pool
-from kvloom.model.gpu.device import host_device
-from kvloom.model.gpu.page_map import DevicePageMap
-from kvloom.model.gpu.staging import Sent, Staging
+from kvloom.types.geometry import AnyArray, Geometry
+from kvloom.types.plan import Plan
 
 GEOMETRY = Geometry(2, 2, 16, 4, 2048)  # 16 tokens a page of 4 blocks
 DEVICE = host_device(4)

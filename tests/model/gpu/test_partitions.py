@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import HostStream
+from kvloom.exec.cuda.device import Lane, Partitions
+from kvloom.exec.cuda.streams import HostStream
 
 COMPUTE = 132
 SMALLER = (16, 32, 48, 64)

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvloom.core.errors import Unavailable
-from kvloom.core.spec import EngineSpec
 from kvloom.engine.engine import Engine
-from kvloom.model.gpu.fusing import DeviceGatedMLP
-from kvloom.model.gpu.operations import plain_operations
-from kvloom.model.gpu.sampling import Draws
-from kvloom.model.parallel.gpu_executor import ParallelGpuExecutor, all_alike
-from kvloom.model.parallel.group import Group
-from kvloom.model.parallel.modules import Summed
+from kvloom.exec.cuda.fuse import DeviceGatedMLP
+from kvloom.exec.cuda.operations import plain_operations
+from kvloom.exec.cuda.prefill import Draws
+from kvloom.exec.parallel.cuda import ParallelGpuExecutor, all_alike
+from kvloom.exec.parallel.group import Group
+from kvloom.exec.parallel.slicing import Summed
+from kvloom.types.errors import Unavailable
+from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.model.gpu.engines import running_executor, running_on_device

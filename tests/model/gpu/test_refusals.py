@@ -9,12 +9,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvloom.core.errors import ConfigError
-from kvloom.core.spec import EngineSpec
-from kvloom.kernels.cuda_driver import Driver, DriverError
-from kvloom.model.gpu.device import Device, host_device
-from kvloom.model.gpu.loading import load_executor, load_gpu_executor, refuse_expandable
-from kvloom.model.gpu.operations import plain_operations
+from kvloom.exec.cuda.device import Device, host_device
+from kvloom.exec.cuda.loader import load_executor, load_gpu_executor, refuse_expandable
+from kvloom.exec.cuda.operations import plain_operations
+from kvloom.kernels.driver import Driver, DriverError
+from kvloom.types.errors import ConfigError
+from kvloom.types.spec import EngineSpec
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 
@@ -35,7 +35,7 @@ def refusal(load: Callable[[], object]) -> str:
 
 @NO_GPU
 def test_no_gpu(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvloom.model.gpu.loading.triton_operations", plain_operations)
+    monkeypatch.setattr("kvloom.exec.cuda.loader.triton_operations", plain_operations)
     told = refusal(lambda: load_gpu_executor(replace(spec, device="cuda:0")))
     assert told.startswith("device: ")
     assert "`device: cpu`" in told or "CUDA cannot be used here" in told
@@ -72,7 +72,7 @@ def test_too_little_beside_the_pool(spec: EngineSpec, monkeypatch: pytest.Monkey
     def prepare(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("kvloom.model.gpu.executor.GpuExecutor.prepare", prepare)
+    monkeypatch.setattr("kvloom.exec.cuda.executor.GpuExecutor.prepare", prepare)
     told = refusal(lambda: load_executor(spec, host_device(4), plain_operations()))
     assert told.startswith(
         "kv_memory: beside a pool of 4,194,304 bytes too little of cpu is left to run jobs"

@@ -14,15 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.core.job import Job, Phase
-from kvloom.core.request import StartGenerate
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.executor import GpuExecutor
-from kvloom.model.gpu.graphs import DecodeSteps
-from kvloom.model.gpu.loading import load_executor
-from kvloom.model.gpu.operations import plain_operations
-from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import HostMark, HostStream
+from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.graphs import DecodeSteps
+from kvloom.exec.cuda.loader import load_executor
+from kvloom.exec.cuda.operations import plain_operations
+from kvloom.exec.cuda.streams import HostMark, HostStream
+from kvloom.types.job import Job, Phase
+from kvloom.types.request import StartGenerate
 from tests.checkpoints import make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
 from tests.model.gpu.engines import COMPUTE, running_executor

@@ -17,8 +17,8 @@ import torch
 from msgspec import structs
 
 from kvloom.engine.engine import Engine
+from kvloom.exec.cuda.operations import Operations
 from kvloom.model.gpu.loans import Loans
-from kvloom.model.gpu.operations import Operations
 from kvloom.model.gpu.weaver import DeviceWeaver
 from tests import interpreter
 from tests.checkpoints import VOCAB, make_checkpoint

@@ -18,18 +18,17 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from kvloom.core.spec import EngineSpec
-from kvloom.core.weaving import Borrow, Loan
 from kvloom.engine.engine import Engine
+from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.loader import load_executor
+from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
+from kvloom.exec.cuda.streams import HostStream
 from kvloom.kernels.mail import Desk, Lent, Mail, Pad, signed
-from kvloom.model.gpu.device import Device
-from kvloom.model.gpu.loading import load_executor
-from kvloom.model.gpu.operations import Operations, plain_operations, triton_operations
-from kvloom.model.gpu.partitions import Lane, Partitions
-from kvloom.model.gpu.streams import HostStream
 from kvloom.model.gpu.weaver import DeviceWeaver
 from kvloom.serve.engine_process import load_unit, open_transport, open_weaver
 from kvloom.transport.cuda_ipc import CudaIpcTransport
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of
 from tests.transport.device_memory import SharedMemory
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvloom.engine.batching.adbs import adbs
-from kvloom.engine.batching.fcfs import fcfs
-from kvloom.engine.batching.partitioned import partitioned
-from kvloom.engine.batching.progress import last_resort
-from kvloom.engine.batching.round_robin import round_robin
-from kvloom.engine.batching.view import Action, UnitView
+from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin
+from kvloom.engine.batching.view import Action, UnitView, last_resort
 
 Policy = Callable[[UnitView], Action | None]
 

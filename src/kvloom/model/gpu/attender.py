@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from kvloom.core.ending import has_ended
+from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cuda.operations import Operations
 from kvloom.kernels.mail import Desk, End, Lent, Mail
-from kvloom.model.gpu.operations import Operations
-from kvloom.model.gpu.partitions import Lane
+from kvloom.types.clock import has_ended
 
 _log = logging.getLogger(__name__)
 _LOOKS = 500  # of a launch while no forward runs: half a millisecond, for which one that begins waits

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-from kvloom.core.job import Job
+from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cuda.graphs import Buffers, DecodeSteps
+from kvloom.exec.cuda.model import DeviceModel
 from kvloom.model.gpu.attender import DeviceAttender
-from kvloom.model.gpu.graphs import Buffers, DecodeSteps
-from kvloom.model.gpu.model import DeviceModel
-from kvloom.model.gpu.partitions import Lane
 from kvloom.model.gpu.polling import PolledSteps
 from kvloom.model.gpu.woven import LOOKS, WovenSteps
 from kvloom.transport.device_loan import BorrowedDeviceBlocks
+from kvloom.types.job import Job
 
 
 class Loans:

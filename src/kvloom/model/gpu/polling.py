@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from kvloom.core.job import Job
+from kvloom.exec.cpu.linear import Sister
+from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cuda.graphs import Buffers, DecodeSteps
+from kvloom.exec.cuda.model import DeviceModel
 from kvloom.model.gpu.attender import DeviceAttender
-from kvloom.model.gpu.graphs import Buffers, DecodeSteps
-from kvloom.model.gpu.model import DeviceModel
-from kvloom.model.gpu.partitions import Lane
-from kvloom.model.sisters import Sister
+from kvloom.types.job import Job
 
 
 class PolledSteps:

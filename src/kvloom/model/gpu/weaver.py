@@ -10,17 +10,17 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from kvloom.core.arrays import I32
-from kvloom.core.errors import Conflict, Unavailable
-from kvloom.core.load import Waits
-from kvloom.core.weaving import Borrow, Loan
+from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.kernels.mail import Lent, Trouble
 from kvloom.model.gpu.attender import DeviceAttender
-from kvloom.model.gpu.executor import GpuExecutor
 from kvloom.model.gpu.woven import LOOKS
 from kvloom.model.weaving.terms import on_this_loop, one_number, watched
 from kvloom.transport.cuda_ipc import CudaIpcTransport
 from kvloom.transport.device_loan import BorrowedDeviceBlocks, DeviceLending
+from kvloom.types.errors import Conflict, Unavailable
+from kvloom.types.geometry import I32
+from kvloom.types.load import Waits
+from kvloom.types.offload import Borrow, Loan
 
 _log = logging.getLogger(__name__)
 

@@ -9,18 +9,17 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from kvloom.core.arrays import AnyArray
-from kvloom.core.errors import KvloomError
-from kvloom.core.job import Job
+from kvloom.exec.attention import Scoring
+from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cuda.graphs import Buffers, DecodeSteps
+from kvloom.exec.cuda.model import DecodeState, DeviceModel
+from kvloom.exec.cuda.staging import Sent
 from kvloom.kernels.mail import Trouble
-from kvloom.model.attention import Scoring
-from kvloom.model.gpu.graphs import Buffers, DecodeSteps
-from kvloom.model.gpu.model import DeviceModel
-from kvloom.model.gpu.partitions import Lane
-from kvloom.model.gpu.staging import Sent
-from kvloom.model.gpu.state import DecodeState
 from kvloom.transport.device_loan import BorrowedDeviceBlocks
 from kvloom.transport.device_mailbox import BorrowedMailbox
+from kvloom.types.errors import KvloomError
+from kvloom.types.geometry import AnyArray
+from kvloom.types.job import Job
 
 LOOKS: Final = 20_000_000  # of a `collect`, some ten seconds: a lender's first task finds its kernel compiled
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy.typing as npt
 from torch import Tensor
 
-from kvloom.core.errors import KvloomError
-from kvloom.kernels.cpu_ask import NOWHERE
+from kvloom.kernels.cpu.decode_step import NOWHERE
 from kvloom.transport.tasks import TaskSender
+from kvloom.types.errors import KvloomError
 
 
 @dataclass(slots=True)

@@ -14,18 +14,17 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from kvloom.core.arrays import F64
-from kvloom.core.ending import has_ended
-from kvloom.core.errors import BadRequest
-from kvloom.core.load import Waits
-from kvloom.core.splitting import Gap, Rule, conditional_wait, expected_stall
-from kvloom.core.weaving import Borrow
-from kvloom.kernels.cpu_attention import attend_all
+from kvloom.kernels.cpu.attention import attend_all
 from kvloom.kv.arena import Arena
 from kvloom.model.weaving.polling import Polling
 from kvloom.model.weaving.split import Split
 from kvloom.transport.lender import Lending
 from kvloom.transport.mailbox import End
+from kvloom.types.clock import has_ended
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import F64
+from kvloom.types.load import Waits
+from kvloom.types.offload import Borrow, Gap, Rule, conditional_wait, expected_stall
 
 _log = logging.getLogger(__name__)
 _LIVELY = 64  # forwards that poll after a task has come

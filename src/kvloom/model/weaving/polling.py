@@ -11,15 +11,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvloom.core.arrays import I64
-from kvloom.kernels.cpu_attention import AttentionArguments, span_of
-from kvloom.kernels.cpu_poll import AWAITED, PollArguments, PollOnce, enter_once, leave_once, poll_once
-from kvloom.kernels.cpu_watch import WatchArguments, watch
+from kvloom.kernels.cpu.attention import AttentionArguments, span_of
+from kvloom.kernels.cpu.offload_serve import (
+    AWAITED,
+    PollArguments,
+    PollOnce,
+    WatchArguments,
+    enter_once,
+    leave_once,
+    poll_once,
+    watch,
+)
 from kvloom.kv.arena import Arena
 from kvloom.model.weaving.records import mailbox_places, sheet_record
 from kvloom.transport.attending import Sheet, Task, TaskReceiver
 from kvloom.transport.mailbox import Mailbox
 from kvloom.transport.word import Word, futex_number
+from kvloom.types.geometry import I64
 
 _KEPT = 512  # tasks of which waits and service are told
 _SLICE = 0.05  # seconds of sleep until the lock is looked at again

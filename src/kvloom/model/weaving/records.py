@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.kernels.cpu_sheet import SheetArguments
+from kvloom.kernels.cpu.offload_serve import SheetArguments
 from kvloom.transport.attending import Sheet, TaskReceiver
 from kvloom.transport.mailbox import NOTE, Mailbox
 

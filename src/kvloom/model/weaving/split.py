@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvloom.core.arrays import F64, I64
-from kvloom.core.splitting import Rule, split
-from kvloom.kernels.cpu_look import LookArguments
+from kvloom.kernels.cpu.offload_serve import LookArguments
+from kvloom.types.geometry import F64, I64
+from kvloom.types.offload import Rule, split
 
 _AGAIN = 32  # steps after which the plan is made anew
 _NEW = 0.1  # weight of a step in the mean of an operator's time

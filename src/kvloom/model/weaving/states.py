@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.core.arrays import I64
-from kvloom.core.weaving import Away
-from kvloom.model.attention import ForwardState, Scoring
+from kvloom.exec.attention import ForwardState, Scoring
 from kvloom.model.weaving.asking import Asking
 from kvloom.model.weaving.attender import Attender
 from kvloom.model.weaving.split import Split
 from kvloom.transport.tasks import TaskSender
+from kvloom.types.geometry import I64
+from kvloom.types.offload import Away
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvloom.core.errors import BadRequest, Unavailable
-from kvloom.core.weaving import Borrow
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.offload import Borrow
 
 
 def one_number(model: str, heads: int) -> int:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvloom.core.arrays import I32
-from kvloom.core.errors import Conflict
-from kvloom.core.load import Waits
-from kvloom.core.transport import Transport
-from kvloom.core.weaving import Borrow, Loan
-from kvloom.model.executor import TorchExecutor
+from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.model.weaving.attender import Attender
 from kvloom.model.weaving.terms import on_this_loop, one_number, watched
 from kvloom.transport.lender import Lending
 from kvloom.transport.loan import BorrowedBlocks
+from kvloom.types.errors import Conflict
+from kvloom.types.geometry import I32
+from kvloom.types.load import Waits
+from kvloom.types.offload import Borrow, Loan
+from kvloom.types.transfer import Transport
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 10.0  # seconds for a layer's attention: then the sequences away are computed again at home

@@ -6,7 +6,7 @@ program: so a burst spreads between two reports, whoever decides.
 
 from __future__ import annotations
 
-from kvloom.fleet.dispatch import infaas
+from kvloom.cluster.dispatch import infaas
 from kvloom.router.call import Call, Frames
 from kvloom.router.fleet import Fleet
 

@@ -9,14 +9,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from kvloom.core.request import StartGenerate, TokenEvent
-from kvloom.core.sampling import SamplingParams
-from kvloom.cost.work import Work
+from kvloom.lab.sim.fleet import SimulatedFleet, simulated
+from kvloom.lab.sim.virtual_time import run_virtual
+from kvloom.plan.cost.work import Work
 from kvloom.reproduce.llumnix.setup import LINK, MODEL, VOCAB, make_units
 from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
 from kvloom.router.program import load_program
-from kvloom.sim.fleet import SimulatedFleet, simulated
-from kvloom.sim.loop import run_virtual
+from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
 from kvloom.workload.ask import Ask
 from kvloom.workload.prompts import Prompts
 

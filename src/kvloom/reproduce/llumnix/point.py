@@ -9,16 +9,14 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.core.arrays import F64
+from kvloom.lab.sim.fleet import Rescheduling, simulated
+from kvloom.lab.sim.run import play
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.reproduce.llumnix.by_reports import infaas_by_reports
 from kvloom.reproduce.llumnix.setup import VOCAB
 from kvloom.router.program import Program, load_program
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import simulated
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import play
-from kvloom.sim.rescheduling import Rescheduling
-from kvloom.sim.unit import SimulatedUnit
+from kvloom.types.geometry import F64
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 

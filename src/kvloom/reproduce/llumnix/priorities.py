@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from kvloom.core.priority import Level
 from kvloom.reproduce.llumnix.point import LLUMNIX, latencies, play_outcomes
 from kvloom.reproduce.llumnix.setup import INSTANCES, POOL, SHORT, SIZES, make_units
 from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, part_of
+from kvloom.types.request import Level
 from kvloom.workload.arrivals import gamma
 from kvloom.workload.ask import Ask, Outcome
 

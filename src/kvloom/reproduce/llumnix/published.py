@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from kvloom.core.errors import ConfigError
+from kvloom.types.errors import ConfigError
 
 FOLDER: Final = "KVLOOM_DATA"  # the variable that names where the file is
 NAME: Final = "llumnix_fig11.json"

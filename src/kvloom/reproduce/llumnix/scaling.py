@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from kvloom.core.replicas import GroupSpec
-from kvloom.core.replicas import Scale as Range
-from kvloom.fleet.thresholds import Thresholds
-from kvloom.fleet.usage import wanted
+from kvloom.cluster.freeness import Thresholds, wanted
+from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.reproduce.llumnix.point import INFAAS, LLUMNIX, Point, System, play_point
 from kvloom.reproduce.llumnix.setup import INSTANCES, LONG, SIZES, make_units
 from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, part_of
-from kvloom.sim.rescheduling import Rescheduling
+from kvloom.types.service import GroupSpec
+from kvloom.types.service import Scale as Range
 from kvloom.workload.arrivals import gamma, poisson
 
 BLOCK: Final = 16  # tokens; its thresholds are blocks a request, ours decode steps

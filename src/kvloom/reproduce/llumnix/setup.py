@@ -12,17 +12,16 @@ from typing import Final
 import numpy as np
 from msgspec import structs
 
-from kvloom.core.arrays import I64
-from kvloom.core.job import Phase
-from kvloom.core.priority import Level
-from kvloom.core.spec import EngineSpec, ModelSpec
-from kvloom.cost.devices import find_device
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.shapes import find_shape
-from kvloom.cost.work import CostModel, Work
+from kvloom.lab.sim.unit import SimulatedUnit, start_seconds
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import ModelShape, find_shape
+from kvloom.plan.cost.work import CostModel, Work
 from kvloom.reproduce.report import Scale
-from kvloom.sim.unit import SimulatedUnit, start_seconds
+from kvloom.types.geometry import I64
+from kvloom.types.job import Phase
+from kvloom.types.request import Level
+from kvloom.types.spec import EngineSpec, ModelSpec
 from kvloom.workload.arrivals import Gaps, Steps, arrivals, poisson
 from kvloom.workload.ask import Ask
 from kvloom.workload.coupling import coupled

@@ -15,10 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.core.clock import Clock
-from kvloom.core.replicas import Steps
-from kvloom.core.rescheduling import FleetState, Pairs
-from kvloom.fleet.scheduler import FleetScheduler
+from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.lab.sim.fleet import SimulatedFleet, simulated
+from kvloom.lab.sim.run import play
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.reproduce.llumnix.point import INTERVAL
 from kvloom.reproduce.llumnix.setup import SHORT, VOCAB, make_units
 from kvloom.reproduce.report import Grid, Report, Scale, Tell, part_of
@@ -26,10 +26,8 @@ from kvloom.router.call import Call, Frames
 from kvloom.router.fleet import Fleet
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import SimulatedFleet, simulated
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import play
+from kvloom.types.clock import Clock
+from kvloom.types.service import FleetState, Pairs, Steps
 from kvloom.workload.ask import Outcome
 from kvloom.workload.prompts import Prompts
 

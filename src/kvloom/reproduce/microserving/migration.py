@@ -8,18 +8,17 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.core.client import EngineClient
-from kvloom.core.request import StartGenerate
-from kvloom.core.sampling import SamplingParams
-from kvloom.core.verbs import PrepRecv, RemoteSend
-from kvloom.cost.shapes import find_shape
+from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.links import Link
+from kvloom.lab.sim.unit import SimulatedUnit, timed_link
+from kvloom.lab.sim.virtual_time import run_virtual
+from kvloom.plan.cost.shapes import find_shape
 from kvloom.reproduce.microserving.setup import DATA_PARALLEL, MODEL, VOCAB, units
 from kvloom.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
 from kvloom.router.program import load_program
-from kvloom.sim.fleet import simulated
-from kvloom.sim.links import Link
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.unit import SimulatedUnit, timed_link
+from kvloom.types.client import EngineClient
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.verbs import PrepRecv, RemoteSend
 from kvloom.workload.ask import Ask
 from kvloom.workload.prompts import Prompts
 

@@ -11,17 +11,17 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.core.arrays import I64
-from kvloom.core.spec import EngineSpec, ModelSpec, ProgramSpec
-from kvloom.cost.devices import find_device
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shapes import find_shape
+from kvloom.lab.sim.run import simulate
+from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cluster import MeshKind
-from kvloom.plan.memory import pool_bytes
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.plan import pool_bytes
 from kvloom.reproduce.report import Scale
 from kvloom.router.program import load_program
-from kvloom.sim.run import simulate
-from kvloom.sim.unit import SimulatedUnit
+from kvloom.types.geometry import I64
+from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 from kvloom.workload.arrivals import Steps, arrivals, poisson
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts

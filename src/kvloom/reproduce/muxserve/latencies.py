@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvloom.cost.devices import find_device
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shapes import find_shape
-from kvloom.cost.work import Work
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.cost.work import Work
 from kvloom.reproduce.muxserve.published import PUBLISHED
 from kvloom.reproduce.muxserve.setup import DEVICE
 from kvloom.reproduce.report import Cell, Claim, Report, Scale, Tell

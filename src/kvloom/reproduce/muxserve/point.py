@@ -9,15 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from kvloom.lab.sim.fleet import SimulatedFleet, simulated
+from kvloom.lab.sim.run import play
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.reproduce.muxserve.setup import VOCAB, Alone, Served, asks
 from kvloom.reproduce.muxserve.systems import System, make_units
 from kvloom.reproduce.report import Scale, Tell
 from kvloom.router.program import load_program
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import SimulatedFleet, simulated
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import play
-from kvloom.sim.unit import SimulatedUnit
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 

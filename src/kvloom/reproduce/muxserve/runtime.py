@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from kvloom.core.job import Phase
-from kvloom.core.spec import EngineSpec
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.work import CostModel, Work
 from kvloom.plan.cluster import Costs
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import CostModel, Work
+from kvloom.types.job import Phase
+from kvloom.types.spec import EngineSpec
 
 HOST: Final[Mapping[str, float]] = {"7b": 0.10e-3, "13b": 0.08e-3, "30b": 0.07e-3, "65b": 0.07e-3}
 """Seconds that a decode step takes longer for each of its sequences, by the model's size: what the paper's

@@ -10,13 +10,13 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.core.arrays import I64
-from kvloom.cost.devices import find_device
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shapes import find_shape
-from kvloom.cost.work import Work
 from kvloom.plan.cluster import Nodes
-from kvloom.plan.demand import Demand
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.cost.work import Work
+from kvloom.plan.plan import Demand
+from kvloom.types.geometry import I64
 from kvloom.workload.arrivals import Steps, arrivals, poisson
 from kvloom.workload.ask import Ask
 from kvloom.workload.stand_ins import STAND_INS

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from msgspec import structs
 
-from kvloom.core.spec import Policy, Quotas
+from kvloom.lab.sim.unit import OVERLOAD, SimulatedUnit, planned_units
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.board import Board
 from kvloom.plan.cluster import Costs, Nodes
@@ -19,8 +19,7 @@ from kvloom.plan.search import Effort
 from kvloom.planning.inputs import DeviceCosts
 from kvloom.reproduce.muxserve.runtime import Hosted, UnderMPS, hosted
 from kvloom.reproduce.muxserve.setup import ALONE, Served, cluster
-from kvloom.sim.unit import SimulatedUnit
-from kvloom.sim.units import OVERLOAD, planned_units
+from kvloom.types.spec import Policy, Quotas
 
 Placer = Callable[[Sequence[Served], Estimator, Sequence[Nodes]], Plan]
 

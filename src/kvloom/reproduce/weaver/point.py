@@ -10,14 +10,13 @@ from typing import Final
 
 import numpy as np
 
+from kvloom.lab.sim.fleet import SimulatedFleet, simulated
+from kvloom.lab.sim.run import play
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.reproduce.report import Tell
 from kvloom.reproduce.weaver.setup import COLD, COLD_RATE, HOT, VOCAB, Trace, asks
 from kvloom.reproduce.weaver.systems import System
 from kvloom.router.program import load_program
-from kvloom.sim.clock import LoopClock
-from kvloom.sim.fleet import SimulatedFleet, simulated
-from kvloom.sim.loop import run_virtual
-from kvloom.sim.play import play
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.prompts import Prompts
 

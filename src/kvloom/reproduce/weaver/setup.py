@@ -15,16 +15,14 @@ from typing import Final
 import numpy as np
 from msgspec import structs
 
-from kvloom.core.arrays import I64
-from kvloom.core.job import Phase
-from kvloom.core.spec import EngineSpec, ModelSpec, Policy, WeaveSpec
-from kvloom.cost.devices import Device, find_device
-from kvloom.cost.operators import Operated, Operator
-from kvloom.cost.roofline import Roofline
-from kvloom.cost.shape import ModelShape
-from kvloom.cost.shapes import find_shape
-from kvloom.cost.work import Work
-from kvloom.sim.unit import SimulatedUnit
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.plan.cost.devices import Device, find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import ModelShape, find_shape
+from kvloom.plan.cost.work import Operated, Operator, Work
+from kvloom.types.geometry import I64
+from kvloom.types.job import Phase
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy, WeaveSpec
 from kvloom.workload.arrivals import Steps, arrivals, poisson
 from kvloom.workload.ask import Ask
 from kvloom.workload.stand_ins import STAND_INS, Sides

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvloom.core.spec import Control, Splitting, WeaveSpec
+from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.reproduce.muxserve.runtime import Hosted, UnderMPS
 from kvloom.reproduce.weaver.setup import COLD, HOT, unit
-from kvloom.sim.unit import SimulatedUnit
+from kvloom.types.spec import Control, Splitting, WeaveSpec
 
 SHARE: Final = 0.45  # of the sequences that are away: the paper's best (section 5.2)
 PART: Final = 0.8  # of the cold unit's pool, lent

@@ -1,0 +1,163 @@
+"""Freeness: for how many decode steps a unit's batch finds room (Llumnix, section 4.4).
+
+F = (M − ΣV) / B. In the paper all are tokens: M the instance's memory, ΣV the virtual usage, B the batch's
+size, which is also the tokens that a step makes. On a unit M and ΣV are blocks of the pool that its models
+share, and B is the blocks that a step of each of them takes: running sequences times a token's blocks, summed
+over models. A count of sequences would not do: one of a large model fills the pool many times as fast as one
+of a small model. So F is decode steps, whatever the unit serves, and units can be compared. With one model F
+is the paper's; its artifact counts blocks of 16 tokens a request, which are F / 16.
+
+Below zero F is what is missing, M − ΣV, over a token's blocks of the unit's largest model: tokens of that
+one. The paper divides by B as well, so of two units that miss the same the larger batch would look freer, and
+draw what comes. In blocks alone units whose models have unlike K and V could not be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from kvloom.types.load import LevelLoad, UnitLoad
+from kvloom.types.request import Level, level_of
+
+
+def held(load: UnitLoad) -> int:
+    """Blocks that what runs here has taken, and has yet to take for its prompts, and those that are lent."""
+    return load.lent_blocks + sum(model.used_blocks + model.begun_blocks for model in load.models.values())
+
+
+def demanded(load: UnitLoad) -> int:
+    """Blocks that the first which waits of each model needs."""
+    return sum(model.head_blocks for model in load.models.values())
+
+
+def wanted(load: UnitLoad) -> int:
+    """Blocks that are held, and those that all which waits needs: memory load, as INFaaS++ has it (Llumnix,
+    section 6.1)."""
+    return held(load) + sum(model.waiting_blocks for model in load.models.values())
+
+
+def headroom(load: UnitLoad) -> float:
+    """Blocks that stay free for priorities."""
+    running: Counter[int] = Counter()
+    for model in load.models.values():
+        for level in model.levels:
+            running[level.priority] += level.running
+    return sum(
+        level.headroom * model.token_blocks * level.running / running[level.priority]
+        for model in load.models.values()
+        for level in model.levels
+        if level.running
+    )
+
+
+def virtual_usage(load: UnitLoad) -> float:
+    """Blocks; more than the pool has where too much waits or is kept free, infinite where the unit drains."""
+    return math.inf if load.draining else held(load) + demanded(load) + headroom(load)
+
+
+def batch(load: UnitLoad) -> float:
+    """Blocks that a decode step takes on average. Where nothing runs yet, those that wait first are the
+    batch."""
+    models = load.models.values()
+    step = sum(model.running * model.token_blocks for model in models)
+    return step or sum(model.token_blocks for model in models if model.waiting)
+
+
+def freeness(load: UnitLoad) -> float:
+    """Decode steps. Where more is wanted than there is, the tokens of the largest model that are missing, as
+    a negative number; −∞ where the unit drains; ∞ where it is idle."""
+    if load.draining:
+        return -math.inf
+    left, step = load.total_blocks - virtual_usage(load), batch(load)
+    if left <= 0:  # also where nothing runs, and all is promised
+        return left / max((model.token_blocks for model in load.models.values()), default=1.0)
+    return left / step if step else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as it is known before it runs there. prompt: in tokens. choices: sequences that answer it.
+    made: tokens that these have already, together, where it ran elsewhere before."""
+
+    model: str
+    prompt: int
+    choices: int = 1
+    priority: int = 0
+    made: int = 0
+
+    def placed(self, load: UnitLoad) -> UnitLoad:
+        """The load once it runs there, its prompt held once for all choices, at the level that its priority
+        has on that unit; the same load where its model is not served."""
+        own = load.models.get(self.model)
+        if own is None:
+            return load
+        return after(load, self.model, self.choices, own.blocks(self.prompt + self.made), self._level(load))
+
+    def freeness(self, load: UnitLoad) -> float:
+        """Of the load `placed`."""
+        return freeness(self.placed(load))
+
+    def lacks(self, load: UnitLoad) -> float:
+        """Room that is missing once it runs there, and all that waits, in tokens of the unit's largest model;
+        negative where some is left."""
+        placed = self.placed(load)
+        missing = wanted(placed) + headroom(placed) - placed.total_blocks
+        return missing / max((one.token_blocks for one in placed.models.values()), default=1.0)
+
+    def headroom(self, load: UnitLoad) -> int:
+        """Tokens of its model by which more is kept free there for its level: none where others have paid."""
+        own = load.models.get(self.model)
+        if own is None or self._level(load) is None:
+            return 0
+        more = headroom(self.placed(load)) - headroom(load)
+        return max(0, round(more / own.token_blocks))
+
+    def _level(self, load: UnitLoad) -> Level | None:
+        return level_of(self.priority, load.priorities)
+
+
+def after(load: UnitLoad, model: str, sequences: int, blocks: int, level: Level | None = None) -> UnitLoad:
+    """The load once so many more sequences of `model`, which hold so many blocks together, run there. level:
+    their execution priority's."""
+    own = load.models[model]
+    levels = own.levels if level is None else _with_level(own.levels, level, sequences)
+    more = structs.replace(
+        own, running=own.running + sequences, used_blocks=own.used_blocks + blocks, levels=levels
+    )
+    free = max(0, load.free_blocks - blocks)
+    return structs.replace(load, free_blocks=free, models={**load.models, model: more})
+
+
+def _with_level(levels: tuple[LevelLoad, ...], level: Level, sequences: int) -> tuple[LevelLoad, ...]:
+    others = tuple(one for one in levels if one.priority != level.priority)
+    running = sum(one.running for one in levels if one.priority == level.priority)
+    own = LevelLoad(priority=level.priority, headroom=level.headroom, running=running + sequences)
+    return (*others, own)
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Freeness, in decode steps: units below `out` give requests away, those above `into` take them, and keep
+    at least `floor`; where that is left out `out`, so that they need not give away what they have taken.
+    Raises ValueError where one unit could do both. The defaults are the artifact's 1.5 and 3 blocks a
+    request."""
+
+    out: float = 24.0
+    into: float = 48.0
+    floor: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.out <= self.into:
+            raise ValueError(
+                f"out {self.out:g} is above into {self.into:g}: a unit would give away what it has just "
+                "taken; out ≤ into is right"
+            )
+
+    @property
+    def kept(self) -> float:
+        """By a unit that takes."""
+        return self.out if self.floor is None else self.floor

@@ -1,0 +1,145 @@
+"""The fleet scheduler: looks at all units once a period, and says between which of them requests move, and
+which are to come and to go (Llumnix, section 4.2).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kvloom.cluster.autoscale import Drain, Outside, Start, Step, Usage, rescale
+from kvloom.cluster.freeness import Thresholds, freeness, virtual_usage
+from kvloom.cluster.pairing import pair
+from kvloom.types.clock import Clock
+from kvloom.types.errors import KvloomError
+from kvloom.types.load import UnitLoad
+from kvloom.types.service import FleetState, Group, Pair, Pairs, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """What was decided. Nothing else is kept from period to period: a scheduler that starts anew begins with
+    `Period()`. steps: by group, where its number of replicas changes."""
+
+    pairs: tuple[Pair, ...] = ()
+    outside: Mapping[str, Outside] = field(default_factory=dict)
+    steps: Mapping[str, Step] = field(default_factory=dict)
+
+
+def decide(
+    loads: Mapping[str, UnitLoad],
+    last: Period,
+    now: float,
+    thresholds: Thresholds,
+    groups: Mapping[str, Group] | None = None,
+    waiting: Mapping[str, int] | None = None,
+    usage: Usage = virtual_usage,
+) -> Period:
+    """loads: of the units that have reported; the others take no part. now: in seconds. waiting: requests
+    that nobody can answer yet, by model; of several groups that serve it the first that can has to. usage: by
+    which the number of replicas follows."""
+    free = {name: freeness(load) for name, load in loads.items()}
+    outside: dict[str, Outside] = {}
+    steps: dict[str, Step] = {}
+    wanted = {model for model, count in (waiting or {}).items() if count}
+    for name, group in (groups or {}).items():
+        own = {unit: loads[unit] for unit in group.units if unit in loads}
+        waits = not wanted.isdisjoint(group.models)
+        watched, step = rescale(
+            own,
+            group.starting,
+            last.outside.get(name),
+            now,
+            group.scale,
+            waits=waits,
+            idle=group.idle,
+            usage=usage,
+        )
+        if watched:
+            outside[name] = watched
+        if step:
+            steps[name] = step
+        if group.starting or (isinstance(step, Start) and group.away):
+            wanted -= group.models
+    return Period(pair(loads, free, last.pairs, thresholds), outside, steps)
+
+
+def carried_out(steps: Mapping[str, Step], groups: Mapping[str, Group]) -> Steps:
+    """Which units that means. Those that cannot be started now are not: the next period asks anew."""
+    return Steps(
+        start=tuple(
+            unit
+            for name, step in steps.items()
+            if isinstance(step, Start)
+            for unit in groups[name].away[: step.count]
+        ),
+        stop=tuple(step.unit for step in steps.values() if isinstance(step, Drain)),
+    )
+
+
+STANDS: Final = 3  # periods for which pairs stand where no others are told
+
+_log = logging.getLogger(__name__)
+
+
+class FleetControl(Protocol):
+    """Who carries out what is decided: a gateway. Raises KvloomError where it cannot be reached."""
+
+    async def state(self) -> FleetState: ...
+
+    async def pair(self, pairs: Pairs) -> None: ...
+
+    async def scale(self, steps: Steps) -> None:
+        """Begin to; what comes of it the next states tell."""
+
+
+class FleetScheduler:
+    """Knows nothing but the last period, so that one which starts anew goes on where another has ended.
+    period: seconds. usage: by which the number of replicas follows."""
+
+    def __init__(
+        self,
+        fleet: FleetControl,
+        clock: Clock,
+        *,
+        period: float = 0.5,
+        thresholds: Thresholds | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._period = period
+        self._thresholds = thresholds or Thresholds()
+        self._usage = usage or virtual_usage
+        self._last = Period()
+        self._reached = True
+
+    async def run(self) -> None:
+        """Until it is cancelled. Where the fleet cannot be reached it is asked again a period later."""
+        while True:
+            began = self._clock.now()
+            try:
+                await self.step()
+            except KvloomError as error:
+                if self._reached:
+                    _log.warning("%s; nothing moves meanwhile", error.message)
+                self._reached = False
+            else:
+                self._reached = True
+            await self._clock.sleep(max(0.0, began + self._period - self._clock.now()))
+
+    async def step(self) -> Period:
+        """One period."""
+        state = await self._fleet.state()
+        now, last, thresholds = self._clock.now(), self._last, self._thresholds
+        self._last = decide(
+            state.loads, last, now, thresholds, state.groups, state.waiting, usage=self._usage
+        )
+        pairs, floor = self._last.pairs, self._thresholds.kept
+        await self._fleet.pair(Pairs(pairs=pairs, seconds=STANDS * self._period, floor=floor))
+        steps = carried_out(self._last.steps, state.groups)
+        if steps.start or steps.stop:
+            await self._fleet.scale(steps)
+        return self._last

@@ -1,0 +1,189 @@
+"""A job under way, with the sequences it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.requests import Requests
+from kvloom.engine.sequence import Sequence
+from kvloom.types.geometry import I64
+from kvloom.types.job import Job, JobResult, Phase, PromptRow, SampleRow
+from kvloom.types.offload import Away
+from kvloom.types.request import PromptEvent, TokenEvent, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """batch: sequences with the tokens each appends. drawers: the sequence that each sample is for; asked:
+    the sequence of each prompt row."""
+
+    job: Job
+    batch: list[tuple[Sequence, int]]
+    drawers: list[Sequence]
+    asked: list[Sequence]
+
+    def without(self, ids: set[int], result: JobResult) -> tuple[Flight, JobResult]:
+        """As if these sequences had not been in a job of one step."""
+        drawn = [i for i, sequence in enumerate(self.drawers) if sequence.id not in ids]
+        less = replace(
+            self,
+            batch=[(sequence, n) for sequence, n in self.batch if sequence.id not in ids],
+            drawers=[self.drawers[i] for i in drawn],
+        )
+        tokens, logprobs = [result.tokens[i] for i in drawn], [result.logprobs[i] for i in drawn]
+        return less, replace(result, tokens=tokens, logprobs=logprobs)
+
+    def steps(self, result: JobResult) -> int:
+        """That it took."""
+        return len(result.tokens) // len(self.drawers) if self.job.steps > 1 else 1
+
+    def drawn(self, result: JobResult) -> int:
+        """Tokens that come with its result; those that were told of step by step have been counted."""
+        if self.job.told is None:
+            return len(result.tokens)
+        return sum(not drawer.cancelled for drawer in self.drawers)
+
+
+def compose(
+    queue: ModelQueue,
+    phase: Phase,
+    share: int,
+    batch: list[tuple[Sequence, int]],
+    steps: int = 1,
+    told: Callable[[Job, list[int]], None] | None = None,
+) -> Flight:
+    """Plan and describe one job. steps: of a decode job. told: as in `Job`, of one that has the blocks for
+    all its steps at once. Raises OutOfBlocks, with nothing changed, where the pool is short."""
+    away: Away | None = None
+    if queue.woven is not None and phase is Phase.DECODE:
+        batch, plan, away = queue.woven.plan(batch, queue.spare)
+        if not (away.plan.sequences or away.moves):
+            away = None  # the device may take its fastest way
+    else:
+        ahead = steps if told else 0
+        plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch], ahead)
+    tokens: list[I64] = []
+    total = 0
+    samples: list[SampleRow] = []
+    prompts: list[PromptRow] = []
+    drawers: list[Sequence] = []
+    asked: list[Sequence] = []
+    for sequence, count in batch:
+        sequence.in_job = True
+        rows = sequence.prompt_rows(count, total)
+        prompts += rows
+        asked += [sequence] * len(rows)
+        tokens.append(sequence.tokens.between(sequence.computed, sequence.computed + count))
+        total += count
+        if count == sequence.pending and sequence.draws:
+            for drawer in (sequence, *sequence.siblings):
+                drawers.append(drawer)
+                samples.append(drawer.sample_row(total - 1))
+    inputs = np.concatenate(tokens)
+    job = Job(queue.card.name, phase, share, plan, inputs, tuple(samples), tuple(prompts), steps, away, told)
+    return Flight(job, batch, drawers, asked)
+
+
+class Landings:
+    """Of one unit's jobs, whose tokens go to sequences and streams."""
+
+    def __init__(self, queues: Mapping[str, ModelQueue], requests: Requests) -> None:
+        self._queues = queues
+        self._requests = requests
+
+    def land(self, flight: Flight, result: JobResult, now: int) -> None:
+        """A job has ended well."""
+        queue = self._queues[flight.job.model]
+        for asker, report in zip(flight.asked, result.prompt_logprobs, strict=True):
+            self._report_prompt(asker, report)
+        drawn = len(flight.drawers)
+        self._land_earlier(flight, result.tokens[: len(result.tokens) - drawn])
+        for sequence, count in flight.batch:
+            sequence.in_job = False
+            sequence.computed += count
+            if sequence.outbound:
+                sequence.outbound.computed(sequence.computed)
+            if sequence.pending == 0:
+                if flight.job.phase is Phase.PREFILL:
+                    queue.cache.keep(sequence.id, sequence.tokens.list())
+                siblings, sequence.siblings = sequence.siblings, []
+                for sibling in siblings:
+                    if not sibling.cancelled:
+                        queue.fork(sequence, sibling, now)
+            if sequence.cancelled:
+                self._requests.release(queue, sequence)
+            elif sequence.pending == 0 and not sequence.draws:
+                self._requests.end(sequence, "length")
+        last = (
+            zip(flight.drawers, result.tokens[-drawn:], result.logprobs[-drawn:], strict=True)
+            if drawn
+            else ()
+        )
+        for drawer, token, logprob in last:
+            if not drawer.cancelled:
+                self._requests.append(drawer, token, logprob)
+        self._requests.errands.run()
+
+    def step(self, flight: Flight, tokens: list[int]) -> bool:
+        """One step of a job that goes on has ended. Returns whether a sequence in it has, by now: what is
+        drawn for that one from here on nobody sees, though its K and V may be cached."""
+        tally = self._queues[flight.job.model].tally
+        tally.output_tokens += sum(not drawer.cancelled for drawer in flight.drawers)
+        for drawer, token in zip(flight.drawers, tokens, strict=True):
+            drawer.computed += 1
+            if drawer.cancelled:
+                drawer.tokens.append(token)
+            else:
+                self._requests.append(drawer, token, None)
+        return any(drawer.cancelled for drawer in flight.drawers)
+
+    def _land_earlier(self, flight: Flight, tokens: list[int]) -> None:
+        """Those of all steps but the job's last that `step` has not had; they end nothing."""
+        each = len(flight.drawers)
+        for i, drawer in enumerate(flight.drawers if tokens else ()):
+            own = tokens[i::each][drawer.output_length - flight.job.samples[i].index :]
+            index = drawer.output_length
+            drawer.tokens.extend(own)
+            drawer.computed += len(own)
+            if not drawer.cancelled:
+                stream = self._requests.stream(drawer.request)
+                assert stream is not None
+                stream.extend([TokenEvent(drawer.choice, at, token) for at, token in enumerate(own, index)])
+
+    def lose(self, flight: Flight, kept: Flight, lost: list[Sequence], now: int) -> None:
+        """A step has ended, but only what is `kept` of it counts. The `lost` ones have no K and V any more,
+        and are computed again; the others are as before it."""
+        queue, counted = self._queues[flight.job.model], {s.id for s, _ in kept.batch}
+        for sequence, _ in flight.batch:
+            if sequence.id not in counted:
+                sequence.in_job = False
+                if sequence.cancelled:
+                    self._requests.release(queue, sequence)
+        for sequence in lost:
+            if not sequence.cancelled:
+                queue.put_back(sequence, now)
+
+    def fail(self, flight: Flight, error: BaseException) -> None:
+        """A job has failed: so have its sequences, and nothing else."""
+        queue = self._queues[flight.job.model]
+        for sequence, _ in flight.batch:
+            sequence.in_job = False
+            if sequence.cancelled:
+                self._requests.release(queue, sequence)
+        message = f"the job failed ({type(error).__name__}); the engine's log has more"
+        for sequence, _ in flight.batch:
+            if not sequence.cancelled:
+                self._requests.cancel(sequence.request, "error", message)
+        self._requests.errands.run()
+
+    def _report_prompt(self, sequence: Sequence, logprob: TokenLogprob) -> None:
+        sequence.prompt_logprobs.append(logprob)
+        if len(sequence.prompt_logprobs) < sequence.prompt_length - 1:
+            return
+        stream = self._requests.stream(sequence.request)
+        if stream and sequence in stream.sequences:  # it may have ended, but not all choices with it
+            stream.add(PromptEvent(sequence.prompt_logprobs))

@@ -1,0 +1,124 @@
+"""Watches how models use their quotas and moves blocks between them (MuxServe, algorithm 3, last line)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.kv.pool import Pool
+from kvloom.kv.quota import Usage, adapt_quotas, initial_quotas
+from kvloom.types.clock import Clock
+from kvloom.types.geometry import Geometry
+from kvloom.types.job import Executor
+from kvloom.types.request import ModelCard
+from kvloom.types.spec import EngineSpec, ModelSpec
+
+_PERIOD = 8.0  # seconds, MuxServe's
+
+
+class QuotaTuner:
+    def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec, total: int, clock: Clock) -> None:
+        self._queues = queues
+        self._total = total
+        self._clock = clock
+        self._moves = spec.quotas == "adaptive"
+        geometries = {name: queue.cache.geometry for name, queue in queues.items()}
+        self._set(
+            initial_quotas(total, geometries, {model.name: model.rate for model in spec.models})
+            | {model.name: int(model.quota * total) for model in spec.models if model.quota is not None}
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self._due = self._clock.now() + _PERIOD
+        self._used = dict.fromkeys(self._queues, 0)
+        self._jobs = 0
+
+    def observe(self, jobs: int) -> None:
+        """So many jobs have ended: note who holds what."""
+        self._jobs += jobs
+        for name, queue in self._queues.items():
+            self._used[name] += jobs * queue.cache.used_blocks
+
+    def adapt(self) -> None:
+        """Once a period in which jobs ran, move quotas towards use."""
+        if not self._moves or self._jobs == 0 or self._clock.now() < self._due:
+            return
+        usage = {
+            name: Usage(self._used[name] / self._jobs, queue.blocks(queue.waiting, to_end=True))
+            for name, queue in self._queues.items()
+        }
+        self._set(adapt_quotas(self._total, {n: q.quota for n, q in self._queues.items()}, usage))
+        self._begin()
+
+    def _set(self, quotas: Mapping[str, int]) -> None:
+        for name, quota in quotas.items():
+            self._queues[name].quota = quota
+
+
+_log = logging.getLogger(__name__)
+_MUCH_WASTE = 0.05
+
+
+def fit(executor: Executor, spec: EngineSpec, *, reserved: int) -> tuple[Pool, dict[str, ModelQueue]]:
+    """A pool over the executor's blocks, and a queue for each model. reserved: a cache's rows beyond those of
+    sequences that run."""
+    _tell_waste(executor.geometries)
+    cards = {
+        name: fitted(card, executor.geometries[name], executor.blocks)
+        for name, card in executor.cards.items()
+    }
+    pool = Pool(
+        executor.blocks,
+        executor.geometries,
+        max_sequences=spec.max_running + reserved,
+        max_tokens={name: card.context_length for name, card in cards.items()},
+    )
+    shares = {model.name: _planned_shares(model, executor.compute) for model in spec.models}
+    queues = {
+        name: ModelQueue(
+            card, pool.caches[name], spec.max_running, spec.max_waiting, shares.get(name, (0, 0))
+        )
+        for name, card in cards.items()
+    }
+    return pool, queues
+
+
+def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
+    """The card of a model that can hold no longer sequence than the whole pool does."""
+    most = blocks // geometry.blocks_per_page * geometry.tokens_per_block
+    if most >= card.context_length:
+        return card
+    _log.warning(
+        "the context of %s is %d tokens, not %d: more do not fit into the pool (kv_memory)",
+        card.name,
+        most,
+        card.context_length,
+    )
+    return msgspec.structs.replace(card, context_length=most)
+
+
+def _planned_shares(model: ModelSpec, compute: int) -> tuple[int, int]:
+    """Of a prefill and of a decode job, in units of `compute`; 0 where none is planned."""
+    prefill, decode = (
+        0 if share is None else max(1, round(share * compute))
+        for share in (model.prefill_share, model.decode_share)
+    )
+    return prefill, decode
+
+
+def _tell_waste(geometries: Mapping[str, Geometry]) -> None:
+    """Whose head size fits the blocks badly."""
+    for name, geometry in geometries.items():
+        if geometry.waste > _MUCH_WASTE:
+            _log.info(
+                "%.0f %% of each block of %s is unused: %d bytes hold %d tokens of %d (block_bytes)",
+                100 * geometry.waste,
+                name,
+                geometry.block_bytes,
+                geometry.tokens_per_block,
+                geometry.token_bytes,
+            )

@@ -1,0 +1,223 @@
+"""The jobs under way, and what the policy makes of the device that they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from kvloom.engine.arrivals import Arrivals
+from kvloom.engine.batching import POLICIES
+from kvloom.engine.batching.view import Preempt, Prefill, UnitView, same_turn
+from kvloom.engine.inflight import Flight, Landings, compose
+from kvloom.engine.model_queue import ModelQueue, View
+from kvloom.engine.multistep import Strides
+from kvloom.engine.quotas import QuotaTuner
+from kvloom.engine.requests import Requests
+from kvloom.engine.sequence import Sequence
+from kvloom.engine.woven import Woven
+from kvloom.kv.pool import Pool
+from kvloom.types.job import Executor, Job, JobResult, Phase
+from kvloom.types.spec import EngineSpec
+
+_log = logging.getLogger(__name__)
+
+
+class Flights:
+    """jobs: those that have begun so far, each step of a longer one counted. wake: called when one has ended
+    and `take_in` is due."""
+
+    def __init__(
+        self,
+        queues: Mapping[str, ModelQueue],
+        pool: Pool,
+        executor: Executor,
+        requests: Requests,
+        tuner: QuotaTuner,
+        arrivals: Arrivals,
+        spec: EngineSpec,
+        *,
+        wake: Callable[[], None],
+    ) -> None:
+        self.jobs = 0
+        self._queues = queues
+        self._views = [View(queue) for queue in queues.values()]
+        self._pool = pool
+        self._executor = executor
+        self._landings = Landings(queues, requests)
+        self._tuner = tuner
+        self._arrivals = arrivals
+        self._spec = spec
+        self._policy = POLICIES[spec.policy]
+        self._strides = Strides(queues, pool, executor, self._policy)
+        self._wake = wake
+        self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
+        self._long: set[Flight] = set()  # under way, of many steps
+        self._told: deque[tuple[Job, list[int]]] = deque()  # tokens of their steps, to be taken in
+        self._settling: list[asyncio.Future[None]] = []  # for those to have landed
+        self._idle = executor.compute
+        self._last_phase = Phase.DECODE
+
+    @property
+    def none(self) -> bool:
+        """Nothing is under way."""
+        return self._idle == self._executor.compute
+
+    @property
+    def landed(self) -> bool:
+        """Something is to be taken in."""
+        return bool(self._ended)
+
+    def cut(self) -> None:
+        """What is under way ends with the step that it is at: something is to be decided."""
+        self.jobs += self._strides.cut()
+
+    def sync(self) -> None:
+        """Count what has begun; all goes on."""
+        self.jobs += self._strides.sync()
+
+    async def settled(self) -> None:
+        """Cut, and wait until sequences have all of their tokens, where jobs of many steps are under way."""
+        self.cut()
+        if self._long:
+            settling: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._settling.append(settling)
+            await settling
+
+    def lacks(self, blocks: int) -> bool:
+        """Whether the policy would do something else, were there `blocks` more: somebody waits for them, or
+        is about to give way."""
+        view = self._view()
+        richer = replace(view, free_blocks=view.free_blocks + blocks)
+        return not same_turn(self._policy(view), self._policy(richer))
+
+    def begin(self, *, watched: bool = False) -> bool:
+        """Do as the policy says. False where that is nothing, or needs a running job's end first. watched:
+        after each step something else is to be decided."""
+        view = self._view()
+        action = self._policy(view)
+        if action is None:
+            return False
+        queue = self._queues[action.model]
+        if isinstance(action, Preempt):
+            return queue.preempt(self.jobs)
+        if isinstance(action, Prefill):
+            running = len(queue.running)
+            batch = queue.prefill_batch(action.blocks, self._spec.chunk_tokens, self.jobs)
+            return self._start(queue, Phase.PREFILL, action.share, batch) or len(queue.running) > running
+        if queue.relieve(self.jobs):
+            return True
+        if self._arrivals.waits(queue):
+            return False
+        batch = queue.decode_batch()
+        steps = 1 if self._settling or watched else self._strides.steps(view, action, batch)
+        return self._start(queue, Phase.DECODE, action.share, batch, steps)
+
+    def _start(
+        self,
+        queue: ModelQueue,
+        phase: Phase,
+        share: int,
+        batch: list[tuple[Sequence, int]],
+        steps: int = 1,
+    ) -> bool:
+        if not batch:
+            return False
+        told = self._hear if steps > 1 and self._executor.ahead else None
+        flight = compose(queue, phase, share, batch, steps, told)
+        self.jobs += 1
+        self._idle -= share
+        self._last_phase = phase
+        queue.tally.started(phase, self.jobs)
+        self.jobs += self._strides.took_off(flight)
+        if steps > 1:
+            self._long.add(flight)
+        self._executor.launch(flight.job).add_done_callback(lambda future: self._land(flight, future))
+        return True
+
+    def _hear(self, job: Job, tokens: list[int]) -> None:
+        self._told.append((job, tokens))
+        self._wake()
+
+    def _land(self, flight: Flight, future: asyncio.Future[JobResult]) -> None:
+        self._ended.append((flight, future))
+        self._wake()
+
+    def take_in(self) -> None:
+        """The tokens of every step that was told of, and of every ended job, go to their sequences and
+        streams."""
+        while self._told:
+            job, tokens = self._told.popleft()
+            flight = next(flight for flight in self._long if flight.job is job)
+            if self._landings.step(flight, tokens):
+                self.cut()
+        while self._ended:
+            flight, future = self._ended.popleft()
+            queue = self._queues[flight.job.model]
+            self._idle += flight.job.share
+            self._long.discard(flight)
+            error = future.exception()
+            steps = 1
+            if error is None:
+                result, running = future.result(), len(queue.running)
+                steps = flight.steps(result)
+                self.jobs += self._strides.landed(flight, steps)
+                queue.cache.end_forward(flight.job.plan)
+                if queue.woven is not None and flight.job.away is not None:
+                    flight, result = self._woven(queue.woven, flight, result)
+                if flight.job.phase is Phase.DECODE:
+                    queue.pace.note(result.seconds / steps)
+                queue.tally.finished(flight.job, flight.drawn(result), steps, self.jobs)
+                self._landings.land(flight, result, self.jobs)
+                if len(queue.running) < running or flight.job.phase is Phase.PREFILL:
+                    self.cut()
+            else:
+                self._strides.failed(flight)
+                queue.cache.abort_forward(flight.job.plan)
+                queue.tally.failed(flight.job)
+                if queue.woven is not None and flight.job.away is not None:
+                    self._put_back(queue, flight, queue.woven.fail())
+                _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
+                self._landings.fail(flight, error)
+                self.cut()
+            self._tuner.observe(steps)
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._long:
+            settling, self._settling = self._settling, []
+            for future in settling:
+                if not future.done():
+                    future.set_result(None)
+
+    def _woven(self, woven: Woven, flight: Flight, result: JobResult) -> tuple[Flight, JobResult]:
+        """What counts of a step that was done away in part."""
+        void, gone = woven.land(result.lost)
+        if result.lost is None and flight.job.away is not None:
+            self._queues[flight.job.model].tally.away_tokens += len(flight.job.away.plan.sequences)
+        if not void:
+            return flight, result
+        kept, less = flight.without(void, result)
+        self._landings.lose(flight, kept, gone, self.jobs)
+        return kept, less
+
+    def _put_back(self, queue: ModelQueue, flight: Flight, gone: list[Sequence]) -> None:
+        """Those of whom a failed step has taken K and V, though they were not in it."""
+        failed = {sequence.id for sequence, _ in flight.batch}
+        for sequence in gone:
+            if sequence.id not in failed:
+                queue.put_back(sequence, self.jobs)
+
+    def _view(self) -> UnitView:
+        return UnitView(
+            models=tuple(view.at(self.jobs) for view in self._views),
+            compute=self._executor.compute,
+            idle=self._idle,
+            free_blocks=self._pool.available,
+            last_was_prefill=self._last_phase is Phase.PREFILL,
+            jobs=self.jobs,
+            overload=round(self._spec.overload * self._executor.compute),
+            walls=self._spec.quotas == "fixed",
+        )

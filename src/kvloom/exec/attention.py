@@ -1,0 +1,208 @@
+"""Our attention, as transformers' AttentionInterface calls it: write new K and V, attend over the pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kvloom.kernels import cpu, reference
+from kvloom.model.weaving.asking import Asking
+from kvloom.model.weaving.split import Split
+from kvloom.types.errors import ConfigError
+from kvloom.types.geometry import I64
+from kvloom.types.plan import PageCopy, Plan
+
+NAME = "kvloom"
+_KNOWN = {"dropout", "position_ids", "kv", "is_causal"}  # asked for, and harmless to leave out
+_NAMES = {"s_aux": "attention sinks (s_aux)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer turns q · k into a score. window: keys seen, the query's own among them; softcap: the bound
+    that tanh bends scores to; 0 for none of either."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(slots=True)
+class ForwardState:
+    """One forward of one model over the arena; made from its plan once for all layers.
+
+    arena: [blocks, 2, T, D]; page_map: [pages, layers, heads]. [0, start) of each sequence is valid before
+    the layer, [0, start + append) after its write.
+    """
+
+    plan: Plan
+    arena: Tensor
+    page_map: Tensor = field(init=False)
+    decode: bool = field(init=False)
+    tables: Tensor = field(init=False)
+    lengths: Tensor = field(init=False)
+    slot_page: Tensor = field(init=False)
+    slot_offset: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.decode = bool((plan.appends == 1).all())
+        self.page_map = torch.from_numpy(plan.page_map)
+        self.tables = torch.from_numpy(plan.tables)
+        self.lengths = torch.from_numpy((plan.starts + plan.appends).astype("int32"))
+        self.slot_page = torch.from_numpy(plan.slot_page)
+        self.slot_offset = torch.from_numpy(plan.slot_offset)
+
+    @property
+    def positions(self) -> I64:
+        """[N] of the new tokens in their sequences."""
+        return self.plan.positions
+
+    @property
+    def asking(self) -> Asking | None:
+        """Where another unit is to attend for some rows."""
+        return None
+
+    @property
+    def polled(self) -> Split | None:
+        """Into what parts operators are split, so that others, who may have something to do, wait less."""
+        return None
+
+    def poll(self) -> None:
+        """Between two operators, where others may have something to do."""
+
+    @property
+    def native(self) -> bool:
+        """True where the compiled kernels take this arena; the plain twins take any."""
+        return self.arena.dtype == torch.float32 and self.arena.device.type == "cpu"
+
+    def copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
+        """Copy on write, all layers at once."""
+        for copy in copies:
+            source, target = self.page_map[copy.source].flatten(), self.page_map[copy.target].flatten()
+            self.arena[target, :, : copy.tokens] = self.arena[source, :, : copy.tokens]
+
+    def send(self, layer: int) -> None:
+        """Put what this layer has written for peers on its way."""
+        for send in self.plan.sends:
+            send.shipment.put(send.parcel(self.plan.page_map, layer))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]. Rows past the plan's tokens are
+        padding, and get the last token's output."""
+        count = self.plan.positions.size
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._write(layer, k[:count], v[:count])
+        if self.decode:
+            self._decode(layer, q[:count], out[:count], scoring)
+        else:
+            self._prefill(layer, q[:count], k[:count], v[:count], out[:count], scoring)
+        out[count:] = out[count - 1]
+        return out
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        write = cpu.write_kv if self.native else reference.write_kv
+        write(self.arena, self.page_map, layer, k, v, self.slot_page, self.slot_offset)
+        self.send(layer)
+
+    def _decode(self, layer: int, q: Tensor, out: Tensor, scoring: Scoring) -> None:
+        decode = cpu.decode_attention if self.native else reference.decode_attention
+        form = (scoring.scale, scoring.window, scoring.softcap)
+        decode(out, q, self.arena, self.page_map, layer, self.tables, self.lengths, *form)
+
+    def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scoring: Scoring) -> None:
+        begin = 0
+        starts, counts = self.plan.starts.tolist(), self.plan.appends.tolist()
+        for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            new, first = slice(begin, begin + count), 0
+            keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
+            if start:
+                first = max(0, start - scoring.window + 1) if scoring.window else 0
+                keys, values, first = self._gather(layer, i, first, start + count)
+            out[new] = attend_dense(q[new].transpose(0, 1), keys, values, start - first, scoring).transpose(
+                0, 1
+            )
+            begin += count
+
+    def _gather(self, layer: int, i: int, first: int, end: int) -> tuple[Tensor, Tensor, int]:
+        """K and V [Hkv, end − first', D] of sequence i from the page that holds `first` on; first' is that
+        page's first position."""
+        tokens = self.arena.shape[2]
+        low = first // tokens
+        pages = self.tables[i, low : -(-end // tokens)]
+        blocks = self.arena[self.page_map[pages, layer]]  # [P, Hkv, 2, T, D]
+        both = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, : end - low * tokens]
+        return both[0], both[1], low * tokens
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring) -> Tensor:
+    """Causal attention of q [Hq, n, D], at positions offset…offset+n−1, over k and v [Hkv, L, D]."""
+    scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
+    n, length = q.shape[1], k.shape[1]
+    simple = not softcap and offset == 0 and not (window and window < n)
+    seen = None if simple else _seen(n, length, offset, window, q.device)
+    if seen is None or not softcap:
+        grouped = q.shape[0] != k.shape[0]
+        return F.scaled_dot_product_attention(
+            q[None], k[None], v[None], seen, is_causal=simple, scale=scale, enable_gqa=grouped
+        )[0]
+    group = q.shape[0] // k.shape[0]
+    scores = q.reshape(-1, group, n, q.shape[-1]) @ k[:, None].transpose(-1, -2) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    weights = scores.masked_fill(~seen, float("-inf")).float().softmax(-1).to(v.dtype)
+    return (weights @ v[:, None]).flatten(0, 1)
+
+
+def _seen(n: int, length: int, offset: int, window: int, device: torch.device) -> Tensor:
+    """[n, length]: which keys the queries from `offset` on see."""
+    ahead = torch.arange(offset, offset + n, device=device)[:, None] - torch.arange(length, device=device)
+    return (ahead >= 0) & (ahead < window) if window else ahead >= 0
+
+
+def _matters(name: str, given: Any) -> bool:
+    """True where leaving the argument out would change what attention computes."""
+    return name not in _KNOWN and (isinstance(given, Tensor) or bool(given))
+
+
+def kvloom_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [1, Hq, N, D], key and value [1, Hkv, N, D] → [1, N, Hq, D]. `kv` is the ForwardState, or the
+    loader's observer, which has the same `attend`."""
+    state: ForwardState | None = kwargs.get("kv")
+    if state is None:
+        raise ConfigError("its layers do not pass on what kvloom's attention needs")
+    strange = sorted(_NAMES.get(name, name) for name, given in kwargs.items() if _matters(name, given))
+    if strange or attention_mask is not None:
+        raise ConfigError(
+            f"its attention asks for {', '.join(strange) or 'a mask'}, which kvloom does not have"
+        )
+    out = state.attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        Scoring(
+            scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+            window=sliding_window or 0,
+            softcap=softcap or 0.0,
+        ),
+    )
+    return out[None], None
+
+
+AttentionInterface.register(NAME, kvloom_attention)

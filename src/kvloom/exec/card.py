@@ -1,0 +1,91 @@
+"""What clients are told of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from transformers import AutoTokenizer
+from transformers.utils import cached_file
+
+from kvloom.types.errors import ConfigError
+from kvloom.types.request import ModelCard, SamplingDefaults
+from kvloom.types.spec import ModelSpec
+
+_FILE = "generation_config.json"
+
+
+def read_sampling_defaults(path: str) -> SamplingDefaults:
+    """What its generation_config.json itself says; transformers' class would add defaults of its own."""
+    file = cached_file(path, _FILE, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return SamplingDefaults()
+    try:
+        said = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"its {_FILE} cannot be read: {error}") from error
+    if not isinstance(said, dict):
+        raise ConfigError(f"its {_FILE} is no object")
+    names = SamplingDefaults.__struct_fields__
+    wishes: dict[str, Any] = {name: said[name] for name in names if said.get(name) is not None}
+    if said.get("do_sample") is False:
+        wishes["temperature"] = 0.0
+    try:
+        return msgspec.convert(wishes, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"its {_FILE}: {error}") from error
+
+
+def card_of(spec: ModelSpec, module: Any, parameters: int) -> ModelCard:
+    """Raises ConfigError where the checkpoint has no tokenizer that serves."""
+    config = module.config
+    tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=False)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("its tokenizer has no fast form (tokenizer.json)")
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
+        raise ConfigError("it has no tokenizer (tokenizer.json)")
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    special = {name: str(getattr(tokenizer, name)) for name in names if getattr(tokenizer, name, None)}
+    stops = _ids(module.generation_config.eos_token_id) | _ids(config.eos_token_id)
+    stops |= _ids(tokenizer.eos_token_id)
+    encoded = tokenizer("a")["input_ids"]
+    return ModelCard(
+        name=spec.name,
+        path=str(spec.path),
+        context_length=_context(config, spec.max_context),
+        vocab_size=config.vocab_size,
+        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        chat_template=template,
+        special_tokens=special,
+        eos_token_ids=tuple(sorted(stop for stop in stops if stop < config.vocab_size)),
+        bos_token_id=tokenizer.bos_token_id,
+        add_bos=bool(encoded) and encoded[0] == tokenizer.bos_token_id is not None,
+        architecture=type(module).__name__,
+        parameters=parameters,
+        dtype=str(module.dtype).removeprefix("torch."),
+        sampling=read_sampling_defaults(str(spec.path)),
+    )
+
+
+def _ids(given: int | list[int] | None) -> set[int]:
+    if given is None:
+        return set()
+    return {given} if isinstance(given, int) else set(given)
+
+
+def _context(config: Any, wanted: int | None) -> int:
+    """The longest sequence. Rotary forms that change with the longest of a batch (dynamic, longrope) are
+    kept to the length up to which they do not, or a neighbour's length would change one's tokens."""
+    length = int(getattr(config, "max_position_embeddings", None) or 4096)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        original = rope.get("original_max_position_embeddings")
+        length = min(
+            length, int(original or getattr(config, "original_max_position_embeddings", None) or length)
+        )
+    return min(length, wanted) if wanted else length

@@ -1,0 +1,247 @@
+"""Decoders that run as one straight loop of calls: found by their structure, proved on input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvloom.exec.attention import ForwardState, Scoring
+from kvloom.exec.cpu import layer as turns
+from kvloom.exec.cpu.fuse import FusedRMSNorm
+from kvloom.exec.cpu.layer import DecoderLayer, Heads, padded
+from kvloom.exec.cpu.linear import GatedMLP, PackedLinear, Part, TiedLinear
+from kvloom.exec.cpu.small_batch import FewRows
+from kvloom.exec.parallel.slicing import Gathered, Summed
+from kvloom.kernels.cpu.attention import attend_all
+from kvloom.types.geometry import I64, Geometry
+from kvloom.types.plan import Plan
+
+Head = PackedLinear | TiedLinear | Gathered
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """rotary: transformers' own, x and positions [1, N] → cos and sin [1, N, R]."""
+
+    embedding: nn.Embedding
+    rotary: Rotary
+    layers: tuple[DecoderLayer, ...]
+    norm: FusedRMSNorm
+    head: Head
+
+
+class Straight:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._turns = turns.lasting(parts.layers)
+        self._few = FewRows.of(parts.embedding, parts.layers, parts.norm, parts.head)
+
+    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
+        cos, sin = self._angles(state)
+        threads, few = torch.get_num_threads(), self._few
+        if state.decode and few is not None and few.takes(tokens, kept):
+            split = state.polled
+            if split is not None:
+                split.begin(few.limits(state.lengths, state.arena.shape[2], threads), threads)
+            now = turns.of_forward(self._turns, state, cos, sin, threads)
+            logits = few(tokens, kept, now, threads, split, state.asking)
+            for layer in self._parts.layers:
+                state.send(layer.index)
+            return logits
+        if not state.decode or state.asking is not None or state.polled is not None:
+            return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state)
+        now = turns.of_forward(self._turns, state, cos, sin, threads)
+        return self._decode(torch.from_numpy(tokens), padded(kept), now, threads, state)
+
+    def _angles(self, state: ForwardState) -> tuple[Tensor, Tensor]:
+        positions = torch.from_numpy(state.positions)[None]
+        cos, sin = self._parts.rotary(self._parts.embedding.weight, positions)
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def _layers(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
+        parts = self._parts
+        x = parts.embedding(tokens)
+        runs = 1 if state.polled is None else state.polled.runs(len(x))
+        for layer in parts.layers[:-1]:
+            x = layer.prefill(x, cos, sin, state, runs=runs)
+        x = parts.layers[-1].prefill(x, cos, sin, state, kept, runs)
+        x = parts.norm(x)
+        state.poll()
+        logits: Tensor = parts.head(x)
+        state.poll()
+        return logits
+
+    def _decode(
+        self, tokens: Tensor, kept: Tensor, now: turns.Turns, threads: int, state: ForwardState
+    ) -> Tensor:
+        parts = self._parts
+        x = parts.embedding(tokens)
+        for i, layer in enumerate(parts.layers):
+            qkv = layer.qkv(layer.before(x))
+            mixed = torch.empty(len(x), layer.heads.q * layer.heads.size)
+            turns.place(
+                now[i : i + 1], qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4
+            )
+            attend_all.at(now[i : i + 1].ctypes.data, threads)
+            state.send(layer.index)
+            x = layer.finish(x, mixed)
+        logits: Tensor = parts.head(parts.norm(x[kept]))
+        return logits
+
+
+_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_PROMPT, _STEPS = 9, 3
+_AGREES = 1e-5
+
+
+def straighten(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry) -> Straight | None:
+    """The fused `module` as a straight decoder, or None where it has another structure or other logits.
+    scorings: what each layer asked of attention."""
+    parts = _find(module, scorings, geometry)
+    if parts is None or not all(_layer_agrees(module, parts, i, geometry) for i in range(geometry.layers)):
+        return None
+    straight = Straight(parts)
+    return straight if _agrees(module, straight, geometry) else None
+
+
+def _plain(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a module that has no weights of its own beside them."""
+    return {} if module._parameters else dict(module.named_children())
+
+
+def _find(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry) -> Parts | None:
+    """A backbone of embedding, rotary table, layers and norm, and a head."""
+    ends = list(_plain(module).values())
+    if len(ends) != 2 or not isinstance(ends[1], Head):
+        return None
+    inner = list(_plain(ends[0]).values())
+    embeddings = [child for child in inner if type(child) is nn.Embedding]
+    rows = [child for child in inner if isinstance(child, nn.ModuleList)]
+    norms = [child for child in inner if isinstance(child, FusedRMSNorm)]
+    rotaries = [child for child in inner if type(child).__name__.endswith("RotaryEmbedding")]
+    if not len(embeddings) == len(rows) == len(norms) == len(rotaries) == len(inner) - 3 == 1:
+        return None
+    layers = [
+        _layer(_plain(child), i, scorings[i], geometry) for i, child in enumerate(rows[0]) if i in scorings
+    ]
+    found = tuple(layer for layer in layers if layer is not None)
+    if len(found) != geometry.layers:
+        return None
+    return Parts(embeddings[0], rotaries[0], found, norms[0], ends[1])
+
+
+def _layer(
+    children: dict[str, nn.Module], index: int, scoring: Scoring, geometry: Geometry
+) -> DecoderLayer | None:
+    if set(children) != _LAYER:
+        return None
+    before, between = children["input_layernorm"], children["post_attention_layernorm"]
+    attention, mlp = _plain(children["self_attn"]), children["mlp"]
+    if set(attention) - _HEAD_NORMS != _ATTENTION:
+        return None
+    q, o = attention["q_proj"], attention["o_proj"]
+    head_norms = attention.get("q_norm"), attention.get("k_norm")
+    if not (
+        isinstance(before, FusedRMSNorm)
+        and isinstance(between, FusedRMSNorm)
+        and isinstance(mlp, GatedMLP)
+        and isinstance(q, Part)
+        and isinstance(o, PackedLinear | Summed)
+        and isinstance(getattr(o, "inner", o), PackedLinear)
+    ):
+        return None
+    size, kv = geometry.head_dim, geometry.kv_heads
+    heads = _heads(o.in_features // size, kv, size, *head_norms)
+    if heads is None or q.linear.out_features != (heads.q + 2 * kv) * size:
+        return None
+    return DecoderLayer(index, before, q.linear, heads, scoring, o, between, mlp)
+
+
+def _heads(q: int, kv: int, size: int, q_norm: nn.Module | None, k_norm: nn.Module | None) -> Heads | None:
+    if q_norm is None and k_norm is None:
+        return Heads(q, kv, size)
+    if not (isinstance(q_norm, FusedRMSNorm) and isinstance(k_norm, FusedRMSNorm)):
+        return None
+    if not q_norm.weight.shape == k_norm.weight.shape == (size,):
+        return None  # a norm over all heads at once
+    alike = q_norm.eps == k_norm.eps and q_norm.offset == k_norm.offset
+    return Heads(q, kv, size, q_norm, k_norm) if alike else None
+
+
+class _Probe:
+    """An arena of one sequence, for the forwards that the proof needs."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.tokens = geometry.tokens_per_block
+        self.pages = -(-(_PROMPT + _STEPS) // self.tokens)
+        blocks = self.pages * geometry.blocks_per_page
+        self.arena = torch.zeros(blocks, 2, self.tokens, geometry.head_dim)
+        shape = (self.pages, geometry.layers, geometry.kv_heads)
+        self.map = np.arange(blocks, dtype=np.int32).reshape(shape)
+
+    def state(self, start: int, count: int) -> ForwardState:
+        positions = np.arange(start, start + count)
+        slots = positions.astype(np.int32)
+        plan = Plan(
+            model="",
+            sequences=(0,),
+            appends=np.array([count]),
+            starts=np.array([start]),
+            page_map=self.map,
+            tables=np.arange(self.pages, dtype=np.int32)[None],
+            positions=positions,
+            slot_page=slots // np.int32(self.tokens),
+            slot_offset=slots % np.int32(self.tokens),
+        )
+        return ForwardState(plan, self.arena)
+
+
+def _layer_agrees(module: nn.Module, parts: Parts, index: int, geometry: Geometry) -> bool:
+    """On random input, where a bound or a factor shows that hides in the logits."""
+    backbone = next(iter(_plain(module).values()))
+    stock: Any = next(child for child in backbone.children() if isinstance(child, nn.ModuleList))[index]
+    x = 3 * torch.randn(1, _PROMPT, parts.embedding.embedding_dim, generator=torch.Generator().manual_seed(0))
+    probe = _Probe(geometry)
+    with torch.inference_mode():
+        turn = parts.rotary(x, torch.arange(_PROMPT)[None])
+        try:
+            expected = stock(x, position_embeddings=turn, kv=probe.state(0, _PROMPT))
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False  # it wants to be called otherwise
+        found = parts.layers[index].prefill(x[0], turn[0][0], turn[1][0], probe.state(0, _PROMPT))
+    return isinstance(expected, Tensor) and _close(found, expected[0])
+
+
+def _agrees(module: Any, straight: Straight, geometry: Geometry) -> bool:
+    """A prompt and a few single tokens, both with all rows kept."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(module.config.vocab_size, (_PROMPT + _STEPS,), generator=generator)
+    ours, theirs = _Probe(geometry), _Probe(geometry)
+    edges = [0, *range(_PROMPT, _PROMPT + _STEPS + 1)]
+    with torch.inference_mode():
+        expected = module(
+            input_ids=ids[None],
+            position_ids=torch.arange(len(ids))[None],
+            use_cache=False,
+            kv=theirs.state(0, len(ids)),
+        ).logits[0]
+        found = [
+            straight(ids[a:b].numpy(), np.arange(b - a), ours.state(a, b - a)) for a, b in pairwise(edges)
+        ]
+    rows = torch.cat([logits[: b - a] for logits, (a, b) in zip(found, pairwise(edges), strict=True)])
+    return _close(rows, expected)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and bool(
+        (found - expected).abs().max() <= _AGREES * expected.abs().max()
+    )

@@ -1,0 +1,158 @@
+"""Runs jobs with torch on this machine's cores."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvloom.exec.attention import ForwardState
+from kvloom.exec.loader import LoadedModel, load_models
+from kvloom.exec.sampler import prompt_logprobs, sample
+from kvloom.kv.arena import Arena
+from kvloom.model.weaving.attender import Attender
+from kvloom.model.weaving.states import PolledState, WovenState
+from kvloom.transport.loan import BorrowedBlocks
+from kvloom.types.errors import ConfigError, KvloomError
+from kvloom.types.geometry import I64, Geometry
+from kvloom.types.job import Job, JobResult
+from kvloom.types.offload import Away
+from kvloom.types.request import ModelCard
+from kvloom.types.spec import ModelSpec
+
+
+class TorchExecutor:
+    """One thread a job that may run at the same time; a job's share is the number of cores it uses.
+
+    The lowest free slot is taken first, so that whole-machine jobs keep to one thread, whose team of
+    workers stays warm. loans: what models have borrowed, and what their jobs' rows that are away lie in.
+    attender: the one that forwards are to poll, where this unit lends."""
+
+    def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
+        self._models = models
+        self.arena = arena
+        self._views = {
+            name: arena.view(model.geometry.head_dim, model.dtype) for name, model in models.items()
+        }
+        self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
+        self._free = list(range(threads))
+        self.loans: dict[str, BorrowedBlocks] = {}
+        self.attender: Attender | None = None
+        self.compute = threads
+        self.stride, self.ahead = 1, 0
+        self.blocks = arena.blocks
+
+    @classmethod
+    def load(
+        cls,
+        models: Sequence[ModelSpec],
+        *,
+        kv_bytes: int,
+        block_bytes: int,
+        threads: int,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Self:
+        """Load every model, then commit the arena. Raises ConfigError."""
+        torch.set_num_threads(threads)
+        loaded = load_models(models, block_bytes, progress)
+        progress("reserving the KV arena")
+        return cls(loaded, commit_arena(loaded, kv_bytes, block_bytes), threads)
+
+    @property
+    def cards(self) -> dict[str, ModelCard]:
+        return {name: model.card for name, model in self._models.items()}
+
+    @property
+    def geometries(self) -> dict[str, Geometry]:
+        return {name: model.geometry for name, model in self._models.items()}
+
+    def heads(self, model: str) -> int:
+        """Of q, in all its layers; 0 where they differ."""
+        return self._models[model].heads
+
+    async def lost(self) -> str:
+        """Wait until no job can run any more; why."""
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never  # jobs can, as long as this process lives
+
+    def launch(self, job: Job) -> asyncio.Future[JobResult]:
+        self._free.sort()
+        slot = self._free.pop(0)
+        future = asyncio.get_running_loop().run_in_executor(self._slots[slot], self._run, slot, job)
+        future.add_done_callback(lambda _: self._free.append(slot))
+        return future
+
+    def taken(self, job: Job) -> int:
+        return job.steps
+
+    def cut(self, job: Job) -> None:
+        """Each has one step."""
+
+    def close(self) -> None:
+        """Wait for running jobs and end the threads."""
+        for slot in self._slots:
+            slot.shutdown()
+
+    def _run(self, slot: int, job: Job) -> JobResult:
+        started = time.perf_counter()
+        torch.set_num_threads(job.share)
+        kept = job.kept
+        lost = None
+        with torch.inference_mode():
+            if job.away is None:
+                logits = self._forward(slot, job, kept)
+            else:
+                logits, lost = self._woven(job, job.away, kept)
+            count = len(job.samples)
+            tokens, reports = sample(logits[:count], job.samples)
+            prompts = prompt_logprobs(logits[count : len(kept)], job.prompts)
+        return JobResult(tokens, reports, prompts, time.perf_counter() - started, lost)
+
+    def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
+        """Logits of the rows `kept` [R]: [R or more, V]. slot: of the thread that this is."""
+        attender = self.attender
+        if attender is None or not (attender.launches or attender.lively()):
+            return self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
+        if attender.launches:
+            with attender.operator():
+                return self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
+        state = PolledState(job.plan, self._views[job.model], attender, attender.split(job.model))
+        try:
+            logits = self._through(job, kept, state)
+        finally:
+            state.leave()
+        if state.pieces:
+            state.split.ran(len(job.tokens), state.longest, state.pieces)
+        return logits
+
+    def _through(self, job: Job, kept: I64, state: ForwardState) -> Tensor:
+        state.copy_pages(job.plan.copies)
+        return self._models[job.model].forward(job.tokens, kept, state)
+
+    def _woven(self, job: Job, away: Away, kept: I64) -> tuple[Tensor, str | None]:
+        """Logits, and why those of the rows away, and of what was moved, mean nothing."""
+        loan, lost = self.loans[job.model], None
+        try:
+            for move in away.moves:
+                loan.move(self.arena.bytes.numpy(), job.plan.page_map, away.plan.page_map, move)
+        except KvloomError as error:
+            lost = error.message
+        state = WovenState(job.plan, self._views[job.model], away, loan.tasks, lost)
+        return self._through(job, kept, state), state.lost
+
+
+def commit_arena(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: int, ranks: int = 1) -> Arena:
+    """One rank's part of `kv_bytes`. Raises ConfigError where that holds no page of a model."""
+    blocks = kv_bytes // (ranks * block_bytes)
+    for name, model in models.items():
+        if model.geometry.blocks_per_page > blocks:
+            raise ConfigError(
+                f"kv_memory: {kv_bytes:,} bytes hold no page of {name}; "
+                f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
+            )
+    return Arena(blocks, block_bytes)

@@ -1,0 +1,159 @@
+"""A decode step of few rows: the whole model in one kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvloom.exec.cpu import layer as turns
+from kvloom.exec.cpu.fuse import FusedRMSNorm
+from kvloom.exec.cpu.layer import DecoderLayer
+from kvloom.exec.cpu.linear import PackedLinear, Panels, TiedLinear, panels_of
+from kvloom.exec.parallel.slicing import Gathered, Summed
+from kvloom.kernels.cpu.attention import TILE
+from kvloom.kernels.cpu.decode_step import COUNTERS, FIRST, STAGES, LayerArguments, StepArguments, step
+from kvloom.kernels.cpu.products import GELU, PANEL, SWISH
+from kvloom.model.weaving.asking import Asking
+from kvloom.model.weaving.split import Split
+from kvloom.types.geometry import I64
+
+FEW_ROWS = 96  # more are faster by oneDNN's products, layer by layer
+_UP = 3  # of a layer's products, in one stage with the one before it
+_KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
+
+
+class FewRows:
+    """Addresses of all weights, made once; a call adds one forward's buffers and runs the kernel."""
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        layers: Sequence[DecoderLayer],
+        norm: FusedRMSNorm,
+        head: PackedLinear | TiedLinear,
+        panels: Sequence[Panels],
+    ) -> None:
+        """panels: five a layer, in the order of LayerArguments, and the head's if it has some."""
+        self._alive = (embedding, layers, norm, head, panels)
+        self._size, first = embedding.weight.shape[1], layers[0]
+        self._vocab = head.weight.shape[0] if isinstance(head, TiedLinear) else head.out_features
+        self._widths = (panels[0].count * PANEL, first.heads.q * first.heads.size, panels[2].count * PANEL)
+        self._panels = [
+            tuple(one.count for i, one in enumerate(panels[5 * layer : 5 * layer + 5]) if i != _UP)
+            for layer in range(len(layers))
+        ]
+        self._windows = [layer.scoring.window for layer in layers]
+        self._layers = (LayerArguments * len(layers))(
+            *(
+                LayerArguments(
+                    _norm(layer.before),
+                    _norm(layer.between),
+                    *(one.fields for one in panels[5 * i : 5 * i + 5]),
+                    _KINDS[layer.mlp.activation, layer.mlp.form],
+                )
+                for i, layer in enumerate(layers)
+            )
+        )
+        self._model = StepArguments(
+            layers=ctypes.addressof(self._layers),
+            depth=len(layers),
+            size=self._size,
+            embedding=embedding.weight.data_ptr(),
+            plain=head.weight.data_ptr() if isinstance(head, TiedLinear) else 0,
+            vocab=self._vocab,
+            norm=_norm(norm),
+            head=panels[-1].fields,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        embedding: nn.Embedding,
+        layers: Sequence[DecoderLayer],
+        norm: FusedRMSNorm,
+        head: PackedLinear | TiedLinear | Gathered,
+    ) -> FewRows | None:
+        """None where the kernel lacks the activation, cannot read the packed weights, or would have to wait
+        for other ranks."""
+        if isinstance(head, Gathered):
+            return None
+        linears: list[PackedLinear] = []
+        for layer in layers:
+            if (layer.mlp.activation, layer.mlp.form) not in _KINDS:
+                return None
+            if isinstance(layer.o, Summed) or isinstance(layer.mlp.down, Summed):
+                return None
+            linears += (layer.qkv, layer.o, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
+        if isinstance(head, PackedLinear):
+            linears.append(head)
+        panels = [found for linear in linears if (found := panels_of(linear))]
+        return cls(embedding, layers, norm, head, panels) if len(panels) == len(linears) else None
+
+    def takes(self, tokens: I64, kept: I64) -> bool:
+        return max(tokens.size, kept.size) <= FEW_ROWS
+
+    def limits(self, lengths: Tensor, page_tokens: int, threads: int) -> list[int]:
+        """Into how many parts the operators of a step can be split at most, stage by stage: panels of a
+        product, tiles of tokens of attention over lengths [B]; of those of one thread."""
+        tile = min(TILE, page_tokens)
+        tiles = {
+            window: int(((lengths.clamp(max=window) if window else lengths) + (tile - 1)).div_(
+                tile, rounding_mode="floor"
+            ).sum())
+            for window in set(self._windows)
+        }  # fmt: skip
+        most = list[int]()
+        for (qkv, o, gate, down), window in zip(self._panels, self._windows, strict=True):
+            most += (qkv, tiles[window], o, gate, down)
+        most.append(-(-self._vocab // PANEL))
+        return [max(1, one // threads) for one in most]
+
+    def __call__(
+        self,
+        tokens: I64,
+        kept: I64,
+        now: turns.Turns,
+        threads: int,
+        split: Split | None = None,
+        asking: Asking | None = None,
+    ) -> Tensor:
+        """tokens [B], kept [R]; `now`, the attention's records of this forward → logits [R, V]. split: where
+        others' tasks may come, and was told of this step's limits. asking: where the rows that are not in
+        `now`, the last ones, are away."""
+        rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
+        x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
+        logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
+        counters = np.zeros((2 + STAGES * len(now)) * COUNTERS, np.int64)
+        turns.place(now, qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4)
+        ids, places = tokens.astype(np.int32), kept.astype(np.int32)
+        call = StepArguments.from_buffer_copy(self._model)
+        call.counters, call.attention, call.rows = counters.ctypes.data, now.ctypes.data, rows
+        call.tokens, call.kept, call.kept_rows = ids.ctypes.data, places.ctypes.data, len(places)
+        call.x, call.x_row = x.data_ptr(), wide * 4
+        call.qkv, call.qkv_row = qkv.data_ptr(), qkv.stride(0) * 4
+        call.mixed, call.mixed_row = mixed.data_ptr(), mixed.stride(0) * 4
+        call.inner, call.inner_row = inner.data_ptr(), inner.stride(0) * 4
+        call.logits, call.logits_row = logits.data_ptr(), logits.stride(0) * 4
+        if split is not None:
+            call.poll, call.threads = split.address, threads
+            call.parts, call.ends = split.parts.ctypes.data, split.ends.ctypes.data
+        if asking is not None:
+            call.ask = asking.enter()
+        step(call, threads)
+        while asking is not None and asking.paused:
+            asking.resume(qkv, mixed, now)
+            counters[FIRST // 8] = 0
+            step(call, threads)
+        if asking is not None:
+            asking.leave(len(now))
+        if split is not None:
+            split.end()
+        return logits[:, : self._vocab]
+
+
+def _norm(norm: FusedRMSNorm) -> tuple[int, float, float]:
+    return norm.weight.data_ptr(), norm.eps, norm.offset

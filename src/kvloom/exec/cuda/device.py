@@ -1,0 +1,246 @@
+"""The device of a unit: which one, whether it can be used, and what it has."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvloom.exec.cuda.streams import CudaStream, HostStream, Mark, Recording, Stream
+from kvloom.kernels.driver import Driver, DriverError
+from kvloom.types.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+PARTS: Final = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of the multiprocessors, for the smaller side of each pair
+STEP: Final = 8  # Hopper's: partitions have a multiple of it
+
+Side = tuple[int, Stream]
+
+
+def cut_green(device: torch.device, count: int, parts: Sequence[float] = PARTS) -> list[tuple[Side, Side]]:
+    """Pairs of a device with `count` multiprocessors, one for each of `parts`; where the driver or its
+    bindings cannot make them, one pair of plain streams, which share all, and a line in the log."""
+    try:
+        driver = Driver()
+        driver.enter(device.index)
+        sizes = sorted({max(STEP, round(count * part / STEP) * STEP) for part in parts})
+        return [_pair(driver, device, size) for size in sizes if size < count]
+    except DriverError as error:
+        _log.warning(
+            "no green contexts, so jobs that run at the same time share all of %s: %s", device, error
+        )
+        half = max(1, count // 2)
+        first, second = (CudaStream.new(device) for _ in range(2))
+        return [((half, first), (count - half, second))]
+
+
+def _pair(driver: Driver, device: torch.device, size: int) -> tuple[Side, Side]:
+    """At least `size` multiprocessors, and the rest."""
+    api = driver.api
+    number = driver("cuDeviceGet", device.index)
+    everything = driver("cuDeviceGetDevResource", number, api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    groups, _, rest = driver("cuDevSmResourceSplitByCount", 1, everything, 0, size)
+    first, second = (_side(driver, device, number, part) for part in (groups[0], rest))
+    return first, second
+
+
+def _side(driver: Driver, device: torch.device, number: Any, resource: Any) -> Side:
+    """The contexts are never destroyed: they live as long as the process, as the streams do."""
+    api = driver.api
+    description = driver("cuDevResourceGenerateDesc", [resource], 1)
+    flags = int(api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+    context = driver("cuGreenCtxCreate", description, number, flags)
+    flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    stream = driver("cuGreenCtxStreamCreate", context, flags, 0)
+    wrapped = CudaStream(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
+    try_out(wrapped, device)
+    return int(resource.sm.smCount), wrapped
+
+
+def try_out(stream: CudaStream, device: torch.device) -> None:
+    """Raises DriverError where work and events of the primary context, as torch makes them, do not go into
+    the stream."""
+    try:
+        with stream.entered():
+            torch.zeros(1, device=device)
+        stream.mark().wait()
+    except RuntimeError as error:
+        raise DriverError(f"their streams take no work: {' '.join(str(error).split())[:200]}") from error
+
+
+class Lane:
+    """A stream that has `compute` units of the device for itself. Jobs that share it take turns: what a job
+    asks for is put into the stream while it holds `lock`."""
+
+    def __init__(self, compute: int, stream: Stream) -> None:
+        self.compute = compute
+        self.stream = stream
+        self.lock = threading.Lock()
+        self.jobs = 0
+
+    def entered(self) -> AbstractContextManager[object]:
+        return self.stream.entered()
+
+    def mark(self) -> Mark:
+        return self.stream.mark()
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        return self.stream.record(work)
+
+
+class Partitions:
+    """One lane with everything, and pairs of lanes that together are everything and share nothing. To be
+    asked on one thread."""
+
+    def __init__(self, whole: Lane, pairs: Sequence[tuple[Lane, Lane]]) -> None:
+        self.whole = whole
+        self.pairs = list(pairs)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [self.whole, *(lane for pair in self.pairs for lane in pair)]
+
+    def take(self, share: int) -> Lane:
+        """For a job of so many units, until `give_back`. While jobs run in a pair, others join it: the sides
+        of two pairs would share multiprocessors. A job with room for itself alone has everything."""
+        lane = self._choose(share)
+        lane.jobs += 1
+        return lane
+
+    def give_back(self, lane: Lane) -> None:
+        lane.jobs -= 1
+
+    def _choose(self, share: int) -> Lane:
+        if share >= self.whole.compute or not self.pairs:
+            return self.whole
+        busy = [pair for pair in self.pairs if pair[0].jobs or pair[1].jobs]
+        pairs = busy or self.pairs
+        fewest = min(lane.jobs for pair in pairs for lane in pair)
+        idle = [lane for pair in pairs for lane in pair if lane.jobs == fewest]
+        return min(idle, key=lambda lane: (abs(lane.compute - share), lane.compute))
+
+
+OLDEST_CAPABILITY: Final = (8, 0)  # bfloat16, and copies past the registers
+MOST_BUSY: Final = 0.9  # of its memory that others may hold
+Cut = Callable[[torch.device, int], Sequence[tuple[tuple[int, Stream], tuple[int, Stream]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """compute: multiprocessors. partitions: what jobs run on; made once."""
+
+    torch: torch.device
+    compute: int
+    partitions: Partitions
+
+    def pinned(self, size: int) -> Tensor:
+        """[size] bytes of the host that the device copies from and to by itself."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.torch.type == "cuda")
+
+    def free(self) -> tuple[int, int]:
+        """Bytes that nobody holds, and bytes in all."""
+        if self.torch.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.torch)
+            return free, total
+        return 1 << 62, 1 << 62
+
+    def trim(self) -> None:
+        """Give back memory that this process keeps and does not use."""
+        if self.torch.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def settle(self) -> None:
+        """Wait for all that this process has asked for."""
+        if self.torch.type == "cuda":
+            torch.cuda.synchronize(self.torch)
+
+    @contextmanager
+    def unasked(self) -> Iterator[None]:
+        """What waits for the device meanwhile raises RuntimeError instead, on any thread, as far as torch
+        sees it. A recording that fails on that leaves torch's allocator as if it were still under way."""
+        if self.torch.type != "cuda":
+            yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def beside(self) -> Lane:
+        """One more lane, beside those of jobs."""
+        on_host = self.torch.type != "cuda"
+        return Lane(self.compute, HostStream() if on_host else CudaStream.new(self.torch))
+
+    def enter(self) -> None:
+        """What this thread asks for is meant for this device."""
+        if self.torch.type == "cuda":
+            torch.cuda.set_device(self.torch)
+
+
+def uncut(device: torch.device, count: int) -> Sequence[tuple[tuple[int, Stream], tuple[int, Stream]]]:
+    """A `Cut` for a device whose jobs take turns."""
+    return ()
+
+
+def host_device(compute: int) -> Device:
+    """The CPU as if it were such a device: for tests, and for machines without one."""
+    half = compute // 2
+    pair = Lane(half, HostStream()), Lane(compute - half, HostStream())
+    return Device(torch.device("cpu"), compute, Partitions(Lane(compute, HostStream()), [pair]))
+
+
+def cuda_device(index: int, cut: Cut) -> Device:
+    """GPU `index` of those this process sees. cut: makes complementary streams, with their multiprocessors.
+    Raises ConfigError with what is wrong and what would be right."""
+    _refuse_unusable(index)
+    here = torch.device("cuda", index)
+    try:
+        torch.cuda.set_device(here)
+        free, total = torch.cuda.mem_get_info(here)
+        main = CudaStream.new(here)
+    except RuntimeError as error:
+        raise ConfigError(f"device: cuda:{index} cannot be used: {_line(error)}; {_OTHERS}") from error
+    if free < (1 - MOST_BUSY) * total:
+        raise ConfigError(
+            f"device: cuda:{index} is busy: others hold {total - free:,} of its {total:,} bytes; {_OTHERS}"
+        )
+    count = torch.cuda.get_device_properties(here).multi_processor_count
+    pairs = [(Lane(*first), Lane(*second)) for first, second in cut(here, count)]
+    return Device(here, count, Partitions(Lane(count, main), pairs))
+
+
+_OTHERS: Final = "a GPU that no other process uses, or `device: cpu`, is right"
+
+
+def _refuse_unusable(index: int) -> None:
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"device: this torch ({torch.__version__}) is built without CUDA; a build with it, "
+            "or `device: cpu`, is right"
+        )
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # no driver, one too old, no device: its text says which
+        raise ConfigError(f"device: CUDA cannot be used here: {_line(error)}") from error
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(f"device: there is no cuda:{index}; this process sees {count} GPUs")
+    found = torch.cuda.get_device_capability(index)
+    if found < OLDEST_CAPABILITY:
+        raise ConfigError(
+            f"device: cuda:{index} has compute capability {found[0]}.{found[1]}; "
+            f"{OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer is right"
+        )
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

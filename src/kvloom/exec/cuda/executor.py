@@ -1,0 +1,249 @@
+"""Runs jobs on one GPU: decode steps from recordings, prefills as they come, side by side on its
+partitions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvloom.exec.cuda.device import Device, Lane
+from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, buckets_up_to
+from kvloom.exec.cuda.model import DeviceModel
+from kvloom.exec.cuda.operations import Operations
+from kvloom.exec.cuda.prefill import Draws, ask_prefill, rehearse
+from kvloom.exec.cuda.staging import Sent, Slots, Staging
+from kvloom.exec.cuda.streams import Mark, Progress
+from kvloom.exec.sampler import prompt_logprobs
+from kvloom.kv.arena import Store
+from kvloom.model.gpu.loans import Loans
+from kvloom.types.errors import Unavailable
+from kvloom.types.geometry import Geometry
+from kvloom.types.job import Job, JobResult, Phase
+from kvloom.types.request import ModelCard, TokenLogprob
+
+STRIDE: Final = 32  # steps of a decode job: each takes a row's next page at once, of about as many tokens
+
+
+class GpuExecutor:
+    """Satisfies core's `Executor`. A job has a thread and a lane; a share is a number of multiprocessors.
+
+    A job's thread asks the device for all that the job needs, and then waits for its tokens. In a job of
+    several steps a step's tokens go into the next on the device, which has always been asked for one step
+    more than the one whose tokens the thread waits for. Jobs that share a lane ask step after step by turns;
+    jobs on lanes of one partition's sides run at the same time.
+    """
+
+    def __init__(self, models: dict[str, DeviceModel], arena: Store, device: Device) -> None:
+        self.arena = arena
+        self.blocks = arena.blocks
+        self.compute = device.compute
+        self.stride, self.ahead = STRIDE, 1
+        self._models = models
+        self._device = device
+        self._slots = Slots(device)
+        self._progress: dict[int, Progress] = {}  # by id, for as long as somebody holds the job
+        self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
+        self._buffers: dict[Lane, Buffers] = {}
+        self._plain: set[str] = set()  # models whose steps cannot be recorded
+        self.loans = Loans(models, self._buffers, device.partitions.lanes, self._plain)
+        self._reason = ""
+        self._breaks = asyncio.Event()
+
+    def prepare(
+        self,
+        *,
+        most_running: int,
+        chunk: int,
+        progress: Callable[[str], None] = lambda _: None,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        """Run what jobs will run, so that kernels are compiled, memory is taken and decode steps are
+        recorded. chunk: prompt tokens of a job. agree: whether all ranks have recorded a step, where there
+        are several; it raises where some have and others have not. Raises torch's OutOfMemoryError where
+        the rest of the memory is too little."""
+        self._device.enter()
+        self._device.settle()  # weights and pool, before other streams read them
+        pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
+        for model in self._models.values():
+            progress(f"warming up {model.card.name}")
+            longest = min(chunk, model.card.context_length)
+            for tokens in (*(1 << i for i in range(longest.bit_length())), longest):
+                rehearse(model, tokens, self._device)
+        for i, lane in enumerate(self._device.partitions.lanes):
+            with lane.entered():
+                buffers = self._buffers[lane] = Buffers(most_running, pages, self._device.torch)
+            for name, model in self._models.items():
+                progress(f"recording decode steps of {name} ({i + 1}/{len(self._device.partitions.lanes)})")
+                steps = self._steps[name, lane] = DecodeSteps(model, lane, buffers)
+                for rows in buckets_up_to(most_running):
+                    if name in self._plain or not agree(steps.record(rows, self._device.unasked)):
+                        self._plain.add(name)
+                        break
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    @property
+    def operations(self) -> Operations:
+        """All models have the same."""
+        return next(iter(self._models.values())).operations
+
+    def heads(self, model: str) -> int:
+        """Of q, in all its layers; 0 where they differ."""
+        return self._models[model].heads
+
+    @property
+    def cards(self) -> dict[str, ModelCard]:
+        return {name: model.card for name, model in self._models.items()}
+
+    @property
+    def geometries(self) -> dict[str, Geometry]:
+        return {name: model.geometry for name, model in self._models.items()}
+
+    async def lost(self) -> str:
+        """Wait until no job can run any more; why. After an error of its own a device refuses all."""
+        await self._breaks.wait()
+        return f"{self._device.torch} has failed: {self._reason}"
+
+    def launch(self, job: Job) -> asyncio.Future[JobResult]:
+        lane = self._device.partitions.take(job.share)
+        slot = self._slots.take()
+        progress = self._progress[id(job)] = Progress(job.steps)
+        weakref.finalize(job, self._progress.pop, id(job), None)
+        loop = asyncio.get_running_loop()
+
+        def tell(tokens: list[int]) -> None:
+            if job.told is not None:
+                loop.call_soon_threadsafe(job.told, job, tokens)
+
+        future = loop.run_in_executor(slot.thread, self._run, job, lane, slot.staging, progress, tell)
+
+        def ended(job: asyncio.Future[JobResult]) -> None:
+            self._slots.give_back(slot)
+            self._device.partitions.give_back(lane)
+            if not job.cancelled() and isinstance(job.exception(), torch.AcceleratorError):
+                self._reason = " ".join(str(job.exception()).split())[:200]
+                self._breaks.set()
+
+        future.add_done_callback(ended)
+        return future
+
+    def taken(self, job: Job) -> int:
+        return self._progress[id(job)].begun
+
+    def cut(self, job: Job) -> None:
+        self._progress[id(job)].cut()
+
+    def close(self) -> None:
+        """Wait for running jobs and end the threads."""
+        self._slots.close()
+
+    # on a job's thread
+
+    def _run(
+        self, job: Job, lane: Lane, staging: Staging, progress: Progress, tell: Callable[[list[int]], None]
+    ) -> JobResult:
+        started = time.perf_counter()
+        self._device.enter()
+        woven = self.loans.woven(job)
+        try:
+            if woven is not None:
+                woven.move(self.arena.bytes, job)
+            tokens, reports, prompts = self._ask(job, lane, staging, progress, tell)
+        except torch.OutOfMemoryError as error:
+            _settle(lane)
+            self._device.trim()
+            free, total = self._device.free()
+            raise Unavailable(
+                f"{job.model}: a {job.phase} job of {job.tokens.size} tokens finds too little memory on "
+                f"{self._device.torch}: {free:,} of {total:,} bytes are free; a smaller kv_memory or "
+                "chunk_tokens is right"
+            ) from error
+        except BaseException:
+            _settle(lane)
+            raise
+        lost = woven.lost() if woven is not None else None
+        return JobResult(tokens, list(reports), prompts, time.perf_counter() - started, lost)
+
+    def _ask(
+        self, job: Job, lane: Lane, staging: Staging, progress: Progress, tell: Callable[[list[int]], None]
+    ) -> tuple[list[int], Sequence[TokenLogprob | None], list[TokenLogprob]]:
+        model, draws = self._models[job.model], Draws.of(job.samples, job.steps)
+        with torch.inference_mode():
+            with self._turn(job, lane):
+                steps = self._steps_of(job, lane) if job.phase is Phase.DECODE else None
+                with self._told(job):
+                    if steps is None:
+                        logits, sent = self._prefill(model, job, lane, staging, draws)
+                    else:
+                        logits, sent = self._decode(model, job, lane, staging, draws, steps)
+                count = len(job.samples)
+                ids, reports = draws.take(logits[:count], sent.arrays)
+                prompts = prompt_logprobs(logits[count:], job.prompts)
+                asked = staging.fetch(ids), lane.mark()
+            drawn: list[int] = []
+            while steps is not None and job.steps > 1 and draws.on_device:
+                with self._turn(job, lane):
+                    if steps is not self._steps_of(job, lane) or not progress.goes_on():
+                        break
+                    model.advance(sent, ids)
+                    ids, _ = draws.take(steps.run(sent), sent.arrays, progress.begun - 1)
+                    later = staging.fetch(ids), lane.mark()
+                tell(landed := _landed(*asked))
+                drawn, asked = drawn + landed, later
+            drawn += _landed(*asked)
+        return drawn, reports or [None] * len(drawn), prompts
+
+    @contextmanager
+    def _turn(self, job: Job, lane: Lane) -> Iterator[None]:
+        """What this thread asks for goes to the lane, and nothing of others comes between."""
+        with lane.lock, lane.entered(), self.loans.polling(job, lane):
+            yield
+
+    def _told(self, job: Job) -> AbstractContextManager[None]:
+        """While in it, other ranks are told of the job, where there are others."""
+        return nullcontext()
+
+    def _steps_of(self, job: Job, lane: Lane) -> DecodeSteps:
+        """In a turn of the lane, in which loans stay what they are."""
+        return self.loans.steps(job, lane) or self._steps[job.model, lane]
+
+    def _decode(
+        self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws, steps: DecodeSteps
+    ) -> tuple[Tensor, Sent]:
+        """The first step → logits [samples and prompts, V], and what was sent."""
+        arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays | model.copies(job.plan.copies)
+        sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
+        model.copy_pages(sent)
+        logits = steps.run(sent)
+        for send in job.plan.sends:
+            send.shipment.put(send.whole(job.plan.page_map))
+        return logits.index_select(0, sent.arrays["kept"]), sent
+
+    def _prefill(
+        self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws
+    ) -> tuple[Tensor, Sent]:
+        return ask_prefill(model, job, lane, staging, draws, self.loans.poll)
+
+
+def _settle(lane: Lane) -> None:
+    """Wait for what was asked for, which may still write to blocks that are about to be others'. Under its
+    lock: a mark in the middle of another thread's recording would be recorded."""
+    with lane.lock:
+        mark = lane.mark()
+    mark.wait()
+
+
+def _landed(tokens: Tensor, mark: Mark) -> list[int]:
+    """Tokens on their way to the host, once they are there."""
+    mark.wait()
+    found: list[int] = tokens.tolist()
+    return found

@@ -1,0 +1,185 @@
+"""One model's decode steps on one lane, recorded once for each size of a batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cuda.model import DecodeState, DeviceModel, Places
+from kvloom.exec.cuda.staging import Layout, Sent, padded, widened
+from kvloom.exec.cuda.streams import Recording
+from kvloom.types.errors import Unavailable
+from kvloom.types.geometry import AnyArray
+from kvloom.types.job import Job
+
+_log = logging.getLogger(__name__)
+
+BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def buckets_up_to(most: int) -> tuple[int, ...]:
+    """Sizes to record, the largest first, so that the smaller ones fit into its memory."""
+    more = range(BUCKETS[-1] * 2, most + BUCKETS[-1], BUCKETS[-1]) if most > BUCKETS[-1] else ()
+    sizes = sorted({min(size, most) for size in (*BUCKETS, *more)})
+    return tuple(reversed(sizes))
+
+
+def fitting(most: int, rows: int) -> int:
+    """The size to record for a batch of `rows`; 0 where it is larger than all."""
+    return min((size for size in buckets_up_to(most) if size >= rows), default=0)
+
+
+class Buffers:
+    """What all recordings of a lane read and write: they run one after the other.
+
+    rows: sequences of the largest batch. inputs: bytes; tables: [B, P] int32.
+    """
+
+    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
+        self.rows = rows
+        self.inputs = torch.zeros(Layout(_arrays(rows)).size, dtype=torch.uint8, device=device)
+        self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self._logits = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def logits(self, like: Tensor) -> Tensor:
+        """Room for such logits. A larger one is made where it is needed; recordings keep theirs."""
+        size = like.numel() * like.itemsize
+        if self._logits.numel() < size:
+            self._logits = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return self._logits[:size].view(like.dtype).view(like.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    rows: int
+    recording: Recording
+    logits: Tensor
+
+
+class DecodeSteps:
+    """A batch runs by the smallest recording that holds it; where there is none, as it is. poll: called
+    after each layer's attention, and recorded with it. state: what layers call."""
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        lane: Lane,
+        buffers: Buffers,
+        poll: Callable[[], None] = lambda: None,
+        state: Callable[..., DecodeState] = DecodeState,
+    ) -> None:
+        self._model = model
+        self._lane = lane
+        self._buffers = buffers
+        self._poll = poll
+        self._state = state
+        self._pages = model.geometry.pages(model.card.context_length)
+        self._steps: list[_Step] = []  # the smallest first
+        self._short: set[int] = set()  # sizes for which there was no room
+
+    def record(self, rows: int, unasked: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
+        """For batches of up to `rows` sequences. unasked: in which a step raises that waits for the device,
+        where it can be told before recording. False where the model cannot be recorded, and runs step by
+        step. Raises torch's OutOfMemoryError."""
+        model, buffers = self._model, self._buffers
+        views = Layout(_arrays(rows)).views(buffers.inputs)
+        tables = buffers.tables[:rows, : self._pages]
+
+        def step() -> None:
+            logits.copy_(self._forward(views, tables))
+
+        try:
+            with torch.inference_mode(), self._lane.entered():
+                _fill(views)
+                logits = buffers.logits(self._forward(views, tables))
+                with unasked():
+                    step()  # has compiled and loaded all that it needs
+                recording = self._lane.record(step)
+        except torch.OutOfMemoryError:
+            raise  # at one rank alone, perhaps: what the others exchange would not be what this one does
+        except (RuntimeError, Unavailable) as error:  # one of an exchange between ranks among them
+            _log.warning("%s decodes without graphs: %s", model.card.name, " ".join(str(error).split())[:200])
+            return False
+        self._steps = sorted([*self._steps, _Step(rows, recording, logits)], key=lambda step: step.rows)
+        return True
+
+    def record_late(self, rows: int, plain: set[str]) -> None:
+        """While serving: have a recording for a batch of `rows`, where the device has room for it when it is
+        first wanted, and the model is none of the `plain`, which cannot be recorded."""
+        name, size = self._model.card.name, fitting(self._buffers.rows, rows)
+        if not size or name in plain or size in self._short or any(s.rows == size for s in self._steps):
+            return
+        try:
+            if not self.record(size):
+                plain.add(name)
+        except torch.OutOfMemoryError as error:
+            self._short.add(size)
+            _log.warning("%s decodes without a graph of %d rows: %s", name, size, str(error)[:200])
+
+    def arrays(self, job: Job) -> dict[str, AnyArray]:
+        """What `run` needs on the device; those of a recording come first, as they lie in its inputs."""
+        plan = job.plan
+        step = self._step(job)
+        rows = step.rows if step else job.tokens.size
+        positions = plan.positions
+        if job.away is not None:  # rows of their own, which have no place here
+            positions = np.concatenate((positions, job.away.plan.positions))
+        fixed = {
+            "tokens": padded(job.tokens, rows),
+            "positions": padded(positions, rows),
+            "slot_page": padded(plan.slot_page, rows, fill=-1),
+            "slot_offset": padded(plan.slot_offset, rows),
+            "lengths": padded((plan.starts + 1).astype(np.int32), rows),
+        }
+        return fixed | {"tables": padded(widened(plan.tables), job.tokens.size)}
+
+    def run(self, sent: Sent) -> Tensor:
+        """→ logits [B, V], there until the lane's next step. By the recording that `sent` was made for,
+        whatever has been recorded since."""
+        rows = len(sent.arrays["tokens"])
+        step = next((step for step in self._steps if step.rows == rows), None)
+        if step is None:
+            return self._forward(sent.arrays, sent.arrays["tables"])
+        tables = sent.arrays["tables"][:, : self._pages]
+        size = Layout(_arrays(step.rows)).size
+        self._buffers.inputs[:size].copy_(sent.memory[:size])
+        self._buffers.tables[: len(tables), : tables.shape[1]].copy_(tables)
+        step.recording.replay()
+        return step.logits[: len(tables)]
+
+    def _step(self, job: Job) -> _Step | None:
+        return next((step for step in self._steps if step.rows >= job.tokens.size), None)
+
+    def _forward(self, inputs: Mapping[str, Tensor], tables: Tensor) -> Tensor:
+        model = self._model
+        places = Places(
+            model.arena, model.page_map.blocks, tables, inputs["slot_page"], inputs["slot_offset"]
+        )
+        state = self._state(model.operations, places, inputs["lengths"], self._lane.compute, self._poll)
+        return model.logits(inputs["tokens"], inputs["positions"], state)
+
+
+def _arrays(rows: int) -> dict[str, AnyArray]:
+    """The inputs of a step of padding alone."""
+    wide, narrow = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int32)
+    return {
+        "tokens": wide,
+        "positions": wide,
+        "slot_page": np.full(rows, -1, dtype=np.int32),
+        "slot_offset": narrow,
+        "lengths": narrow,
+    }
+
+
+def _fill(views: Mapping[str, Tensor]) -> None:
+    rows = len(next(iter(views.values())))
+    for name, array in _arrays(rows).items():
+        views[name].copy_(torch.from_numpy(array))

@@ -1,0 +1,195 @@
+"""An executor for a unit whose device is a GPU, ready to run jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kvloom.exec.attention import Scoring
+from kvloom.exec.cpu.layer import Forward
+from kvloom.exec.cuda.device import Cut, Device, cuda_device, cut_green
+from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.fuse import fuse_on_device
+from kvloom.exec.cuda.model import DeviceModel
+from kvloom.exec.cuda.operations import Operations, triton_operations
+from kvloom.exec.loader import LoadedModel, load_models
+from kvloom.exec.parallel.group import Team
+from kvloom.kv.arena import view_blocks
+from kvloom.types.errors import ConfigError
+from kvloom.types.geometry import Geometry
+from kvloom.types.spec import EngineSpec
+
+_HALVES: Final = ("bfloat16", "float16")
+
+
+class DeviceTarget:
+    """Weights go from the mapped files straight to the device, each once; a rank's slices lie there."""
+
+    def __init__(self, device: Device, operations: Operations) -> None:
+        self._device = device
+        self._operations = operations
+
+    def dtype(self, config: Any) -> torch.dtype:
+        """The checkpoint's own where that is a half precision, bfloat16 else."""
+        if self._device.torch.type == "cpu":
+            return torch.float32
+        own = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        return getattr(torch, own) if own in _HALVES else torch.bfloat16
+
+    def place(self, module: nn.Module) -> None:
+        tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
+        coming = [one for one in tensors.values() if one.device.type == "cpu"]
+        needed = sum(one.numel() * one.itemsize for one in coming)
+        free, total = self._device.free()
+        if needed > free:
+            raise ConfigError(
+                f"its weights need {needed:,} bytes, and {free:,} of {total:,} are free on "
+                f"{self._device.torch}; a smaller model, a half precision or a larger device is right"
+            )
+        module.to(self._device.torch)
+
+    def fuse(self, module: nn.Module) -> None:
+        fuse_on_device(module, self._operations)
+
+    def settle(self, module: nn.Module) -> None:
+        self._device.trim()
+
+    def straighten(
+        self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
+    ) -> Forward | None:
+        """transformers' modules cost nothing in a recording."""
+        return None
+
+
+class DeviceArena:
+    """`blocks` × `block_bytes` bytes. Never resized: peers and recorded graphs hold its address."""
+
+    def __init__(self, blocks: int, block_bytes: int, device: torch.device) -> None:
+        """Raises ConfigError with the bytes that are wanted where the device does not have them."""
+        self.blocks = blocks
+        self.block_bytes = block_bytes
+        size = blocks * block_bytes
+        try:
+            self.bytes: Tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"kv_memory: {device} gives no {size:,} bytes in one piece for the pool; less is right"
+            ) from error
+
+    def view(self, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """As one model sees it: [blocks, 2, tokens, head_dim]."""
+        return view_blocks(self.bytes, self.block_bytes, head_dim, dtype)
+
+
+WORKING: Final = 0.1  # of the device's memory, which `kv_memory: auto` leaves to what jobs compute with
+_QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS", "32"  # streams that share one, of 8, wait for each other
+_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def load_gpu_executor(spec: EngineSpec, progress: Callable[[str], None] = lambda _: None) -> GpuExecutor:
+    """Raises ConfigError with what the device lacks."""
+    progress(f"opening {spec.device}")
+    device, operations = open_gpu(spec.device, cut=cut_green)
+    return load_executor(spec, device, operations, progress)
+
+
+def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[Device, Operations]:
+    """The device of a rank of a unit whose first one's is `name`: ranks have GPUs one after the other. cut:
+    see `cuda_device`. Raises ConfigError."""
+    refuse_expandable(os.environ)
+    os.environ.setdefault(*_QUEUES)
+    try:
+        operations = triton_operations()
+    except ImportError as error:
+        raise ConfigError(
+            f"device: Triton cannot be used here ({error}); pip install 'kvloom[gpu]', "
+            "or `device: cpu`, is right"
+        ) from error
+    return cuda_device(int(name.partition(":")[2] or 0) + rank, cut), operations
+
+
+def load_executor(
+    spec: EngineSpec, device: Device, operations: Operations, progress: Callable[[str], None] = lambda _: None
+) -> GpuExecutor:
+    """Load every model, then take the pool, then rehearse. Raises ConfigError."""
+    executor = GpuExecutor(*load_pool(spec, device, operations, progress), device)
+    rehearse(executor, spec, device, progress)
+    return executor
+
+
+def load_pool(
+    spec: EngineSpec,
+    device: Device,
+    operations: Operations,
+    progress: Callable[[str], None] = lambda _: None,
+    team: Team | None = None,
+) -> tuple[dict[str, DeviceModel], DeviceArena]:
+    """The models, and the memory that they share. Of a team: this rank's slices, and of the pool an equal
+    part, of as many blocks as each rank has. Raises ConfigError, and Unavailable where a rank is gone."""
+    device.enter()
+    loaded = load_models(spec.models, spec.block_bytes, progress, team, DeviceTarget(device, operations))
+    progress("taking the KV arena")
+    size = spec.kv_bytes // spec.tensor_parallel or _rest(device)
+    blocks = _blocks(loaded, size, spec.block_bytes, spec.tensor_parallel)
+    if team is not None:
+        blocks = team.group.least(blocks)
+    arena = DeviceArena(blocks, spec.block_bytes, device.torch)
+    return {name: DeviceModel.place(model, arena, operations) for name, model in loaded.items()}, arena
+
+
+def rehearse(
+    executor: GpuExecutor,
+    spec: EngineSpec,
+    device: Device,
+    progress: Callable[[str], None] = lambda _: None,
+    agree: Callable[[bool], bool] = bool,
+) -> None:
+    """Make it ready for jobs; see `GpuExecutor.prepare`. Raises ConfigError where memory is too little."""
+    try:
+        executor.prepare(
+            most_running=spec.max_running, chunk=spec.chunk_tokens, progress=progress, agree=agree
+        )
+    except torch.OutOfMemoryError as error:
+        free, total = device.free()
+        size = executor.arena.blocks * spec.block_bytes
+        raise ConfigError(
+            f"kv_memory: beside a pool of {size:,} bytes too little of {device.torch} is left to run jobs "
+            f"({free:,} of {total:,} bytes); a smaller kv_memory, chunk_tokens or max_running is right"
+        ) from error
+
+
+def refuse_expandable(environment: Mapping[str, str]) -> None:
+    """Peers cannot map what torch allocates in expandable segments."""
+    for name in _SETTINGS:
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            raise ConfigError(
+                f"{name}: expandable_segments:True; without it is right, for peers map the KV arena"
+            )
+
+
+def _rest(device: Device) -> int:
+    """Bytes for the pool where the config leaves them open."""
+    free, total = device.free()
+    rest = free - int(WORKING * total)
+    if rest <= 0:
+        raise ConfigError(
+            f"kv_memory: the weights leave {free:,} of {device.torch}'s {total:,} bytes, too little for "
+            "a pool; fewer or smaller models are right"
+        )
+    return rest
+
+
+def _blocks(models: Mapping[str, LoadedModel], size: int, block_bytes: int, ranks: int) -> int:
+    """Raises ConfigError where so many bytes of a rank hold no page of a model."""
+    blocks = size // block_bytes
+    for name, model in models.items():
+        if model.geometry.blocks_per_page > blocks:
+            raise ConfigError(
+                f"kv_memory: {size * ranks:,} bytes hold no page of {name}; "
+                f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
+            )
+    return blocks

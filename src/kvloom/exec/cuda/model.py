@@ -1,0 +1,235 @@
+"""A model on the device: its weights, its view of the arena, and one forward of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvloom.exec.attention import Scoring
+from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cuda.operations import Operations
+from kvloom.exec.cuda.staging import Sent
+from kvloom.exec.cuda.streams import Mark
+from kvloom.exec.loader import LoadedModel
+from kvloom.kv.arena import Store
+from kvloom.types.geometry import I64, AnyArray, Geometry
+from kvloom.types.plan import PageCopy, Plan
+from kvloom.types.request import ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a forward's tokens are: arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B,
+    P], slot_page and slot_offset [N], int32, as a plan says. A slot of page −1 is written nowhere."""
+
+    arena: Tensor
+    page_map: Tensor
+    tables: Tensor
+    slot_page: Tensor
+    slot_offset: Tensor
+
+
+class _State:
+    """What `kvloom_attention` calls: `attend` writes K and V of the new tokens, and attends over the
+    pages."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        places: Places,
+        written: Callable[[int], None],
+        poll: Callable[[], None],
+    ) -> None:
+        """written: called after each layer's write, on whose stream it is. poll: called after each layer's
+        attention, where others may have something to do."""
+        self._operations = operations
+        self._places = places
+        self._written = written
+        self._poll = poll
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]."""
+        places = self._places
+        self._operations.write_kv(
+            places.arena, places.page_map, layer, k, v, places.slot_page, places.slot_offset
+        )
+        self._written(layer)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._over_pages(out, layer, q, scoring)
+        self._poll()
+        return out
+
+    def _over_pages(self, out: Tensor, layer: int, q: Tensor, scoring: Scoring) -> None:
+        raise NotImplementedError
+
+
+class DecodeState(_State):
+    """One new token a sequence. lengths: [B] int32, the new token counted; 0 for a row that is padding."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        places: Places,
+        lengths: Tensor,
+        multiprocessors: int,
+        poll: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(operations, places, lambda layer: None, poll)
+        self._lengths = lengths
+        self._multiprocessors = multiprocessors
+        self._workspace: Any = None
+
+    def _over_pages(self, out: Tensor, layer: int, q: Tensor, scoring: Scoring) -> None:
+        places = self._places
+        if self._workspace is None:  # of all layers, one after the other
+            (batch, heads, head_dim), kv_heads = q.shape, places.page_map.shape[2]
+            longest = places.tables.shape[1] * places.arena.shape[2]
+            self._workspace = self._operations.workspace(
+                batch, heads, kv_heads, head_dim, self._multiprocessors, longest, q.device
+            )
+        self._operations.decode_attention(
+            out, q, places.arena, places.page_map, layer, places.tables, self._lengths,
+            scoring.scale, scoring.window, scoring.softcap, workspace=self._workspace,
+        )  # fmt: skip
+
+
+class PrefillState(_State):
+    """starts: [B] tokens that each sequence has; begins: [B + 1] rows; both int32."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        places: Places,
+        starts: Tensor,
+        begins: Tensor,
+        written: Callable[[int], None] = lambda layer: None,
+        poll: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(operations, places, written, poll)
+        self._starts = starts
+        self._begins = begins
+
+    def _over_pages(self, out: Tensor, layer: int, q: Tensor, scoring: Scoring) -> None:
+        places = self._places
+        self._operations.prefill_attention(
+            out, q, places.arena, places.page_map, layer, places.tables, self._starts, self._begins,
+            scoring.scale, scoring.window, scoring.softcap,
+        )  # fmt: skip
+
+
+Send = Callable[[Mapping[str, AnyArray]], Sent]
+
+
+class DevicePageMap:
+    """blocks: [pages, layers, kv_heads] on the device. A row that has changed travels with the job that is
+    the first to need it; jobs on other lanes wait for that copy, and for nothing else."""
+
+    def __init__(self, geometry: Geometry, pages: int, device: torch.device) -> None:
+        shape = (pages, geometry.layers, geometry.kv_heads)
+        self.blocks = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._versions: I64 = np.full(pages, -1, dtype=np.int64)
+        self._counted: I64 | None = None  # by whom: another pool counts anew
+        self._updates: dict[Lane, Mark] = {}
+        self._lock = threading.Lock()
+
+    def refresh(self, plan: Plan, lane: Lane, send: Send) -> Sent:
+        """On the lane's stream, whose job has the plan: the map is right for its pages from here on. send:
+        puts arrays onto the device, with whatever else the job needs; what it returns is returned."""
+        with self._lock:
+            pages, seen = self._stale(plan)
+            sent = send({"map_pages": pages, "map_rows": plan.page_map[pages]})
+            for other, mark in self._updates.items():
+                if other is not lane:
+                    lane.stream.follow(mark)
+            if pages.size:
+                self.blocks.index_copy_(0, sent.arrays["map_pages"], sent.arrays["map_rows"])
+                self._updates[lane] = lane.mark()
+                self._versions[pages] = seen
+        return sent
+
+    def _stale(self, plan: Plan) -> tuple[I64, I64]:
+        """Of the pages that the forward may read or write those whose rows the device has not, and the rows'
+        versions. Entries of a table past a sequence's own pages do no harm: their rows come again when they
+        are somebody's."""
+        if plan.versions is not self._counted:
+            self._counted = plan.versions
+            self._versions[:] = -1
+        copied = [page for copy in plan.copies for page in (copy.source, copy.target)]
+        pages = np.concatenate((plan.tables.ravel(), np.asarray(copied, dtype=np.int32)))
+        if plan.versions is not None:
+            pages = pages[plan.versions[pages] != self._versions[pages]]
+        stale: I64 = np.unique(pages).astype(np.int64)
+        # before the rows are read: one that changes meanwhile is of no page of this plan, and comes again
+        seen = plan.versions[stale] if plan.versions is not None else np.full(stale.size, -1)
+        return stale, seen
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """heads: of q, in all layers; 0 where they differ. arena: [blocks, 2, T, D], as this model sees `memory`,
+    the pool's bytes."""
+
+    module: Any
+    geometry: Geometry
+    card: ModelCard
+    heads: int
+    operations: Operations
+    memory: Tensor
+    arena: Tensor
+    page_map: DevicePageMap
+
+    @classmethod
+    def place(cls, loaded: LoadedModel, store: Store, operations: Operations) -> DeviceModel:
+        geometry, device = loaded.geometry, store.bytes.device
+        pages = store.blocks // geometry.blocks_per_page
+        view = store.view(geometry.head_dim, loaded.dtype)
+        page_map = DevicePageMap(geometry, pages, device)
+        form = geometry, loaded.card, loaded.heads
+        return cls(loaded.module, *form, operations, store.bytes, view, page_map)
+
+    def logits(
+        self, tokens: Tensor, positions: Tensor, state: DecodeState | PrefillState, kept: Tensor | None = None
+    ) -> Tensor:
+        """tokens, positions [N] int64 → logits of the rows `kept`, or of all, [R, V]."""
+        out: Tensor = self.module(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=0 if kept is None else kept,
+            kv=state,
+        ).logits[0]
+        return out
+
+    def advance(self, sent: Sent, ids: Tensor) -> None:
+        """A decode step's inputs become the next one's: ids [B] are what its first B rows have drawn."""
+        names = ("tokens", "positions", "lengths", "slot_page", "slot_offset", "tables")
+        self.operations.advance(ids, *(sent.arrays[name] for name in names), self.geometry.tokens_per_block)
+
+    def copies(self, copies: tuple[PageCopy, ...]) -> dict[str, AnyArray]:
+        """What `copy_pages` needs on the device."""
+        lists = {
+            "copy_sources": [copy.source for copy in copies],
+            "copy_targets": [copy.target for copy in copies],
+            "copy_counts": [copy.tokens for copy in copies],
+        }
+        return {name: np.asarray(values, dtype=np.int32) for name, values in lists.items()} if copies else {}
+
+    def copy_pages(self, sent: Sent) -> None:
+        """Copy on write, all layers at once."""
+        if "copy_sources" not in sent.arrays:
+            return
+        lists = (sent.arrays[name] for name in ("copy_sources", "copy_targets", "copy_counts"))
+        self.operations.copy_pages(
+            self.memory,
+            self.page_map.blocks,
+            *lists,
+            block_bytes=self.geometry.block_bytes,
+            page_tokens=self.geometry.tokens_per_block,
+            token_bytes=self.geometry.token_bytes // 2,
+        )

@@ -1,0 +1,102 @@
+"""The kernels that a forward on a device is made of: Triton's, or their plain twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvloom.kernels import mail_programs as mail_reference
+from kvloom.kernels import reference
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """As the twins in `kernels/reference.py` and `kernels/mail_reference.py` say. workspace: (batch, heads,
+    kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's attention is to split its
+    work in, or None for no splitting."""
+
+    write_kv: Callable[..., None]
+    decode_attention: Callable[..., None]
+    prefill_attention: Callable[..., None]
+    copy_pages: Callable[..., None]
+    advance: Callable[..., None]
+    rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    gated: Callable[[Tensor, Activation], Tensor]
+    serve: Callable[..., None]
+    post: Callable[..., None]
+    collect: Callable[..., None]
+    workspace: Callable[[int, int, int, int, int, int, torch.device], Any]
+
+
+def plain_operations() -> Operations:
+    """The twins: on any device, in any dtype, at any speed."""
+
+    def decode(*arguments: Any, workspace: None) -> None:
+        reference.decode_attention(*arguments)
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        for x in (q, k):
+            reference.rotate(x, cos, sin)
+
+    def nothing(*_: object) -> None:
+        return None
+
+    return Operations(
+        reference.write_kv,
+        decode,
+        reference.prefill_attention,
+        reference.copy_pages,
+        reference.advance,
+        reference.rms_norm,
+        rotate,
+        reference.gated,
+        mail_reference.serve,
+        mail_reference.post,
+        mail_reference.collect,
+        nothing,
+    )
+
+
+def triton_operations() -> Operations:
+    """Imported here alone: triton reads its environment when it is."""
+    from kvloom.kernels.cuda.copy import copy_pages
+    from kvloom.kernels.cuda.decode import Workspace, decode_attention, splits_for
+    from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate
+    from kvloom.kernels.cuda.offload_ask import collect, post
+    from kvloom.kernels.cuda.offload_serve import serve
+    from kvloom.kernels.cuda.prefill import prefill_attention
+    from kvloom.kernels.cuda.write import write_kv
+
+    def workspace(
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        multiprocessors: int,
+        longest: int,
+        device: torch.device,
+    ) -> Workspace:
+        splits = splits_for(batch, kv_heads, multiprocessors, longest)
+        return Workspace.make(splits, batch, heads, head_dim, device)
+
+    return Operations(
+        write_kv,
+        decode_attention,
+        prefill_attention,
+        copy_pages,
+        advance,
+        rms_norm,
+        rotate,
+        gated,
+        serve,
+        post,
+        collect,
+        workspace,
+    )

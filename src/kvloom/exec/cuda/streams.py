@@ -1,0 +1,138 @@
+"""Queues of work on a device, as the executor uses them: CUDA's, and the host's, where work is done at
+once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self) -> None:
+        """Until the work before it is done; other threads run meanwhile."""
+
+
+class Recording(Protocol):
+    """Work that was recorded once, over the same tensors."""
+
+    def replay(self) -> None:
+        """On the current stream."""
+
+
+class Stream(Protocol):
+    def entered(self) -> AbstractContextManager[object]:
+        """What this thread asks for while in it goes to this stream."""
+
+    def mark(self) -> Mark: ...
+
+    def follow(self, mark: Mark) -> None:
+        """What comes later waits, on the device, for what is before `mark`."""
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        """`work` must have run on this stream before, so that nothing is compiled or loaded on the way.
+        Raises RuntimeError where it cannot be recorded, for it asks the device something."""
+
+
+class HostMark:
+    def wait(self) -> None:
+        """It is done."""
+
+
+class _Again:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        self._work()
+
+
+class HostStream:
+    """The host: a recording is the work itself, done again over the same tensors."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> HostMark:
+        return HostMark()
+
+    def follow(self, mark: Mark) -> None:
+        mark.wait()
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        return _Again(work)
+
+
+class CudaMark:
+    """An event. Who waits for it sleeps: there are more threads that wait than cores to spin on."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaStream:
+    """pool: memory that its recordings share; they run one after the other."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @classmethod
+    def new(cls, device: torch.device) -> CudaStream:
+        return cls(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    def entered(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
+    def mark(self) -> CudaMark:
+        return CudaMark(self.stream)
+
+    def follow(self, mark: Mark) -> None:
+        if isinstance(mark, CudaMark):
+            self.stream.wait_event(mark.event)
+        else:
+            mark.wait()
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        with self.entered():
+            self.stream.synchronize()
+            # other threads of this process have nothing to do with the device while graphs are made, but
+            # transports' have: only what this one asks for may spoil the recording
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+class Progress:
+    """begun: steps that the device has been asked for."""
+
+    def __init__(self, steps: int) -> None:
+        self.begun = 1
+        self._most = steps
+        self._lock = threading.Lock()
+
+    def goes_on(self) -> bool:
+        """Whether there is to be another step, which has begun then."""
+        with self._lock:
+            more = self.begun < self._most
+            self.begun += more
+            return more
+
+    def cut(self) -> None:
+        """No other step begins."""
+        with self._lock:
+            self._most = self.begun

@@ -1,0 +1,269 @@
+"""A checkpoint becomes a model that kvloom serves, or is refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from kvloom.exec.attention import NAME, Scoring, attend_dense
+from kvloom.exec.card import card_of
+from kvloom.exec.cpu.decoder import straighten
+from kvloom.exec.cpu.fuse import fuse
+from kvloom.exec.cpu.layer import Forward, Modular
+from kvloom.exec.parallel.group import Team
+from kvloom.exec.parallel.slicing import slice_model
+from kvloom.types.errors import ConfigError, Unavailable
+from kvloom.types.geometry import Geometry
+from kvloom.types.request import ModelCard
+from kvloom.types.spec import ModelSpec
+
+
+class Target(Protocol):
+    def dtype(self, config: Any) -> torch.dtype:
+        """The number format that `auto` means for a checkpoint with this config."""
+
+    def place(self, module: nn.Module) -> None:
+        """Bring the weights, which lie in mapped files, to where they are used. Raises ConfigError where they
+        do not fit."""
+
+    def fuse(self, module: nn.Module) -> None:
+        """In place; keeps what agrees with the stock modules."""
+
+    def settle(self, module: nn.Module) -> None:
+        """The module is as it will be: let go of what it does not need."""
+
+    def straighten(
+        self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
+    ) -> Forward | None:
+        """A faster forward than the module's own, where there is one."""
+
+
+class CpuTarget:
+    """float32, in oneDNN's layouts."""
+
+    def dtype(self, config: Any) -> torch.dtype:
+        return torch.float32
+
+    def place(self, module: nn.Module) -> None:
+        """They are read where they are."""
+
+    def fuse(self, module: nn.Module) -> None:
+        fuse(module)
+
+    def settle(self, module: nn.Module) -> None:
+        for left in module.parameters():  # out of the mapped files, which would else stay in memory with them
+            left.data = left.data.clone()
+
+    def straighten(
+        self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
+    ) -> Forward | None:
+        return straighten(module, scorings, geometry)
+
+
+CPU = CpuTarget()
+
+_PROBE_TOKENS: Final = 9
+
+
+class Observer:
+    """Stands in for the forward state while the loader looks at what the model asks of attention."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[int, int]] = {}
+        self.scorings: dict[int, Scoring] = {}
+        self.heads: set[int] = set()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        if k.shape[-1] != v.shape[-1]:
+            raise ConfigError(
+                f"its keys have {k.shape[-1]} numbers and its values {v.shape[-1]} (latent attention), "
+                "and kvloom's blocks hold both at one head size"
+            )
+        self.layers[layer] = (k.shape[1], k.shape[2])
+        self.scorings[layer] = scoring
+        self.heads.add(q.shape[1])
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
+
+
+def prove(module: Any, team: Team | None, target: Target) -> Observer:
+    """See what the stock model asks of our attention, bring it to where it is to run, slice and fuse it, and
+    compare logits on a short prompt. Of a team the first rank alone does what takes the whole model, and does
+    it where the files are mapped: no rank's device need hold the whole. Raises ConfigError."""
+    if team is None:
+        target.place(module)
+    observer, expected = Observer(), None
+    with torch.inference_mode():
+        if team is None or team.group.rank == 0:
+            probe = _probe(module)
+            expected = module(input_ids=probe["input_ids"], use_cache=False).logits
+        module.set_attn_implementation(NAME)
+        if expected is not None:
+            module(**probe, kv=observer)
+            _uniform(module, observer)
+        if team is not None:
+            observer = _slice(module, observer, team, target)
+        target.fuse(module)
+        found = module(**_probe(module), kv=observer).logits
+    if expected is not None:
+        _compare(found, expected.to(found.device))
+    return observer
+
+
+def _probe(module: Any) -> dict[str, Any]:
+    """A short prompt, where the module is."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(module.config.vocab_size, (1, _PROBE_TOKENS), generator=generator)
+    positions = torch.arange(_PROBE_TOKENS)[None]
+    return {
+        "input_ids": ids.to(module.device),
+        "position_ids": positions.to(module.device),
+        "use_cache": False,
+    }
+
+
+def _slice(module: Any, whole: Observer, team: Team, target: Target) -> Observer:
+    """Cut the module down to this rank's slice. Returns what the slice asks of attention."""
+    for heads, _ in whole.layers.values():
+        if heads % team.group.size:
+            fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ConfigError(
+                f"{team.group.size} ranks cannot share its {heads} KV heads evenly; "
+                f"a `tensor_parallel` of {fits} is right"
+            )
+    team.meet()
+    slice_model(module, team.group)
+    with torch.inference_mode(False):  # as in `slice_model`
+        target.place(module)
+    observer = Observer()
+    module(**_probe(module), kv=observer)
+    _uniform(module, observer)
+    return observer
+
+
+def _compare(found: Tensor, expected: Tensor) -> None:
+    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    bound = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    if not error < bound:
+        raise ConfigError(f"its logits under kvloom's attention differ from transformers' own by {error:.1e}")
+
+
+def _uniform(module: Any, observer: Observer) -> None:
+    layers = getattr(module.config, "num_hidden_layers", len(observer.layers))
+    if not observer.layers:
+        raise ConfigError("it does not use transformers' attention interface")
+    if sorted(observer.layers) != list(range(layers)):
+        raise ConfigError(
+            f"only {len(observer.layers)} of its {layers} layers are attention; others keep a state of their "
+            "own, which kvloom's pool does not hold"
+        )
+    if len(set(observer.layers.values())) != 1:
+        raise ConfigError(
+            f"its layers differ in KV heads or head size: {sorted(set(observer.layers.values()))}"
+        )
+    kinds = getattr(module.config, "layer_types", None) or []
+    for layer, kind in enumerate(kinds):
+        if kind == "sliding_attention" and not observer.scorings[layer].window:
+            raise ConfigError(
+                f"its layer {layer} has a sliding window that the attention interface is not told"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    module: nn.Module
+    forward: Forward
+    dtype: torch.dtype
+    geometry: Geometry
+    card: ModelCard
+    heads: int = 0  # of q, in all layers; 0 where they differ
+
+
+def load_models(
+    models: Sequence[ModelSpec],
+    block_bytes: int,
+    progress: Callable[[str], None] = lambda _: None,
+    team: Team | None = None,
+    target: Target = CPU,
+) -> dict[str, LoadedModel]:
+    """By name; see `load_model`."""
+    loaded: dict[str, LoadedModel] = {}
+    for i, spec in enumerate(models):
+        progress(f"loading model {spec.name} ({i + 1}/{len(models)})")
+        loaded[spec.name] = load_model(spec, block_bytes, team, target)
+    return loaded
+
+
+def load_model(
+    spec: ModelSpec, block_bytes: int, team: Team | None = None, target: Target = CPU
+) -> LoadedModel:
+    """Build, fuse and prove a checkpoint. team: the ranks that share it, each of which loads its own slice at
+    the same time; target: where it is to run. Raises ConfigError naming the model and what is wrong with it,
+    Unavailable where a rank of the team is gone."""
+    try:
+        return _load(spec, block_bytes, team, target)
+    except ConfigError as error:
+        raise ConfigError(f"models.{spec.name}: {error.message}") from error
+    except Unavailable:
+        raise
+    except Exception as error:  # whatever transformers, huggingface_hub or safetensors make of its files
+        reason = " ".join(str(error).split())[:400]
+        raise ConfigError(f"models.{spec.name}: {spec.path} cannot be loaded: {reason}") from error
+
+
+def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: Target) -> LoadedModel:
+    _no_code(spec.path)
+    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=False)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError("it is an encoder-decoder; kvloom serves decoders")
+    dtype = target.dtype(config) if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    module, info = AutoModelForCausalLM.from_pretrained(
+        spec.path,
+        config=config,
+        dtype=dtype,
+        attn_implementation="eager",
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # reported, and refused below with both shapes
+        output_loading_info=True,
+    )
+    _whole(info)
+    module.eval().requires_grad_(False)
+    parameters = sum(p.numel() for p in module.parameters())
+    observer = prove(module, team, target)
+    target.settle(module)
+    heads, head_dim = next(iter(observer.layers.values()))
+    geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes)
+    straight = target.straighten(module, observer.scorings, geometry)
+    if team is not None and not team.group.agree(straight is not None):
+        straight = None  # all ranks must exchange the same
+    card = card_of(spec, module, parameters)
+    q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
+    return LoadedModel(module, straight or Modular(module), dtype, geometry, card, q_heads)
+
+
+def _no_code(path: str) -> None:
+    """Refuse a checkpoint that brings its own model: transformers would ask at the terminal, or go on with
+    a class of its own that may be another model."""
+    config, _ = PretrainedConfig.get_config_dict(path)
+    wanted = {"AutoConfig", "AutoModelForCausalLM"} & set(config.get("auto_map") or ())
+    if wanted and config.get("model_type") not in CONFIG_MAPPING:
+        raise ConfigError("it needs code of its own (auto_map in its config), and kvloom runs none")
+
+
+def _whole(info: dict[str, Any]) -> None:
+    """Refuse a checkpoint that leaves a weight to chance."""
+    if info["missing_keys"]:
+        raise ConfigError(f"its files lack {_some(info['missing_keys'])}")
+    if info["mismatched_keys"]:
+        name, found, wanted = sorted(info["mismatched_keys"])[0]
+        raise ConfigError(f"{name} has shape {list(found)} in its files and {list(wanted)} in its config")
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *rest = sorted(names)
+    return f"{first} and {len(rest)} more" if rest else first

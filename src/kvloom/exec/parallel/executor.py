@@ -1,0 +1,77 @@
+"""Runs jobs with torch on several ranks, of which this process is the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvloom.exec.cpu.executor import TorchExecutor, commit_arena
+from kvloom.exec.loader import LoadedModel, load_models
+from kvloom.exec.parallel.ranks import Ranks
+from kvloom.kv.arena import Arena
+from kvloom.types.geometry import I64
+from kvloom.types.job import Job
+from kvloom.types.spec import EngineSpec
+
+
+class ParallelExecutor(TorchExecutor):
+    """Each rank has its heads of every page, in an arena of its own with as many blocks, and runs each job on
+    `share` cores; this one draws the tokens. A job that fails on its way to the logits ends the ranks."""
+
+    def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int, ranks: Ranks) -> None:
+        super().__init__(models, arena, threads)
+        self._ranks = ranks
+        ranks.serve(self.geometries, arena.blocks)
+
+    @classmethod
+    def over(
+        cls,
+        spec: EngineSpec,
+        folder: Path | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Self:
+        """Start the other ranks, and load with them. Pool and cores of the unit are shared out evenly.
+        folder: see `Ranks`. Raises ConfigError, and Unavailable where a rank ends meanwhile."""
+        size, threads = spec.tensor_parallel, spec.threads // spec.tensor_parallel
+        torch.set_num_threads(threads)
+        progress(f"starting {size} ranks")
+        ranks = Ranks(spec, torch.device("cpu"), folder)
+        with ranks.loading():
+            loaded = load_models(spec.models, spec.block_bytes, progress, ranks)
+            progress("reserving the KV arena")
+            arena = commit_arena(loaded, spec.kv_bytes, spec.block_bytes, size)
+            ranks.meet()
+        return cls(loaded, arena, threads, ranks)
+
+    async def lost(self) -> str:
+        return await self._ranks.ended()
+
+    def close(self) -> None:
+        self._ranks.close()
+        super().close()
+
+    def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
+        try:
+            self._ranks.step(slot, job, kept)
+            return super()._forward(slot, job, kept)
+        except Exception as error:
+            raise self._ranks.failed(error) from error
+
+
+def load_executor(
+    spec: EngineSpec, folder: Path | None = None, progress: Callable[[str], None] = lambda _: None
+) -> TorchExecutor:
+    """The executor that the unit needs. Raises as the executors do."""
+    if spec.tensor_parallel > 1:
+        return ParallelExecutor.over(spec, folder, progress)
+    return TorchExecutor.load(
+        spec.models,
+        kv_bytes=spec.kv_bytes,
+        block_bytes=spec.block_bytes,
+        threads=spec.threads,
+        progress=progress,
+    )

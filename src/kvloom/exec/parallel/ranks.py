@@ -1,0 +1,211 @@
+"""The other ranks, as the first one sees them: processes that it starts, and that end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as Late
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from kvloom.exec.parallel.group import SECONDS, Group, connect
+from kvloom.exec.parallel.wire import Begin, Go, Here, Order, Refused, Report, SentMaps, Wire
+from kvloom.types.clock import ending
+from kvloom.types.errors import ConfigError, KvloomError, Unavailable
+from kvloom.types.geometry import I64, Geometry
+from kvloom.types.job import Job
+from kvloom.types.spec import EngineSpec
+
+MODULE: Final = "kvloom.exec.parallel.rank"
+LOAD_SECONDS: Final = 1800.0  # that a rank may take from one meeting to the next
+NEWS_SECONDS: Final = 2.0  # after an exchange that failed, until it is known which rank has ended
+ENDING_SECONDS: Final = 5.0  # for the process to end, before a job fails for want of ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    rank: int
+    process: subprocess.Popen[bytes]
+    wire: Wire
+
+
+Start = Callable[[int, str], subprocess.Popen[bytes]]
+
+
+def start_process(wire: int, name: str) -> subprocess.Popen[bytes]:
+    """A rank whose orders come by the descriptor `wire`. name: for who looks at the machine's processes."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", MODULE, str(wire), name], stdin=subprocess.DEVNULL, pass_fds=[wire]
+    )
+
+
+class Ranks:
+    """group: this rank's end of the exchanges. lost: why no job can run any more, once that is so."""
+
+    def __init__(
+        self, spec: EngineSpec, device: torch.device, folder: Path | None, start: Start = start_process
+    ) -> None:
+        """Start the others. device: this rank's. folder: for a file by which they find each other. Raises
+        Unavailable where one ends meanwhile, ConfigError where one cannot use its device."""
+        begin = Begin(rank=0, store="", spec=spec)
+        self.lost: Future[str] = Future()
+        self.group = Group(0, begin.size)
+        self._name = spec.unit
+        self._start_process = start
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._news: queue.SimpleQueue[Report | _Ended] = queue.SimpleQueue()
+        self._maps: SentMaps | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=folder)
+        self._members: list[_Member] = []
+        store = f"{self._folder.name}/store"
+        try:
+            for rank in range(1, begin.size):
+                self._members.append(self._start(rank))
+                self._order(self._members[-1], msgspec.structs.replace(begin, rank=rank, store=store))
+            self.meet()
+            self.group = connect(store, 0, begin.size, begin.slots, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def meet(self) -> None:
+        here = 0
+        while here < len(self._members):
+            match self._heard(LOAD_SECONDS):
+                case Here():
+                    here += 1
+                case Refused(message):
+                    raise ConfigError(message)
+                case _Ended(how):
+                    raise Unavailable(how)
+                case None:
+                    raise Unavailable(f"{self._name}: a rank has not loaded within {LOAD_SECONDS:g} s")
+        self._tell(Go())
+
+    def serve(self, geometries: Mapping[str, Geometry], blocks: int) -> None:
+        """Everything is loaded, and jobs may come. geometries, blocks: of each rank."""
+        self._maps = SentMaps(geometries, blocks)
+        if self.group.device.type == "cpu":
+            self._folder.cleanup()  # they have found each other; NCCL may look there later
+
+    def step(self, slot: int, job: Job, kept: I64) -> None:
+        """Let the others run this job too, over the channel of `slot`. Raises Unavailable."""
+        assert self._maps is not None
+        if self.lost.done():
+            raise Unavailable(self.lost.result())
+        with self._lock:
+            self._tell(self._maps.step(slot, job, kept))
+        self.group.enter(slot)
+
+    def late(self, seconds: float) -> None:
+        """No job has ended for so long, though some are under way: one of the ranks is stuck."""
+        self._lose(f"{self._name}: no job has ended within {seconds:g} s: a rank is stuck")
+
+    def failed(self, error: BaseException) -> KvloomError:
+        """A job of all ranks has failed here, so that the ranks are no longer in step: they end. Returns what
+        to raise, a while after `lost` was told: whoever heeds that ends before requests are told of a job."""
+        with suppress(Late):
+            self.lost.result(NEWS_SECONDS)
+        self._lose(f"{self._name}: a job failed at the first rank, or was late at another: {error}")
+        self._closed.wait(ENDING_SECONDS)
+        return Unavailable(self.lost.result())
+
+    async def ended(self) -> str:
+        """Wait until no job can run any more; why."""
+        return await asyncio.shield(asyncio.wrap_future(self.lost))
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While in it all ranks load. What fails here ends the others; where another one failed first, that
+        is raised."""
+        try:
+            yield
+        except Unavailable as error:
+            reason = self._refused(error)
+            self.close()
+            raise reason from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _refused(self, error: Unavailable) -> KvloomError:
+        """Loading has failed at an exchange. Returns what to raise: why, if another rank knows."""
+        news = self._heard(NEWS_SECONDS)
+        while isinstance(news, Here):
+            news = self._heard(NEWS_SECONDS)
+        match news:
+            case Refused(message):
+                return ConfigError(message)
+            case _Ended(how):
+                return Unavailable(how)
+        return error
+
+    def close(self) -> None:
+        """End the others, and wait until they have ended."""
+        self._closed.set()
+        for member in self._members:
+            member.process.kill()
+        for member in self._members:
+            member.process.wait()
+            member.wire.close()
+        self.group.close()
+        self._folder.cleanup()
+
+    def _start(self, rank: int) -> _Member:
+        ours, theirs = socket.socketpair()
+        name = f"{self._name}-rank-{rank}"
+        with theirs:
+            process = self._start_process(theirs.fileno(), name)
+        member = _Member(rank, process, Wire(ours, seconds=int(SECONDS)))
+        threading.Thread(target=self._follow, args=(member,), name=name, daemon=True).start()
+        return member
+
+    def _follow(self, member: _Member) -> None:
+        """On a thread of its own, until the rank has ended."""
+        decoder = msgspec.msgpack.Decoder(Report)
+        while (message := member.wire.receive()) is not None:
+            self._news.put(decoder.decode(message))
+        how = f"{self._name}: rank {member.rank} {ending(member.process.wait())}"
+        self._news.put(_Ended(how))
+        if not self._closed.is_set():
+            self._lose(how)
+
+    def _lose(self, how: str) -> None:
+        """The ranks that are left would wait for the one that is gone, and so would this one for them."""
+        with suppress(InvalidStateError):  # the first reason stands
+            self.lost.set_result(how)
+        for member in self._members:
+            member.process.kill()
+
+    def _heard(self, seconds: float) -> Report | _Ended | None:
+        with suppress(queue.Empty):
+            return self._news.get(timeout=seconds)
+        return None
+
+    def _tell(self, order: Order) -> None:
+        for member in self._members:
+            self._order(member, order)
+
+    def _order(self, member: _Member, order: Order) -> None:
+        try:
+            member.wire.send(order)
+        except OSError as error:
+            raise Unavailable(f"{self._name}: rank {member.rank} takes no orders: {error}") from error

@@ -1,0 +1,214 @@
+"""What the first rank and the others say to each other, beside what they exchange while they compute."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from kvloom.types.geometry import I32, I64, AnyArray, Geometry
+from kvloom.types.job import Job, Phase
+from kvloom.types.plan import PageCopy, Plan
+from kvloom.types.spec import EngineSpec
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
+    """Load the unit's models and take an arena. store: file by which the ranks find each other."""
+
+    rank: int
+    store: str
+    spec: EngineSpec
+
+    @property
+    def size(self) -> int:
+        return self.spec.tensor_parallel
+
+    @property
+    def threads(self) -> int:
+        """Cores of each rank."""
+        return self.spec.threads // self.size
+
+    @property
+    def slots(self) -> int:
+        """Jobs that may run at the same time. One on GPUs: exchanges of two that met on one device in another
+        order than on the next would wait for each other."""
+        return self.threads if self.spec.device == "cpu" else 1
+
+
+class Go(Struct, frozen=True, tag="go"):
+    """All ranks are where the one is that waits for this."""
+
+
+class Step(Struct, frozen=True, kw_only=True, tag="step"):
+    """One forward. Arrays are their little-endian bytes, in the forms that `Plan` gives: int32 are tables,
+    slot_page, slot_offset, pages and blocks, int64 the others. kept: rows whose logits are wanted.
+
+    pages [n], blocks [n, layers, heads]: rows of the page map that have changed since the last step.
+    copies: source, target and tokens of each.
+    """
+
+    slot: int
+    model: str
+    phase: Phase
+    share: int
+    tokens: bytearray
+    kept: bytearray
+    appends: bytearray
+    starts: bytearray
+    tables: bytearray
+    positions: bytearray
+    slot_page: bytearray
+    slot_offset: bytearray
+    pages: bytearray
+    blocks: bytearray
+    copies: list[tuple[int, int, int]] = []
+
+
+class Here(Struct, frozen=True, tag="here"):
+    """The rank waits for `Go`."""
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The rank ends, because what it was given cannot be used."""
+
+    message: str
+
+
+Order = Begin | Go | Step
+Report = Here | Refused
+
+
+class Wire:
+    """One end of a stream socket. A message is the length of its msgpack, as 4 bytes, and that.
+
+    seconds: for which a message that the peer does not take is kept up; None for ever.
+    """
+
+    def __init__(self, end: socket.socket, seconds: int | None = None) -> None:
+        self._end = end
+        if seconds is not None:
+            timeout = struct.pack("ll", seconds, 0)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
+    def send(self, message: Order | Report) -> None:
+        """Raises OSError where the peer is gone, or takes nothing."""
+        body = msgspec.msgpack.encode(message)
+        self._end.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> bytearray | None:
+        """The next message's msgpack, or None where the peer is gone."""
+        head = self._read(_LENGTH.size)
+        return None if head is None else self._read(*_LENGTH.unpack(head))
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _read(self, count: int) -> bytearray | None:
+        body = bytearray(count)
+        left = memoryview(body)
+        while left:
+            try:
+                got = self._end.recv_into(left)
+            except OSError:
+                return None
+            if not got:
+                return None
+            left = left[got:]
+        return body
+
+
+class SentMaps:
+    """Which version the other ranks have of each row of a model's page map. Steps must be sent in the order
+    in which they were made here."""
+
+    def __init__(self, geometries: Mapping[str, Geometry], blocks: int) -> None:
+        self._known: dict[str, I64] = {
+            name: np.zeros(blocks // geometry.blocks_per_page, dtype=np.int64)
+            for name, geometry in geometries.items()
+        }
+        self._widths = {name: geometry.tokens_per_block for name, geometry in geometries.items()}
+
+    def step(self, slot: int, job: Job, kept: I64) -> Step:
+        plan = job.plan
+        pages = self._changed(job.model, plan)
+        return Step(
+            slot=slot,
+            model=job.model,
+            phase=job.phase,
+            share=job.share,
+            tokens=_bytes(job.tokens),
+            kept=_bytes(kept),
+            appends=_bytes(plan.appends),
+            starts=_bytes(plan.starts),
+            tables=_bytes(plan.tables),
+            positions=_bytes(plan.positions),
+            slot_page=_bytes(plan.slot_page),
+            slot_offset=_bytes(plan.slot_offset),
+            pages=_bytes(pages),
+            blocks=_bytes(plan.page_map[pages]),
+            copies=[(copy.source, copy.target, copy.tokens) for copy in plan.copies],
+        )
+
+    def _changed(self, model: str, plan: Plan) -> I32:
+        """The plan's pages whose rows the others do not know; they do from now on. Other rows may be changing
+        this moment, and are not read. What is copied from was an earlier plan's, and is known."""
+        counts = -(-(plan.starts + plan.appends) // self._widths[model])
+        used = np.unique(plan.tables[np.arange(plan.tables.shape[1]) < counts[:, None]])
+        assert plan.versions is not None
+        known, now = self._known[model], plan.versions[used]
+        changed = known[used] != now
+        known[used] = now
+        pages: I32 = used[changed]
+        return pages
+
+
+class ToldMap:
+    """What another rank knows of a model's page map: [pages, layers, heads] of a pool that nobody has used
+    yet. A row's version changes with the row."""
+
+    def __init__(self, geometry: Geometry, blocks: int) -> None:
+        pages = blocks // geometry.blocks_per_page
+        shape = (pages, geometry.layers, geometry.kv_heads)
+        self.rows: I32 = np.full(shape, -1, dtype=np.int32)
+        self.versions: I64 = np.zeros(pages, dtype=np.int64)
+
+    def plan(self, step: Step) -> Plan:
+        """As the first rank has it, over this map, which learns of what has changed. In the order in which
+        steps come."""
+        pages = _array(step.pages, np.int32)
+        self.rows[pages] = _array(step.blocks, np.int32).reshape(len(pages), *self.rows.shape[1:])
+        self.versions[pages] += 1  # after the row: a job may be reading both
+        appends = _array(step.appends, np.int64)
+        return Plan(
+            model=step.model,
+            sequences=tuple(range(len(appends))),
+            appends=appends,
+            starts=_array(step.starts, np.int64),
+            page_map=self.rows,
+            tables=_array(step.tables, np.int32).reshape(len(appends), -1),
+            positions=_array(step.positions, np.int64),
+            slot_page=_array(step.slot_page, np.int32),
+            slot_offset=_array(step.slot_offset, np.int32),
+            copies=tuple(PageCopy(*copy) for copy in step.copies),
+            versions=self.versions,
+        )
+
+
+def ids_of(step: Step) -> tuple[I64, I64]:
+    """Tokens and kept rows."""
+    return _array(step.tokens, np.int64), _array(step.kept, np.int64)
+
+
+def _bytes(array: AnyArray) -> bytearray:
+    return bytearray(array.tobytes())
+
+
+def _array(given: bytearray, kind: type[np.int32] | type[np.int64]) -> AnyArray:
+    return np.frombuffer(given, dtype=kind)

@@ -1,0 +1,325 @@
+"""A whole decode step of few rows in one parallel region, on a CPU.
+
+Few rows are bound by reading weights, and by the way between the products: so the team is woken once, and
+walks through the layers by itself. A stage's work items are handed out by a counter, and the stage is over
+when as many are done: a thread that comes late finds the work done by the others, and holds nobody up.
+
+Where another unit's tasks may come, the thread that is first to enter looks for them: after each stage, and
+so often within it as the plan of its parts says. No sum changes by that, and the others go on meanwhile.
+
+Where some rows are away, another unit attends for them while this one does for its own (`cpu_ask.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numba import carray, njit, types
+
+from kvloom.kernels.cpu.attention import ALL, AttentionArguments, advance, begin, room_of, tokens_of, turn
+from kvloom.kernels.cpu.elementwise import copy_row, norm_row
+from kvloom.kernels.cpu.offload_serve import MASK, LookArguments, finish, look, nanoseconds, start
+from kvloom.kernels.cpu.parallel import kernel
+from kvloom.kernels.cpu.products import PANEL, gated, normalise, plain_head, product, wait
+from kvloom.kernels.cpu.vector import LANES
+from kvloom.kernels.mail import NOTE
+from kvloom.kernels.memory import fetch_add, observe, pointer_at, read_int, write
+from kvloom.kernels.signals import acquire, exchange, wake
+
+NOWHERE = -1
+_SPINS = 2000  # looks before the core is offered to others at each further one
+_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+class AskArguments(ctypes.Structure):
+    """Of one loan. Addresses: the mailbox' words posted, finished, asleep and over; notes, qkv and out, whose
+    slots are so many bytes apart, and whose rows have qkv_row and out_row bytes; meanwhile [layers], where
+    the kernel says what the rows that are here took, in nanoseconds; clock, 16 bytes. futex: the system
+    call's number. spins: looks for an output, at most. count: the number of the last task that was posted.
+
+    Of a step: iteration; rows that are away, `first` the first of them; lost: not 0 where nobody is asked,
+    and their attention is zeros; paused: the layer whose output the host is to wait for, or NOWHERE; refused:
+    not 0 where it is to post the task, too; resume: the layer after whose attention to go on, or NOWHERE;
+    went: when the last task was posted, by the monotonic clock."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("posted", "finished", "asleep", "over", "notes", "note_bytes")),
+        *((name, ctypes.c_int64) for name in ("slots", "qkv", "qkv_slot", "qkv_row")),
+        *((name, ctypes.c_int64) for name in ("out", "out_slot", "out_row")),
+        *((name, ctypes.c_int64) for name in ("meanwhile", "clock", "futex", "spins", "count")),
+        *((name, ctypes.c_int64) for name in ("iteration", "rows", "first", "lost")),
+        *((name, ctypes.c_int64) for name in ("paused", "refused", "resume", "went")),
+    ]
+
+
+_ASK = np.dtype(AskArguments)
+
+
+@njit(inline="never")
+def resumed_at(address):  # type: ignore[no-untyped-def]
+    """The layer; NOWHERE for from the beginning. address: of AskArguments, or 0."""
+    return NOWHERE if address == 0 else carray(pointer_at(address), 1, _ASK)[0].resume
+
+
+@njit(inline="never")
+def _send(a, attention, layer):  # type: ignore[no-untyped-def]
+    """All rows lie in the slot."""
+    if acquire(a.finished) != a.count or acquire(a.over) != 0:
+        a.refused = 1
+        return
+    note = carray(pointer_at(a.notes + (a.count & (a.slots - 1)) * a.note_bytes), 1, NOTE)[0]
+    note.iteration, note.layer, note.rows, note.window = a.iteration, layer, a.rows, attention.window
+    note.scale, note.softcap = attention.scale, attention.softcap
+    a.went = nanoseconds(a.clock)
+    note.posted = a.went
+    a.count = (a.count + 1) & MASK
+    exchange(a.posted, a.count)  # a full barrier: who is not asleep now looks once more before it is
+    if acquire(a.asleep) != 0:
+        wake(a.futex, a.posted)
+
+
+@njit(inline="never")
+def post(address, attention, layer, counters):  # type: ignore[no-untyped-def]
+    """Bring the rows away into the mailbox; who brings the last one posts the task, and counts that, too."""
+    a = carray(pointer_at(address), 1, _ASK)[0]
+    if a.lost != 0:
+        return
+    slot = a.qkv + (a.count & (a.slots - 1)) * a.qkv_slot
+    row = fetch_add(counters, 1)
+    while row < a.rows:
+        turn(attention, a.first + row, 0, attention.kv_heads)
+        copy_row(slot + row * a.qkv_row, attention.q + (a.first + row) * attention.q_row, a.qkv_row)
+        if fetch_add(counters + 8, 1) == a.rows - 1:
+            _send(a, attention, layer)
+            fetch_add(counters + 8, 1)
+        row = fetch_add(counters, 1)
+
+
+@njit(inline="never")
+def _arrived(a):  # type: ignore[no-untyped-def]
+    """Wait for the output. False where the host is to do so."""
+    turns = 0
+    done = acquire(a.finished)
+    while done == (a.count - 1) & MASK and turns < a.spins:
+        turns += 1
+        if turns > _SPINS:
+            if acquire(a.over) != 0:
+                return False
+            _yield()
+        done = acquire(a.finished)
+    return done == a.count
+
+
+@njit(inline="never")
+def _take(a, attention, layer, posting):  # type: ignore[no-untyped-def]
+    to = attention.out + a.first * attention.out_row
+    if a.lost != 0:
+        for row in range(a.rows):
+            for i in range(0, a.out_row, 4):
+                write(to + row * attention.out_row + i, 0.0)
+        return
+    wait(posting, a.rows + 1)
+    if a.refused != 0:
+        a.paused = layer
+        return
+    now = nanoseconds(a.clock)
+    carray(pointer_at(a.meanwhile), layer + 1, np.int64)[layer] = now - a.went
+    if not _arrived(a):
+        a.paused = layer
+        return
+    slot = a.out + ((a.count - 1) & (a.slots - 1)) * a.out_slot
+    for row in range(a.rows):
+        copy_row(to + row * attention.out_row, slot + row * a.out_row, a.out_row)
+
+
+@njit(inline="never")
+def collect(address, attention, layer, posting, counters):  # type: ignore[no-untyped-def]
+    """One thread takes the output, the others wait for it. False: the host has to, and the step ends here.
+    posting: the counters that the task was posted by."""
+    a = carray(pointer_at(address), 1, _ASK)[0]
+    if fetch_add(counters, 1) == 0:
+        _take(a, attention, layer, posting)
+        fetch_add(counters + 8, 1)
+    wait(counters, 1)
+    return a.paused == NOWHERE
+
+
+COUNTERS = 16  # 64-bit words a stage: `next` and `done`, alone in their cache lines
+OPERATORS = 5  # a layer; before the first the embedding, after the last the head
+STAGES = OPERATORS + 1  # two of rows that are away, in place of attention, which has counters of its own
+FIRST = 16  # byte of the first counters: threads that have come, where one of them is to look
+_LINE = 64
+
+
+class LinearArguments(ctypes.Structure):
+    """`count` panels of 64 columns over `depth` inputs, `stride` bytes each; bias has 64 · count values."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("panels", "count", "stride", "depth", "bias")]
+
+
+class NormArguments(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_int64), ("eps", ctypes.c_double), ("offset", ctypes.c_double)]
+
+
+class LayerArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, NormArguments) for name in ("before", "between")),
+        *((name, LinearArguments) for name in ("qkv", "o", "gate", "up", "down")),
+        ("activation", ctypes.c_int64),
+    ]
+
+
+class StepArguments(ctypes.Structure):
+    """Addresses and sizes. Rows of x, qkv, mixed, inner and logits are their `_row` bytes apart, and all but
+    mixed have room for whole panels. plain: the head's weight [V, K] where it is not in panels, else 0.
+
+    ask: the AskArguments, or 0 where no row is away; poll: the LookArguments, or 0 where no tasks come. Of
+    each stage, the last the head: parts [OPERATORS · depth + 1], and ends, as long, the pieces that there are
+    when it is over."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("counters", "layers", "attention", "depth", "rows", "size")),
+        *((name, ctypes.c_int64) for name in ("tokens", "embedding", "x", "x_row", "qkv", "qkv_row")),
+        *((name, ctypes.c_int64) for name in ("mixed", "mixed_row", "inner", "inner_row")),
+        *((name, ctypes.c_int64) for name in ("kept", "kept_rows", "logits", "logits_row", "plain", "vocab")),
+        *((name, ctypes.c_int64) for name in ("ask", "poll", "parts", "ends", "threads")),
+        ("norm", NormArguments),
+        ("head", LinearArguments),
+    ]
+
+
+_LAYER = np.dtype(LayerArguments)
+_ATTENTION = np.dtype(AttentionArguments)
+_LOOK = np.dtype(LookArguments)
+_ATTENTION_BYTES = ctypes.sizeof(AttentionArguments)
+
+
+@njit(inline="never")
+def _parts(s, poll, stage):  # type: ignore[no-untyped-def]
+    """Parts of a stage after which the thread that looks does so; the others never do. Of all items: where
+    there are more threads it has some of them alone."""
+    if poll == 0:
+        return 0
+    return carray(pointer_at(s.parts), OPERATORS * s.depth + 1, np.int64)[stage] * s.threads
+
+
+@njit(inline="never")
+def _after(s, poll, stage):  # type: ignore[no-untyped-def]
+    """A stage is over."""
+    if poll != 0:
+        look(poll)
+        ends = carray(pointer_at(s.ends), OPERATORS * s.depth + 1, np.int64)
+        ends[stage] = carray(pointer_at(poll), 1, _LOOK)[0].count
+
+
+@njit(inline="never")
+def _embed(s, counters):  # type: ignore[no-untyped-def]
+    row = fetch_add(counters, 1)
+    while row < s.rows:
+        token = read_int(s.tokens + row * 4)
+        copy_row(s.x + row * s.x_row, s.embedding + token * s.size * 4, s.size * 4)
+        fetch_add(counters + 8, 1)
+        row = fetch_add(counters, 1)
+    wait(counters, s.rows)
+
+
+@njit(inline="never")
+def _attend(turn, counters, poll, parts):  # type: ignore[no-untyped-def]
+    """A stage. Parts are of so many tokens, wherever in a sequence they end."""
+    scratch = np.empty(room_of(turn) + LANES, np.float32)
+    place = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
+    tokens, part = tokens_of(turn), 1
+    begin(place)
+    while advance(turn, counters, place, ALL if part >= parts else max(part, tokens * part // parts)):
+        look(poll)
+        part += 1
+    wait(counters, turn.batch * turn.spans)
+    scratch[0] = 0
+
+
+@njit(inline="never")
+def _mix(s, layer, turn, next_token, counters, normal, sums, poll, stage):  # type: ignore[no-untyped-def]
+    """Up to attention's output; False where the host has to wait for a part of that. stage: the number of the
+    layer's first."""
+    step, wide = COUNTERS * 8, s.x_row
+    if observe(counters) < layer.qkv.count:
+        normalise(normal, wide, s.x, wide, s.rows, s.size, layer.before)
+    parts = _parts(s, poll, stage)
+    product(layer.qkv, layer.o, s.qkv, s.qkv_row, normal, wide, s.rows, False, counters, sums, poll, parts)
+    _after(s, poll, stage)
+    number = stage // OPERATORS
+    if s.ask != 0:
+        post(s.ask, turn, number, counters + step)
+    _attend(turn, next_token, poll, _parts(s, poll, stage + 1))
+    _after(s, poll, stage + 1)
+    return s.ask == 0 or collect(s.ask, turn, number, counters + step, counters + 2 * step)
+
+
+@njit(inline="never")
+def _finish(s, layer, then, counters, normal, sums, poll, stage):  # type: ignore[no-untyped-def]
+    """After it. `then` is the product after this layer's last."""
+    step, wide = COUNTERS * 8, s.x_row
+    counters += 3 * step
+    parts = _parts(s, poll, stage + 2)
+    product(layer.o, layer.gate, s.x, wide, s.mixed, s.mixed_row, s.rows, True, counters, sums, poll, parts)
+    _after(s, poll, stage + 2)
+    counters += step
+    if observe(counters) < layer.gate.count:
+        normalise(normal, wide, s.x, wide, s.rows, s.size, layer.between)
+    parts = _parts(s, poll, stage + 3)
+    gated(layer, s.inner, s.inner_row, normal, wide, s.rows, counters, sums, poll, parts)
+    _after(s, poll, stage + 3)
+    counters += step
+    parts = _parts(s, poll, stage + 4)
+    product(layer.down, then, s.x, wide, s.inner, s.inner_row, s.rows, True, counters, sums, poll, parts)
+    _after(s, poll, stage + 4)
+
+
+@njit(inline="never")
+def _head(s, normal, counters, sums, poll):  # type: ignore[no-untyped-def]
+    wide, stage = s.x_row, OPERATORS * s.depth
+    for r in range(s.kept_rows):
+        x = s.x + read_int(s.kept + r * 4) * wide
+        norm_row(normal + r * wide, x, s.norm.weight, s.size, s.norm.eps, s.norm.offset)
+    parts = _parts(s, poll, stage)
+    if s.plain != 0:
+        plain_head(s, normal, wide, counters, sums, poll, parts)
+    else:
+        to, row = s.logits, s.logits_row
+        product(s.head, s.head, to, row, normal, wide, s.kept_rows, False, counters, sums, poll, parts)
+    _after(s, poll, stage)
+
+
+@njit(inline="never")
+def _layers(s, normal, sums, poll):  # type: ignore[no-untyped-def]
+    """False where the host has to wait for another unit first, and then begin anew with `resume`."""
+    layers = carray(pointer_at(s.layers), s.depth, _LAYER)
+    turns = carray(pointer_at(s.attention), s.depth, _ATTENTION)
+    resume = resumed_at(s.ask)
+    for i in range(max(0, resume), s.depth):
+        counters = s.counters + (1 + i * STAGES) * COUNTERS * 8
+        turn, stage = s.attention + i * _ATTENTION_BYTES, i * OPERATORS
+        if i != resume and not _mix(s, layers[i], turns[i], turn, counters, normal, sums, poll, stage):
+            return False
+        then = layers[i + 1].qkv if i + 1 < s.depth else s.head
+        _finish(s, layers[i], then, counters, normal, sums, poll, stage)
+    return True
+
+
+@kernel(StepArguments)
+def step(pointer):  # type: ignore[no-untyped-def]
+    s = carray(pointer, 1)[0]
+    most = max(s.rows, s.kept_rows)
+    scratch = np.empty(most * s.x_row // 4 + 2 * (most + 3) * PANEL + LANES, np.float32)
+    normal = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
+    sums = normal + most * s.x_row
+    poll = s.poll if s.poll != 0 and fetch_add(s.counters + FIRST, 1) == 0 else 0
+    if poll != 0:
+        start(poll)
+    _embed(s, s.counters)
+    if _layers(s, normal, sums, poll):
+        _head(s, normal, s.counters + (1 + s.depth * STAGES) * COUNTERS * 8, sums, poll)
+    if poll != 0:
+        finish(poll)
+    scratch[0] = 0  # numba frees an array after its last use, and addresses are none

@@ -1,0 +1,31 @@
+"""Compile the kernels into numba's cache: `python -m kvloom.kernels.cpu.warm`, done by `make setup`.
+
+numba notices a change in a kernel's own file only, so what is cached from older helpers is removed first.
+"""
+
+from pathlib import Path
+
+from kvloom.kernels import signals
+from kvloom.kernels.cpu import attention as cpu_attention
+from kvloom.kernels.cpu import block_copy
+from kvloom.kernels.cpu import decode_step as cpu_step
+from kvloom.kernels.cpu import elementwise as cpu_elementwise
+from kvloom.kernels.cpu import offload_serve as cpu_poll
+from kvloom.kernels.cpu import offload_serve as cpu_watch
+from kvloom.kernels.cpu.parallel import Kernel
+
+
+def warm() -> int:
+    """Returns the number of kernels compiled."""
+    for stale in (Path(__file__).parent / "__pycache__").glob("*.nb?"):
+        stale.unlink()
+    modules = block_copy, cpu_attention, cpu_elementwise, cpu_poll, cpu_step, cpu_watch, signals
+    members = [member for module in modules for member in vars(module).values()]
+    kernels = {member for member in members if isinstance(member, Kernel)}
+    for compiled in kernels:
+        compiled.compile()
+    return len(kernels)
+
+
+if __name__ == "__main__":
+    print(f"{warm()} kernels compiled")

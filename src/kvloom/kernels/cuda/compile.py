@@ -1,0 +1,217 @@
+"""Compiles the kernels for a GPU that need not be there.
+
+`python -m kvloom.kernels.cuda.compile` compiles for Hopper, and with the argument 80 for Ampere.
+
+Each is launched as it is when it serves, but on tensors without memory; what Triton would specialise on such
+a launch is compiled down to a cubin. Prints a line each; exits with 1 where one does not compile.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kvloom.kernels.cuda.copy import copy_launch, copy_pages_launch
+from kvloom.kernels.cuda.decode import Workspace, decode_launches
+from kvloom.kernels.cuda.elementwise import advance_launch, gated_launch, norm_launch, rotate_launch
+from kvloom.kernels.cuda.launch import Launch
+from kvloom.kernels.cuda.offload_ask import collect_launch, post_launch
+from kvloom.kernels.cuda.offload_serve import serve_launch
+from kvloom.kernels.cuda.prefill import prefill_launch
+from kvloom.kernels.cuda.write import write_launch
+from kvloom.kernels.mail import LINE, NOTE, WORDS, Desk, Lent, Mail, Pad
+from kvloom.kernels.reference import Activation, block_view
+
+Named = tuple[str, Launch]
+_BLOCK = 16384
+_SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have, by compute capability
+_ORDERS = {  # towards other processes, that PTX must have; a plain load or store would do without
+    "_serve": ("global.sys.acquire", "global.sys.release"),
+    "_post": ("global.sys.release",),
+    "_collect": ("global.sys.acquire",),
+}
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+}
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _attention(
+    dtype: torch.dtype, head_dim: int, group: int, window: int = 0, softcap: float = 0.0, splits: int = 8
+) -> Iterator[Named]:
+    """Decode, split and not, and prefill of a model of 4 KV heads and 8 layers."""
+    kv_heads, batch, rows = 4, 16, 512
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
+    cache = arena, _empty(1024, 8, kv_heads), 3, _empty(batch, 64)
+    form = head_dim**-0.5, window, softcap
+    name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
+    name += f"{' window' if window else ''}{' softcap' if softcap else ''}"
+    q = _empty(batch, kv_heads * group, head_dim, dtype=dtype)
+    room = Workspace.make(splits, batch, kv_heads * group, head_dim, torch.device("meta"))
+    for launch in decode_launches(q, q, *cache, _empty(batch), *form, workspace=room):
+        yield f"{launch.kernel.__name__[1:]} {name} splits={splits}", launch
+    q = _empty(rows, kv_heads * group, head_dim, dtype=dtype)
+    yield f"prefill {name}", prefill_launch(q, q, *cache, _empty(batch), _empty(batch + 1), *form)
+
+
+def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
+    """What else a layer does."""
+    rows, kv_heads, size = 512, 4, 4096
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
+    name = f"{str(dtype).removeprefix('torch.')} D={head_dim}"
+    fused = _empty(rows, 4 * kv_heads, head_dim, dtype=dtype)
+    q, k, v = fused[:, : 2 * kv_heads], fused[:, -2 * kv_heads : -kv_heads], fused[:, -kv_heads:]
+    slots = _empty(1024, 8, kv_heads), 3, k, v, _empty(rows), _empty(rows)
+    yield f"write {name}", write_launch(arena, *slots)
+    angles = _empty(rows, head_dim, dtype=dtype)
+    yield f"rotate {name}", rotate_launch(q, k, angles, angles)
+    x, weight = _empty(rows, size, dtype=dtype), _empty(size, dtype=dtype)
+    yield f"norm {name} H={size}", norm_launch(x, x, weight, 1e-6)
+    yield f"norm {name} H={size} added", norm_launch(x, x, weight, 1e-6, 1.0, x, x)
+    yield f"norm {name} of heads", norm_launch(q, q, _empty(head_dim, dtype=dtype), 1e-6)
+    activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+    for activation in activations:
+        yield f"gated {name} {activation}", gated_launch(x, x, activation)
+
+
+def _others() -> Iterator[Named]:
+    memory, ids = _empty(1 << 33, dtype=torch.uint8), _empty(256)
+    for token_bytes in (256, 160):
+        tokens = _BLOCK // 2 // token_bytes
+        layout: dict[str, Any] = {"block_bytes": _BLOCK, "page_tokens": tokens, "token_bytes": token_bytes}
+        name = f"{token_bytes} bytes a token"
+        yield f"copy {name}", copy_launch(memory, memory, ids, ids, ids, ids, **layout)
+        yield f"copy pages {name}", copy_pages_launch(memory, _empty(1024, 8, 4), ids, ids, ids, **layout)
+    wide = _empty(256, dtype=torch.int64)
+    yield "advance", advance_launch(wide, wide, wide, ids, ids, ids, _empty(256, 64), 32)
+    yield "copy gather", copy_launch(memory, memory, ids, None, **layout)
+
+
+def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
+    """Both ends of a loan to a model of 4 KV heads and 8 layers."""
+    slots, rows, kv_heads, device = 2, 64, 4, torch.device("meta")
+    heads = group * kv_heads
+    mail = Mail(
+        words=_empty(len(WORDS), LINE // 4),
+        head=_empty(1, 3),
+        lengths=_empty(rows),
+        tables=_empty(rows, 64),
+        map=_empty(1024, 8, kv_heads),
+        notes=_empty(slots, NOTE.itemsize // 4),
+        qkv=_empty(slots, rows, heads + 2 * kv_heads, head_dim, dtype=dtype),
+        out=_empty(slots, rows, heads, head_dim, dtype=dtype),
+    )
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
+    name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
+    lent = Lent(_empty(mail.map.numel()), arena)
+    yield f"serve {name}", serve_launch(mail, Desk(0, mail), lent)
+    q, k = (_empty(rows, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
+    pad = Pad(0, device)
+    yield f"post {name}", post_launch(mail, pad, q, k, k, 3, head_dim**-0.5)
+    yield f"collect {name}", collect_launch(mail, pad, q, 1000)
+
+
+def served() -> Iterator[Named]:
+    """A launch of each kernel for each dtype and head size, and for the forms of attention."""
+    for head_dim in (64, 80, 96, 128, 256):
+        yield from _attention(torch.bfloat16, head_dim, group=4)
+    yield from _attention(torch.bfloat16, 128, group=1, splits=1)
+    yield from _attention(torch.bfloat16, 256, group=2, window=1024, softcap=50.0)
+    yield from _attention(torch.float16, 128, group=7)
+    yield from _attention(torch.float32, 64, group=4)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield from _around(dtype, 128)
+    yield from _around(torch.bfloat16, 80)
+    yield from _others()
+    yield from _weaving(torch.bfloat16, 128, group=4)
+    yield from _weaving(torch.float16, 256, group=8)
+    yield from _weaving(torch.float32, 64, group=4)
+
+
+def source(launch: Launch) -> ASTSource:
+    """What Triton would compile on this launch: integers that are 1 are constants, and that pointers and
+    integers are multiples of 16 is known."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for i, parameter in enumerate(launch.kernel.params):
+        value, free = launch.arguments[parameter.name], parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not free):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+            aligned = value.storage_offset() * value.itemsize % 16 == 0 and not free
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            aligned = value % 16 == 0 and not free
+        else:
+            signature[parameter.name], aligned = "fp32", False
+        if aligned:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def _registers(cubin: bytes) -> str:
+    """Registers of a thread and bytes that are spilled, as cuobjdump tells them; empty without it."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout)
+    return f"{found[1]:>4} registers {found[2]:>5} B stack" if found else ""
+
+
+def main(arguments: list[str]) -> int:
+    capability = int(arguments[0]) if arguments else 90
+    target, room, failed = GPUTarget("cuda", capability, 32), _SHARED[capability], 0
+    for name, launch in served():
+        if not isinstance(launch.kernel, JITFunction):
+            raise SystemExit("TRITON_INTERPRET is set: unset it to compile")
+        options = {"num_warps": launch.warps, "num_stages": launch.stages}
+        code = source(launch)
+        try:
+            compiled = triton.compile(code, target=target, options=options)
+        except (triton.TritonError, RuntimeError) as error:
+            failed += 1
+            print(f"{name}: does not compile: {error}")
+            continue
+        shared = compiled.metadata.shared
+        print(f"{name:<58} {launch.warps:>2} warps {shared:>7} B shared {_registers(compiled.asm['cubin'])}")
+        for order in _ORDERS.get(launch.kernel.__name__, ()):
+            if order not in compiled.asm["ptx"]:
+                failed += 1
+                print(f"{name}: has no {order}")
+        if shared > room:
+            failed += 1
+            print(f"{name}: wants {shared} bytes of shared memory, the GPU has {room}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""Copy blocks on the device: between arenas, into a buffer for a peer and out of one, page to page.
+
+The lists may name blocks of any layers and heads, so what a send has for many layers is one launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvloom.kernels.cuda.launch import CHANGING, Launch, check
+
+_WORDS = 4096  # of 4 bytes, a program: four loads of 16 bytes a thread
+_WARPS = 8
+_KINDS = (torch.int32, torch.int16, torch.uint8)
+
+
+@triton.jit
+def _move(  # type: ignore[no-untyped-def]
+    source,
+    target,
+    own,
+    peer,
+    offset,
+    count,
+    BLOCK_WORDS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    TOKEN_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """A part of tokens [offset, offset + count) of K and V; all tokens take the words past them along."""
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    half = PAGE_TOKENS * TOKEN_WORDS
+    low = offset * TOKEN_WORDS
+    high = tl.where(count >= PAGE_TOKENS, BLOCK_WORDS, low + count * TOKEN_WORDS)
+    wanted = ((word >= low) & (word < high)) | ((word >= low + half) & (word < high + half))
+    wanted = wanted & (word < BLOCK_WORDS)
+    values = tl.load(source + own.to(tl.int64) * BLOCK_WORDS + word, mask=wanted)
+    tl.store(target + peer.to(tl.int64) * BLOCK_WORDS + word, values, mask=wanted)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _copy_blocks(  # type: ignore[no-untyped-def]
+    source,
+    target,
+    own,  # or None: row i
+    peer,  # or None: row i
+    offsets,  # or None: 0
+    counts,  # or None: all
+    BLOCK_WORDS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    TOKEN_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """A program is a part of a block."""
+    i = tl.program_id(0)
+    from_block, to_block = i, i
+    if own is not None:
+        from_block = tl.load(own + i)
+    if peer is not None:
+        to_block = tl.load(peer + i)
+    offset, count = i - i, i - i + PAGE_TOKENS
+    if offsets is not None:
+        offset, count = tl.load(offsets + i), tl.load(counts + i)
+    _move(
+        source, target, from_block, to_block, offset, count, BLOCK_WORDS, PAGE_TOKENS, TOKEN_WORDS, WORDS
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _copy_pages(  # type: ignore[no-untyped-def]
+    arena,
+    page_map,
+    sources,
+    targets,
+    counts,
+    map_page,
+    MAP_BLOCKS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    TOKEN_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """A program is a part of a block of one layer and head of one copy."""
+    i, place = tl.program_id(0) // MAP_BLOCKS, tl.program_id(0) % MAP_BLOCKS
+    from_block = tl.load(page_map + tl.load(sources + i).to(tl.int64) * map_page + place)
+    to_block = tl.load(page_map + tl.load(targets + i).to(tl.int64) * map_page + place)
+    _move(
+        arena, arena, from_block, to_block, i - i, tl.load(counts + i),
+        BLOCK_WORDS, PAGE_TOKENS, TOKEN_WORDS, WORDS,
+    )  # fmt: skip
+
+
+def _layout(block_bytes: int, page_tokens: int, token_bytes: int) -> tuple[torch.dtype, int, dict[str, int]]:
+    """The widest word that tokens are whole numbers of, programs a block, and the layout in such words."""
+    if 2 * page_tokens * token_bytes > block_bytes or block_bytes % 4:
+        raise ValueError(
+            f"block_bytes: want a multiple of 4 that holds {page_tokens} tokens of 2 x {token_bytes} bytes, "
+            f"got {block_bytes}"
+        )
+    kind = next(kind for kind in _KINDS if token_bytes % kind.itemsize == 0)
+    block, token = block_bytes // kind.itemsize, token_bytes // kind.itemsize
+    words = {"BLOCK_WORDS": block, "PAGE_TOKENS": page_tokens, "TOKEN_WORDS": token, "WORDS": _WORDS}
+    return kind, triton.cdiv(block, _WORDS), words
+
+
+def copy_launch(
+    source: Tensor,
+    target: Tensor,
+    own: Tensor | None,
+    peer: Tensor | None,
+    offsets: Tensor | None = None,
+    counts: Tensor | None = None,
+    *,
+    block_bytes: int,
+    page_tokens: int,
+    token_bytes: int,
+) -> Launch:
+    """How `copy_blocks` is launched; None for row i itself, and for all tokens."""
+    kind, parts, words = _layout(block_bytes, page_tokens, token_bytes)
+    lists = {"own": own, "peer": peer, "offsets": offsets, "counts": counts}
+    given = {name: ids for name, ids in lists.items() if ids is not None}
+    if not given or (offsets is None) != (counts is None):
+        raise ValueError("lists: want own or peer, and of offsets and counts both or neither")
+    count = next(iter(given.values())).shape[0]
+    for name, ids in given.items():
+        check(name, ids, count, dtypes=(torch.int32,))
+    check("source", source, -1, dtypes=(torch.uint8,))
+    check("target", target, -1, dtypes=(torch.uint8,))
+    arguments: dict[str, Any] = {"source": source.view(kind), "target": target.view(kind), **lists, **words}
+    return Launch(_copy_blocks, (count, parts), arguments, _WARPS)
+
+
+def copy_blocks(
+    source: Tensor,
+    target: Tensor,
+    own: Tensor,
+    peer: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    *,
+    block_bytes: int,
+    page_tokens: int,
+    token_bytes: int,
+) -> None:
+    """For each i copy tokens [offsets[i], offsets[i] + counts[i]) of K and of V from block own[i] of `source`
+    to block peer[i] of `target`, both flat bytes, of a length that is a multiple of 4; all tokens of a block
+    take the bytes past them along. The lists are [n] int32 on the device. No block is written twice, nor read
+    and written."""
+    copy_launch(
+        source, target, own, peer, offsets, counts,
+        block_bytes=block_bytes, page_tokens=page_tokens, token_bytes=token_bytes,
+    ).run()  # fmt: skip
+
+
+def gather_blocks(buffer: Tensor, arena: Tensor, blocks: Tensor, block_bytes: int) -> None:
+    """Copy the blocks [n] int32 of `arena` side by side into `buffer`, both flat bytes on the device."""
+    half = block_bytes // 2
+    copy_launch(arena, buffer, blocks, None, block_bytes=block_bytes, page_tokens=1, token_bytes=half).run()
+
+
+def scatter_blocks(arena: Tensor, buffer: Tensor, blocks: Tensor, block_bytes: int) -> None:
+    """Copy what lies side by side in `buffer` to the blocks [n] int32 of `arena`, both flat bytes."""
+    half = block_bytes // 2
+    copy_launch(buffer, arena, None, blocks, block_bytes=block_bytes, page_tokens=1, token_bytes=half).run()
+
+
+def copy_pages_launch(
+    arena: Tensor,
+    page_map: Tensor,
+    sources: Tensor,
+    targets: Tensor,
+    counts: Tensor,
+    *,
+    block_bytes: int,
+    page_tokens: int,
+    token_bytes: int,
+) -> Launch:
+    """How `copy_pages` is launched."""
+    kind, parts, words = _layout(block_bytes, page_tokens, token_bytes)
+    pages, layers, kv_heads = page_map.shape
+    check("arena", arena, -1, dtypes=(torch.uint8,))
+    check("page_map", page_map.flatten(1), pages, layers * kv_heads, dtypes=(torch.int32,))
+    for name, ids in (("sources", sources), ("targets", targets), ("counts", counts)):
+        check(name, ids, sources.shape[0], dtypes=(torch.int32,))
+    arguments: dict[str, Any] = {
+        **{"arena": arena.view(kind), "page_map": page_map, "sources": sources, "targets": targets},
+        **{"counts": counts, "map_page": page_map.stride(0), "MAP_BLOCKS": layers * kv_heads, **words},
+    }
+    return Launch(_copy_pages, (sources.shape[0] * layers * kv_heads, parts), arguments, _WARPS)
+
+
+def copy_pages(
+    arena: Tensor,
+    page_map: Tensor,
+    sources: Tensor,
+    targets: Tensor,
+    counts: Tensor,
+    *,
+    block_bytes: int,
+    page_tokens: int,
+    token_bytes: int,
+) -> None:
+    """For each i copy the first counts[i] tokens of page sources[i] to page targets[i], in all layers and
+    heads at once: copy on write. arena: flat bytes; page_map [pages, layers, kv_heads] contiguous, and the
+    lists [n], int32 on the device."""
+    copy_pages_launch(
+        arena, page_map, sources, targets, counts,
+        block_bytes=block_bytes, page_tokens=page_tokens, token_bytes=token_bytes,
+    ).run()  # fmt: skip

@@ -1,0 +1,289 @@
+"""One run with faults: built from its seed, played, and held against the laws."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvloom.lab.faults.faults import Client, Ordeal
+from kvloom.lab.faults.host import Host
+from kvloom.lab.faults.journal import Answer, Journal
+from kvloom.lab.faults.laws import (
+    NO_CRASH,
+    NO_STARVATION,
+    Broken,
+    check_answer,
+    check_idle,
+    check_router,
+    check_witnesses,
+)
+from kvloom.lab.faults.scenario import draw_ordeal
+from kvloom.lab.faults.world import Parts, World
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.types.errors import ConfigError, KvloomError
+from kvloom.types.request import SamplingParams, StartGenerate
+
+PATIENCE: Final = 300.0  # virtual seconds in which every request has ended
+PROMPTLY: Final = 60.0  # in which it has where nobody waits for a lease
+MOST_TURNS: Final = 100_000  # of the event loop at one moment
+TIDY: Final = 10.0  # after the last answer: what is held then is held by a lease, where there are any
+SETTLED: Final = 100.0  # after the last fault: all that was late has come, all leases have run out
+
+
+@dataclass(slots=True)
+class Verdict:
+    """broken: the laws that did not hold. counts: events by kind. lines: the journal, where it was wanted."""
+
+    seed: int
+    broken: list[Broken] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    lines: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int, *, journal: bool = False) -> Verdict:
+    return run_ordeal(draw_ordeal(seed), journal=journal)
+
+
+def run_ordeal(ordeal: Ordeal, *, journal: bool = False, parts: Parts | None = None) -> Verdict:
+    """Never raises: what it fails of is in the verdict."""
+    verdict = Verdict(ordeal.seed)
+    try:
+        run = _run(ordeal, verdict, journal, parts or Parts())
+        run_virtual(run, seed=ordeal.seed, most_turns=MOST_TURNS)
+    except Exception as error:  # noqa: BLE001 - whatever a run fails of is what it is for
+        if not verdict.broken:
+            verdict.broken.append(_crash(error))
+    return verdict
+
+
+async def _run(ordeal: Ordeal, verdict: Verdict, journal: bool, parts: Parts) -> None:
+    clock = LoopClock(asyncio.get_running_loop())
+    told = Journal(clock, kept=journal)
+    verdict.counts, verdict.lines = told.counts, told.lines
+    world = World(ordeal, clock, told, parts)
+    trial = asyncio.get_running_loop().create_task(_try(world, clock))
+    both: list[asyncio.Future[Any]] = [trial, world.crash]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    told.kept = False
+    if trial.done() and (error := trial.exception()):
+        world.broken.append(_crash(error))
+    elif world.crash.done():
+        world.broken.append(_crash(world.crash.result()))
+    verdict.broken = world.broken
+
+
+async def _try(world: World, clock: LoopClock) -> None:
+    """Play it, let it settle, and check; then see whether all that was promised can still be had."""
+    await world.start()
+    seconds = PROMPTLY if world.ordeal.tidy else PATIENCE
+    late = await world.play(seconds)
+    world.broken.extend(_late(answer, seconds) for answer in late)
+    world.calm()
+    if world.ordeal.tidy:
+        await clock.sleep(TIDY)
+        await _check_idle(world)
+    await clock.sleep(SETTLED)
+    for answer in world.answers:
+        if answer.over is not None:
+            world.broken.extend(check_answer(answer, world.ordeal))
+    await _check_idle(world)
+    if world.broken:
+        return
+    for answer in [*(await _ask_fleet(world)), *(await _ask_units(world))]:
+        world.broken.extend(check_answer(answer, world.ordeal))
+        if answer.fate != "ended":
+            world.broken.append(_late(answer))
+    await _check_idle(world)
+    await world.close()
+    for host in world.hosts.values():
+        world.broken.extend(check_witnesses(host))
+
+
+async def _check_idle(world: World) -> None:
+    assert world.gateway is not None
+    world.broken.extend(check_router(world.gateway.router))
+    for host in world.hosts.values():
+        assert (host.process is None) == (host.name in world.supervisor.away)
+        if host.process is not None:
+            world.broken.extend(check_idle(host, await host.process.engine.load()))
+        world.broken.extend(check_witnesses(host))
+
+
+async def _ask_fleet(world: World) -> list[Answer]:
+    """A request for each model, as anybody would ask."""
+    assert world.gateway is not None
+    answers = [
+        Answer(Client(0.0, _last(card.name, card.context_length // 2, f"last-{card.name}"), leaves=PATIENCE))
+        for card in await world.gateway.router.models()
+        if card.context_length > 1
+    ]
+    for answer in answers:
+        await world.gateway.answer(answer)
+    return answers
+
+
+async def _ask_units(world: World) -> list[Answer]:
+    """Of each unit the longest request of each model: it needs all that the unit has promised."""
+    return [
+        await _ask_unit(host, card.name, card.context_length)
+        for host in world.hosts.values()
+        if host.process is not None
+        for card in await host.process.engine.models()
+        if card.context_length > 1
+    ]
+
+
+async def _ask_unit(host: Host, model: str, context: int) -> Answer:
+    assert host.process is not None
+    answer = Answer(Client(0.0, _last(model, context - 1, f"longest-{model}-{host.name}")))
+    frames = host.process.engine.start_generate(answer.client.body)
+    try:
+        async with asyncio.timeout(PATIENCE), aclosing(frames):
+            async for frame in frames:
+                answer.take(frame)
+        answer.fate = "ended"
+    except KvloomError as error:
+        answer.fate, answer.error = "failed", error
+    except TimeoutError:
+        answer.fate = "waits"
+    return answer
+
+
+def _last(model: str, length: int, request: str) -> StartGenerate:
+    return StartGenerate(
+        model=model,
+        request=request,
+        prompt=[(7 * i + length) % 400 for i in range(length)],
+        sampling=SamplingParams(max_tokens=3, seed=1),
+    )
+
+
+def _late(answer: Answer, seconds: float = PATIENCE) -> Broken:
+    name = answer.client.body.request
+    if answer.error is not None:
+        return Broken(NO_STARVATION, f"{name}: all is calm, but it is told: {answer.error.message}")
+    return Broken(NO_STARVATION, f"{name} has waited for {seconds:g} s or more")
+
+
+def _crash(error: BaseException) -> Broken:
+    """Where it came from, in one line."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" at {last[0].filename.rsplit('/', 1)[-1]}:{last[0].lineno}" if last else ""
+    return Broken(NO_CRASH, " ".join(f"{type(error).__name__}{where}: {error}".split()))
+
+
+BROKEN, INTERRUPTED = 1, 130
+MOST_JOBS: Final = 256
+_AHEAD: Final = 10  # runs that a process is given at once
+_WINDOW: Final = 5000  # that all are; so there may be any number
+
+
+def chaos(*, seeds: int, first: int, jobs: int, replay: int | None) -> int:
+    """The command's exit code. Raises ConfigError."""
+    _check(seeds, first, jobs, replay)
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    if replay is not None:
+        return tell(run_quietly(replay, journal=True))
+    try:
+        counts, broken = _run_all(range(first, first + seeds), jobs, console)
+    except KeyboardInterrupt:
+        print("kvloom: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    if broken is not None:
+        return tell(run_quietly(broken.seed, journal=True))
+    console.print(_summary(seeds, counts))
+    return 0
+
+
+def _check(seeds: int, first: int, jobs: int, replay: int | None) -> None:
+    if seeds < 1:
+        raise ConfigError(f"--seeds: {seeds}; 1 or more is right")
+    for flag, seed in (("--first", first), ("--replay", replay)):
+        if seed is not None and seed < 0:
+            raise ConfigError(f"{flag}: {seed}; a seed of 0 or more is right")
+    if not 1 <= jobs <= MOST_JOBS:
+        raise ConfigError(f"--jobs: {jobs}; 1 to {MOST_JOBS} is right")
+
+
+def run_quietly(seed: int, *, journal: bool = False) -> Verdict:
+    """What the engines log of failed jobs is as the seed has it, and would bury the rest."""
+    logging.disable(logging.CRITICAL)
+    try:
+        return run_seed(seed, journal=journal)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def verdicts(seeds: range, jobs: int) -> Iterator[Verdict]:
+    """In order, from `jobs` processes."""
+    if jobs == 1:
+        yield from map(run_quietly, seeds)
+        return
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    try:
+        for first in range(0, len(seeds), _WINDOW):
+            with _without_interrupts():
+                found = pool.map(run_quietly, seeds[first : first + _WINDOW], chunksize=_AHEAD)
+            yield from found
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C goes to all processes, and the first one ends the others: those that are started here never hear
+    it, from their first moment on. For this one it waits until the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def tell(verdict: Verdict) -> int:
+    """The journal and the verdict, on standard output; the exit code."""
+    for line in verdict.lines:
+        print(line)
+    for broken in verdict.broken:
+        print(f"seed {verdict.seed} breaks {broken}")
+    if not verdict.broken:
+        print(f"seed {verdict.seed} keeps the laws")
+    return BROKEN if verdict.broken else 0
+
+
+def _run_all(seeds: range, jobs: int, console: Console) -> tuple[Counter[str], Verdict | None]:
+    """What happened, and the first run that broke a law."""
+    counts: Counter[str] = Counter()
+    columns = TextColumn("seeds"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+    quiet = not console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as progress:
+        step = progress.add_task("", total=len(seeds))
+        for verdict in verdicts(seeds, jobs):
+            if verdict.broken:
+                return counts, verdict
+            counts.update(verdict.counts)
+            progress.advance(step)
+    return counts, None
+
+
+def _summary(seeds: int, counts: Counter[str]) -> Table:
+    table = Table(title=f"{seeds} runs keep the laws", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for what, count in sorted(counts.items()):
+        table.add_row(what, f"{count:,}")
+    return table

@@ -1,0 +1,233 @@
+"""What may go wrong in a run, all of it drawn before the run begins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.router.failures import DEATHS
+from kvloom.types.request import StartGenerate
+from kvloom.types.spec import Option
+
+LATEST: Final = 6.0  # seconds that anything on a wire may be late
+KEEPING: Final = ("pin", "reserve")  # orders that hold something until its lease has run out
+STALE: Final = 3.0  # seconds after which the second copy of a call comes at the latest
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """An engine is gone with all it knows, or, `gently`, after it has ended what it had; a new one starts
+    `down` seconds later under the same name, with an empty pool."""
+
+    at: float
+    unit: str
+    down: float
+    gently: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLoss:
+    """The router is gone with all its calls, and gives nothing back; a new one starts `down` seconds
+    later."""
+
+    at: float
+    down: float
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoss:
+    """The fleet scheduler is gone with what it knows of the last period; a new one starts `down` seconds
+    later."""
+
+    at: float
+    down: float
+
+
+@dataclass(frozen=True, slots=True)
+class Relocation:
+    """Somebody orders a request to another unit, `unit` or one of those after it: of the requests that have
+    had a token and are not over, the one that has this part of them before it."""
+
+    at: float
+    which: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """From now on requests run under another program."""
+
+    at: float
+    program: str
+    options: Mapping[str, Option]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Somebody calls a unit beside the router: keeps a prefix for `seconds`, drops one, asks for room and
+    never comes back, or takes the unit out of service for that time."""
+
+    at: float
+    unit: str
+    what: Literal["pin", "evict", "reserve", "drain"]
+    model: str
+    prompt: list[int]
+    seconds: int
+
+
+Fault = Death | GatewayLoss | SchedulerLoss | Relocation | Switch | Order
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Asks for `body` at `at`. leaves: seconds until it hangs up. aborts: seconds until it ends the request,
+    or one choice of it, and reads on. pause: seconds it takes over each frame."""
+
+    at: float
+    body: StartGenerate
+    leaves: float | None = None
+    aborts: float | None = None
+    choice: int | None = None
+    pause: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mishap:
+    """What becomes of one call. late, slow: seconds more on the way there and back. lost: it never arrives;
+    unanswered: its answer does not. again: it arrives a second time, so many seconds later. cut: its stream
+    breaks after so many frames. noticed: seconds until a side sees that the other is gone."""
+
+    late: float = 0.0
+    slow: float = 0.0
+    lost: bool = False
+    unanswered: bool = False
+    again: float | None = None
+    cut: int | None = None
+    noticed: float = 0.0
+
+    def __str__(self) -> str:
+        told = {"late": self.late, "slow": self.slow, "again": self.again, "cut after": self.cut}
+        parts = [f"{name} {value:g}" for name, value in told.items() if value]
+        return ", ".join([*parts, *["lost"] * self.lost, *["unanswered"] * self.unanswered])
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How many of the calls, and of the jobs, have each mishap."""
+
+    late: float = 0.0
+    slow: float = 0.0
+    lost: float = 0.0
+    unanswered: float = 0.0
+    again: float = 0.0
+    cut: float = 0.0
+    jobs: float = 0.0
+
+    @property
+    def none(self) -> bool:
+        return self == Rates()
+
+
+NOTHING: Final = Mishap()
+
+
+class Mishaps:
+    """One after the other, as the seed has it, until it is over."""
+
+    def __init__(self, seed: str, rates: Rates) -> None:
+        self._random = random.Random(seed)
+        self._rates = rates
+
+    def calm(self) -> None:
+        self._rates = Rates()
+
+    def next(self) -> Mishap:
+        rates, draw = self._rates, self._random
+        if rates.none:
+            return NOTHING
+        hit = {
+            name: draw.random() < getattr(rates, name)
+            for name in ("late", "slow", "lost", "unanswered", "again", "cut")
+        }
+        return Mishap(
+            late=_moment(draw, LATEST) if hit["late"] else 0.0,
+            slow=_moment(draw, LATEST) if hit["slow"] else 0.0,
+            lost=hit["lost"],
+            unanswered=hit["unanswered"],
+            again=_moment(draw, STALE) if hit["again"] else None,
+            cut=draw.randint(0, 6) if hit["cut"] else None,
+            noticed=_moment(draw, LATEST),
+        )
+
+    def fails(self) -> bool:
+        """Whether the next job does."""
+        return self._rates.jobs > 0 and self._random.random() < self._rates.jobs
+
+
+def _moment(draw: random.Random, most: float) -> float:
+    """Mostly short, now and then as long as can be."""
+    return most * float(draw.random() ** 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Ordeal:
+    """One run: who serves, who asks, and what goes wrong. contexts: tokens that each model holds, by model.
+    rates: of calls to the engines and of jobs; fleet_rates: of the fleet scheduler's calls, if others. delay:
+    of the wire, in seconds, one way. rescheduling: None where there is no fleet scheduler."""
+
+    seed: int
+    units: tuple[SimulatedUnit, ...]
+    contexts: Mapping[str, int]
+    program: Switch
+    clients: tuple[Client, ...]
+    faults: tuple[Fault, ...] = ()
+    rates: Rates = field(default_factory=Rates)
+    fleet_rates: Rates | None = None
+    delay: float = 0.0003
+    rescheduling: Rescheduling | None = None
+
+    @property
+    def tidy(self) -> bool:
+        """Nobody fails to give back what was held for a request: leases are not needed."""
+        return self.rates.none and not any(
+            isinstance(one, Death | GatewayLoss) or (isinstance(one, Order) and one.what in KEEPING)
+            for one in self.faults
+        )
+
+    @property
+    def harmless(self) -> bool:
+        """Nothing breaks, and no unit is taken out of service: whoever stays is answered."""
+        return self.survivable and not any(isinstance(one, Death) for one in self.faults)
+
+    @property
+    def survivable(self) -> bool:
+        """At most, engines die, and so few that none can be thought to die of a request: who has begun to be
+        answered is answered whole."""
+        deaths = sum(isinstance(one, Death) for one in self.faults)
+        return (
+            self.rates.none
+            and deaths <= DEATHS
+            and not any(
+                isinstance(one, GatewayLoss) or (isinstance(one, Order) and one.what == "drain")
+                for one in self.faults
+            )
+        )
+
+
+class Dice:
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def _odds(self, of: float) -> bool:
+        return self._random.random() < of
+
+    def _count(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+    def _moment(self) -> float:
+        """Seconds: of a job, of a few, of a lease."""
+        return self._random.choice((0.002, 0.02, 0.2, 2.0)) * self._random.uniform(0.5, 2.0)

@@ -1,0 +1,227 @@
+"""Calls to an engine that are lost, late or doubled, and streams that break, as the seed has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from kvloom.lab.faults.faults import Mishap, Mishaps
+from kvloom.lab.faults.host import Host, Process
+from kvloom.lab.faults.journal import Crashed, Crew, Journal
+from kvloom.types.client import EngineClient
+from kvloom.types.clock import Clock
+from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import Event, ModelCard, StartGenerate
+from kvloom.types.verbs import (
+    Held,
+    Lease,
+    Offer,
+    Offered,
+    Pin,
+    Pinned,
+    Prefix,
+    Prepared,
+    PrepRecv,
+    RemoteSend,
+    Sent,
+    Standing,
+)
+
+T = TypeVar("T")
+Verb = Callable[[EngineClient], Awaitable[T]]
+Queue = asyncio.Queue[list[Event] | KvloomError | None]
+
+_WAITS: Final = frozenset(("remote_send", "hold"))  # verbs that end where their caller hangs up
+
+
+class FaultyWire:
+    """Satisfies `EngineClient`, as HTTP to the host's engine would: a call that has gone out arrives, whoever
+    has stopped waiting for it, but a send and a stream end with their callers. delay: seconds of one way.
+    crashed: called with what is no error of ours."""
+
+    def __init__(
+        self,
+        host: Host,
+        clock: Clock,
+        delay: float,
+        mishaps: Mishaps,
+        journal: Journal,
+        crashed: Crashed,
+    ) -> None:
+        self._host = host
+        self._clock = clock
+        self._delay = delay
+        self._mishaps = mishaps
+        self._journal = journal
+        self._gone = False
+        self._crew = Crew(crashed, expected=(KvloomError,))
+
+    def cut(self) -> None:
+        """The caller's process is gone: it asks nothing any more."""
+        self._gone = True
+
+    # -- verbs that answer once -------------------------------------------------------------------------
+
+    async def models(self) -> list[ModelCard]:
+        return await self._call("models", "", lambda engine: engine.models())
+
+    async def load(self) -> UnitLoad:
+        return await self._call("load", "", lambda engine: engine.load())
+
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        await self._call("abort", request, lambda engine: engine.abort(request, choice))
+
+    async def prep_recv(self, body: PrepRecv) -> Prepared:
+        return await self._call("prep_recv", body.request, lambda engine: engine.prep_recv(body))
+
+    async def remote_send(self, body: RemoteSend) -> Sent:
+        return await self._call("remote_send", body.request, lambda engine: engine.remote_send(body))
+
+    async def renew(self, request: str) -> Lease:
+        return await self._call("renew", request, lambda engine: engine.renew(request))
+
+    async def pin(self, body: Pin) -> Pinned:
+        return await self._call("pin", body.request, lambda engine: engine.pin(body))
+
+    async def unpin(self, request: str) -> Held:
+        return await self._call("unpin", request, lambda engine: engine.unpin(request))
+
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        return await self._call("hold", request, lambda engine: engine.hold(request, sends))
+
+    async def resume(self, request: str) -> None:
+        await self._call("resume", request, lambda engine: engine.resume(request))
+
+    async def offer(self, body: Offer) -> Offered:
+        return await self._call("offer", "", lambda engine: engine.offer(body))
+
+    async def evict(self, body: Prefix) -> Held:
+        return await self._call("evict", "", lambda engine: engine.evict(body))
+
+    async def _call(self, name: str, about: str, verb: Verb[T]) -> T:
+        """Sent at once; the answer is waited for."""
+        mishap = self._send(name, about)
+        carrying = self._crew.spawn(self._carry(name, about, verb, mishap))
+        try:
+            answer: T = await asyncio.shield(carrying)
+        except asyncio.CancelledError:
+            if name in _WAITS:
+                asyncio.get_running_loop().call_later(mishap.noticed, carrying.cancel)
+            raise
+        except KvloomError as error:
+            self._tell(name, about, "fails:", error.message)
+            raise
+        return answer
+
+    async def _carry(self, name: str, about: str, verb: Verb[T], mishap: Mishap) -> T:
+        process = await self._arrive(mishap)
+        if mishap.again is not None:
+            self._crew.spawn(self._once_more(name, about, verb, mishap.again))
+        served = process.serve(self._served(process, verb))
+        answer: T = await self._outcome(process, served)
+        if mishap.unanswered:
+            await self._clock.sleep(mishap.noticed)
+            raise Unavailable("the connection broke before the answer")
+        await self._clock.sleep(self._delay + mishap.slow)
+        self._tell(name, about, "is answered")
+        return answer
+
+    async def _served(self, process: Process, verb: Verb[T]) -> T | KvloomError:
+        try:
+            return await verb(process.engine)
+        except KvloomError as error:
+            return error
+
+    async def _outcome(self, process: Process, served: asyncio.Task[Any]) -> Any:
+        """What the engine has answered or raised; it may have died meanwhile."""
+        both: list[asyncio.Future[Any]] = [served, process.over]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            served.cancel()
+        if process.over.done():
+            raise Unavailable("the connection broke: the engine is gone")
+        answer = served.result()
+        if isinstance(answer, KvloomError):
+            raise answer
+        return answer
+
+    async def _once_more(self, name: str, about: str, verb: Verb[T], after: float) -> None:
+        """Nobody waits for what the second copy is answered."""
+        await self._clock.sleep(after)
+        process = self._host.process
+        if process is not None:
+            self._tell(name, about, "arrives again")
+            await asyncio.wait([process.serve(self._served(process, verb))])
+
+    # -- the one that streams ---------------------------------------------------------------------------
+
+    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        mishap, frames = self._send("start_generate", body.request), Queue()
+        carrying = self._crew.spawn(self._carry_stream(body, mishap, frames))
+        left = mishap.cut
+        try:
+            while (frame := await frames.get()) is not None:
+                if left == 0:
+                    raise Unavailable("the engine's stream broke")
+                if isinstance(frame, KvloomError):
+                    raise frame
+                yield frame
+                left = None if left is None else left - 1
+        except KvloomError as error:
+            self._tell("start_generate", body.request, "fails:", error.message)
+            raise
+        finally:
+            if not carrying.done():
+                self._tell("start_generate", body.request, "is hung up")
+                asyncio.get_running_loop().call_later(mishap.noticed, carrying.cancel)
+
+    async def _carry_stream(self, body: StartGenerate, mishap: Mishap, frames: Queue) -> None:
+        try:
+            process = await self._arrive(mishap)
+            if mishap.again is not None:
+                verb = partial(self._first_frame, body)
+                self._crew.spawn(self._once_more("start_generate", body.request, verb, mishap.again))
+            served = process.serve(self._served(process, partial(self._pump, body, frames)))
+            await self._outcome(process, served)
+        except KvloomError as error:
+            frames.put_nowait(error)
+        frames.put_nowait(None)
+
+    async def _pump(self, body: StartGenerate, frames: Queue, engine: EngineClient) -> None:
+        async with aclosing(engine.start_generate(body)) as events:
+            async for frame in events:
+                frames.put_nowait(frame)
+
+    async def _first_frame(self, body: StartGenerate, engine: EngineClient) -> None:
+        """Nobody listens to the second copy of a stream for long."""
+        async with aclosing(engine.start_generate(body)) as events:
+            await anext(events, None)
+
+    # -- all of them ------------------------------------------------------------------------------------
+
+    def _send(self, name: str, about: str) -> Mishap:
+        if self._gone:
+            raise Unavailable("the gateway is gone")
+        mishap = self._mishaps.next()
+        self._journal.count("calls")
+        if str(mishap):
+            self._journal.count("calls harmed")
+        self._tell(name, about, "is sent", f"({mishap})" if str(mishap) else "")
+        return mishap
+
+    async def _arrive(self, mishap: Mishap) -> Process:
+        await self._clock.sleep(self._delay + mishap.late)
+        if mishap.lost:
+            await self._clock.sleep(mishap.noticed)
+            raise Unavailable("the connection broke on the way there")
+        if self._host.process is None:
+            raise Unavailable("nobody answers there")
+        return self._host.process
+
+    def _tell(self, name: str, about: str, *how: object) -> None:
+        self._journal("call", self._host.name, name, about, *how)

@@ -1,0 +1,163 @@
+"""The laws, as they must hold after a run, whatever went wrong in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvloom.lab.faults.faults import Ordeal
+from kvloom.lab.faults.host import Host
+from kvloom.lab.faults.journal import Answer
+from kvloom.lab.faults.witness import lone_answer
+from kvloom.router.router import Router
+from kvloom.types.errors import BadRequest, OutOfBlocks, QueueFull
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import EndEvent
+
+_REFUSALS = (BadRequest, QueueFull, OutOfBlocks)  # what a request may be told where nothing has gone wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    law: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.law}: {self.what}"
+
+
+CONSERVATION = "law 1, conservation"
+SAME_TOKENS = "law 2, same tokens"
+EXACTLY_ONCE = "law 3, exactly once"
+NOTHING_LEAKS = "law 4, nothing leaks"
+NO_STARVATION = "law 5, no starvation"
+OUTLIVES = "streams outlive engines"
+NO_CRASH = "no crash"
+
+
+def check_answer(answer: Answer, ordeal: Ordeal) -> Iterator[Broken]:
+    """Of a request that is over."""
+    name = answer.client.body.request
+    for what in (*answer.broken, *_ending(answer, ordeal)):
+        yield Broken(EXACTLY_ONCE, f"{name}: {what}")
+    for what in _tokens(answer, ordeal):
+        yield Broken(SAME_TOKENS, f"{name}: {what}")
+    for what in _fate(answer, ordeal):
+        yield Broken(NO_STARVATION, f"{name}: {what}")
+    if ordeal.survivable and answer.tokens and (problem := _problem(answer)):
+        yield Broken(OUTLIVES, f"{name}: it had begun, and engines have died at most: {problem}")
+
+
+def _problem(answer: Answer) -> str:
+    """What it was told instead of its rest."""
+    errors = [end.message for end in answer.ends.values() if end.reason == "error"]
+    return answer.error.message if answer.error else next(iter(errors), "")
+
+
+def _tokens(answer: Answer, ordeal: Ordeal) -> Iterator[str]:
+    body = answer.client.body
+    vocab = next(iter(ordeal.units[0].shapes.values())).vocab
+    for choice, tokens in answer.tokens.items():
+        lone = lone_answer(body, choice, context=ordeal.contexts[body.model], vocab=vocab)
+        if tokens != lone[: len(tokens)]:
+            yield f"choice {choice} is {tokens}, alone it is {lone}"
+
+
+def _ending(answer: Answer, ordeal: Ordeal) -> Iterator[str]:
+    """What a stream that has ended must have said, and what no stream may say."""
+    body = answer.client.body
+    if answer.fate == "ended" and len(answer.ends) < body.n:
+        yield f"its stream ended, but of {body.n} choices only {sorted(answer.ends)} have"
+    if answer.fate == "ended" and body.sampling.prompt_logprobs is not None and not answer.aborted:
+        found = answer.prompt and len(answer.prompt.logprobs)
+        failed = any(end.reason == "error" for end in answer.ends.values())
+        if found != len(body.prompt) - 1 and not failed:
+            yield f"its report is of {found} prompt tokens, not of {len(body.prompt) - 1}"
+    for choice, end in answer.ends.items():
+        yield from _end(answer, choice, end, ordeal)
+
+
+def _end(answer: Answer, choice: int, end: EndEvent, ordeal: Ordeal) -> Iterator[str]:
+    body, tokens = answer.client.body, answer.tokens.get(choice, [])
+    whole = len(body.prompt) + len(tokens)
+    match end.reason:
+        case "length" if len(tokens) != body.sampling.max_tokens and whole not in _contexts(
+            body.model, ordeal
+        ):
+            yield f"choice {choice} ends for its length after {len(tokens)} tokens"
+        case "stop" if not tokens or tokens[-1] not in body.sampling.stop_token_ids:
+            yield f"choice {choice} stops without a stop token"
+        case "abort" if not (answer.aborted and answer.client.choice in (None, choice)):
+            yield f"choice {choice} is aborted, but nobody has asked for it"
+        case "error" if ordeal.harmless:
+            yield f"choice {choice} ends with an error where nothing has failed: {end.message}"
+        case "error" if not end.message or "\n" in end.message:
+            yield f"choice {choice} ends with an error that says {end.message!r}"
+
+
+def _contexts(model: str, ordeal: Ordeal) -> set[int]:
+    """What the units that serve it hold of it, at most."""
+    found = set()
+    for unit in ordeal.units:
+        if model in unit.shapes:
+            geometry = unit.shapes[model].geometry(unit.spec.block_bytes)
+            blocks = unit.spec.kv_bytes // unit.spec.block_bytes
+            most = blocks // geometry.blocks_per_page * geometry.tokens_per_block
+            found.add(min(most, ordeal.contexts[model]))
+    return found
+
+
+def _fate(answer: Answer, ordeal: Ordeal) -> Iterator[str]:
+    error = answer.error
+    if error is None:
+        return
+    if not error.message or "\n" in error.message:
+        yield f"its error says {error.message!r}"
+    if ordeal.harmless and not answer.aborted and not isinstance(error, _REFUSALS):
+        yield f"nothing has failed, but it is told: {error.message}"
+
+
+def check_pool(host: Host) -> Iterator[Broken]:
+    """Law 1, at any moment."""
+    if host.process is None:
+        return
+    try:
+        host.process.engine.pool.check()
+    except AssertionError as error:
+        yield Broken(CONSERVATION, f"{host.name}: {error}")
+
+
+def check_idle(host: Host, load: UnitLoad) -> Iterator[Broken]:
+    """Of a unit that has nothing to do, and whose leases have run out."""
+    yield from check_pool(host)
+    for model, one in load.models.items():
+        for what in ("waiting", "running", "used_blocks", "pinned_blocks"):
+            left = getattr(one, what)
+            if left:
+                yield Broken(NOTHING_LEAKS, f"{host.name}: {left} {what} of {model} are left")
+    if host.process is not None:
+        pool, ledger = host.process.engine.pool, host.process.transport.ledger
+        if pool.available != pool.total:
+            yield Broken(NOTHING_LEAKS, f"{host.name}: {pool.available} of {pool.total} blocks can be had")
+        if ledger:
+            yield Broken(NOTHING_LEAKS, f"{host.name}: {len(ledger)} reservations are in its ledger")
+
+
+def check_witnesses(host: Host) -> Iterator[Broken]:
+    for witness in host.witnesses:
+        for what in witness.wrong[:3]:
+            yield Broken(SAME_TOKENS, f"{host.name}: {what}")
+
+
+def check_router(router: Router) -> Iterator[Broken]:
+    """Of a router that has no request."""
+    for name, unit in router.units.items():
+        if not unit.up and unit.presence != "away":
+            yield Broken(NO_STARVATION, f"the router still takes {name} to be down")
+        if unit.calls:
+            yield Broken(NOTHING_LEAKS, f"the router counts {unit.calls} calls at {name}")
+        for replica in unit.replicas.values():
+            if replica.calls or replica.queue:
+                yield Broken(
+                    NOTHING_LEAKS, f"{replica}: {replica.calls} calls and {replica.queue} tokens are counted"
+                )

@@ -1,0 +1,121 @@
+"""Pages that really hold numbers, and tokens that are a hash of what lies in them: so that it shows at once
+where a page was given away too early, copied too late, or read by somebody else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+
+from kvloom.types.geometry import I64, Geometry
+from kvloom.types.job import Job
+from kvloom.types.plan import Plan
+from kvloom.types.request import SamplingParams, StartGenerate
+
+EMPTY: Final = -1
+_TOKENS = 10_000  # a number's last four digits are a token id, those before them a position
+_CHOICES = 0xD1B54A32D192ED03  # between the keys of a request's choices
+
+
+def digest(*words: object) -> int:
+    return int.from_bytes(blake2b(repr(words).encode(), digest_size=8).digest(), "big")
+
+
+def next_token(
+    model: str, tokens: Sequence[int], key: int, index: int, params: SamplingParams, vocab: int
+) -> int:
+    """What `model` says after `tokens`; drawn by (key, index) where it is not greedy."""
+    drawn = (key, index) if params.temperature else ()
+    return digest(model, list(tokens), drawn) % vocab
+
+
+def lone_answer(body: StartGenerate, choice: int, *, context: int, vocab: int) -> list[int]:
+    """The tokens of one choice, worked out without an engine. context: tokens that the model holds in all."""
+    key, tokens = (body.sampling.seed + choice * _CHOICES) % 2**64, list(body.prompt)
+    for index in range(min(body.sampling.max_tokens, context - len(body.prompt))):
+        tokens.append(next_token(body.model, tokens, key, index, body.sampling, vocab))
+        if tokens[-1] in body.sampling.stop_token_ids:
+            break
+    return tokens[len(body.prompt) :]
+
+
+class Witness:
+    """Satisfies `Content`. One number stands for K and V of a token in one head of one layer; it says whose
+    model, layer, head, position and token it is. A job's steps are one, because the second step of a job
+    reads tokens that only the executor knows: run it with a stride of 1.
+
+    arena: [blocks, tokens of the largest block]. wrong: gathers what was not where it should be. Token ids
+    and positions are less than 10,000.
+    """
+
+    def __init__(self, geometries: Mapping[str, Geometry], blocks: int, vocab: int) -> None:
+        self.geometries = geometries
+        self.vocab = vocab
+        self.arena = np.full(
+            (blocks, max(one.tokens_per_block for one in geometries.values())), EMPTY, dtype=np.int64
+        )
+        self.wrong: list[str] = []
+        self._places = {model: _places(model, geometry) for model, geometry in geometries.items()}
+
+    def begin(self, job: Job) -> None:
+        plan = job.plan
+        for copy in plan.copies:
+            source, target = plan.page_map[copy.source], plan.page_map[copy.target]
+            self.arena[target, : copy.tokens] = self.arena[source, : copy.tokens]
+            self.arena[target, copy.tokens :] = EMPTY
+
+    def write(self, job: Job, layers: range) -> None:
+        plan, part = job.plan, slice(layers.start, layers.stop)
+        numbers = self._numbers(plan.model, plan.positions, job.tokens)[:, part]
+        self.arena[plan.page_map[plan.slot_page, part], plan.slot_offset[:, None, None]] = numbers
+
+    def draw(self, job: Job, step: int) -> list[int]:
+        if step:
+            self.wrong.append(f"{job.model}: a job takes step {step + 1}; only the first is understood")
+        read = self.read(job)
+        for sample in job.samples:
+            known = [*sample.prompt.tolist(), *sample.output.tolist()]
+            if known != read[sample.row] or sample.index != sample.output.size:
+                self.wrong.append(f"{job.model}: a draw is told of tokens that are not its own")
+        return [
+            next_token(job.model, read[one.row], one.key, one.index, one.params, self.vocab)
+            for one in job.samples
+        ]
+
+    def read(self, job: Job) -> list[list[int]]:
+        """For each token of the job, all tokens up to it as the pages hold them."""
+        plan, read, begin = job.plan, list[list[int]](), 0
+        for i, (start, new) in enumerate(zip(plan.starts.tolist(), plan.appends.tolist(), strict=True)):
+            history = self._history(plan, i, start + new)
+            if history[start:] != job.tokens[begin : begin + new].tolist():
+                self.wrong.append(f"{job.model}: sequence {plan.sequences[i]} lost what it wrote")
+            read += [history[: start + j + 1] for j in range(new)]
+            begin += new
+        return read
+
+    def _history(self, plan: Plan, i: int, length: int) -> list[int]:
+        """The tokens of sequence i as its pages hold them, the same in all layers and heads."""
+        positions = np.arange(length, dtype=np.int64)
+        width = self.geometries[plan.model].tokens_per_block
+        blocks = plan.page_map[plan.tables[i, positions // width]]
+        found = self.arena[blocks, (positions % width)[:, None, None]]
+        tokens: I64 = found[:, 0, 0] % _TOKENS
+        if not (found == self._numbers(plan.model, positions, tokens)).all():
+            self.wrong.append(f"{plan.model}: sequence {plan.sequences[i]} reads what is not its own")
+        history: list[int] = tokens.tolist()
+        return history
+
+    def _numbers(self, model: str, positions: I64, tokens: I64) -> I64:
+        """[N, layers, kv_heads], no number twice."""
+        places = self._places[model][None] * _TOKENS
+        numbers: I64 = (places + positions[:, None, None]) * _TOKENS + tokens[:, None, None]
+        return numbers
+
+
+def _places(model: str, geometry: Geometry) -> I64:
+    """[layers, kv_heads] numbers that no other model has."""
+    first = digest(model) % 900_000 * 10_000
+    places: I64 = first + np.arange(geometry.blocks_per_page, dtype=np.int64)
+    return places.reshape(geometry.layers, geometry.kv_heads)

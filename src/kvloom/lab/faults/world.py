@@ -1,0 +1,244 @@
+"""A fleet in which things go wrong: who is there, and what befalls them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvloom.lab.faults.faults import (
+    Death,
+    Fault,
+    GatewayLoss,
+    Mishaps,
+    Ordeal,
+    Order,
+    Rates,
+    Relocation,
+    SchedulerLoss,
+    Switch,
+)
+from kvloom.lab.faults.faulty_wire import FaultyWire
+from kvloom.lab.faults.fleet_wire import FleetWire, SchedulerProcess
+from kvloom.lab.faults.gateway import Gateway, ModelledSupervisor
+from kvloom.lab.faults.host import Host
+from kvloom.lab.faults.journal import Answer, Crew, Journal
+from kvloom.lab.faults.laws import Broken, check_pool
+from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.links import ModelledPlane
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.router.program import Program, load_program
+from kvloom.types.clock import Clock
+from kvloom.types.errors import KvloomError
+from kvloom.types.verbs import Pin, Prefix, PrepRecv
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What worlds are made of. Tests put in what breaks a law."""
+
+    host: type[Host] = Host
+    wire: type[FaultyWire] = FaultyWire
+
+
+class World:
+    """Breaks what the ordeal says, when it says so, and decides nothing else. crash: what an engine, a router
+    or a call failed of that is no error of ours. broken: what was seen on the way."""
+
+    def __init__(self, ordeal: Ordeal, clock: Clock, journal: Journal, parts: Parts) -> None:
+        self.ordeal = ordeal
+        self.crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.broken: list[Broken] = []
+        self.answers = [Answer(client) for client in ordeal.clients]
+        self.gateway: Gateway | None = None
+        self._clock = clock
+        self._journal = journal
+        self._parts = parts
+        self._mishaps: list[Mishaps] = []
+        self._plane = ModelledPlane()
+        self.hosts = {unit.spec.unit: self._host(unit) for unit in ordeal.units}
+        given = ordeal.rescheduling or Rescheduling()
+        self.supervisor = ModelledSupervisor(
+            self.hosts, given.away, clock, journal, self._crashed, told=self._heed
+        )
+        self._groups = given.groups
+        self._program = _load(ordeal.program)
+        self._up = asyncio.Event()
+        self._crew = Crew(self._crashed)
+        self._scheduler = self._make_scheduler()
+
+    async def start(self) -> None:
+        self.supervisor.begin()
+        await self._open_gateway()
+        if self._scheduler is not None:
+            self._scheduler.start()
+
+    async def play(self, most: float) -> list[Answer]:
+        """All that is to happen, for `most` seconds. Returns the answers that are still waited for."""
+        clients = [self._crew.spawn(self._ask(answer)) for answer in self.answers]
+        faults = [
+            self._crew.spawn(self._befall(number, fault)) for number, fault in enumerate(self.ordeal.faults)
+        ]
+        await asyncio.wait(clients, timeout=most)
+        if self._scheduler is not None:
+            self._scheduler.kill()  # it has nothing to order about any more
+        if faults:
+            await asyncio.wait(faults, timeout=most)
+        return [answer for answer in self.answers if answer.fate == "waits"]
+
+    def calm(self) -> None:
+        """Nothing goes wrong any more, and nobody orders requests about."""
+        if self._scheduler is not None:
+            self._scheduler.kill()
+        for mishaps in self._mishaps:
+            mishaps.calm()
+
+    async def close(self) -> None:
+        assert self.gateway is not None
+        await self.gateway.close()
+        for host in self.hosts.values():
+            await host.stop()
+
+    # -- who is there -----------------------------------------------------------------------------------
+
+    def _host(self, unit: SimulatedUnit) -> Host:
+        mishaps = self._fates(unit.spec.unit)
+        return self._parts.host(unit, self._plane, self._clock, mishaps, self._journal, self._crashed)
+
+    def _wire(self, host: Host) -> FaultyWire:
+        mishaps = self._fates(f"to {host.name}")
+        return self._parts.wire(host, self._clock, self.ordeal.delay, mishaps, self._journal, self._crashed)
+
+    def _make_scheduler(self) -> SchedulerProcess | None:
+        given, clock, journal = self.ordeal.rescheduling, self._clock, self._journal
+        if given is None:
+            return None
+        mishaps = self._fates("of the fleet", self.ordeal.fleet_rates)
+        wire = FleetWire(lambda: self.gateway, clock, self.ordeal.delay, mishaps, journal, self._crashed)
+        return SchedulerProcess(given, wire, clock, journal, self._crashed)
+
+    def _fates(self, of: str, rates: Rates | None = None) -> Mishaps:
+        made = Mishaps(f"{self.ordeal.seed}/{len(self._mishaps)}/{of}", rates or self.ordeal.rates)
+        self._mishaps.append(made)
+        return made
+
+    async def _open_gateway(self) -> None:
+        wires = {name: self._wire(host) for name, host in self.hosts.items()}
+        specs = [unit.spec for unit in self.ordeal.units]
+        gateway = Gateway(
+            wires,
+            self._program,
+            self._clock,
+            self._journal,
+            self._crashed,
+            specs,
+            self._groups,
+            self.supervisor,
+        )
+        await gateway.start()
+        self.gateway = gateway
+        gateway.roster.heed(self.supervisor.away)
+        self._up.set()
+
+    def _heed(self, away: Collection[str]) -> None:
+        if self.gateway is not None:
+            self.gateway.roster.heed(away)
+
+    async def _ask(self, answer: Answer) -> None:
+        await self._clock.sleep(answer.client.at)
+        await self._up.wait()
+        assert self.gateway is not None
+        await asyncio.wait([self.gateway.spawn(self.gateway.answer(answer))])
+
+    # -- what befalls them ------------------------------------------------------------------------------
+
+    async def _befall(self, number: int, fault: Fault) -> None:
+        await self._clock.sleep(fault.at)
+        for host in self.hosts.values():
+            self.broken.extend(check_pool(host))
+        match fault:
+            case Death():
+                await self._die(fault)
+            case GatewayLoss():
+                await self._lose_gateway(fault)
+            case SchedulerLoss():
+                await self._lose_scheduler(fault)
+            case Relocation():
+                await self._relocate(fault)
+            case Switch():
+                self._program = _load(fault)
+                self._journal("program", "", fault.program, dict(fault.options))
+                self._journal.count("programs switched")
+                if self.gateway is not None:
+                    self.gateway.router.set_program(self._program)
+            case Order():
+                with suppress(KvloomError):
+                    await self._order(f"order-{number}", fault)
+
+    async def _die(self, death: Death) -> None:
+        host = self.hosts[death.unit]
+        if host.process is not None:
+            self._journal.count("engines stopped" if death.gently else "engines killed")
+        if death.gently:
+            await host.stop()
+        else:
+            host.kill()
+        await self._clock.sleep(death.down)
+        self.supervisor.renew(death.unit)
+
+    async def _lose_gateway(self, loss: GatewayLoss) -> None:
+        gateway, self.gateway = self.gateway, None
+        if gateway is not None:
+            self._up.clear()
+            self._crew.spawn(gateway.lose())
+            await self._clock.sleep(loss.down)
+            await self._open_gateway()
+
+    async def _lose_scheduler(self, loss: SchedulerLoss) -> None:
+        if self._scheduler is not None:
+            self._journal.count("schedulers lost")
+            self._scheduler.kill()
+            await self._clock.sleep(loss.down)
+            self._scheduler.start()
+
+    async def _relocate(self, order: Relocation) -> None:
+        asked = [
+            answer.client.body.request for answer in self.answers if answer.tokens and answer.over is None
+        ]
+        if self.gateway is not None and asked:
+            request = asked[int(order.which * len(asked))]
+            names = list(self.hosts)
+            first = names.index(order.unit)
+            units = [*names[first:], *names[:first]]
+            await asyncio.wait([self.gateway.spawn(self.gateway.move(request, units))])
+
+    async def _order(self, name: str, order: Order) -> None:
+        gateway = self.gateway
+        if gateway is None:
+            return
+        self._journal.count("orders")
+        self._journal("order", order.unit, order.what, order.model, f"for {order.seconds} s")
+        wire, model, prompt = gateway.wires[order.unit], order.model, order.prompt
+        match order.what:
+            case "pin":
+                await wire.pin(Pin(model=model, request=name, prompt=prompt, lease=order.seconds))
+            case "evict":
+                await wire.evict(Prefix(model=model, prompt=prompt))
+            case "reserve":
+                await wire.prep_recv(PrepRecv(model=model, request=name, prompt=prompt))
+            case "drain":
+                unit = gateway.router.units[order.unit]
+                if unit.presence == "here":
+                    unit.withdraw()
+                    await self._clock.sleep(order.seconds)
+                if unit.presence == "here":
+                    await unit.admit()
+
+    def _crashed(self, error: BaseException) -> None:
+        if not self.crash.done():
+            self.crash.set_result(error)
+
+
+def _load(switch: Switch) -> Program:
+    return load_program(switch.program, switch.options)

@@ -1,0 +1,286 @@
+"""A device that is only known by its cost: jobs take as long as a cost model says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from kvloom.plan.cost.work import CostModel, Work
+from kvloom.types.geometry import Geometry
+from kvloom.types.job import Job, JobResult, Phase
+from kvloom.types.request import ModelCard, TokenLogprob
+
+
+class JobFailed(Exception):
+    """What a content raises, so does the job."""
+
+
+class Content(Protocol):
+    """What jobs write and read; how long they take is not its matter. `write` and `draw` raise JobFailed
+    where the job fails half way."""
+
+    def begin(self, job: Job) -> None:
+        """The job has started: its copies of pages are made."""
+
+    def write(self, job: Job, layers: range) -> None:
+        """The job has computed K and V of these layers."""
+
+    def draw(self, job: Job, step: int) -> list[int]:
+        """The tokens that its samples ask for after this step of it."""
+
+
+class NoContent:
+    """Satisfies `Content`: nothing is written, and each draw gives a number of its own."""
+
+    def __init__(self, vocab: Mapping[str, int]) -> None:
+        self._vocab = vocab
+
+    def begin(self, job: Job) -> None:
+        """Pages hold nothing."""
+
+    def write(self, job: Job, layers: range) -> None:
+        """Pages hold nothing."""
+
+    def draw(self, job: Job, step: int) -> list[int]:
+        size = self._vocab[job.model]
+        return [(sample.key + 7919 * (sample.index + step)) % size for sample in job.samples]
+
+
+class Evenly:
+    """Satisfies `CostModel`: so many seconds a job and a token, more with less of the device or beside
+    others."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
+        tokens = work.tokens if work.phase is Phase.PREFILL else work.batch
+        return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
+
+
+class Loans(Protocol):
+    """What weaving does to jobs."""
+
+    def begin(self, job: Job, then: Callable[[], None]) -> None:
+        """Do what comes before the job, and call `then`."""
+
+    def seconds(self, job: Job, work: Work, alone: float) -> float:
+        """Of a job that would take `alone` without weaving, as things are."""
+
+    def over(self, job: Job) -> str | None:
+        """The job has ended; why what was away of it does not count."""
+
+    def changed(self) -> None:
+        """Other jobs run here than before: let all whom it concerns find their pace."""
+
+
+class HostCpu(Protocol):
+    """Where jobs run beside other work."""
+
+    def join(self, changed: Callable[[], None]) -> None:
+        """changed: called when jobs may have become slower or faster."""
+
+    def running(self, cores: float) -> None:
+        """That jobs use from now on."""
+
+    def slower(self, work: Work, cores: float) -> float:
+        """How many times longer a job on so many cores takes, as things are."""
+
+    def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
+        """A job of so many sequences has ended and drawn so many tokens; `call` when the engine may know."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A job at one of its steps. left: the part of the step that is still to do, at `since`; seconds: all of
+    it beside what runs now. layers: that are written. steps: that it will take; tokens: of those it has
+    taken. timer: the end of the next layer that a peer waits for, or of the step."""
+
+    job: Job
+    work: Work
+    future: asyncio.Future[JobResult]
+    started: float
+    since: float
+    left: float = 1.0
+    seconds: float = 0.0
+    layers: int = 0
+    step: int = 0
+    steps: int = 1
+    lost: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def all_layers(self) -> int:
+        return int(self.job.plan.page_map.shape[1])
+
+
+class ModelledExecutor:
+    """Satisfies `Executor`. Jobs that run at the same time slow each other down as the cost model says,
+    each for as long as they do. A job whose plan has sends puts each layer when it is computed.
+
+    compute: units to share out. blocks: in the arena. overhead: seconds of the engine's own work before a
+    job of so many sequences. stride: steps that a decode job may take. host: what slows jobs, and comes
+    between a job's end and its result.
+    """
+
+    def __init__(
+        self,
+        cards: dict[str, ModelCard],
+        geometries: dict[str, Geometry],
+        *,
+        blocks: int,
+        compute: int,
+        cost: CostModel,
+        content: Content | None = None,
+        overhead: Callable[[int], float] | None = None,
+        stride: int = 4096,
+        host: HostCpu | None = None,
+    ) -> None:
+        self.cards = cards
+        self.geometries = geometries
+        self.blocks = blocks
+        self.compute = compute
+        self.stride, self.ahead = stride, 0
+        self._cost = cost
+        self._overhead = overhead or (lambda sequences: 0.0)
+        self._content = content or NoContent({name: card.vocab_size for name, card in cards.items()})
+        self._running: list[_Running] = []
+        self._host = host
+        self.loans: Loans | None = None
+        if host is not None:
+            host.join(self.pace)
+
+    @property
+    def works(self) -> list[Work]:
+        """Of the jobs that run."""
+        return [running.work for running in self._running]
+
+    def launch(self, job: Job) -> asyncio.Future[JobResult]:
+        loop = asyncio.get_running_loop()
+        running = _Running(
+            job, self._work(job), loop.create_future(), loop.time(), loop.time(), steps=job.steps
+        )
+        if self.loans is None:
+            self._begin(running)
+        else:
+            self.loans.begin(job, lambda: self._begin(running))
+        return running.future
+
+    def _work(self, job: Job) -> Work:
+        """Of rows that are away only what is done here: all but their attention."""
+        plan, share = job.plan, min(1.0, job.share / self.compute)
+        work = Work.of(job.model, job.phase, share, plan.appends, plan.starts, len(job.samples))
+        rows = len(job.away.plan.sequences) if job.away else 0
+        return replace(work, batch=work.batch + rows, tokens=work.tokens + rows) if rows else work
+
+    def _begin(self, running: _Running) -> None:
+        running.since = asyncio.get_running_loop().time()
+        self._running.append(running)
+        self._content.begin(running.job)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Other jobs run than before."""
+        if self._host is not None:
+            self._host.running(sum(running.job.share for running in self._running))
+        if self.loans is not None:
+            self.loans.changed()
+        elif self._host is None:
+            self.pace()
+
+    def pace(self) -> None:
+        """What runs beside has changed, and so has the time that each job still takes."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for running in self._running:
+            if running.seconds:
+                running.left = max(0.0, running.left - (now - running.since) / running.seconds)
+            running.since = now
+            beside = [other.work for other in self._running if other is not running]
+            running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work.batch)
+            if self._host is not None:
+                running.seconds *= self._host.slower(running.work, running.job.share)
+            if self.loans is not None:
+                running.seconds = self.loans.seconds(running.job, running.work, running.seconds)
+            self._wait(running, loop)
+
+    def _wait(self, running: _Running, loop: asyncio.AbstractEventLoop) -> None:
+        """For the next layer that a peer waits for, or for the end."""
+        layer = running.layers + 1 if running.job.plan.sends else running.all_layers
+        after = 1.0 - layer / running.all_layers  # the part of the job that follows on it
+        due = running.since + max(0.0, running.left - after) * running.seconds
+        if running.timer is not None:
+            running.timer.cancel()
+        running.timer = loop.call_at(due, self._computed, running, layer)
+
+    def _computed(self, running: _Running, layer: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._write(running, layer)
+            if layer < running.all_layers:
+                self._wait(running, loop)
+                return
+            running.tokens += self._content.draw(running.job, running.step)
+        except JobFailed as error:
+            self._remove(running)
+            self._changed()
+            running.future.set_exception(error)
+            return
+        running.step += 1
+        if running.step < running.steps:
+            running.work = running.work.next()
+            running.left, running.layers = 1.0, 0
+            running.since, running.seconds = loop.time(), 0.0
+        else:
+            self._remove(running)
+        self._changed()
+        if running.step == running.steps:
+            self._land(running, self._result(running, loop.time()))
+
+    def _remove(self, running: _Running) -> None:
+        self._running.remove(running)
+        if self.loans is not None:
+            running.lost = self.loans.over(running.job)
+
+    def _land(self, running: _Running, result: JobResult) -> None:
+        if self._host is None:
+            running.future.set_result(result)
+        else:
+            drawn = len(running.job.samples)
+            self._host.landed(running.work.batch, drawn, lambda: running.future.set_result(result))
+
+    def _write(self, running: _Running, layer: int) -> None:
+        """The layers up to `layer`, which peers that wait for them are sent."""
+        job = running.job
+        self._content.write(job, range(running.layers, layer))
+        for at in range(running.layers, layer if job.plan.sends else 0):
+            for send in job.plan.sends:
+                send.shipment.put(send.parcel(job.plan.page_map, at))
+        running.layers = layer
+
+    def _result(self, running: _Running, now: float) -> JobResult:
+        prompts = [TokenLogprob(0.0) for _ in running.job.prompts]
+        seconds = now - running.started
+        return JobResult(running.tokens, [None] * len(running.tokens), prompts, seconds, running.lost)
+
+    def halt(self) -> None:
+        """The device is gone: no job ends any more."""
+        for running in self._running:
+            if running.timer is not None:
+                running.timer.cancel()
+        self._running = []
+
+    def taken(self, job: Job) -> int:
+        running = self._find(job)
+        return running.step + 1 if running else job.steps
+
+    def cut(self, job: Job) -> None:
+        running = self._find(job)
+        if running:
+            running.steps = running.step + 1
+
+    def _find(self, job: Job) -> _Running | None:
+        return next((running for running in self._running if running.job is job), None)

@@ -1,0 +1,130 @@
+"""A fleet in virtual time: production engines and router over modelled devices, links and wires."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvloom.cluster.freeness import Thresholds
+from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.engine.engine import Engine
+from kvloom.lab.sim.hosting import HostedMachine
+from kvloom.lab.sim.links import Link
+from kvloom.lab.sim.processes import ModelledProcesses
+from kvloom.lab.sim.unit import SimulatedUnit, timed_link
+from kvloom.lab.sim.virtual_time import LoopClock
+from kvloom.router.program import Program
+from kvloom.router.rescheduling import Rescheduler
+from kvloom.router.roster import Roster
+from kvloom.router.router import Router
+from kvloom.types.client import Generator
+from kvloom.types.clock import Clock
+from kvloom.types.load import UnitLoad
+from kvloom.types.service import PATIENCE, GroupSpec
+from kvloom.types.spec import SchedulerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rescheduling:
+    """What a fleet scheduler is started with. period: seconds. groups: units that come and go, by name.
+    away: those of them that have no process to begin with. usage: by which their number follows; None for the
+    scheduler's own."""
+
+    period: float = 0.5
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    groups: Mapping[str, GroupSpec] = field(default_factory=dict)
+    away: frozenset[str] = frozenset()
+    usage: Callable[[UnitLoad], float] | None = None
+
+
+def rescheduling(
+    spec: SchedulerSpec, groups: Mapping[str, GroupSpec] | None = None, away: frozenset[str] = frozenset()
+) -> Rescheduling:
+    """As a config says it."""
+    return Rescheduling(spec.period, Thresholds(spec.out, spec.into), groups or {}, away)
+
+
+@asynccontextmanager
+async def rescheduled(
+    router: Router, clock: Clock, given: Rescheduling, roster: Roster | None = None
+) -> AsyncIterator[Rescheduler]:
+    """Requests of `router` move while it is open, and units come and go where there is a roster."""
+    async with Rescheduler(router, clock, roster) as rescheduler, asyncio.TaskGroup() as group:
+        scheduler = FleetScheduler(
+            rescheduler, clock, period=given.period, thresholds=given.thresholds, usage=given.usage
+        )
+        running = group.create_task(scheduler.run())
+        try:
+            yield rescheduler
+        finally:
+            running.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFleet:
+    """server: what clients ask; the router, or the gateway that it works in. rescheduler: None where no
+    fleet scheduler runs."""
+
+    router: Router
+    processes: ModelledProcesses
+    server: Generator
+    rescheduler: Rescheduler | None = None
+
+    @property
+    def engines(self) -> Mapping[str, Engine]:
+        """By unit, of those that have a process now."""
+        return self.processes.engines
+
+
+@asynccontextmanager
+async def simulated(
+    units: Sequence[SimulatedUnit],
+    program: Program,
+    *,
+    delay: float = 0.0003,
+    link: Callable[[SimulatedUnit], Link] = timed_link,
+    machine: HostedMachine | None = None,
+    rescheduling: Rescheduling | None = None,
+    patience: float = PATIENCE,
+) -> AsyncIterator[SimulatedFleet]:
+    """The fleet while it runs, on a virtual loop. delay: of the wire, in seconds, one way. link: a unit's
+    way out. machine: what all units run on, where its own work counts. rescheduling: of the fleet scheduler;
+    None where there is none. patience: the router's."""
+    clock, by_name = LoopClock(asyncio.get_running_loop()), {unit.spec.unit: unit for unit in units}
+    away = rescheduling.away if rescheduling else frozenset()
+    async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
+        processes = ModelledProcesses(by_name, clock, group, delay=delay, link=link, machine=machine)
+        processes.begin([name for name in by_name if name not in away])
+        stack.push_async_callback(processes.end)
+        wires = {name: await processes.client(name) for name in by_name}
+        router = Router(
+            wires, program, clock, away={name: () for name in by_name if name in away}, patience=patience
+        )
+        await stack.enter_async_context(router)
+        rescheduler = None
+        if rescheduling:
+            roster = await stack.enter_async_context(_roster(router, by_name, rescheduling, processes))
+            moving = rescheduled(router, clock, rescheduling, roster)
+            rescheduler = await stack.enter_async_context(moving)
+        server = machine.server(router) if machine else router
+        yield SimulatedFleet(router, processes, server, rescheduler)
+
+
+def _roster(
+    router: Router,
+    units: Mapping[str, SimulatedUnit],
+    rescheduling: Rescheduling,
+    processes: ModelledProcesses,
+) -> Roster:
+    return Roster(
+        router,
+        specs=[unit.spec for unit in units.values()],
+        groups=rescheduling.groups,
+        processes=processes,
+        connect=processes.client,
+        changed=lambda going: None,
+        memory=0,  # nobody plans anew
+        cores=0,
+    )

@@ -1,0 +1,226 @@
+"""A KV plane made of links: who can reach whom, in what time, and the same fences as the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kvloom.types.errors import BadRequest, KvloomError, QueueFull, Unavailable
+from kvloom.types.geometry import AnyArray
+from kvloom.types.transfer import Endpoint, KVAddress, Parcel, Ticket, other_address
+
+SLOTS: Final = 4096  # reservations that a unit may have open
+
+
+class Link(Protocol):
+    """A unit's way out."""
+
+    def wait(self, size: int, then: Callable[[], None]) -> None:
+        """Call `then` when `size` bytes have gone out; 0 for what only takes its turn."""
+
+
+class TimedLink:
+    """Satisfies `Link`. bandwidth: bytes a second, which all copies of the unit share; latency: seconds."""
+
+    def __init__(self, bandwidth: float, latency: float) -> None:
+        self._bandwidth = bandwidth
+        self._latency = latency
+        self._free_at = 0.0
+
+    def wait(self, size: int, then: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        if not size:
+            loop.call_soon(then)
+            return
+        self._free_at = max(self._free_at, loop.time()) + size / self._bandwidth
+        loop.call_at(self._free_at + self._latency, then)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One ticket in a receiver's ledger. copying: copies for it that are under way."""
+
+    ticket: Ticket
+    digest: int
+    claimed: int
+    received: int
+    closing: bool = False
+    copying: int = 0
+
+
+@dataclass
+class ModelledPlane:
+    """Who can be reached. Endpoints of a unit that has started anew are new ones."""
+
+    members: dict[bytes, ModelledTransport] = field(default_factory=dict)
+    _names: itertools.count[int] = field(default_factory=itertools.count)
+
+    def join(
+        self, unit: str, blocks: int, link: Link, *, arena: AnyArray | None = None, slots: int = SLOTS
+    ) -> ModelledTransport:
+        """blocks: of the unit's arena. arena: [blocks, tokens of a block], one number for K and V of a token;
+        None where nothing is to be seen of what is sent."""
+        endpoint = Endpoint(unit=unit, kind="modelled", where=f"{unit}/{next(self._names)}".encode())
+        member = ModelledTransport(self, endpoint, blocks, link, arena, slots)
+        self.members[endpoint.where] = member
+        return member
+
+    def kill(self, member: ModelledTransport) -> None:
+        """Its process is gone: nobody reaches it, and what it was about to write is never written."""
+        del self.members[member.endpoint.where]
+
+    def reaches(self, member: ModelledTransport) -> bool:
+        return member.endpoint.where in self.members
+
+
+class ModelledTransport:
+    """Satisfies `Transport`."""
+
+    def __init__(
+        self,
+        plane: ModelledPlane,
+        endpoint: Endpoint,
+        blocks: int,
+        link: Link,
+        arena: AnyArray | None,
+        slots: int,
+    ) -> None:
+        self.endpoint = endpoint
+        self.plane = plane
+        self.blocks = blocks
+        self.link = link
+        self.arena = arena
+        self.ledger: dict[int, Entry] = {}
+        self._slots = range(slots)
+        self._generations = itertools.count(1)
+
+    def open(self, begin: int, digest: int) -> Ticket:
+        free = next((slot for slot in self._slots if slot not in self.ledger), None)
+        if free is None:
+            raise QueueFull("too many reservations")
+        ticket = Ticket(free, next(self._generations))
+        self.ledger[ticket.slot] = Entry(ticket, digest, begin, begin)
+        return ticket
+
+    def received(self, ticket: Ticket) -> int:
+        return self.ledger[ticket.slot].received
+
+    def close(self, ticket: Ticket) -> bool:
+        entry = self.ledger[ticket.slot]
+        if entry.ticket != ticket:
+            raise ValueError(f"{self.endpoint.unit}: ticket {ticket} was closed before")
+        entry.closing = True
+        if entry.copying:
+            return False
+        del self.ledger[ticket.slot]
+        return True
+
+    def entry(self, ticket: Ticket) -> Entry:
+        found = self.ledger.get(ticket.slot)
+        if found is None or found.ticket != ticket or found.closing:
+            raise BadRequest(f"address: the reservation at {self.endpoint.unit} is over", param="address")
+        return found
+
+    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> ModelledShipment:
+        target = self.plane.members.get(peer.where)
+        if target is None:
+            raise Unavailable(f"{peer.unit} cannot be reached")
+        if address.block_map.size and int(address.block_map.max()) >= target.blocks:
+            raise BadRequest("address: a block is outside the peer's arena", param="address")
+        entry = target.entry(address.ticket)
+        if entry.digest != digest:
+            raise BadRequest(other_address(peer.unit), param="address")
+        if entry.claimed != begin:
+            raise BadRequest(f"address: claimed up to {entry.claimed}, not {begin}", param="address")
+        entry.claimed = end
+        return ModelledShipment(self, target, address, begin, end)
+
+
+class ModelledShipment:
+    """Satisfies `Shipment`. One copy at a time, in order; a copy's content is read when it ends."""
+
+    def __init__(
+        self, source: ModelledTransport, target: ModelledTransport, address: KVAddress, begin: int, end: int
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._ticket = address.ticket
+        self._token_bytes = address.form.block_bytes // address.form.tokens_per_block
+        self._first = begin
+        self._end = end
+        self._parcels: deque[Parcel] = deque()
+        self._entry: Entry | None = None  # while a copy is under way
+        self._error: KvloomError | None = None
+        self._done = False
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    def put(self, parcel: Parcel) -> None:
+        self._parcels.append(parcel)
+        if self._quiet.is_set():
+            self._quiet.clear()
+            self._source.link.wait(0, self._begin)
+
+    def _begin(self) -> None:
+        try:
+            self._check()
+            self._entry = self._target.entry(self._ticket)
+        except KvloomError as error:
+            self._error = error
+            self._parcels.clear()
+            self._quiet.set()
+            return
+        self._entry.copying += 1
+        size = int(self._parcels[0].counts.sum()) * self._token_bytes
+        self._source.link.wait(size, self._finish)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        for end in (self._source, self._target):
+            if not end.plane.reaches(end):
+                raise Unavailable(f"{end.endpoint.unit} is gone")
+
+    def _finish(self) -> None:
+        assert self._entry is not None
+        parcel = self._parcels.popleft()
+        own, peer = self._source.arena, self._target.arena
+        if own is not None and peer is not None and self._source.plane.reaches(self._source):
+            rows = zip(parcel.own, parcel.peer, parcel.offsets, parcel.counts, strict=True)
+            for source, target, offset, count in rows:
+                peer[target, offset : offset + count] = own[source, offset : offset + count]
+        self._entry.copying -= 1
+        self._entry = None
+        if self._parcels:
+            self._source.link.wait(0, self._begin)
+        else:
+            self._quiet.set()
+
+    async def arrived(self) -> None:
+        await self._quiet.wait()
+        if self._done:
+            return
+        try:
+            self._check()
+            self._target.entry(self._ticket).received = self._end
+        except KvloomError as error:
+            self._error = error
+            self._give_back()
+            raise
+        self._done = True
+
+    def _give_back(self) -> None:
+        """The claim, unless nobody is left to do it."""
+        if not self._source.plane.reaches(self._source):
+            return
+        entry = self._target.ledger.get(self._ticket.slot)
+        if entry is not None and entry.ticket == self._ticket and entry.claimed == self._end:
+            entry.claimed = self._first
+
+    def abandon(self) -> None:
+        if self._error is None and not self._done:
+            self._error = Unavailable("the send was given up")

@@ -1,0 +1,166 @@
+"""A workload played to a fleet in virtual time, and its results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import Final
+
+from msgspec.structs import replace
+
+from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
+from kvloom.lab.sim.hosting import HostedMachine
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.plan.cost.measured import Hosting
+from kvloom.plan.cost.work import Work
+from kvloom.router.program import Program
+from kvloom.types.client import Generator
+from kvloom.types.clock import Clock
+from kvloom.types.errors import ConfigError, KvloomError
+from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, TokenEvent
+from kvloom.types.service import PATIENCE
+from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.objectives import Scaled
+from kvloom.workload.results import Results, Upheaval
+from kvloom.workload.summary import Summary
+
+FEW_FRAMES: Final = 1024  # tokens a frame: only the first and the last one's times are told
+MOVING_FRAMES: Final = 16  # where requests move: a router knows of one what it was told
+
+Prompts = Callable[[int, Ask], list[int]]  # the token ids of an ask, by its number
+
+
+async def play(
+    server: Generator,
+    asks: Iterable[Ask],
+    prompts: Prompts,
+    clock: Clock,
+    tell: Callable[[Outcome], None],
+    *,
+    interval: int = FEW_FRAMES,
+) -> None:
+    """Open loop: each ask goes out at its time, whatever became of those before. Asks come in order.
+    interval: tokens a frame."""
+    begin = clock.now()
+    async with asyncio.TaskGroup() as group:
+        for number, ask in enumerate(asks):
+            wait = begin + ask.at - clock.now()
+            if wait > 0:
+                await clock.sleep(wait)
+            group.create_task(_play(server, number, ask, prompts, clock, tell, interval))
+
+
+async def _play(
+    server: Generator,
+    number: int,
+    ask: Ask,
+    prompts: Prompts,
+    clock: Clock,
+    tell: Callable[[Outcome], None],
+    interval: int,
+) -> None:
+    body = StartGenerate(
+        model=ask.model,
+        request=f"ask-{number}",
+        prompt=prompts(number, ask),
+        sampling=SamplingParams(max_tokens=ask.output, seed=number),
+        priority=ask.priority,
+        interval=interval,
+    )
+    begin, first, last, tokens, cached, problem = clock.now(), None, None, 0, 0, ""
+    try:
+        async with aclosing(server.start_generate(body)) as frames:
+            async for frame in frames:
+                for event in frame:
+                    if isinstance(event, TokenEvent):
+                        tokens += 1
+                        last = clock.now() - begin
+                        first = last if first is None else first
+                    elif isinstance(event, EndEvent):
+                        cached, problem = event.cached_tokens, event.message or _missing(tokens, ask)
+    except KvloomError as error:
+        problem = error.message
+    tell(Outcome(ask=ask, first=first, end=last, tokens=tokens, cached=cached, error=problem))
+
+
+def _missing(tokens: int, ask: Ask) -> str:
+    """As `kvloom bench serve` says it: a context was too short."""
+    return "fewer tokens than were asked for" if tokens < ask.output else ""
+
+
+def simulate(
+    units: Sequence[SimulatedUnit],
+    program: Program,
+    asks: Iterable[Ask],
+    prompts: Prompts,
+    summary: Summary,
+    *,
+    title: str,
+    seed: int | None = None,
+    tell: Callable[[Outcome], None] = lambda _: None,
+    hosting: Hosting | None = None,
+    client_here: bool = False,
+    rescheduling: Rescheduling | None = None,
+    patience: float = PATIENCE,
+) -> Results:
+    """Add all outcomes to `summary`, telling each. seed: of the order of what happens at one moment. hosting:
+    the work besides jobs of the one machine that all units are on; client_here: the asking too. rescheduling:
+    of the fleet scheduler; None where there is none. patience: the router's."""
+
+    def add(outcome: Outcome) -> None:
+        summary.add(outcome)
+        tell(outcome)
+
+    async def main() -> Upheaval:
+        clock = LoopClock(asyncio.get_running_loop())
+        machine = HostedMachine(hosting, client_here=client_here) if hosting else None
+        frames = MOVING_FRAMES if rescheduling else FEW_FRAMES
+        async with simulated(
+            units, program, machine=machine, rescheduling=rescheduling, patience=patience
+        ) as fleet:
+            await play(fleet.server, asks, prompts, clock, add, interval=frames)
+            return await upheaval(fleet)
+
+    upheaved = run_virtual(main(), seed=seed)
+    return replace(summary.results("simulation", title), upheaval=upheaved)
+
+
+async def upheaval(fleet: SimulatedFleet) -> Upheaval:
+    """So far."""
+    mover, census = fleet.rescheduler, fleet.processes.census
+    return Upheaval(
+        preempted=await fleet.processes.preemptions(),
+        moved=mover.moved if mover else None,
+        stayed=mover.stayed if mover else None,
+        units=census.mean,
+        least=census.least,
+        most=census.most,
+    )
+
+
+def scaled(units: Sequence[SimulatedUnit], scale: float) -> Scaled:
+    """Within `scale` times what a request takes alone on the best of the units that serve its model."""
+
+    def alone(ask: Ask) -> float:
+        return min(_alone(unit, ask) for unit in units if ask.model in unit.shapes)
+
+    return Scaled(scale, alone)
+
+
+def _alone(unit: SimulatedUnit, ask: Ask) -> float:
+    """One prefill and the decode steps, as MuxServe adds them up (section 4.2)."""
+    prefill = unit.cost.seconds(Work.prefill(ask.model, 1.0, [ask.prompt]))
+    step = unit.cost.seconds(Work.decode(ask.model, 1.0, [ask.prompt + ask.output // 2]))
+    return prefill + (ask.output - 1) * step
+
+
+def check_models(asked: Iterable[str], units: Sequence[SimulatedUnit]) -> None:
+    """Raises ConfigError for a model that no unit serves."""
+    served = {name for unit in units for name in unit.shapes}
+    for name in asked:
+        if name not in served:
+            raise ConfigError(
+                f"the workload asks for {name}, which no unit serves; {', '.join(sorted(served))} are served"
+            )

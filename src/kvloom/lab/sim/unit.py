@@ -1,0 +1,168 @@
+"""A unit of the virtual world: its engine's specification, and devices that are known by their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvloom.config import Config
+from kvloom.lab.sim.executor import Content, ModelledExecutor
+from kvloom.lab.sim.hosting import HostedUnit
+from kvloom.lab.sim.links import Link, TimedLink
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.measured import Hosting, Measured
+from kvloom.plan.cost.profile import Profile
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import CostModel
+from kvloom.plan.plan import Plan, PlannedUnit
+from kvloom.types.errors import ConfigError
+from kvloom.types.request import ModelCard
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy
+
+CONTEXT = 8192  # tokens, of a model whose spec sets none
+DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
+
+PCIE4: Final = 32e9  # bytes a second, one way
+LATENCY: Final = 20e-6  # seconds from one unit's memory to another's
+STARTING: Final = 4.0  # seconds without weights: the demo fleet's start, by benchmarks.memory_start
+LOADING: Final = 1.1e9
+"""Bytes of weights a second: the 16 GB of Llama-3-8B from a cloud's disk (AWS gp3) to an A10G took 14.3 s at
+best (NVIDIA, Run:ai Model Streamer, 2024)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedUnit:
+    """One engine to be. shapes: by model of the spec. compute: units that its devices are shared out in.
+    bandwidth: of its way out, in bytes a second. overhead: seconds of the engine's own work before a job of
+    so many sequences. stride: decode steps that may be one job. start: seconds until one that is started
+    while the fleet serves can answer."""
+
+    spec: EngineSpec
+    shapes: Mapping[str, ModelShape]
+    compute: int
+    cost: CostModel
+    bandwidth: float = PCIE4
+    overhead: Callable[[int], float] | None = None
+    stride: int = 4096
+    start: float = 0.0
+
+
+def start_seconds(shapes: Iterable[ModelShape]) -> float:
+    """Until a new process that serves these models can answer."""
+    return STARTING + sum(shape.weight_bytes for shape in shapes) / LOADING
+
+
+def timed_link(unit: SimulatedUnit) -> Link:
+    return TimedLink(unit.bandwidth, LATENCY)
+
+
+def modelled_executor(
+    unit: SimulatedUnit, content: Content | None = None, host: HostedUnit | None = None
+) -> ModelledExecutor:
+    """The unit's devices. content: what their pages hold; nothing where it is left out. host: what sees to
+    the engine's own work, step by step."""
+    spec = unit.spec
+    contexts = {model.name: model.max_context or CONTEXT for model in spec.models}
+    return ModelledExecutor(
+        {name: simulated_card(name, shape, contexts[name]) for name, shape in unit.shapes.items()},
+        {name: shape.geometry(spec.block_bytes) for name, shape in unit.shapes.items()},
+        blocks=spec.kv_bytes // spec.block_bytes,
+        compute=unit.compute,
+        cost=unit.cost,
+        content=content,
+        overhead=None if host else unit.overhead,
+        stride=1 if host else unit.stride,
+        host=host,
+    )
+
+
+def simulated_card(name: str, shape: ModelShape, context: int) -> ModelCard:
+    """The card of a model of which only the shape is known."""
+    return ModelCard(
+        name=name,
+        path="",
+        context_length=context,
+        vocab_size=shape.vocab,
+        tokenizer="{}",
+        chat_template=None,
+        special_tokens={},
+        eos_token_ids=(),
+        bos_token_id=None,
+        add_bos=False,
+        architecture="",
+        parameters=shape.parameters,
+        dtype=DTYPES[shape.itemsize],
+    )
+
+
+BLOCK_BYTES: Final = 16 << 10
+PARTS: Final = 10  # that a GPU's compute is shared out in, as MuxServe does
+OVERLOAD: Final = 0.2  # by which shares that run together may exceed the whole; MuxServe's
+CHUNK_TOKENS: Final = 2048  # of a prefill job; MuxServe's most
+MAX_RUNNING: Final = 256
+MAX_WAITING: Final = 1 << 20  # nobody is turned away
+
+
+def planned_units(plan: Plan, policy: Policy = "adbs") -> list[SimulatedUnit]:
+    """Raises ConfigError for a device that is not known."""
+    return [_planned(unit, policy) for unit in plan.units]
+
+
+def _planned(unit: PlannedUnit, policy: Policy) -> SimulatedUnit:
+    shapes = {model.name: model.shape for model in unit.models}
+    unit.check_pool(BLOCK_BYTES)
+    spec = EngineSpec(
+        models=tuple(
+            ModelSpec(
+                name=model.name,
+                path=model.path or "",
+                rate=max(model.rate, 1e-9),
+                prefill_share=model.prefill_share,
+                decode_share=model.decode_share,
+                quota=model.quota,
+            )
+            for model in unit.models
+        ),
+        kv_bytes=unit.kv_bytes,
+        block_bytes=BLOCK_BYTES,
+        policy=policy,
+        max_running=MAX_RUNNING,
+        max_waiting=MAX_WAITING,
+        chunk_tokens=CHUNK_TOKENS,
+        threads=PARTS,
+        unit=unit.name,
+        overload=OVERLOAD,
+    )
+    device = find_device(unit.device)
+    cost, start = Roofline(device, unit.gpus, shapes), start_seconds(shapes.values())
+    return SimulatedUnit(spec, shapes, PARTS, cost, bandwidth=device.host, start=start)
+
+
+def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
+    """Raises ConfigError where a model of the config was not measured, and for ranks."""
+    return [_measured(spec, profile) for spec in config.engines]
+
+
+def measured_hosting(profile: Profile) -> Hosting | None:
+    """What the machine does besides jobs; None where that was not measured."""
+    return Hosting(profile) if profile.hosted else None
+
+
+def _measured(spec: EngineSpec, profile: Profile) -> SimulatedUnit:
+    if spec.tensor_parallel > 1:
+        raise ConfigError(
+            f"{spec.unit}: tensor_parallel {spec.tensor_parallel}: a profile has no ranks, so they cannot be "
+            "simulated; 1 is right"
+        )
+    missing = [model.name for model in spec.models if model.name not in profile.shapes]
+    if missing:
+        raise ConfigError(
+            f"the profile has no {', '.join(missing)}, but {', '.join(profile.shapes)}; `kvloom profile` "
+            "with the same config measures all"
+        )
+    shapes = {model.name: profile.shapes[model.name] for model in spec.models}
+    cost = Measured(profile, spec.threads)
+    start = start_seconds(shapes.values())
+    return SimulatedUnit(spec, shapes, spec.threads, cost, overhead=cost.between, start=start)

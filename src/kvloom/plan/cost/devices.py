@@ -1,0 +1,118 @@
+"""Devices that are only known by their makers' sheets."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import Struct
+
+from kvloom.types.errors import ConfigError
+
+_PCIE4: Final = 32e9  # bytes a second, one way
+_PCIE5: Final = 64e9
+
+
+class Device(Struct, frozen=True, kw_only=True):
+    """flops: dense products in 16 bit, operations a second. memory: bytes; bandwidth: bytes a second. sms:
+    multiprocessors. link: bytes a second to the other devices of its node, both ways together; host: to its
+    host, one way."""
+
+    name: str
+    flops: float
+    memory: int
+    bandwidth: float
+    sms: int
+    link: float
+    host: float
+
+
+def _a100(name: str, memory: int, bandwidth: float) -> Device:
+    return Device(
+        name=name, flops=312e12, memory=memory, bandwidth=bandwidth, sms=108, link=600e9, host=_PCIE4
+    )
+
+
+def _hopper(name: str, memory: int, bandwidth: float) -> Device:
+    return Device(
+        name=name, flops=989e12, memory=memory, bandwidth=bandwidth, sms=132, link=900e9, host=_PCIE5
+    )
+
+
+def _without_nvlink(name: str, flops: float, memory: int, bandwidth: float, sms: int) -> Device:
+    return Device(
+        name=name, flops=flops, memory=memory, bandwidth=bandwidth, sms=sms, link=2 * _PCIE4, host=_PCIE4
+    )
+
+
+DEVICES: Final[dict[str, Device]] = {
+    device.name: device
+    for device in (
+        _a100("A100-40", 40 * 10**9, 1.555e12),
+        _a100("A100-80", 80 * 10**9, 2.039e12),
+        _without_nvlink("A10", 125e12, 24 * 10**9, 0.6e12, 72),
+        _without_nvlink("L40S", 362e12, 48 * 10**9, 0.864e12, 142),
+        _hopper("H100", 80 * 10**9, 3.35e12),
+        _hopper("H200", 141 * 10**9, 4.8e12),
+    )
+}
+
+
+def find_device(name: str) -> Device:
+    """The sheet of a device, by its name in any case. Raises ConfigError."""
+    found = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
+    if found is None:
+        raise ConfigError(f"device {name[:40]!r} is not known; {', '.join(DEVICES)} are")
+    return found
+
+
+class Constants(Struct, frozen=True, kw_only=True):
+    """Fitted:
+
+    compute: part of the sheet's FLOP/s that matrix products reach.
+    full: share of the multiprocessors that reaches it; more of them gain nothing.
+    ease: the bandwidth that a share s reaches is s(1 + ease)/(s + ease) of what all reach.
+    link: part of the sheet's link that an all-reduce reaches.
+    hop: seconds that an all-reduce takes however little it carries.
+    kernels: seconds a layer in which the device neither computes nor reads: starts and ends of kernels.
+    host: seconds in which the host issues a layer's decode step; the device waits where it has done before.
+    host_parallel, host_prefill: times as long for tensor parallelism, and for a prefill.
+    sequence: each decoded sequence takes attention as long as so many cached tokens more.
+
+    Set, because the data cannot tell them from the others:
+
+    bandwidth: part of the sheet's bandwidth that is reached; long reads reach 80 to 90 % on such devices.
+    attention: operations of a prefill's attention take as long as so many of a product.
+    poll: seconds of an operator that looks for another unit's task: 1.8 ms over the 387 operators of a step
+    (Weaver, sections 3.1 and 5.3).
+    """
+
+    compute: float
+    full: float
+    ease: float
+    link: float
+    hop: float
+    kernels: float
+    host: float
+    host_parallel: float
+    host_prefill: float
+    sequence: float
+    bandwidth: float = 0.85
+    attention: float = 2.0
+    poll: float = 1.8e-3 / 387
+
+
+SET: Final = ("bandwidth", "attention", "poll")
+
+# Fitted by tools.fit_cost_model to all rows of the A100 profile that was published with MuxServe.
+FITTED: Final = Constants(
+    compute=0.64,
+    full=0.881,
+    ease=0.271,
+    link=0.204,
+    hop=35.1e-6,
+    kernels=0.109e-3,
+    host=0.256e-3,
+    host_parallel=1.57,
+    host_prefill=1.56,
+    sequence=158.0,
+)

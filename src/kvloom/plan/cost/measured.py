@@ -1,0 +1,267 @@
+"""How long a job takes by what was measured on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as but
+from statistics import median
+from typing import Final
+
+import numpy as np
+from msgspec.structs import replace
+
+from kvloom.plan.cost.fit import Curve, Spread
+from kvloom.plan.cost.profile import Crowded, Doing, Profile, Role, Timed
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import MOST_PARTS, Operator, Work, layer_parts
+from kvloom.types.errors import ConfigError
+from kvloom.types.job import Phase
+
+FOLDS: Final = 5
+
+Kind = tuple[str, bool]  # a model, and whether the job is a decode step
+
+
+class _Shares:
+    """One kind of job on any number of cores: a curve for each that was measured, and between them such a
+    power of the cores as joins both."""
+
+    def __init__(self, curves: Mapping[int, Curve]) -> None:
+        self._cores = sorted(curves)
+        self._curves = [curves[cores] for cores in self._cores]
+
+    def seconds(self, cores: float, work: Work) -> float:
+        x, *others = _features(work)
+        above = bisect_left(self._cores, cores - 1e-9)
+        if above == len(self._cores):
+            return self._curves[-1].seconds(x, *others)
+        high, many = self._cores[above], self._curves[above].seconds(x, *others)
+        if above == 0 or high <= cores + 1e-9:  # fewer hands than were ever measured, or just as many
+            return many * max(1.0, high / cores)
+        low, few = self._cores[above - 1], self._curves[above - 1].seconds(x, *others)
+        part = math.log(cores / low) / math.log(high / low)
+        return float(few ** (1.0 - part) * many**part)
+
+
+class Measured:
+    """Satisfies `Operated`. cores: that the unit has; all of the profile's by default.
+
+    A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
+    context, fitted for each model and number of cores to what was measured. Beside others a job takes as many
+    times longer as pairs of such jobs did, in proportion to the others' shares, and where all shares are
+    more than the whole, as many times more.
+
+    Operators were not measured. Attention is what a job takes longer for its pairs and its context; the rest
+    is spread over the products by the weights that they read. Starts and polls are in it, or nothing.
+    """
+
+    start: Final = 0.0
+    poll: Final = 0.0
+
+    def __init__(self, profile: Profile, cores: int | None = None) -> None:
+        self._cores = cores or profile.cores
+        self._shares = _fit_all(profile)
+        self._crowding = _crowding(profile.crowded, profile.cores, profile.shapes)
+        self._between = _between(profile)
+        self._shapes = profile.shapes
+
+    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
+        kind = work.model, work.phase is Phase.DECODE
+        shares = self._shares.get(kind)
+        if shares is None:
+            known = sorted({model for model, _ in self._shares})
+            raise ConfigError(f"model {work.model!r} was not measured; {', '.join(known)} were")
+        alone = shares.seconds(work.share * self._cores, work)
+        if not beside:
+            return alone
+        together, slower = work.share, 1.0
+        for other in beside:
+            together += other.share
+            rate = self._crowding.get((kind, (other.model, other.phase is Phase.DECODE)), 0.0)
+            slower += rate * other.share
+        return alone * slower * max(1.0, together)
+
+    def shape(self, model: str) -> ModelShape:
+        return self._shapes[model]
+
+    def operators(self, work: Work) -> tuple[Operator, ...]:
+        shape, whole = self._shapes[work.model], self.seconds(work)
+        products = self.seconds(but(work, pairs=0, context=0))
+        read = [part for part in layer_parts(shape, shape.experts) if part.read]
+        head = shape.vocab * shape.hidden
+        each = products / (shape.layers * sum(part.read for part in read) + head)
+        found = [Operator(part.name, part.read * each, shape.layers, MOST_PARTS) for part in read]
+        attention = Operator("attention", (whole - products) / shape.layers, shape.layers, MOST_PARTS)
+        return (*found, attention, Operator("head", head * each, 1, MOST_PARTS))
+
+    def queued(self, work: Work) -> float:
+        """A job is issued as one."""
+        return self.seconds(work)
+
+    def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
+        """Of a model that this machine was measured with."""
+        step = Work(model, Phase.DECODE, 1.0, rows, rows, rows, rows + context, context)
+        return (self.seconds(step) - self.seconds(but(step, context=0))) / shape.layers
+
+    def between(self, sequences: int) -> float:
+        """Seconds of the engine's own work from the result of a step of so many sequences to the next launch;
+        0 where that was not measured."""
+        return self._between.seconds(sequences, 0.0, 0.0, 0.0) if self._between else 0.0
+
+
+def cross_validate(profile: Profile) -> dict[str, Spread]:
+    """By model and phase: every job predicted by a fit to the other folds'."""
+    order = random.Random(0).sample(profile.jobs, len(profile.jobs))
+    order.sort(key=lambda timed: (timed.doing.model, timed.doing.phase, timed.doing.cores))  # even folds
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for fold in range(FOLDS):
+        model = Measured(replace(profile, jobs=tuple(t for i, t in enumerate(order) if i % FOLDS != fold)))
+        for timed in order[fold::FOLDS]:
+            doing = timed.doing
+            pair = model.seconds(doing.work(profile.cores)), median(timed.seconds)
+            for key in (f"{doing.model}, {doing.phase.value}", "all"):
+                found[key].append(pair)
+    return {key: Spread.of(*zip(*pairs, strict=True)) for key, pairs in sorted(found.items())}
+
+
+def _features(work: Work) -> tuple[float, float, float, float]:
+    """What a curve takes."""
+    if work.phase is Phase.DECODE:
+        return work.batch, work.context, 0.0, 0.0
+    return work.tokens, work.pairs, work.context, work.batch
+
+
+def _fit_all(profile: Profile) -> dict[Kind, _Shares]:
+    """Raises ConfigError where a phase of a model was not measured."""
+    groups: dict[Kind, dict[int, list[Timed]]] = {
+        (model, decode): {} for model in profile.shapes for decode in (False, True)
+    }
+    for timed in profile.jobs:
+        kind = timed.doing.model, timed.doing.phase is Phase.DECODE
+        groups[kind].setdefault(timed.doing.cores, []).append(timed)
+    return {kind: _Shares(_curves(kind, of_cores)) for kind, of_cores in groups.items()}
+
+
+def _curves(kind: Kind, groups: Mapping[int, Sequence[Timed]]) -> dict[int, Curve]:
+    if not groups:
+        phase = Phase.DECODE if kind[1] else Phase.PREFILL
+        raise ConfigError(f"no {phase.value} of {kind[0]} was measured; `kvloom profile` measures it")
+    curves = {}
+    for cores, group in groups.items():
+        rows = [_features(timed.doing.work(cores)) for timed in group]
+        seconds = [median(timed.seconds) for timed in group]
+        curves[cores] = Curve.fit([x for x, *_ in rows], [others for _, *others in rows], seconds)
+    return curves
+
+
+def _crowding(
+    crowded: Iterable[Crowded], cores: int, models: Iterable[str]
+) -> dict[tuple[Kind, Kind], float]:
+    """How many times longer, less one, a job takes beside another with all of the cores: by both kinds, and
+    for models that were not measured together as others were on average."""
+    seen: dict[tuple[Kind, Kind], list[float]] = defaultdict(list)
+    phases: dict[tuple[bool, bool], list[float]] = defaultdict(list)
+    for pair in crowded:
+        one, other = [(doing.model, doing.phase is Phase.DECODE) for doing in (pair.doing, pair.beside)]
+        rate = max(0.0, pair.seconds / pair.alone - 1.0) * cores / pair.beside.cores
+        seen[one, other].append(rate)
+        phases[one[1], other[1]].append(rate)
+    kinds = [(model, decode) for model in models for decode in (False, True)]
+    rates = {}
+    for one, other in itertools.product(kinds, repeat=2):
+        known = seen.get((one, other)) or phases.get((one[1], other[1]))
+        if known:
+            rates[one, other] = median(known)
+    return rates
+
+
+def _between(profile: Profile) -> Curve | None:
+    if not profile.steps:
+        return None
+    counts = [stepped.sequences for stepped in profile.steps]
+    return Curve.fit(counts, [(0.0, 0.0, 0.0)] * len(counts), [stepped.between for stepped in profile.steps])
+
+
+SLOWEST: Final = 0.02  # of a job's own pace, while its process's loop works
+
+HostedKind = tuple[str, bool, int]  # a model, whether the job is a decode step, and its cores
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """CPU seconds of one thread's work: for a request, for a token, for each time that tokens come."""
+
+    request: float = 0.0
+    token: float = 0.0
+    turn: float = 0.0
+
+
+class Hosting:
+    """cores: of the machine. Jobs that were not measured fare as others of their phase."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.cores = profile.computer.cores
+        self._upkeep = {
+            hosted.role: Upkeep(hosted.request, hosted.token, hosted.turn) for hosted in profile.hosted
+        }
+        self._slower = _Known((row.doing, (row.over, row.seconds / row.alone)) for row in profile.pressed)
+        self._lost = _Known((row.doing, (1, (row.seconds - row.alone) / row.busy)) for row in profile.stalled)
+
+    def upkeep(self, role: Role) -> Upkeep:
+        return self._upkeep.get(role, Upkeep())
+
+    def slower(self, work: Work, cores: float, over: float) -> float:
+        """How many times longer a job on so many cores takes while `over` more threads want to run than the
+        machine has cores. Straight between what was measured, and beyond it."""
+        known = self._slower.of(work, cores)
+        if over <= 0.0 or not known:
+            return 1.0
+        threads, times = [0.0, *(at for at, _ in known)], [1.0, *(times for _, times in known)]
+        if over <= threads[-1]:
+            return max(1.0, float(np.interp(over, threads, times)))
+        return max(1.0, 1.0 + (times[-1] - 1.0) * over / threads[-1])
+
+    def pace(self, work: Work, cores: float) -> float:
+        """The part of its own pace that a job keeps while its process's loop works."""
+        known = self._lost.of(work, cores)
+        return min(1.0, max(SLOWEST, 1.0 - known[0][1])) if known else 1.0
+
+
+class _Known:
+    """Points by kind of job: of each x, the median of all y."""
+
+    def __init__(self, rows: Iterable[tuple[Doing, Point]]) -> None:
+        found: dict[HostedKind, list[Point]] = defaultdict(list)
+        for doing, point in rows:
+            found[doing.model, doing.phase is Phase.DECODE, doing.cores].append(point)
+        self._points = {kind: _medians(points) for kind, points in found.items()}
+        self._nearest: dict[tuple[str, bool, float], list[Point]] = {}
+
+    def of(self, work: Work, cores: float) -> list[Point]:
+        """Of the model itself where it was measured, on the nearest number of cores that was."""
+        asked = work.model, work.phase is Phase.DECODE, cores
+        if asked not in self._nearest:
+            self._nearest[asked] = self._find(*asked)
+        return self._nearest[asked]
+
+    def _find(self, model: str, decode: bool, cores: float) -> list[Point]:
+        kinds = [kind for kind in self._points if kind[1] == decode]
+        kinds = [kind for kind in kinds if kind[0] == model] or kinds
+        near = min((abs(kind[2] - cores) for kind in kinds), default=0.0)
+        return _medians(
+            point for kind in kinds if abs(kind[2] - cores) == near for point in self._points[kind]
+        )
+
+
+def _medians(points: Iterable[Point]) -> list[Point]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for x, y in points:
+        found[x].append(y)
+    return [(x, median(ys)) for x, ys in sorted(found.items())]

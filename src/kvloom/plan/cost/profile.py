@@ -1,0 +1,179 @@
+"""A profile: how long a machine's real executor took for jobs. A JSON file, written by `kvloom profile`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import Work
+from kvloom.types.errors import ConfigError
+from kvloom.types.job import Phase
+
+PROFILE_VERSION: Final = 2
+
+_Count = Annotated[int, Meta(ge=0, lt=2**53)]
+_Some = Annotated[int, Meta(ge=1, lt=2**31)]
+_Seconds = Annotated[float, Meta(gt=0.0)]
+_CpuSeconds = Annotated[float, Meta(ge=0.0)]
+
+Role = Literal["client", "gateway", "engine"]
+
+
+class Doing(Struct, frozen=True, kw_only=True):
+    """A job as `Work` describes it, on so many cores."""
+
+    model: str
+    phase: Phase
+    cores: _Some
+    batch: _Some
+    tokens: _Some
+    drawn: _Count
+    pairs: _Count
+    context: _Count
+
+    @staticmethod
+    def of(work: Work, cores: int) -> Doing:
+        return Doing(
+            model=work.model,
+            phase=work.phase,
+            cores=cores,
+            batch=work.batch,
+            tokens=work.tokens,
+            drawn=work.drawn,
+            pairs=work.pairs,
+            context=work.context,
+        )
+
+    def work(self, cores: int) -> Work:
+        """On its cores of so many."""
+        share = self.cores / cores
+        return Work(
+            self.model, self.phase, share, self.batch, self.tokens, self.drawn, self.pairs, self.context
+        )
+
+
+class Timed(Struct, frozen=True, kw_only=True):
+    """A job alone, from launch to result, as often as it was measured."""
+
+    doing: Doing
+    seconds: Annotated[tuple[_Seconds, ...], Meta(min_length=1)]
+
+
+class Crowded(Struct, frozen=True, kw_only=True):
+    """A job alone, and with `beside` running all the while: medians."""
+
+    doing: Doing
+    beside: Doing
+    alone: _Seconds
+    seconds: _Seconds
+
+
+class Stepped(Struct, frozen=True, kw_only=True):
+    """Decode steps under the real engine, medians. between: from a step's result to the next one's launch;
+    step: from launch to result, while the engine hands out the tokens of the step before."""
+
+    model: str
+    sequences: _Some
+    between: _Seconds
+    step: _Seconds
+
+
+class Pressed(Struct, frozen=True, kw_only=True):
+    """A job alone, and with so many busy threads of other processes that `over` more want to run than there
+    are cores: medians."""
+
+    doing: Doing
+    over: _Some
+    alone: _Seconds
+    seconds: _Seconds
+
+
+class Stalled(Struct, frozen=True, kw_only=True):
+    """A job alone, and while the loop's thread of its own process worked for `busy` seconds: medians."""
+
+    doing: Doing
+    busy: _Seconds
+    alone: _Seconds
+    seconds: _Seconds
+
+
+class Hosted(Struct, frozen=True, kw_only=True):
+    """CPU seconds of one thread's work besides jobs: for each request, for each token, and for each time that
+    tokens come, however many. engine: its loop's thread, without what `Stepped` has as `between`."""
+
+    role: Role
+    request: _CpuSeconds
+    token: _CpuSeconds
+    turn: _CpuSeconds
+
+
+class Computer(Struct, frozen=True, kw_only=True):
+    """memory: bytes that were free. load: average before, of other processes."""
+
+    cpu: str
+    cores: _Some
+    memory: _Count
+    load: Annotated[float, Meta(ge=0.0)]
+    system: str
+    versions: dict[str, str]
+
+
+class Profile(Struct, frozen=True, kw_only=True):
+    """cores: that the executor had. temperature: of what was drawn. shapes: by model. hosted: empty where
+    what is not a job was not measured."""
+
+    version: int = PROFILE_VERSION
+    computer: Computer
+    cores: _Some
+    block_bytes: _Some
+    temperature: float
+    shapes: Annotated[dict[str, ModelShape], Meta(min_length=1)]
+    jobs: tuple[Timed, ...]
+    crowded: tuple[Crowded, ...]
+    steps: tuple[Stepped, ...]
+    pressed: tuple[Pressed, ...] = ()
+    stalled: tuple[Stalled, ...] = ()
+    hosted: tuple[Hosted, ...] = ()
+
+
+class _Versioned(Struct):
+    """What a profile of any version has."""
+
+    version: int
+    computer: msgspec.Raw
+
+
+def read_profile(file: Path) -> Profile:
+    """Raises ConfigError for a file that is cut off, of another version, or no profile."""
+    again = "`kvloom profile` writes a right one"
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; {again}") from error
+    try:
+        version = msgspec.json.decode(text, type=_Versioned).version
+        if version != PROFILE_VERSION:
+            raise ConfigError(f"{file}: version {version}, and this kvloom reads {PROFILE_VERSION}; {again}")
+        profile = msgspec.json.decode(text, type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: no profile ({' '.join(str(error).split())}); {again}") from error
+    strange = {timed.doing.model for timed in profile.jobs} ^ set(profile.shapes)
+    if strange:
+        raise ConfigError(f"{file}: {', '.join(sorted(strange))}: not both a shape and jobs; {again}")
+    return profile
+
+
+def write_profile(profile: Profile, file: Path) -> None:
+    """Whole or not at all. Raises ConfigError where it cannot be written."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+        beside.replace(file)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(f"{file}: {error.strerror}; a file in a folder of yours is right") from error

@@ -1,0 +1,231 @@
+"""A job as a cost model sees it, and what a cost model is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import hypot
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.types.geometry import I64
+from kvloom.types.job import Phase
+from kvloom.types.offload import expected_stall, split
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One job of one model.
+
+    share: of the unit's compute, in (0, 1]. batch: sequences. tokens: computed by it, over all sequences.
+    drawn: tokens whose logits are needed. pairs: (query, key) pairs that attention looks at. context: cached
+    tokens that it reads, over all sequences.
+    """
+
+    model: str
+    phase: Phase
+    share: float
+    batch: int
+    tokens: int
+    drawn: int
+    pairs: int
+    context: int
+
+    @staticmethod
+    def of(model: str, phase: Phase, share: float, appends: I64, starts: I64, drawn: int) -> Work:
+        """appends, starts: [B] tokens that each sequence computes, and has already."""
+        tokens, context = int(appends.sum()), int(starts.sum())
+        pairs = int(appends @ starts) + int(appends @ (appends + 1)) // 2
+        return Work(model, phase, share, appends.size, tokens, drawn, pairs, context)
+
+    def next(self) -> Work:
+        """The step that follows this decode step."""
+        return Work(
+            self.model,
+            self.phase,
+            self.share,
+            self.batch,
+            self.tokens,
+            self.drawn,
+            self.pairs + self.batch,
+            self.context + self.batch,
+        )
+
+    @staticmethod
+    def prefill(model: str, share: float, lengths: Sequence[int]) -> Work:
+        """Whole prompts of these lengths at once."""
+        pairs = sum(n * (n + 1) // 2 for n in lengths)
+        return Work(model, Phase.PREFILL, share, len(lengths), sum(lengths), len(lengths), pairs, 0)
+
+    @staticmethod
+    def decode(model: str, share: float, contexts: Sequence[int]) -> Work:
+        """A step of sequences that hold so many tokens."""
+        batch, held = len(contexts), sum(contexts)
+        return Work(model, Phase.DECODE, share, batch, batch, batch, held + batch, held)
+
+
+class CostModel(Protocol):
+    """Says for one unit, that is for a group of devices and the models on it, how long jobs take."""
+
+    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
+        """From launch to result, if all of `beside` ran at the same time from its first moment to its last.
+        Raises ConfigError for a model that it does not know."""
+
+
+MOST_PARTS: Final = 64  # that an operator is run in
+
+
+class Operator(NamedTuple):
+    """seconds: that one of it takes, its start with it. number: how many a job has. most: parts in which one
+    can be run."""
+
+    name: str
+    seconds: float
+    number: int
+    most: int
+
+
+@runtime_checkable
+class Operated(CostModel, Protocol):
+    """A cost model that knows its device's operators. start: seconds that one more of them takes, however
+    little it does; poll: that a look for another unit's task takes."""
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def poll(self) -> float: ...
+
+    def shape(self, model: str) -> ModelShape: ...
+
+    def operators(self, work: Work) -> tuple[Operator, ...]:
+        """Of a job that runs alone; together they take what the device is busy for."""
+
+    def queued(self, work: Work) -> float:
+        """Seconds of the job's operators that the host has issued, and the device not yet begun, where these
+        are most."""
+
+    def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
+        """Seconds of one layer's attention on the whole unit, for one new token of each of so many sequences,
+        which hold so many tokens together."""
+
+
+class Part(NamedTuple):
+    """One operator of a layer: weights that each token is multiplied with, weights that are read, whatever
+    the tokens, and numbers a token that pass through memory."""
+
+    name: str
+    number: int
+    multiplied: float
+    read: float
+    passed: float
+
+
+class Pace(NamedTuple):
+    """Seconds: of multiplying with a weight, and of moving a byte."""
+
+    multiply: float
+    move: float
+
+
+def layer_parts(shape: ModelShape, touched: float) -> Iterator[Part]:
+    """Of one layer, but for what attention does with K and V. touched: experts that the job reads."""
+    hidden, ffn, active = shape.hidden, shape.ffn, shape.active
+    out = hidden * shape.head_dim * shape.heads
+    qkv = shape.attention_parameters - out
+    ups = 2 if shape.gated else 1
+    up, down = hidden * ffn * ups, hidden * ffn
+    yield Part("norm", 2, 0, 0, 2 * hidden)
+    yield Part("qkv", 1, qkv, qkv, 3 * hidden)
+    yield Part("rotary", 1, 0, 0, 3 * hidden)
+    yield Part("attention", 1, 0, 0, 2 * hidden)
+    yield Part("output", 1, out, out, 2 * hidden)
+    yield Part("add", 2, 0, 0, 3 * hidden)
+    yield Part("up", 1, up * active, up * touched, hidden + ups * ffn * active)
+    yield Part("activation", 1, 0, 0, (ups + 1) * ffn * active)
+    yield Part("down", 1, down * active, down * touched, hidden + ffn * active)
+
+
+def operators_of(
+    shape: ModelShape,
+    *,
+    tokens: int,
+    drawn: int,
+    touched: float,
+    attention: float,
+    start: float,
+    pace: Pace,
+) -> tuple[Operator, ...]:
+    """attention: seconds of one layer's, without its start."""
+    found = list[Operator]()
+    for part in layer_parts(shape, touched):
+        seconds = start + _seconds(part, tokens, shape.itemsize, pace)
+        splits = part.read > 0 or part.name == "attention"
+        if part.name == "attention":
+            seconds += attention
+        found.append(Operator(part.name, seconds, shape.layers * part.number, MOST_PARTS if splits else 1))
+    weights = shape.vocab * shape.hidden
+    head = _seconds(Part("head", 1, weights, weights, 0), drawn, shape.itemsize, pace)
+    return (*found, Operator("head", start + head, 1, MOST_PARTS))
+
+
+def _seconds(part: Part, tokens: int, itemsize: int, pace: Pace) -> float:
+    products = hypot(part.multiplied * tokens * pace.multiply, part.read * itemsize * pace.move)
+    return products + part.passed * tokens * itemsize * pace.move
+
+
+class Exchange(NamedTuple):
+    """One layer of a step of which some rows are away, in seconds. own: the attention at home, which goes on
+    meanwhile. service: of the task at the lender. wire: on which q, k and v go there, and the output comes
+    back."""
+
+    own: float
+    service: float
+    wire: float
+
+    @property
+    def ahead(self) -> float:
+        """For which the task may wait before anybody waits for it; less than 0 where the step waits in any
+        case."""
+        return self.own - self.service - self.wire
+
+    def stall(self, times: Sequence[float]) -> float:
+        """For which the step waits, in the mean. times: of the operators that the lender runs one after the
+        other; none where it runs nothing, and so finds a task at once."""
+        return max(0.0, -self.ahead) + expected_stall(times, self.ahead)
+
+
+class Cut(NamedTuple):
+    """The lender's operators, those that are run in parts as so many. times: of each of these. more: seconds
+    that the job takes longer for the starts of further parts, and for a look for tasks after each."""
+
+    times: tuple[float, ...]
+    more: float
+
+
+def parts_of(operators: Sequence[Operator], ahead: float, most: float) -> tuple[int, ...]:
+    """Algorithm 1, for each single operator in order. most: seconds of a layer's stall."""
+    limits = [one.most for one in operators for _ in range(one.number)]
+    return tuple(split(_times(operators), ahead, most, limits))
+
+
+def cut_up(operators: Sequence[Operator], parts: Sequence[int], cost: Operated) -> Cut:
+    """parts: of each single operator in order; all whole where it is empty."""
+    times = _times(operators)
+    pieces = parts or (1,) * len(times)
+    start = cost.start
+    each = ((start + (t - start) / n, n) for t, n in zip(times, pieces, strict=True))
+    cut = tuple(t for t, n in each for _ in range(n))
+    return Cut(cut, (len(cut) - len(times)) * start + len(cut) * cost.poll)
+
+
+def issued(work: Work, cost: Operated) -> Cut:
+    """What a task is behind that the lender's host launches: all that is issued, and has not begun. The host
+    issues ahead of the device, so that grows until all is issued, and then falls to nothing until the job
+    ends. At a moment of the job it is anything from 0 to the most there is, all as probable, as if it were
+    the rest of one operator."""
+    return Cut((cost.queued(work),), 0.0)
+
+
+def _times(operators: Sequence[Operator]) -> list[float]:
+    return [one.seconds for one in operators for _ in range(one.number)]

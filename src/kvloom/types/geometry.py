@@ -1,0 +1,63 @@
+"""How a model's KV cache is cut into the pool's blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.types.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A block holds K and V of one KV head of one layer for `tokens_per_block` tokens; a page holds the
+    blocks of one run of tokens over all layers and KV heads. itemsize: bytes of one number."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_block < 1:
+            raise ConfigError(
+                f"block_bytes: {self.block_bytes} holds no token of head size {self.head_dim}; "
+                f"at least {self.token_bytes} is needed"
+            )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in one head of one layer."""
+        return 2 * self.head_dim * self.itemsize
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.block_bytes // self.token_bytes
+
+    @property
+    def blocks_per_page(self) -> int:
+        return self.layers * self.kv_heads
+
+    @property
+    def waste(self) -> float:
+        """Share of each block's bytes that no token uses."""
+        return 1.0 - self.tokens_per_block * self.token_bytes / self.block_bytes
+
+    def pages(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.tokens_per_block)
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return self.pages(tokens) * self.blocks_per_page
+
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+U32 = npt.NDArray[np.uint32]
+AnyArray = npt.NDArray[Any]
