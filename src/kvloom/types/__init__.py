@@ -1,1 +1,1 @@
-"""Words every layer shares: requests, sampling, jobs, errors, time."""
+"""The types that cross borders between rooms: requests, verbs, jobs, loads, errors and time."""

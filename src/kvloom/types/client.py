@@ -1,4 +1,4 @@
-"""How anyone calls an engine: over HTTP in the real world, directly in the simulated one."""
+"""Protocols by which engines are called: over HTTP in the real world, directly in the simulated one."""
 
 from __future__ import annotations
 
@@ -25,59 +25,62 @@ from kvloom.types.verbs import (
 
 
 class Generator(Protocol):
-    """Whoever answers requests. Every method raises KvloomError: the engine's own, or Unavailable where it
-    cannot be reached."""
+    """A server of models. Every method raises KvloomError: the engine's own error, or Unavailable if the
+    engine cannot be reached."""
 
     async def models(self) -> list[ModelCard]:
-        """The models that are served."""
+        """Returns the cards of the models that are served."""
 
     def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        """Frames of events, until each choice has had its EndEvent. Closing the generator early aborts the
-        request and gives its blocks back within one job. Errors of admission are raised on the first
-        step, before any event."""
+        """Yields frames of events until each choice has had its EndEvent.
+
+        Closing the generator early aborts the request and gives its blocks back within one job. Errors of
+        admission are raised on the first step, before any event.
+        """
 
     async def abort(self, request: str, choice: int | None = None) -> None:
-        """End a request, or one choice of it, and give back what it has reserved or pinned, wherever it
-        stands; unknown or ended ones are fine."""
+        """Ends a request, or one choice of it, and gives back what it has reserved or pinned. Unknown and
+        ended requests are fine."""
 
 
 class Server(Generator, Protocol):
-    """Many engines, to a gateway as one."""
+    """Many engines that a gateway calls as one."""
 
     async def loads(self) -> dict[str, UnitLoad]:
-        """By unit, of those that answer."""
+        """Returns the load of each unit that answers, by the unit's name."""
 
     @property
     def services(self) -> Mapping[str, Service]:
-        """By unit."""
+        """The state of each unit, by the unit's name."""
 
 
 class EngineClient(Generator, Protocol):
-    """One engine: the verbs (Microserving, section 3.1), each described by its body in core.verbs."""
+    """One engine, called by its verbs (Microserving, section 3.1). The body of a verb, in `types.verbs`, says
+    what the verb does."""
 
     async def prep_recv(self, body: PrepRecv) -> Prepared: ...
 
     async def remote_send(self, body: RemoteSend) -> Sent: ...
 
     async def renew(self, request: str) -> Lease:
-        """Raises BadRequest where nothing is reserved or pinned for `request`."""
+        """Renews the leases of `request`. Raises BadRequest if nothing is reserved or pinned for it."""
 
     async def pin(self, body: Pin) -> Pinned:
-        """Raises OutOfBlocks where the longest request would find no room beside what is promised."""
+        """Raises OutOfBlocks if the longest request would find no room beside what is promised."""
 
     async def unpin(self, request: str) -> Held:
-        """Unknown requests are fine."""
+        """Undoes the pin of `request`. Unknown requests are fine."""
 
     async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
-        """See `Hold`. Raises BadRequest where the request is not here, has ended, or has yet to begin; where
-        a send has failed it stands still all the same."""
+        """Pauses a request, as `Hold` says. Raises BadRequest if the request is not here, has ended, or has
+        yet to begin. If a send fails, the request is paused all the same."""
 
     async def resume(self, request: str) -> None:
-        """Requests that were not held are fine."""
+        """Lets a paused request go on. Requests that were not paused are fine."""
 
     async def offer(self, body: Offer) -> Offered: ...
 
     async def evict(self, body: Prefix) -> Held:
-        """Drop what is cached of the prefix and past it, as far as nobody uses it."""
+        """Drops what is cached of the prefix and past it, as far as nobody uses it."""
 
     async def load(self) -> UnitLoad: ...

@@ -12,8 +12,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
+    """A source of time: the machine's clock, or the virtual clock of a simulation."""
+
     def now(self) -> float:
-        """Seconds since some fixed moment; never goes back."""
+        """Returns the seconds since some fixed moment, which never go back."""
 
     async def sleep(self, seconds: float) -> None: ...
 
@@ -30,7 +32,7 @@ class WallClock:
 
 @asynccontextmanager
 async def together() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises what its first task to fail has failed of, not a group of such."""
+    """Opens a task group that raises the error of its first task to fail instead of an ExceptionGroup."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -39,14 +41,14 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 def has_ended(process: int) -> bool:
-    """process: its pidfd."""
+    """Returns whether the process behind the pidfd `process` has ended."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def ending(code: int) -> str:
-    """code: as subprocess gives it, negative where a signal ended it."""
+    """Says how a process ended. code: as `subprocess` gives it, negative if a signal ended the process."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

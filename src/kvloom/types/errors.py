@@ -1,4 +1,4 @@
-"""Every error kvloom tells a person or a peer, each with a stable code and an HTTP status."""
+"""The errors that kvloom tells people and peers, each with a stable code and an HTTP status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KvloomError(Exception):
-    """Base of all. `message` is one line: what was wrong, where, and what would be right."""
+    """The base of all errors. `message` is one line: what was wrong, where, and what would be right."""
 
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
@@ -38,44 +38,56 @@ class KvloomError(Exception):
 
 
 class ConfigError(KvloomError):
-    """A config key, a flag or a checkpoint that cannot be used. Ends the command with exit code 2."""
+    """A config key, a flag or a checkpoint cannot be used. The command ends with exit code 2."""
 
     code = "config_error"
     status = 500
 
 
 class BadRequest(KvloomError):
+    """A request makes no sense, whoever would answer it."""
+
     code = "invalid_request"
     status = 400
 
 
 class PromptTooLong(BadRequest):
+    """A prompt leaves no room in the model's context."""
+
     code = "context_length_exceeded"
 
 
 class UnknownModel(KvloomError):
+    """A request names a model that nobody serves."""
+
     code = "model_not_found"
     status = 404
 
 
 class Unauthorized(KvloomError):
+    """A key is missing or opens nothing."""
+
     code = "invalid_api_key"
     status = 401
 
 
 class Conflict(KvloomError):
-    """Something else is under way that this would upset."""
+    """An order contradicts another one that is being carried out."""
 
     code = "conflict"
     status = 409
 
 
 class QueueFull(KvloomError):
+    """Too many requests wait already."""
+
     code = "queue_full"
     status = 429
 
 
 class Unavailable(KvloomError):
+    """An engine or a peer cannot be reached, or is about to stop."""
+
     code = "unavailable"
     status = 503
 

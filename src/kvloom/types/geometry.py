@@ -13,13 +13,16 @@ from kvloom.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A block holds K and V of one KV head of one layer for `tokens_per_block` tokens; a page holds the
-    blocks of one run of tokens over all layers and KV heads. itemsize: bytes of one number."""
+    """The sizes of one model's blocks and pages.
+
+    A block holds K and V of one KV head of one layer for `tokens_per_block` tokens. A page holds the blocks
+    of one run of tokens over all layers and KV heads (MuxServe, section 3.4).
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
-    itemsize: int
+    itemsize: int  # bytes of one number
     block_bytes: int
 
     def __post_init__(self) -> None:
@@ -31,7 +34,7 @@ class Geometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's K and V in one head of one layer."""
+        """The bytes of one token's K and V in one head of one layer."""
         return 2 * self.head_dim * self.itemsize
 
     @property
@@ -44,15 +47,15 @@ class Geometry:
 
     @property
     def waste(self) -> float:
-        """Share of each block's bytes that no token uses."""
+        """The share of each block's bytes that no token uses."""
         return 1.0 - self.tokens_per_block * self.token_bytes / self.block_bytes
 
     def pages(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
+        """Returns the number of pages that hold `tokens` tokens."""
         return -(-tokens // self.tokens_per_block)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Returns the number of blocks that hold `tokens` tokens."""
         return self.pages(tokens) * self.blocks_per_page
 
 

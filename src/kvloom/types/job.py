@@ -17,6 +17,8 @@ from kvloom.types.request import ModelCard, SamplingParams, TokenLogprob
 
 
 class Phase(StrEnum):
+    """What a job computes: prompts, or one more token of each sequence."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -27,25 +29,22 @@ def _no_tokens() -> I64:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One token to draw. `row` counts the forward's tokens; several draws may share a row (n > 1).
+    """One token to draw. `key` and `index` alone decide the draw's randomness."""
 
-    `key` and `index` alone decide the draw's randomness. `prompt` and `output`, which penalties read, are
-    views that nobody writes to. `allowed` gives a bit mask over the vocabulary, 32 tokens a word, and is
-    called in the job, because a grammar may take its time.
-    """
-
-    row: int
+    row: int  # of the forward's tokens; several draws may share a row (n > 1)
     key: int
     index: int
     params: SamplingParams
+    # Penalties read the prompt and the output; both are views that nobody writes to.
     prompt: I64 = field(default_factory=_no_tokens)
     output: I64 = field(default_factory=_no_tokens)
+    # Returns a bit mask over the vocabulary, 32 tokens a word. The job calls it, because a grammar is slow.
     allowed: Callable[[], U32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt token whose log-probability is wanted: that of `token` after the forward's token `row`."""
+    """A prompt token whose log-probability is wanted: that of `token` after the forward's token `row`."""
 
     row: int
     token: int
@@ -54,52 +53,53 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Job:
-    """`share` units of the device's compute are this job's own until it ends. tokens: [N] input ids.
+    """One prefill step of a model, or one or several decode steps.
 
-    A decode job may take several `steps`, each of which gives every sequence a token and reads the one that
-    the step before it has drawn; `tokens`, samples and plan are the first step's. No draw of such a job reads
-    `output` or `allowed`. away: rows after those of `plan` whose K and V another unit has. told: called on
-    the loop with this job and the tokens of each step but the last, as they come, by an executor that is
-    `ahead`.
+    Each step of a decode job gives every sequence a token and reads the token that the step before it has
+    drawn. `tokens`, `samples` and `plan` are the first step's. No draw of a job of several steps reads
+    `output` or `allowed`.
     """
 
     model: str
     phase: Phase
-    share: int
+    share: int  # units of the device's compute that are this job's own until it ends
     plan: Plan
-    tokens: I64
+    tokens: I64  # [N] input ids
     samples: tuple[SampleRow, ...]
     prompts: tuple[PromptRow, ...] = ()
     steps: int = 1
-    away: Away | None = None
+    away: Away | None = None  # rows after those of `plan` whose K and V another unit holds
+    # An executor that is `ahead` calls it on the loop with the tokens of each step but the last.
     told: Callable[[Job, list[int]], None] | None = None
 
     @property
     def kept(self) -> I64:
-        """[R] rows whose logits are wanted: those of the draws, then those of the prompt's tokens."""
+        """[R] rows whose logits are wanted: first those of the draws, then those of the prompt's tokens."""
         rows = [row.row for row in self.samples] + [row.row for row in self.prompts]
         return np.asarray(rows, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """tokens: one id a sample row, step by step; logprobs likewise, None where not asked for. seconds: on the
-    device. lost: why there is no output for the rows that were away, whose tokens mean nothing."""
+    """What a job has computed."""
 
-    tokens: list[int]
-    logprobs: list[TokenLogprob | None]
+    tokens: list[int]  # one id for each sample row, step by step
+    logprobs: list[TokenLogprob | None]  # likewise; None for draws that did not ask for it
     prompt_logprobs: list[TokenLogprob]
-    seconds: float
-    lost: str | None = None
+    seconds: float  # on the device
+    lost: str | None = None  # why the rows that were away have no output; their tokens mean nothing then
 
 
 class Executor(Protocol):
-    """Runs jobs. `launch` returns at once; several jobs run at the same time while their shares fit in
-    `compute`. A job that fails raises from its future and leaves the executor fit for the next one."""
+    """A device that runs jobs.
+
+    `launch` returns at once. Several jobs run at the same time while their shares fit in `compute`. A job
+    that fails raises from its future and leaves the executor fit for the next one.
+    """
 
     @property
     def compute(self) -> int:
-        """Units of compute to share out: cores of a CPU, multiprocessors of a GPU."""
+        """The units of compute to share out: cores of a CPU, multiprocessors of a GPU."""
 
     @property
     def cards(self) -> dict[str, ModelCard]: ...
@@ -109,23 +109,26 @@ class Executor(Protocol):
 
     @property
     def blocks(self) -> int:
-        """Blocks in the arena."""
+        """The number of blocks in the arena."""
 
     @property
     def stride(self) -> int:
-        """The most steps that a decode job may take."""
+        """The largest number of steps that a decode job may take."""
 
     @property
     def ahead(self) -> int:
-        """Steps of a job that may have begun beside the one whose tokens come next. Above 0 a job of several
-        has the blocks for all of them at its start (`Plan.ahead`) and tells each step's tokens, so that one
-        of them may end a sequence; the rows drawn after that mean nothing. At 0 all come with the result."""
+        """The number of steps of a job that may have begun beside the one whose tokens come next.
 
-    def launch(self, job: Job) -> asyncio.Future[JobResult]: ...
+        Above 0, a job of several steps has the blocks for all of them at its start (`Plan.ahead`) and tells
+        the tokens of each step, so that one of them may end a sequence; the rows drawn after that mean
+        nothing. At 0, all tokens come with the result.
+        """
+
+    def launch(self, job: Job) -> asyncio.Future[JobResult]:
+        """Starts a job and returns its result's future."""
 
     def taken(self, job: Job) -> int:
-        """Steps of a job of several, with those that are under way; all that it took where it has just
-        ended."""
+        """Returns the number of steps of a job that have begun, or that it took if it has just ended."""
 
     def cut(self, job: Job) -> None:
-        """Let a running job of several steps end after those that are under way."""
+        """Ends a running job of several steps after those that have begun."""

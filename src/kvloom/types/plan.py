@@ -1,4 +1,4 @@
-"""One forward's memory plan: made once by the accounting, read by every layer."""
+"""The memory plan of one forward, which the accounting makes once and every layer reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvloom.types.transfer import PlannedSend
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy the first `tokens` tokens of page `source` to page `target`, in all layers and heads."""
+    """A copy of the first `tokens` tokens of page `source` to page `target`, in all layers and heads."""
 
     source: int
     target: int
@@ -21,38 +21,25 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a forward reads and writes. B sequences append N tokens in all.
-
-    sequences: B ids, in batch order.
-    appends:   [B] tokens each appends; sum N.
-    starts:    [B] tokens each already holds.
-    page_map:  [pages, layers, kv_heads] blocks; the rows of these sequences' pages do not change meanwhile.
-    tables:    [B, P] page ids, padded with 0.
-    positions: [N] position of each new token in its sequence.
-    slot_page, slot_offset: [N] where its K and V go.
-    copies:    to be done before any layer runs (copy on write).
-    sends:     to be done after each layer's write.
-    versions:  [pages] another number after each change of a page's row of page_map, for who keeps a copy of
-               it; None where nobody counts.
-    ahead:     tokens of each sequence that `tables` has pages for, where that may be more than it appends.
-    """
+    """Where a forward reads and writes K and V. B sequences append N tokens in all."""
 
     model: str
-    sequences: tuple[int, ...]
-    appends: I64
-    starts: I64
-    page_map: I32
-    tables: I32
-    positions: I64
-    slot_page: I32
-    slot_offset: I32
-    copies: tuple[PageCopy, ...] = ()
-    sends: tuple[PlannedSend, ...] = ()
+    sequences: tuple[int, ...]  # B ids, in batch order
+    appends: I64  # [B] tokens that each sequence appends; their sum is N
+    starts: I64  # [B] tokens that each sequence already holds
+    page_map: I32  # [pages, layers, kv_heads] blocks; the rows of these sequences do not change meanwhile
+    tables: I32  # [B, P] page ids, padded with 0
+    positions: I64  # [N] position of each new token in its sequence
+    slot_page: I32  # [N] page to which the K and V of each new token go
+    slot_offset: I32  # [N] place in that page
+    copies: tuple[PageCopy, ...] = ()  # done before any layer runs (copy on write)
+    sends: tuple[PlannedSend, ...] = ()  # done after each layer's write
+    # [pages] a number that changes with a page's row of page_map, for a holder of a copy; None: not counted
     versions: I64 | None = None
-    ahead: int = 0
+    ahead: int = 0  # tokens that `tables` has pages for in each sequence, if more than it appends
 
     @staticmethod
     def none(model: str, page_map: I32) -> Plan:
-        """Of no sequence."""
+        """Returns the plan of a forward without sequences."""
         words, ids = np.zeros(0, np.int64), np.zeros(0, np.int32)
         return Plan(model, (), words, words, page_map, ids.reshape(0, 1), words, ids, ids)

@@ -1,4 +1,4 @@
-"""What an engine and a router must be told to start."""
+"""The specifications that engines, the fleet scheduler and the router start from."""
 
 from __future__ import annotations
 
@@ -18,49 +18,35 @@ Option = bool | int | float | str | list[str]
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
-    """A model to serve. `path` is a checkpoint directory or a hub id; `rate` its expected share of the
-    requests, against the others' rates; `max_context` bounds what the checkpoint itself allows. Shares are of
-    the unit's compute, for a prefill and a decode job that runs beside others; quota: of the pool's blocks,
-    to begin with. None leaves them to the policy."""
+    """A model to serve. None leaves a share or a quota to the policy."""
 
     name: str
-    path: str
+    path: str  # a checkpoint's folder, or a hub id
     dtype: Dtype = "auto"
-    rate: float = 1.0
-    max_context: int | None = None
-    prefill_share: float | None = None
+    rate: float = 1.0  # expected share of the requests, against the other models' rates
+    max_context: int | None = None  # a bound below the checkpoint's own
+    prefill_share: float | None = None  # of the unit's compute, for a prefill job that runs beside others
     decode_share: float | None = None
-    quota: float | None = None
+    quota: float | None = None  # of the pool's blocks, to begin with
 
 
 class WeaveSpec(Struct, frozen=True):
-    """The unit `cold` lends `part` of its pool to this unit's model, and `share` of its sequences are there;
-    `auto` is as many as help, while the decode steps of `cold` take at most `bound` longer than alone: 0.15
-    is 15 %. control: when `cold` looks for tasks, between its operators or between its iterations. split:
-    whether it splits operators, until tasks are expected to hold a step of this unit up by no more than
-    `waits` of it."""
+    """A loan of the unit `cold` to this unit's model (Weaver, section 4)."""
 
     cold: str
-    share: float | Literal["auto"]
-    part: float
-    bound: float = 0.15
-    control: Control = "operators"
-    split: Splitting = "auto"
-    waits: float = 0.05
+    share: float | Literal["auto"]  # of the model's sequences that are offloaded; auto: as many as help
+    part: float  # of the pool of `cold` that is lent
+    bound: float = 0.15  # decode steps of `cold` may take longer by this part than alone, under `auto`
+    control: Control = "operators"  # when `cold` looks for tasks: between operators or between iterations
+    split: Splitting = "auto"  # whether `cold` splits its operators
+    waits: float = 0.05  # part of a step of this unit by which tasks are expected to hold it up, at most
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
-    """One unit: its models, its pool of `kv_bytes`, and how they are scheduled. priorities: the levels of
-    execution priority, which the unit's load tells. lease: seconds for which a reservation is kept without
-    being renewed. transport: what carries K and V to other units. quotas: whether they move and bend, or are
-    walls (no unified pool). overload: of the unit's compute, by which the shares of jobs that run together
-    may exceed it. tensor_parallel: ranks, each a process with its heads of all
-    models, that share the unit's cores and pool. device: `cpu`, or `cuda:N`, where kv_bytes 0 is what the
-    weights leave; of several ranks N is the first one's GPU, and the others have those after it. weave:
-    from whom it borrows."""
+    """One unit: its models, its pool, and how they are scheduled."""
 
     models: tuple[ModelSpec, ...]
-    kv_bytes: int
+    kv_bytes: int  # of the pool; 0 on a GPU: what the weights leave
     block_bytes: int
     policy: Policy
     max_running: int
@@ -68,27 +54,26 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     threads: int
     unit: str = "unit-0"
-    priorities: tuple[Level, ...] = ()
-    lease: float = 30.0
-    transport: Plane = "shm"
-    quotas: Quotas = "adaptive"
-    overload: float = 0.0
-    tensor_parallel: int = 1
-    device: str = "cpu"
-    weave: WeaveSpec | None = None
+    priorities: tuple[Level, ...] = ()  # levels of execution priority, which the unit's load tells
+    lease: float = 30.0  # seconds for which a reservation is kept without being renewed
+    transport: Plane = "shm"  # what carries K and V to other units
+    quotas: Quotas = "adaptive"  # whether quotas move and bend, or are walls (no unified pool)
+    overload: float = 0.0  # part of the compute by which shares of jobs that run together may exceed it
+    tensor_parallel: int = 1  # ranks, each a process with its heads of all models
+    device: str = "cpu"  # or `cuda:N`; of several ranks N is the first one's GPU, and the others follow it
+    weave: WeaveSpec | None = None  # the loan that this unit asks for
 
 
 class SchedulerSpec(Struct, frozen=True):
-    """The fleet scheduler: its period in seconds, and the freeness in decode steps below which a unit gives
-    requests away (out) and above which it takes them (into)."""
+    """How the fleet scheduler moves requests (Llumnix, section 4.4.3)."""
 
-    period: float = 0.5
-    out: float = 24.0
-    into: float = 48.0
+    period: float = 0.5  # seconds
+    out: float = 24.0  # freeness, in decode steps, below which a unit gives requests away
+    into: float = 48.0  # freeness above which a unit takes requests
 
 
 class ProgramSpec(Struct, frozen=True):
-    """A router program: a shipped one's name or `module:function`, and what it is called with."""
+    """A router program: the name of a shipped one or `module:function`, and its options."""
 
     name: str
     options: dict[str, Option] = {}

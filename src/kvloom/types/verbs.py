@@ -1,7 +1,9 @@
-"""Bodies and answers of the verbs that move K and V between engines (Microserving, section 3.1).
+"""Bodies and answers of the verbs that move K and V between engines (Microserving, section 3.1), and the
+frames in which token events cross the wire.
 
-`prompt` is the whole context in token ids; positions count in it, negative ones from its end, None is its
-end. Every verb may be called again with the same body and then answers the same.
+`prompt` is the whole context in token ids. Positions count in it, negative ones from its end, and None is its
+end. Every verb may be called again with the same body and then answers the same. A frame is 4 bytes of
+length, big-endian, and a msgpack body.
 """
 
 from __future__ import annotations
@@ -21,33 +23,33 @@ LONGEST_DUE: Final = 60  # seconds
 
 
 class PrepRecv(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Make room for the K and V of prompt[:end], but for what is cached here. `sender`: the form that the
-    peer keeps this model's K and V in, refused here where it is another. `due`: seconds until the request is
-    expected to begin here, where that is known; a step may wait a little for it."""
+    """Makes room for the K and V of prompt[:end], except for what is cached here."""
 
     model: str
     request: RequestId
     prompt: Prompt
     end: int | None = None
-    sender: KVForm | None = None
+    sender: KVForm | None = None  # the form of the peer's K and V; refused if it is not this unit's
+    # Seconds until the request is expected to begin here; a decode step may wait a little for it.
     due: Annotated[float, Meta(ge=0, le=LONGEST_DUE)] | None = None
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
-    """prompt[:matched] is here already; address takes [matched, end). The room is kept for `lease` seconds
-    from each `renew` on."""
+    """The answer to prep_recv."""
 
-    matched: int
+    matched: int  # prompt[:matched] is here already
     end: int
-    address: KVAddress
+    address: KVAddress  # takes [matched, end)
     peer: Endpoint
-    lease: float
+    lease: float  # seconds for which the room is kept, from each `renew` on
 
 
 class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Write K and V of prompt[begin:end] to `address` at `peer`; what is not cached here is computed.
-    Answered when every byte has arrived. What a running request of this id has computed so far, its output
-    too, counts as cached."""
+    """Writes K and V of prompt[begin:end] to `address` at `peer`, and computes what is not cached here.
+
+    The answer comes when every byte has arrived. What a running request of this id has computed so far, its
+    output included, counts as cached.
+    """
 
     model: str
     request: RequestId
@@ -60,17 +62,18 @@ class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Sent(Struct, frozen=True, kw_only=True):
-    """Of the tokens sent: those that had K and V here already, and those that were computed for this. What
-    comes before them and was not cached is computed too."""
+    """The answer to remote_send."""
 
-    cached: int
-    computed: int
+    cached: int  # tokens of those sent that had K and V here already
+    computed: int  # tokens of those sent that were computed for this
 
 
 class Pin(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Keep what is cached of `prompt` for `request`, which need not be one that generates here: until `unpin`
-    or `abort` of that id, and no longer than `lease` seconds from each `renew` on, the engine's own lease
-    where it is left out. A request has one pin: of another prompt it takes the first one's place."""
+    """Keeps what is cached of `prompt` for `request`, which need not generate here.
+
+    The pin ends with `unpin` or `abort` of that id, or `lease` seconds after the last `renew` (the engine's
+    own lease if it is left out). A request has one pin: a pin of another prompt replaces it.
+    """
 
     model: str
     request: RequestId
@@ -79,79 +82,79 @@ class Pin(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Pinned(Struct, frozen=True, kw_only=True):
-    """prompt[:tokens] is kept for `lease` seconds from now. 0 tokens: nothing was cached, nothing is kept."""
+    """The answer to pin: prompt[:tokens] is kept for `lease` seconds from now. With 0 tokens nothing is kept."""
 
     tokens: int
     lease: float
 
 
 class Unpin(Struct, frozen=True, kw_only=True):
-    """Undo the request's pin, if there is one."""
+    """Undoes the request's pin, if there is one."""
 
     request: RequestId
 
 
 class Hold(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Let the request stand still after the step that is under way, so that it can go on elsewhere; each of
-    its choices must have a token. It keeps its stream, which tells all its tokens, and what it has computed
-    is cached. `sends` are done then, each as far as its tokens have K and V here."""
+    """Pauses a request after the step that is under way, so that it can go on elsewhere.
+
+    Each of its choices must have a token. The request keeps its stream, which tells all its tokens, and what
+    it has computed is cached. `sends` are done then, each as far as its tokens have K and V here.
+    """
 
     request: RequestId
     sends: list[RemoteSend] = []
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """Answer to hold, when all that was to be sent has arrived. made: all tokens of the choices that have not
-    ended. sent: for each of `sends`, up to which token its target has K and V."""
+    """The answer to hold, when all that was to be sent has arrived."""
 
-    made: list[Made]
-    sent: list[int] = []
+    made: list[Made]  # all tokens of the choices that have not ended
+    sent: list[int] = []  # for each of `sends`, the token up to which its target has K and V
 
 
 class Resume(Struct, frozen=True, kw_only=True):
-    """Let a request that stands still go on here, as it does when nobody has said so in the time of a
-    lease."""
+    """Lets a paused request go on here, as it also does by itself after the time of a lease."""
 
     request: RequestId
 
 
 class Offer(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Name a request, running or waiting, that had better go to a unit of the load `destination`, which it
-    leaves with at least `floor` decode steps of freeness. besides: those that are not to be named."""
+    """Names a request, running or waiting, that should move to another unit (Llumnix, section 4.4)."""
 
     destination: UnitLoad
-    floor: float = 0.0
-    besides: list[RequestId] = []
+    floor: float = 0.0  # decode steps of freeness that the destination keeps
+    besides: list[RequestId] = []  # requests that are not to be named
 
 
 class Offered(Struct, frozen=True, kw_only=True):
-    """None where no request had better go."""
+    """The answer to offer."""
 
-    request: str | None
+    request: str | None  # None if no request should move
 
 
 class Prefix(Struct, frozen=True, kw_only=True):
-    """Body of evict."""
+    """The body of evict: drops what is cached of the prompt, as far as nobody uses it."""
 
     model: str
     prompt: list[TokenId]
 
 
 class Held(Struct, frozen=True, kw_only=True):
-    """Answer to unpin and evict: the tokens it was done to."""
+    """The answer to unpin and evict: the number of tokens that were unpinned or dropped."""
 
     tokens: int
 
 
 class Renew(Struct, frozen=True, kw_only=True):
+    """Renews the leases of what the request has reserved and pinned here."""
+
     request: RequestId
 
 
 class Lease(Struct, frozen=True, kw_only=True):
-    """Seconds from now for which what the request has here is kept: its reservation, its pin, the shorter of
-    both."""
+    """The answer to renew."""
 
-    lease: float
+    lease: float  # seconds from now for which both the reservation and the pin of the request are kept
 
 
 HEAD = 4
@@ -160,7 +163,7 @@ MAX_FRAME = 64 << 20
 
 
 class FrameEncoder:
-    """Encodes into one buffer again and again, so an encoder belongs to one thread."""
+    """Encodes frames into one buffer again and again, so an encoder belongs to one thread."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -180,7 +183,7 @@ class FrameEncoder:
 
 
 class FrameParser:
-    """Cuts a stream back into frames, however its bytes were grouped on the way."""
+    """Cuts a stream of bytes back into frames, however they were grouped on the way."""
 
     def __init__(self) -> None:
         self._events = msgspec.msgpack.Decoder(list[Event])
@@ -189,11 +192,11 @@ class FrameParser:
 
     @property
     def whole(self) -> bool:
-        """True where the bytes so far end at a frame's end."""
+        """Whether the bytes so far end at a frame's end."""
         return not self._rest
 
     def feed(self, data: bytes) -> list[list[Event] | WireError]:
-        """The frames that `data` completes. Raises Unavailable where the bytes are no frames."""
+        """Returns the frames that `data` completes. Raises Unavailable if the bytes are no frames."""
         if self._rest:
             data = self._rest + data
         frames: list[list[Event] | WireError] = []
