@@ -82,7 +82,7 @@ class Pin(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Pinned(Struct, frozen=True, kw_only=True):
-    """The answer to pin: prompt[:tokens] is kept for `lease` seconds from now. With 0 tokens nothing is kept."""
+    """The answer to pin: prompt[:tokens] is kept for `lease` seconds from now; with 0 tokens nothing is."""
 
     tokens: int
     lease: float
