@@ -12,9 +12,8 @@ from pydantic import BaseModel
 
 from kvloom.api.errors import BodyTooLarge  # noqa: F401  (the API's own errors are defined beside it)
 from kvloom.api.metrics import Metrics
-from kvloom.api.schemas import GenerationBody
-from kvloom.api.schemas_chat import ChatBody
-from kvloom.api.schemas_completion import CompletionBody
+from kvloom.api.openai.schemas import CompletionBody, GenerationBody
+from kvloom.api.openai.schemas_chat import ChatBody
 from kvloom.cli import make_parser
 from kvloom.config import Config
 from kvloom.config_models import ModelConfig

@@ -17,6 +17,7 @@ from kvloom.router.program import load_program
 from kvloom.router.rolling import Rolling
 from kvloom.router.roster import Roster
 from kvloom.router.router import Router
+from kvloom.types.client import RemoteEngine
 from kvloom.types.clock import WallClock
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
@@ -24,18 +25,18 @@ from kvloom.types.service import FleetState, Pairs, Steps
 from kvloom.types.spec import EngineSpec, ProgramSpec
 from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.verbs import (
+    Abort,
+    Answer,
+    Body,
+    Done,
     Held,
     Lease,
-    Offer,
     Offered,
-    Pin,
     Pinned,
-    Prefix,
     Prepared,
-    PrepRecv,
-    RemoteSend,
     Sent,
     Standing,
+    Verb,
 )
 from tests.api.scripted import ScriptedEngine, card, says
 from tests.router.roster import spec
@@ -45,68 +46,45 @@ ADDRESS = KVAddress(model="tiny", form=FORM, begin=0, end=1, blocks=b"", ticket=
 PEER = Endpoint(unit="unit-0", kind="modelled", where=b"")
 
 
+LOAD = UnitLoad(total_blocks=8, free_blocks=8, block_bytes=256, policy="adbs", models={})
+ANSWERS: dict[str, Any] = {
+    "models": [card()],
+    "load": LOAD,
+    "abort": Done(),
+    "prep_recv": Prepared(matched=0, end=1, address=ADDRESS, peer=PEER, lease=3.0),
+    "remote_send": Sent(cached=0, computed=1),
+    "renew": Lease(lease=3.0),
+    "pin": Pinned(tokens=1, lease=3.0),
+    "unpin": Held(tokens=1),
+    "hold": Standing(made=[]),
+    "resume": Done(),
+    "offer": Offered(request=None),
+    "evict": Held(tokens=1),
+}
+
+
 @dataclass
-class Curt:
-    """An `EngineClient` that answers every verb at once, or raises what `fails` makes of its name."""
+class Curt(RemoteEngine):
+    """An engine that answers every verb at once, or raises what `fails` makes of its name."""
 
     fails: Callable[[str], Exception | None] = lambda _: None
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
 
-    def _may(self, verb: str) -> None:
-        if error := self.fails(verb):
-            raise error
-
-    async def models(self) -> list[ModelCard]:
-        self._may("models")
-        return [card()]
-
-    async def load(self) -> UnitLoad:
-        self._may("load")
-        return UnitLoad(total_blocks=8, free_blocks=8, block_bytes=256, policy="adbs", models={})
+    async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
+        self._may(verb.name)
+        if isinstance(body, Abort):
+            self.aborted.append((body.request, body.choice))
+        answer: Answer = ANSWERS[verb.name]
+        return answer
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         self._may("start_generate")
         yield []
         yield [EndEvent(choice, "length") for choice in range(body.n)]
 
-    async def abort(self, request: str, choice: int | None = None) -> None:
-        self._may("abort")
-        self.aborted.append((request, choice))
-
-    async def prep_recv(self, body: PrepRecv) -> Prepared:
-        self._may("prep_recv")
-        return Prepared(matched=0, end=1, address=ADDRESS, peer=PEER, lease=3.0)
-
-    async def remote_send(self, body: RemoteSend) -> Sent:
-        self._may("remote_send")
-        return Sent(cached=0, computed=1)
-
-    async def renew(self, request: str) -> Lease:
-        self._may("renew")
-        return Lease(lease=3.0)
-
-    async def pin(self, body: Pin) -> Pinned:
-        self._may("pin")
-        return Pinned(tokens=1, lease=3.0)
-
-    async def unpin(self, request: str) -> Held:
-        self._may("unpin")
-        return Held(tokens=1)
-
-    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
-        self._may("hold")
-        return Standing(made=[])
-
-    async def resume(self, request: str) -> None:
-        self._may("resume")
-
-    async def offer(self, body: Offer) -> Offered:
-        self._may("offer")
-        return Offered(request=None)
-
-    async def evict(self, body: Prefix) -> Held:
-        self._may("evict")
-        return Held(tokens=len(body.prompt))
+    def _may(self, verb: str) -> None:
+        if error := self.fails(verb):
+            raise error
 
 
 @dataclass
@@ -117,7 +95,7 @@ class Told:
     steps: list[Steps] = field(default_factory=list)
 
     async def state(self) -> FleetState:
-        return FleetState(loads={"unit-0": await Curt().load()})
+        return FleetState(loads={"unit-0": LOAD})
 
     async def pair(self, pairs: Pairs) -> None:
         self.pairs.append(pairs)
@@ -186,7 +164,7 @@ def administered(*, keys: Keys | None = None, engine: Curt | None = None, **opti
         memory=1 << 30,
         cores=2,
     )
-    orders = UnitOrders(router.units, drains, rolling, roster, seconds=0.01)
+    orders = UnitOrders(drains, rolling, roster, seconds=0.01)
     admin = Admin(router, orders, rolling, fleet, chosen.append)
     scripted = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
     app = create_app(scripted, keys=keys, admin=admin, **options)

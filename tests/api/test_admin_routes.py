@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
-from kvloom.api.schemas import ErrorAnswer
+from kvloom.api.openai.schemas import ErrorAnswer
 from kvloom.types.errors import Unavailable
 from kvloom.types.service import Pair, Pairs
 from kvloom.types.spec import ProgramSpec

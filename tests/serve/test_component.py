@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvloom.api.admin_units import MAX_BODY
+from kvloom.api.admin import MAX_BODY
 from kvloom.serve.component import LONGEST_REPORT, Component
 from kvloom.serve.orders import Progress, Report, Run
 from kvloom.types.clock import ending

@@ -194,7 +194,7 @@ def test_a_client_that_reads_slowly() -> None:
     config = Server(HELLO, grace=1).config
     connection = ClientConnection(config, ServerState(), {}, _loop=pipe)  # type: ignore[arg-type]
     connection.connection_made(pipe)
-    connection._has_head()
+    pipe.timers.clear()  # the head's
     for _ in range(3):
         pipe.unread = 10 * least
         connection.pause_writing()

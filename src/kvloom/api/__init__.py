@@ -1,1 +1,1 @@
-"""What people and other processes call: the OpenAI gateway and the verbs."""
+"""HTTP: the OpenAI API of a gateway, its administration, and the verbs of an engine."""

@@ -1,4 +1,4 @@
-"""Keys, and what each opens."""
+"""The keys of a gateway, and which paths each opens."""
 
 from __future__ import annotations
 
@@ -11,32 +11,37 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.api.errors import Forbidden, error_response
-from kvloom.api.wire import is_verb
+from kvloom.api.errors import Forbidden, error_response, is_verb
+from kvloom.api.routes import PUBLIC, Caller
 from kvloom.types.errors import KvloomError, Unauthorized
 
-OPEN_PATHS: Final = frozenset({"/health", "/docs", "/openapi.json"})
-ADMIN: Final = "/admin"
+OPEN_PATHS: Final = frozenset(row.path for row in PUBLIC if row.caller is Caller.ANYONE)
+ADMIN_PATH: Final = "/admin"
 _HOST: Final = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]*)?")
 _PRIORITY: Final = "kvloom.priority"
-_OWN_PAGE: Final = frozenset({"same-origin", "none"})  # none: what a person has typed
+_OWN_PAGE: Final = frozenset({"same-origin", "none"})  # "none": a person has typed the address
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """api: for completions, each with the most urgent priority that it gives a request, None for any; without
-    one everybody may ask for them. admin: for everything. secret: the fleet's own, made at its start, for
-    everything as well."""
+    """The keys that a gateway knows."""
 
     api: Mapping[str, int | None] = field(default_factory=dict)
+    """Keys for completions, each with the most urgent priority that it gives a request, or None for any.
+    Everybody may ask for completions if there is no such key."""
     admin: frozenset[str] = frozenset()
+    """Keys for everything."""
     secret: str | None = None
+    """The fleet's own key, made at its start, which is for everything as well."""
 
 
 class RequireKey:
-    """ASGI middleware. /admin and /verbs need an admin key; where there are no keys at all, a caller on this
-    machine that is no other site's page in a browser. All else but the open paths needs a key of either kind,
-    where there are API keys."""
+    """An ASGI middleware that refuses callers without the key that a path needs.
+
+    /admin and /verbs need an admin key. If there are no keys at all, they need a caller on this machine that
+    is not a page of another site in a browser. If there are API keys, every other path needs a key of either
+    kind, except those that the table of routes opens to anyone.
+    """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
@@ -65,7 +70,7 @@ class RequireKey:
         return _unauthorized(given, "API key")
 
     def _priority(self, scope: Scope) -> int | None:
-        """The most urgent that the caller's key gives."""
+        """Returns the most urgent priority that the caller's key gives."""
         given = dict(scope["headers"]).get(b"authorization", b"")
         return self._priorities.get(given.partition(b" ")[2].strip())
 
@@ -84,8 +89,7 @@ class RequireKey:
 
 
 def priority(scope: Scope, asked: int | None) -> int:
-    """Of a request that asks for `asked`: no more urgent than its key gives; just that where it does not
-    ask."""
+    """Returns the priority of a request that asks for `asked`, if for any: at most what its key gives."""
     most: int | None = scope.get("state", {}).get(_PRIORITY)
     if most is None:
         return asked or 0
@@ -94,12 +98,12 @@ def priority(scope: Scope, asked: int | None) -> int:
 
 def is_admin(scope: Scope) -> bool:
     path: str = scope["path"]
-    return is_verb(scope) or path == ADMIN or path.startswith(ADMIN + "/")
+    return is_verb(scope) or path == ADMIN_PATH or path.startswith(ADMIN_PATH + "/")
 
 
 def _known(given: bytes | None, keys: list[bytes]) -> bool:
     scheme, _, key = (given or b"").partition(b" ")
-    # Every key is compared in full, so that the time tells nothing.
+    # Every key is compared in full, so that the time that it takes tells nothing.
     matches = [hmac.compare_digest(key.strip(), one) for one in keys]
     return any(matches) and scheme.lower() == b"bearer"
 
@@ -110,12 +114,12 @@ def _unauthorized(given: bytes | None, what: str) -> Unauthorized:
 
 
 def _stranger(scope: Scope) -> str | None:
-    """Why the caller is not trusted without a key; over a Unix socket it is on this machine.
+    """Returns why the caller is not trusted without a key, or None if it is. A Unix socket's caller is local.
 
-    A browser on this machine speaks for the pages it shows. One whose name was made to lead here sends that
-    name as Host; one of another site, or of another port, sends its own Origin, but not with what only reads,
-    as an image does or a link. There the browser itself says in Sec-Fetch-Site where it comes from (Fetch
-    Metadata, section 2.3).
+    A browser on this machine speaks for the pages that it shows. A page whose name was made to lead here
+    sends that name as Host. A page of another site or port sends its own Origin, except with what only
+    reads, like an image or a link; for these, the browser itself says in Sec-Fetch-Site where they come from
+    (Fetch Metadata, section 2.3).
     """
     hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     client = scope.get("client")
@@ -136,7 +140,7 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _is_local(host: str) -> bool:
-    """localhost, 127.0.0.1 or [::1], with a port or without."""
+    """Returns whether the host is localhost or a loopback address, with a port or without."""
     parts = _HOST.fullmatch(host)
     return parts is not None and (
         parts["name"] == "localhost" or _is_loopback(parts["ipv6"] or parts["name"])

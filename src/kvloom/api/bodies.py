@@ -1,27 +1,137 @@
-"""Request bodies: bytes to what the schema says, or the error that names what is wrong."""
+"""Request bodies: how large they may be, how long they may take to come, and what they say."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 import msgspec
 from pydantic import ValidationError
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvloom.api.errors import bad_parameter
-from kvloom.api.schemas import GenerationBody
-from kvloom.types.errors import BadRequest
+from kvloom.api.errors import JSON, MSGPACK, BodyTooLarge, BodyTooSlow, error_response
+from kvloom.api.openai.schemas import GenerationBody
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 
 log = logging.getLogger(__name__)
 
+MAX_HELD = 256 << 20  # bytes of all bodies together
 # A body of nothing but brackets takes forty times its size in memory once it is read.
 MAX_CONTAINERS: Final = 200_000
 MAX_QUOTES: Final = 1_000_000
+_FORMS = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids, not empty",
+    "stop": "a string or a list of at most 16 strings, each of 1 to 1024 characters",
+}
 
+Body = TypeVar("Body")
 B = TypeVar("B", bound=GenerationBody)
 
 
+class LimitBody:
+    """An ASGI middleware that bounds the size of a request's body and the time that it takes to come.
+
+    It counts the bytes that come, whatever the headers promise. `max_held` bounds the bytes of all requests
+    together. The app that reads a body beyond the bounds gets a KvloomError for it.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float, max_held: int = MAX_HELD) -> None:
+        self._app = app
+        self._max_held = max_held
+        self._held = 0
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdigit() and int(declared[:20]) > self._max_bytes:
+            await error_response(scope, self._too_large())(scope, receive, send)
+            return
+        body = _BoundedBody(receive, self._max_bytes, self._max_seconds, self._hold)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            self._held -= body.seen
+
+    def _hold(self, count: int) -> None:
+        self._held += count
+        if self._held > self._max_held:
+            raise Unavailable("too many large requests at once; send this one again", retry_after=1)
+
+    def _too_large(self) -> KvloomError:
+        return BodyTooLarge(f"the request body is larger than {self._max_bytes} bytes")
+
+
+class _BoundedBody:
+    """A request's `receive` that raises an error if the body is too large or too slow.
+
+    A client may be quiet for as long as it likes once its body has come.
+    """
+
+    def __init__(
+        self, receive: Receive, max_bytes: int, max_seconds: float, hold: Callable[[int], None]
+    ) -> None:
+        self._receive = receive
+        self._hold = hold
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
+        self.seen = 0
+        self._deadline: float | None = None
+        self._complete = False
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().time() + self._max_seconds
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyTooSlow(f"the request body took more than {self._max_seconds:g} s to come") from None
+        size = len(message.get("body", b""))
+        self.seen += size
+        self._hold(size)
+        if self.seen > self._max_bytes:
+            raise BodyTooLarge(f"the request body is larger than {self._max_bytes} bytes")
+        self._complete = not message.get("more_body", False)
+        return message
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Returns the whole body. Raises BadRequest as soon as it is larger than `limit` bytes."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise BadRequest(f"body: more than {limit} bytes")
+    return bytes(body)
+
+
+def decode(request: Request, body: bytes, kind: type[Body]) -> Body:
+    """Returns the body as `kind`. Raises BadRequest that names the field."""
+    written = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    try:
+        if written == MSGPACK:
+            return msgspec.msgpack.decode(body, type=kind)
+        if written == JSON:
+            value = msgspec.json.decode(body, type=kind)
+            msgspec.msgpack.encode(value)  # engines are asked in msgpack, which holds less than JSON
+            return value
+    except (msgspec.MsgspecError, OverflowError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"body: {error}") from error
+    raise BadRequest(f"content-type: {written or 'none'}; `Content-Type: {JSON}`, or {MSGPACK}, is right")
+
+
 def parse(schema: type[B], raw: bytes) -> B:
+    """Returns the body of a request to an endpoint of OpenAI. Raises BadRequest that names the field."""
     containers = raw.count(b"[") + raw.count(b"{") + raw.count(b'":')
     if containers > MAX_CONTAINERS or raw.count(b'"') > MAX_QUOTES:
         raise BadRequest(f"the request body has more than {MAX_CONTAINERS} lists, objects and fields")
@@ -39,3 +149,42 @@ def _log_unknown(schema: type[B], raw: bytes) -> None:
     unknown = sorted(fields.keys() - schema.model_fields.keys())
     if unknown:
         log.debug("ignored unknown fields: %s", ", ".join(unknown))
+
+
+def bad_parameter(error: ValidationError) -> BadRequest:
+    """Returns an error that names the first wrong field, with every form of it that would have been right."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    first = details[0]
+    if first["type"].startswith("field:"):
+        return BadRequest(first["msg"], param=first["type"].removeprefix("field:"))
+    if not first["loc"]:
+        return BadRequest(f"the request body is wrong: {first['msg']}")
+    field = first["loc"][0]
+    if field in _FORMS:
+        return BadRequest(f"{field}: expected {_FORMS[field]}", param=str(field))
+    mine = [detail for detail in details if detail["loc"][0] == field]
+    # A union tells of each of its members. The one that came furthest is the one that was meant.
+    deepest = max(mine, key=lambda detail: len(detail["loc"]))
+    path = _path(deepest["loc"])
+    said = (
+        dict.fromkeys(detail["msg"] for detail in mine) if len(path) == len(str(field)) else [deepest["msg"]]
+    )
+    return BadRequest(f"{path}: {' or '.join(said)}", param=path)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Returns the field's path as a caller writes it, like `messages[0].content`.
+
+    The names of union members, which pydantic adds, are left out.
+    """
+    path = str(location[0])
+    for step in location[1:]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif _is_field(step) and not path.endswith(step):  # a union's tag repeats the field's name
+            path += f".{step}"
+    return path
+
+
+def _is_field(step: str) -> bool:
+    return step.isidentifier() and step not in {"str", "int", "float", "bool"} and not step[0].isupper()

@@ -1,22 +1,30 @@
-"""The models the engine serves, with what a gateway needs to speak for each."""
+"""The models that the engines serve, with what a gateway needs to speak for each."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
-from kvloom.api.chat_template import ChatTemplate
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvloom.api.openai.tools import Family, family_of
 from kvloom.api.tokenizer import Tokenizer
-from kvloom.api.tool_families import Family, family_of
 from kvloom.types.client import Server
 from kvloom.types.clock import Clock
-from kvloom.types.errors import ConfigError, Unavailable, UnknownModel
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
 
 log = logging.getLogger(__name__)
 
-FRESH_SECONDS = 5.0  # a name is not asked for again within this time
+FRESH_SECONDS = 5.0  # The engines are not asked again within this time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +37,18 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableModel:
-    """The engine serves it, but no gateway can speak for it."""
+    """A model that an engine serves, but whose tokenizer no gateway can read."""
 
     card: ModelCard
     why: str
 
 
 class Catalog:
-    """Asks the engine once, and again for a name it does not know. A model that cannot be read is not listed,
-    and whoever asks for it by name is told why."""
+    """Knows the models that the engines serve.
+
+    The engines are asked once, and again for a name that is not known. A model that cannot be read is not
+    listed, and whoever asks for it by name is told why.
+    """
 
     def __init__(self, client: Server, clock: Clock) -> None:
         self._client = client
@@ -84,3 +95,87 @@ class Catalog:
             log.error("%s", error.message)
             return UnreadableModel(card, error.message)
         return ServedModel(card, tokenizer, ChatTemplate(card), family_of(card.chat_template))
+
+
+MAX_RENDERED = 16 << 20  # characters, after which a template is stopped
+
+
+# A template that is wrong, or is given what it does not expect, may raise these beside jinja2's own errors.
+_BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
+
+
+class _Generation(Extension):
+    """Reads {% generation %}, which marks the assistant's words for training, as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 -- jinja2's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Renders a model's own chat template as transformers does, in a sandbox.
+
+    The template is compiled on first use. If it does not compile, each request is answered with 400.
+    """
+
+    def __init__(self, card: ModelCard, now: Callable[[], datetime] = datetime.now) -> None:
+        self.text = card.chat_template
+        self._name = card.name
+        self._special = dict(card.special_tokens)
+        self._environment = _environment(now)
+        self._compiled: Template | None = None
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+    ) -> str:
+        """Returns the prompt. Raises BadRequest if there is no template or if it fails.
+
+        `options` are the template's own switches, which cannot replace messages, tools or tokens.
+        """
+        if self.text is None:
+            raise BadRequest(
+                f"model {self._name} has no chat template: use /v1/completions", param="messages"
+            )
+        given = {"add_generation_prompt": True} | options | self._special
+        given |= {"messages": messages, "tools": tools}
+        try:
+            pieces, size = [], 0
+            self._compiled = self._compiled or self._environment.from_string(self.text)
+            for piece in self._compiled.generate(given):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MAX_RENDERED:
+                    raise BadRequest("the chat template wrote too long a text", param="messages")
+        except TemplateError as error:
+            raise BadRequest(f"chat template of {self._name}: {error}", param="messages") from None
+        except _BROKEN as error:
+            kind = type(error).__name__
+            raise BadRequest(f"chat template of {self._name}: {kind}: {error}", param="messages") from None
+        return "".join(pieces)
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment

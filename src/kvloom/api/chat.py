@@ -16,9 +16,9 @@ from kvloom.api.chat_writer import ChatWriter
 from kvloom.api.gateway import Answering, Gateway
 from kvloom.api.generation import Generation
 from kvloom.api.metrics import Watch
-from kvloom.api.sampling import check_prompt, frame_interval, room_for, sampling_params
-from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
-from kvloom.api.tool_families import Family, forced_guide, marks_of
+from kvloom.api.openai.sampling import check_prompt, frame_interval, room_for, sampling_params
+from kvloom.api.openai.schemas_chat import ChatBody, ChatMessage, NamedTool
+from kvloom.api.openai.tools import Family, forced_guide, marks_of
 from kvloom.types.request import Guide, StartGenerate
 
 

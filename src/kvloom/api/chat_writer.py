@@ -9,10 +9,9 @@ import msgspec
 
 from kvloom.api.catalog import ServedModel
 from kvloom.api.generation import Piece
-from kvloom.api.logprobs import chat_logprobs
-from kvloom.api.schemas_chat import ChatBody
-from kvloom.api.tool_families import Family, ToolCall
-from kvloom.api.tools import ToolParser
+from kvloom.api.openai.sampling import chat_logprobs
+from kvloom.api.openai.schemas_chat import ChatBody
+from kvloom.api.openai.tools import Family, ToolCall, ToolParser
 
 _encode = msgspec.json.Encoder().encode
 

@@ -14,10 +14,15 @@ from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.gateway import Answering, Gateway
 from kvloom.api.generation import Generation, Piece
-from kvloom.api.logprobs import CompletionLogprobs
 from kvloom.api.metrics import Watch
-from kvloom.api.sampling import check_prompt, frame_interval, room_for, sampling_params
-from kvloom.api.schemas_completion import CompletionBody
+from kvloom.api.openai.sampling import (
+    CompletionLogprobs,
+    check_prompt,
+    frame_interval,
+    room_for,
+    sampling_params,
+)
+from kvloom.api.openai.schemas import CompletionBody
 from kvloom.types.errors import BadRequest
 from kvloom.types.request import StartGenerate
 

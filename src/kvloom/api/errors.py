@@ -1,26 +1,23 @@
-"""Errors as OpenAI writes them, and those of verbs as verbs do, whatever raised them."""
+"""How errors are answered: as OpenAI writes them, but for verbs, which have a form of their own."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgspec
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from kvloom.api.wire import answer, is_verb
 from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
 
 log = logging.getLogger(__name__)
 
-_FORMS = {
-    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids, not empty",
-    "stop": "a string or a list of at most 16 strings, each of 1 to 1024 characters",
-}
+MSGPACK, JSON = "application/msgpack", "application/json"
+VERBS_PATH: Final = "/verbs"
+
 _TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
@@ -45,10 +42,28 @@ class NoSuchRoute(KvloomError):
 
 
 class Forbidden(KvloomError):
-    """The caller is known, or has no need to be, but may not do this."""
+    """The caller may not do this, with a known key or with none."""
 
     code: ClassVar[str] = "admin_key_required"
     status: ClassVar[int] = 403
+
+
+def is_verb(scope: Scope) -> bool:
+    """Returns whether the path is below /verbs, whether or not there is such a unit and verb."""
+    path: str = scope["path"]
+    return path == VERBS_PATH or path.startswith(VERBS_PATH + "/")
+
+
+def media(request: Request) -> str:
+    """Returns the media type of a verb's answer to this request."""
+    asked = request.headers.get("accept", ""), request.headers.get("content-type", "")
+    return MSGPACK if any("msgpack" in kind for kind in asked) else JSON
+
+
+def answer(request: Request, value: object, status: int = 200) -> Response:
+    kind = media(request)
+    encode = msgspec.msgpack.encode if kind == MSGPACK else msgspec.json.encode
+    return Response(encode(value), status, media_type=kind)
 
 
 def error_object(error: KvloomError) -> dict[str, Any]:
@@ -58,7 +73,7 @@ def error_object(error: KvloomError) -> dict[str, Any]:
 
 
 def error_response(scope: Scope, error: KvloomError) -> Response:
-    """In the one form that callers of the path read: a verb's are `WireError`s, all others OpenAI's."""
+    """Returns the error as callers of the path read it: a verb's is a `WireError`, any other OpenAI's."""
     request = Request(scope)
     if is_verb(scope):
         response = answer(request, error.to_wire(), error.status)
@@ -81,7 +96,7 @@ def _headers(error: KvloomError) -> dict[str, str]:
 
 
 def internal_error(error: Exception) -> KvloomError:
-    """For the client: no word of what happened. For the log: all of it."""
+    """Logs the error, and returns one for the client that says nothing of what happened."""
     log.error("unexpected error", exc_info=error)
     return KvloomError("an internal error occurred; the server's log has the details")
 
@@ -92,7 +107,7 @@ async def on_kvloom_error(request: Request, error: Exception) -> Response:
 
 
 async def on_disconnect(_: Request, __: Exception) -> Response:
-    """The client hung up before its request or its answer was whole: nobody reads this."""
+    """Answers a client that has hung up before its request or its answer was whole, and so reads nothing."""
     return Response(status_code=499)
 
 
@@ -101,7 +116,7 @@ async def on_unexpected(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such route, or not with this method."""
+    """Answers an error that Starlette raises: there is no such path, or it does not take the method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     where = f"{request.method} {request.url.path}"
     if status == 405:
@@ -115,39 +130,3 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     return response
-
-
-def bad_parameter(error: ValidationError) -> BadRequest:
-    """The first field that is wrong, with every form of it that would have been right."""
-    details = error.errors(include_url=False, include_input=False, include_context=False)
-    first = details[0]
-    if first["type"].startswith("field:"):
-        return BadRequest(first["msg"], param=first["type"].removeprefix("field:"))
-    if not first["loc"]:
-        return BadRequest(f"the request body is wrong: {first['msg']}")
-    field = first["loc"][0]
-    if field in _FORMS:
-        return BadRequest(f"{field}: expected {_FORMS[field]}", param=str(field))
-    mine = [detail for detail in details if detail["loc"][0] == field]
-    # A union tells of each of its members; the one that came furthest is the one that was meant.
-    deepest = max(mine, key=lambda detail: len(detail["loc"]))
-    path = _path(deepest["loc"])
-    said = (
-        dict.fromkeys(detail["msg"] for detail in mine) if len(path) == len(str(field)) else [deepest["msg"]]
-    )
-    return BadRequest(f"{path}: {' or '.join(said)}", param=path)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """messages[0].content: without the names of union members, which are pydantic's own."""
-    path = str(location[0])
-    for step in location[1:]:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif _is_field(step) and not path.endswith(step):  # a union's tag repeats the field's name
-            path += f".{step}"
-    return path
-
-
-def _is_field(step: str) -> bool:
-    return step.isidentifier() and step not in {"str", "int", "float", "bool"} and not step[0].isupper()

@@ -11,8 +11,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from kvloom.api.errors import error_response
-from kvloom.api.wire import JSON, MSGPACK, decode, media, read_body
+from kvloom.api.bodies import decode, read_body
+from kvloom.api.errors import JSON, MSGPACK, error_response, media
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import KvloomError
 from kvloom.types.request import Event, StartGenerate

@@ -1,4 +1,4 @@
-"""Prometheus metrics: the gateway's own counts, and the engine's load at the moment of the scrape."""
+"""Prometheus metrics: the gateway's own counts, and the engines' loads at the moment of the scrape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class Metrics:
-    """One gateway's. Its registry is its own, so that two gateways live in one process."""
+    """The metrics of one gateway. Its registry is its own, so that two gateways can live in one process."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -47,7 +47,11 @@ class Metrics:
     def render(
         self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service], moves: Mapping[str, int]
     ) -> bytes:
-        """By unit: what those that answer report, and whether each takes requests. moves: by outcome."""
+        """Returns all metrics as Prometheus reads them.
+
+        `loads` holds the reports of the units that answer, `services` the states of all units, and `moves`
+        the number of moved requests by outcome.
+        """
         whole = CollectorRegistry()
         whole.register(_WithoutTimes(self._registry))
         whole.register(_EngineLoads(loads, services, moves))
@@ -61,7 +65,7 @@ class Metrics:
 
 
 class Watch:
-    """One request's times. A request is counted once, however it ends."""
+    """Measures one request, which is counted once, however it ends."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.model = UNKNOWN
@@ -71,14 +75,14 @@ class Watch:
         self._first: float | None = None
 
     def made_tokens(self) -> None:
-        """Whole answers come in large frames, which tell nothing of a token: streams call this."""
+        """Notes the time of a stream's first token. A whole answer's large frames tell nothing of it."""
         if self._first is None:
             self._first = self._now()
             self._metrics.first_token.labels(self.model).observe(self._first - self._arrived)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Counts the request where it fails here."""
+        """Counts the request if it fails in this block."""
         try:
             yield
         except KvloomError as error:
@@ -87,7 +91,10 @@ class Watch:
 
     @contextmanager
     def answering(self, counts: Callable[[], tuple[int, int]]) -> Iterator[None]:
-        """Counts the request at its end; 499 is a client that hung up."""
+        """Counts the request at the end of this block. A client that hangs up counts as status 499.
+
+        `counts` returns the numbers of prompt tokens and output tokens.
+        """
         status = 500
         try:
             yield
@@ -149,8 +156,10 @@ _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
 
 
 class _WithoutTimes:
-    """A collector of a registry's metrics, less the times at which each series began. The package can leave
-    them out for a whole process only."""
+    """Collects a registry's metrics without the times at which each series began.
+
+    prometheus_client can leave these out for a whole process only.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -162,7 +171,7 @@ class _WithoutTimes:
 
 
 class _EngineLoads:
-    """A collector of one report of each unit, and of what moved between them."""
+    """Collects the units' reports, their states, and the counts of requests that moved between them."""
 
     def __init__(
         self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service], moves: Mapping[str, int]
@@ -194,7 +203,7 @@ class _EngineLoads:
             yield self._by_model(CounterMetricFamily(name, text, labels=["unit", "model"]), value)
 
     def _waits(self) -> Metric:
-        """Of units that lend."""
+        """Returns what tasks of other units wait for, at each unit that lends."""
         gauge = GaugeMetricFamily(
             "kvloom_weave_wait_seconds",
             "What a task of another unit waits for, by the model and as measured.",

@@ -1,25 +1,23 @@
-"""The API described by itself: an OpenAPI 3.1 document and a page to read."""
+"""The OpenAPI 3.1 document that is made from the table of routes, and a page that shows it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Final, get_args, get_origin
 
+import msgspec
+from jinja2 import Environment
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from kvloom.api.openapi_admin import admin_paths, admin_schemas
-from kvloom.api.openapi_verbs import verb_paths, verb_schemas
-from kvloom.api.schemas import ErrorAnswer, ModelAnswer, ModelList
-from kvloom.api.schemas_chat import ChatAnswer, ChatBody, ChatChunk
-from kvloom.api.schemas_completion import CompletionAnswer, CompletionBody
+from kvloom.api.errors import JSON
+from kvloom.api.routes import ADMIN, LINES, PUBLIC, UNIT_VERBS, Caller, Row
 
 Json = dict[str, Any]
 
-_REFERENCE = "#/components/schemas/{model}"
-_FAILURES = {
+_SCHEMAS: Final = "#/components/schemas/"
+_MEANINGS: Final = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
     404: "No such model or path.",
@@ -29,22 +27,37 @@ _FAILURES = {
     500: "Something broke; the server's log has the details.",
     503: "The engine is away.",
 }
+_ADMIN_MEANINGS: Final = _MEANINGS | {
+    400: "The body is wrong; the message says what would be right.",
+    401: "The key is missing or wrong.",
+    403: "The key is no admin key.",
+    404: "No such unit.",
+    409: "What is asked for would upset something that is under way; the message says what.",
+    503: "The new process died as it started; it is tried again.",
+}
+_VERB_MEANINGS: Final = _ADMIN_MEANINGS | {
+    400: "The body is wrong, or it asks for what cannot be; `message` says why.",
+    404: "No such unit or model.",
+    429: "Too much is under way already; `Retry-After` says when to come again.",
+    503: "The unit is away, or has no room.",
+}
+_SECURITY: Final[dict[Caller, list[Json]]] = {
+    Caller.ANYONE: [],
+    Caller.KEY: [{"key": []}, {}],
+    Caller.ADMIN: [{"admin": []}, {}],
+}
 
 
 def describe(*, units: Sequence[str] = ()) -> Json:
-    """units: whose verbs, and how they are administered, are told of too."""
-    inputs: list[type[BaseModel]] = [CompletionBody, ChatBody]
-    outputs: list[type[BaseModel]] = [
-        CompletionAnswer, ChatAnswer, ChatChunk, ModelAnswer, ModelList, ErrorAnswer
-    ]  # fmt: skip
-    _, schemas = models_json_schema(
-        [(one, "validation") for one in inputs] + [(one, "serialization") for one in outputs],
-        ref_template=_REFERENCE,
-    )
-    paths, components = _paths(), schemas["$defs"]
+    """Returns the document. If there are `units`, it tells of their administration and verbs, too."""
+    groups = [(PUBLIC, _MEANINGS)]
     if units:
-        paths |= admin_paths(units) | verb_paths(units)
-        components |= admin_schemas() | verb_schemas()
+        groups += [(ADMIN, _ADMIN_MEANINGS), (UNIT_VERBS, _VERB_MEANINGS)]
+    paths: Json = {}
+    for rows, meanings in groups:
+        for row in rows:
+            methods = paths.setdefault(row.path.replace(":path", ""), {})
+            methods[row.method.lower()] = _operation(row, meanings, units)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -53,10 +66,10 @@ def describe(*, units: Sequence[str] = ()) -> Json:
             "description": "Many LLMs woven over one KV cache, behind the OpenAI API.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "security": [{"key": []}, {}],
+        "security": _SECURITY[Caller.KEY],
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": _components(row for rows, _ in groups for row in rows),
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "An API key."},
                 "admin": {"type": "http", "scheme": "bearer", "description": "An admin key."},
@@ -72,124 +85,116 @@ def _version() -> str:
         return "0"
 
 
-def _paths() -> Json:
-    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    return {
-        "/v1/models": {"get": _operation("models", "The models served.", _ok(ModelList), 401, 500, 503)},
-        "/v1/models/{model}": {
-            "get": _operation("model", "One model.", _ok(ModelAnswer), 401, 404, 500, 503)
-            | {"parameters": [name]}
-        },
-        "/v1/completions": {
-            "post": _operation(
-                "completions", "Continue prompts.", _ok(CompletionAnswer, CompletionAnswer), *_FAILURES
-            )
-            | _body(CompletionBody)
-        },
-        "/v1/chat/completions": {
-            "post": _operation(
-                "chat_completions", "Answer a conversation.", _ok(ChatAnswer, ChatChunk), *_FAILURES
-            )
-            | _body(ChatBody)
-        },
-        "/health": {"get": _operation("health", "200 where requests are taken.", _plain(), 503) | _open()},
-        "/metrics": {"get": _operation("metrics", "Prometheus metrics.", _plain("text/plain"), 401, 500)},
-        "/openapi.json": {"get": _operation("openapi", "This document.", _plain()) | _open()},
-        "/docs": {"get": _operation("docs", "A page to read.", _plain("text/html")) | _open()},
-    }
+def _operation(row: Row, meanings: dict[int, str], units: Sequence[str]) -> Json:
+    answers: Json = {"200": {"description": row.note, "content": _content(row)}}
+    for status in row.statuses:
+        answers[str(status)] = {
+            "description": meanings[status],
+            "content": {JSON: {"schema": _schema(row.error)}},
+        }
+    operation: Json = {"operationId": row.name, "summary": row.summary, "responses": answers}
+    if row.caller is not Caller.KEY:
+        operation["security"] = _SECURITY[row.caller]
+    if row.body is not None:
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": _schema(row.body)}}}
+    for name, schema in (("model", {"minLength": 1}), ("unit", {"enum": [*units]})):
+        if f"{{{name}" in row.path:
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"} | schema}
+            ]
+    return operation
 
 
-def _operation(name: str, summary: str, answer: Json, *failures: int) -> Json:
-    responses = {"200": answer}
-    for status in failures:
-        content = {"application/json": {"schema": _reference(ErrorAnswer)}}
-        responses[str(status)] = {"description": _FAILURES[status], "content": content}
-    return {"operationId": name, "summary": summary, "responses": responses}
-
-
-def _ok(answer: type[BaseModel], chunk: type[BaseModel] | None = None) -> Json:
-    content: Json = {"application/json": {"schema": _reference(answer)}}
-    if chunk is not None:
-        said = f"With `stream`: server-sent events of {chunk.__name__}, then `[DONE]`."
+def _content(row: Row) -> Json:
+    """Returns what the answer is, by its media type. A schema cannot tell of lines of JSON."""
+    schema = (
+        {"type": "object" if row.media == JSON else "string"} if row.answer is None else _schema(row.answer)
+    )
+    content: Json = {row.media: {} if row.media == LINES else {"schema": schema}}
+    if row.chunk is not None:
+        said = f"With `stream`: server-sent events of {row.chunk.__name__}, then `[DONE]`."
         event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
         content["text/event-stream"] = {"schema": event | {"description": said}}
-    return {"description": "Done.", "content": content}
+    return content
 
 
-def _plain(media: str = "application/json") -> Json:
-    kind = "object" if media == "application/json" else "string"
-    return {"description": "Done.", "content": {media: {"schema": {"type": kind}}}}
+def _schema(kind: Any) -> Json:
+    """Returns where the schema of a type stands, or that of a list of such."""
+    if get_origin(kind) is list:
+        return {"type": "array", "items": _schema(*get_args(kind))}
+    return {"$ref": _SCHEMAS + kind.__name__}
 
 
-def _body(schema: type[BaseModel]) -> Json:
-    content = {"application/json": {"schema": _reference(schema)}}
-    return {"requestBody": {"required": True, "content": content}}
+def _components(rows: Iterable[Row]) -> Json:
+    """Returns the schemas of all types that the rows name, made by pydantic and msgspec."""
+    models: dict[type[BaseModel], JsonSchemaMode] = {}
+    others = []
+    for row in rows:
+        for kind in (row.body, row.answer, row.chunk, row.error):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                models[kind] = "validation" if kind is row.body else "serialization"
+            elif kind is not None:
+                others.append(kind)
+    _, made = models_json_schema([*models.items()], ref_template=_SCHEMAS + "{model}")
+    _, components = msgspec.json.schema_components(others, ref_template=_SCHEMAS + "{name}")
+    return {**made["$defs"], **components}
 
 
-def _open() -> Json:
-    return {"security": []}
-
-
-def _reference(schema: type[BaseModel]) -> Json:
-    return {"$ref": _REFERENCE.format(model=schema.__name__)}
-
-
-_STYLE = """
+_PAGE: Final = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
+<!doctype html>
+<html lang=en>
+<meta charset=utf-8>
+<title>kvloom API</title>
+<style>
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}
 code{background:#f1f3f5;padding:.1em .3em;border-radius:3px}table{border-collapse:collapse;width:100%}
 td,th{border-bottom:1px solid #dde1e6;padding:.35rem .6rem;text-align:left;vertical-align:top}
-h2{margin-top:2.5rem}.verb{color:#fff;background:#2f6f4f;padding:.1em .5em;border-radius:3px}
+h2{margin-top:2.5rem}.method{color:#fff;background:#2f6f4f;padding:.1em .5em;border-radius:3px}
 @media(prefers-color-scheme:dark){body{background:#14171a;color:#dfe3e8}code{background:#262b31}}
-"""
+</style>
+<h1>kvloom API</h1>
+<p>{{ document.info.description }} The machine's version: <a href=openapi.json>openapi.json</a>.</p>
+{% for path, methods in document.paths.items() %}
+{% for method, operation in methods.items() %}
+<h2><span class=method>{{ method.upper() }}</span> <code>{{ path }}</code></h2>
+<p>{{ operation.summary }}</p>
+{% if operation.requestBody %}
+{% set reference = operation.requestBody.content["application/json"].schema["$ref"] %}
+{% set schema = document.components.schemas[reference.rpartition("/")[2]] %}
+<p>{{ schema.description }}</p>
+<table><tr><th>Field (* required)<th>Form
+{% for name, field in schema.properties.items() %}
+<tr><td><code>{{ name }}</code>{{ " *" if name in schema.required }}<td>{{ form(field) }}
+{% endfor %}
+</table>
+{% endif %}
+<table><tr><th>Status<th>Meaning
+{% for status, answer in operation.responses.items() %}
+<tr><td>{{ status }}<td>{{ answer.description }}
+{% endfor %}
+</table>
+{% endfor %}
+{% endfor %}
+""")
 
 
 def page(document: Json) -> str:
-    """All in one: no script, nothing from elsewhere."""
-    parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>kvloom API</title><style>{_STYLE}</style>",
-        f"<h1>kvloom API</h1><p>{escape(document['info']['description'])} "
-        "The machine's version: <a href=openapi.json>openapi.json</a>.</p>",
-    ]
-    for path, methods in document["paths"].items():
-        for verb, operation in methods.items():
-            parts.append(_operation_html(document, path, verb, operation))
-    return "\n".join(parts)
+    """Returns the document as one page, which has no script and loads nothing."""
+    return _PAGE.render(document=document, form=_form)
 
 
-def _operation_html(document: Json, path: str, verb: str, operation: Json) -> str:
-    rows = [
-        f"<tr><td>{status}<td>{escape(answer['description'])}"
-        for status, answer in operation["responses"].items()
-    ]
-    html = f"<h2><span class=verb>{verb.upper()}</span> <code>{escape(path)}</code></h2>"
-    html += f"<p>{escape(operation['summary'])}</p>"
-    if "requestBody" in operation:
-        reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-        schema = document["components"]["schemas"][reference.rpartition("/")[2]]
-        html += f"<p>{escape(schema.get('description', ''))}</p>{_fields_html(schema)}"
-    return html + f"<table><tr><th>Status<th>Meaning{''.join(rows)}</table>"
-
-
-def _fields_html(schema: Json) -> str:
-    required = schema.get("required", [])
-    rows = [
-        f"<tr><td><code>{escape(name)}</code>{' *' if name in required else ''}<td>{escape(_kind(field))}"
-        for name, field in schema["properties"].items()
-    ]
-    return f"<table><tr><th>Field (* required)<th>Form{''.join(rows)}</table>"
-
-
-def _kind(field: Json) -> str:
+def _form(field: Json) -> str:
+    """Returns in words what a field takes."""
     if "$ref" in field:
         return str(field["$ref"].rpartition("/")[2])
     for key in ("anyOf", "oneOf"):
         if key in field:
-            return " or ".join(_kind(one) for one in field[key] if one.get("type") != "null")
+            return " or ".join(_form(one) for one in field[key] if one.get("type") != "null")
     if "enum" in field or "const" in field:
         return " | ".join(str(one) for one in field.get("enum", [field.get("const")]))
     kind = str(field.get("type", "any"))
     if kind == "array":
-        kind = f"list of {_kind(field.get('items', {}))}"
+        kind = f"list of {_form(field.get('items', {}))}"
     limits = [(">=", "minimum"), (">", "exclusiveMinimum"), ("<=", "maximum"), ("<", "exclusiveMaximum")]
     bounds = [f"{sign} {field[key]}" for sign, key in limits if key in field]
     return " ".join([kind, ", ".join(bounds)]).strip()

@@ -19,9 +19,9 @@ LONG_TEXT = 16_384  # characters from which encoding leaves the loop for a threa
 class Spelling(Enum):
     """How a vocabulary spells bytes."""
 
-    BYTE_LEVEL = auto()  # GPT-2's alphabet: every byte is a printable character
-    SENTENCEPIECE = auto()  # "▁" is a space, <0xAB> a byte
-    OTHER = auto()  # only the decoder knows
+    BYTE_LEVEL = auto()  # in GPT-2's alphabet, in which every byte is a printable character
+    SENTENCEPIECE = auto()  # with "▁" for a space, and <0xAB> for a byte
+    OTHER = auto()  # as only its decoder knows
 
 
 class Tokenizer:
@@ -45,14 +45,17 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
-        """`special`: add what the model wants around plain text. A chat template has added it already."""
+        """Returns the text's tokens. Raises BadRequest if there are none.
+
+        `special` adds what the model wants around plain text, which a chat template has added already.
+        """
         if len(text) < LONG_TEXT:
-            await asyncio.sleep(0)  # many short texts must not hold the loop together
+            await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
             return self.encode_now(text, special=special)
         return await asyncio.to_thread(self.encode_now, text, special=special)
 
     def encode_now(self, text: str, *, special: bool) -> list[int]:
-        # The batch call gives up the interpreter lock while it works; `encode` holds it throughout.
+        # The batch call gives up the interpreter lock while it works, and `encode` does not.
         ids: list[int] = self._hf.encode_batch_fast([text], add_special_tokens=special)[0].ids
         if special and self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
@@ -65,17 +68,18 @@ class Tokenizer:
         return ids
 
     def unseen(self, text: str, ids: list[int]) -> int:
-        """How many of the first tokens stand for nothing in the text: the one that `encode` adds, or none."""
+        """Returns how many of the first tokens `encode` has added, which is one or none."""
         first = ids[0]
         return int(first in self.special and not text.startswith(self.token_text(first)))
 
     def token_id(self, text: str) -> int | None:
-        """The token that is exactly this text, such as a chat marker."""
+        """Returns the token that is exactly this text, such as a chat marker."""
         found: int | None = self._hf.token_to_id(text)
         return found
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text, special tokens as they are written. Unknown ids add nothing."""
+        """Returns what the token adds to a text. A special one is told as it is written, an unknown id adds
+        nothing."""
         spelled = self._bytes.get(token)
         if spelled is None:
             spelled = self._bytes[token] = self._spell(token)
@@ -90,7 +94,7 @@ class Tokenizer:
 
     @property
     def spells_bytes(self) -> bool:
-        """True where a text is its tokens' bytes, one after the other."""
+        """Whether a text is its tokens' bytes, one after the other."""
         return self._spelling is not Spelling.OTHER
 
     def _spell(self, token: int) -> bytes:
@@ -125,7 +129,7 @@ def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes stand for themselves, the others follow from U+0100 on."""
+    """Returns GPT-2's alphabet: printable bytes stand for themselves, the others follow from U+0100 on."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}

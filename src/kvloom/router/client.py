@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 import aiohttp
 import msgspec
 
+from kvloom.types.client import RemoteEngine
 from kvloom.types.errors import KvloomError, Unavailable, WireError
-from kvloom.types.load import UnitLoad
 from kvloom.types.offload import Borrow, Loan
-from kvloom.types.request import PROTOCOL, Event, ModelCard, StartGenerate
-from kvloom.types.verbs import (
-    FrameParser,
-    Held,
-    Hold,
-    Lease,
-    Offer,
-    Offered,
-    Pin,
-    Pinned,
-    Prefix,
-    Prepared,
-    PrepRecv,
-    RemoteSend,
-    Renew,
-    Resume,
-    Sent,
-    Standing,
-    Unpin,
-)
+from kvloom.types.request import PROTOCOL, Event, StartGenerate
+from kvloom.types.verbs import Answer, Body, FrameParser, Verb
 
 UNIX: Final = "unix://"
+LEND: Final = Verb("lend", "Lends blocks to a model, and attends over them.", Borrow, Loan)
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 30.0
-KEEP_ALIVE_SECONDS = 30.0  # shorter than the engine's, so that it is never the engine that closes first
-
-Answer = TypeVar("Answer")
+KEEP_ALIVE_SECONDS = 30.0  # The engine's is longer, so that the engine never closes first.
 
 
-class HttpEngineClient:
-    """EngineClient over `http://host:port` or `unix:///path/of/a/socket`. An async context manager.
+class HttpEngineClient(RemoteEngine):
+    """An `EngineClient` over `http://host:port` or `unix:///path/of/a/socket`, and an async context manager.
 
-    One connection a stream, any number of them: closing a stream early closes its connection, by which
-    the engine knows.
+    Each stream has a connection of its own. A stream that is closed early closes its connection, which tells
+    the engine.
     """
 
     def __init__(self, url: str, *, secret: str) -> None:
@@ -84,48 +64,15 @@ class HttpEngineClient:
     ) -> None:
         await self._session.close()
 
-    async def models(self) -> list[ModelCard]:
-        return await self._call("GET", "/verbs/models", list[ModelCard])
-
-    async def load(self) -> UnitLoad:
-        return await self._call("GET", "/verbs/load", UnitLoad)
-
-    async def abort(self, request: str, choice: int | None = None) -> None:
-        body = self._encode({"request": request, "choice": choice})
-        await self._call("POST", "/verbs/abort", dict[str, bool], body)
-
-    async def prep_recv(self, body: PrepRecv) -> Prepared:
-        return await self._call("POST", "/verbs/prep_recv", Prepared, self._encode(body))
-
-    async def remote_send(self, body: RemoteSend) -> Sent:
-        """As long as it takes; who waits for it no longer cancels."""
-        return await self._call("POST", "/verbs/remote_send", Sent, self._encode(body), None)
-
-    async def renew(self, request: str) -> Lease:
-        return await self._call("POST", "/verbs/renew", Lease, self._encode(Renew(request=request)))
-
-    async def pin(self, body: Pin) -> Pinned:
-        return await self._call("POST", "/verbs/pin", Pinned, self._encode(body))
-
-    async def unpin(self, request: str) -> Held:
-        return await self._call("POST", "/verbs/unpin", Held, self._encode(Unpin(request=request)))
-
-    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
-        body = self._encode(Hold(request=request, sends=list(sends)))
-        return await self._call("POST", "/verbs/hold", Standing, body)
-
-    async def resume(self, request: str) -> None:
-        await self._call("POST", "/verbs/resume", dict[str, bool], self._encode(Resume(request=request)))
-
-    async def offer(self, body: Offer) -> Offered:
-        return await self._call("POST", "/verbs/offer", Offered, self._encode(body))
+    async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
+        method, encoded = ("GET", None) if verb.reports else ("POST", self._encode(body))
+        async with self._open(method, f"/verbs/{verb.name}", encoded, verb.seconds) as response:
+            raw = await response.read()
+        return _decode(raw, verb.answer)
 
     async def lend(self, body: Borrow) -> Loan:
-        """For units that weave, among themselves."""
-        return await self._call("POST", "/verbs/lend", Loan, self._encode(body))
-
-    async def evict(self, body: Prefix) -> Held:
-        return await self._call("POST", "/verbs/evict", Held, self._encode(body))
+        """Asks for blocks. Units that weave ask each other, and nobody else does."""
+        return await self.call(LEND, body)
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         parser = FrameParser()
@@ -138,23 +85,14 @@ class HttpEngineClient:
             if not parser.whole:
                 raise Unavailable("the engine's stream ended in the middle of a frame")
 
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        kind: type[Answer],
-        body: bytes | None = None,
-        seconds: float | None = ANSWER_SECONDS,
-    ) -> Answer:
-        async with self._open(method, path, body, seconds) as response:
-            raw = await response.read()
-        return _decode(raw, kind)
-
     @asynccontextmanager
     async def _open(
         self, method: str, path: str, body: bytes | None, seconds: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer, if it is one. Left before its end, the connection is closed."""
+        """Yields the answer. Raises the engine's error if it is one.
+
+        The connection is closed if the answer is left before its end.
+        """
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(method, path, data=body, timeout=timeout) as response:

@@ -1,4 +1,7 @@
-"""An HTTP connection that waits for its caller neither for ever nor without bound."""
+"""uvicorn's HTTP connection, with bounds on a request's head and on the time that a caller may take.
+
+No setting of uvicorn bounds either with httptools, and a middleware is called only after the head has come.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which bounds neither a head's size nor its time. A head has HEAD_SECONDS to come, from its
-    first byte on or, at first, from the connection's; what of it is longer than MAX_HEAD bytes is not read.
+    """A connection that takes one request at a time, whose head is bounded.
 
-    One request at a time: uvicorn reads no further while a second one waits, and so would miss a hang-up.
-    Here what comes before the answer is complete is thrown away, and the connection ends with the answer.
+    uvicorn stops reading while a second request waits, and so would not notice that the caller hangs up. Here
+    what comes before the answer is complete is thrown away, and the connection ends with the answer.
     """
 
     HEAD_SECONDS: ClassVar[float] = 20.0
+    """Time for a head, from its first byte on; for the first head, from the connection's beginning on."""
     MAX_HEAD: ClassVar[int] = 64 << 10
+    """Bytes of a head. A longer one is refused."""
 
     _head_bytes = 0
-    _head_due: asyncio.TimerHandle | None = None  # while a head is on its way
-    _early = False  # a request came before the answer to the last was complete
+    _head_due: asyncio.TimerHandle | None = None  # runs while a head is on its way
+    _early = False  # Data came before the last answer was complete.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,7 +67,7 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if not self._early:  # else it would be read as the answer that is on its way
+        if not self._early:  # The caller would take it for a part of the answer that is on its way.
             super().send_400_response(msg)
 
     def _await_head(self) -> None:
@@ -80,19 +84,22 @@ class Connection(HttpToolsProtocol):
         self._has_head()
         if self._head_bytes:
             self.send_400_response(why)
-        else:  # it would be read as an answer to nothing
+        else:  # Nothing was asked.
             self.transport.close()
 
 
 class ClientConnection(Connection):
-    """To a stranger, who must read as well: once an answer is stuck, LEAST_READ bytes of it in READ_SECONDS,
-    or it is cut off and its request ends. Between gateway and engine there is no such bound, because there a
-    stream that is stuck is a client's that reads slowly enough."""
+    """A connection to a stranger, who must read the answer as well, or is cut off, which ends the request.
+
+    Between gateway and engine there is no such bound: a stream that is stuck there is one whose client reads
+    slowly enough.
+    """
 
     READ_SECONDS: ClassVar[float] = 60.0
     LEAST_READ: ClassVar[int] = 16 << 10
+    """Bytes of a stuck answer that the caller must take in each READ_SECONDS."""
 
-    _read_due: asyncio.TimerHandle | None = None  # while an answer is stuck
+    _read_due: asyncio.TimerHandle | None = None  # runs while an answer is stuck
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reads()

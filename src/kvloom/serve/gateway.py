@@ -95,7 +95,7 @@ async def gateway(
         await stack.enter_async_context(drains)
         rolling = Rolling(drains, clock, restart=restarts, beside=order.beside)
         await stack.enter_async_context(rolling)
-        orders = UnitOrders(router.units, drains, rolling, roster, order.drain)
+        orders = UnitOrders(drains, rolling, roster, order.drain)
         app = create_app(
             router,
             keys=Keys(order.api_keys, order.admin_keys, order.secret),

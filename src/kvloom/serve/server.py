@@ -1,4 +1,4 @@
-"""uvicorn, as both processes run it."""
+"""uvicorn's server, as gateways and engines run it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from kvloom.serve.connection import Connection
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
-LINGER_SECONDS = 1.0  # in which what was sent to a server that retires has certainly been read
+LINGER_SECONDS = 1.0  # By then, whatever was sent to a server that retires has been read.
 
 
 class Server(uvicorn.Server):
-    """Says when it answers, and leaves signals to the process: `end` stops accepting, lets running
-    answers finish for up to `grace` seconds and then ends `serve`."""
+    """A server that calls `ready` when it answers, and leaves signals to its process."""
 
     def __init__(
         self,
@@ -62,14 +61,17 @@ class Server(uvicorn.Server):
         yield
 
     def end(self) -> None:
+        """Stops accepting, lets running answers finish for up to `grace` seconds, and then ends `serve`."""
         self.config.timeout_graceful_shutdown = self._grace
         self.should_exit = True
         if self._retiring:
             asyncio.get_running_loop().call_later(self._grace, self._cut_off)
 
     def retire(self, seconds: float) -> None:
-        """Leave new connections to another process, and those that are there with their next answer. So
-        `serve` ends once no answer is under way, or after `seconds`; nobody's request is lost."""
+        """Leaves new connections to another process, and ends each open one with its next answer.
+
+        `serve` ends once no answer is under way, or after `seconds`; no request is lost.
+        """
         for server in self.servers:
             server.close()
         self._retiring = True

@@ -14,7 +14,8 @@ from kvloom.types.transfer import KVForm
 
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-Count = Annotated[int, Meta(ge=0)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # more neither msgpack nor a tensor holds
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 # These are llguidance's options for JSON. If white space is free, an unsure model writes it for ever. Models
@@ -41,7 +42,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
     crash can change it.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     seed: Seed
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0  # 0 is greedy
     top_k: Count = 0  # 0 keeps all tokens
@@ -50,9 +51,9 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[Int64, float] = {}
     min_tokens: Count = 0  # stop tokens are impossible before
-    stop_token_ids: tuple[int, ...] = ()  # tokens that end a choice
+    stop_token_ids: tuple[Int64, ...] = ()  # tokens that end a choice
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # alternatives to report
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     guide: Guide | None = None
@@ -86,7 +87,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Made(Struct, frozen=True, array_like=True):
     """The tokens that a choice has already, in order; none if it has yet to begin."""
 
-    choice: Annotated[int, Meta(ge=0)]
+    choice: Count
     tokens: list[TokenId]
 
 
@@ -99,12 +100,12 @@ class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
     sampling: SamplingParams
     # [0, begin) has been received for this request, after prep_recv and remote_send; a negative number counts
     # from the prompt's end.
-    begin: int = 0
+    begin: Int64 = 0
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     # For a request that began elsewhere: each choice named here goes on after its tokens as if all had been
     # made here, and choices left out have ended. If it is empty, all choices begin.
     made: list[Made] = []
-    priority: int = 0  # a smaller number is served first
+    priority: Int64 = 0  # a smaller number is served first
     # The most tokens of a choice in a frame; the first token comes at once. A larger number saves work for a
     # caller that does not stream.
     interval: Annotated[int, Meta(ge=1, le=1024)] = 1

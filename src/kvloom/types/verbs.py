@@ -1,5 +1,5 @@
-"""Bodies and answers of the verbs that move K and V between engines (Microserving, section 3.1), and the
-frames in which token events cross the wire.
+"""The verbs of an engine (Microserving, section 3.1): bodies, answers, the table of them all, and the frames in
+which token events cross the wire.
 
 `prompt` is the whole context in token ids. Positions count in it, negative ones from its end, and None is its
 end. Every verb may be called again with the same body and then answers the same. A frame is 4 bytes of
@@ -8,18 +8,25 @@ length, big-endian, and a msgpack body.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import astuple
 
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.load import UnitLoad
-from kvloom.types.request import Event, Made, Prompt, RequestId, TokenId
+from kvloom.types.request import Event, Int64, Made, ModelCard, Prompt, RequestId, TokenId
 from kvloom.types.transfer import Endpoint, KVAddress, KVForm
 
 LONGEST_PIN: Final = 3600  # seconds
 LONGEST_DUE: Final = 60  # seconds
+ANSWER_SECONDS: Final = 30.0
+
+Body = TypeVar("Body")
+Answer = TypeVar("Answer")
 
 
 class PrepRecv(Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -28,7 +35,7 @@ class PrepRecv(Struct, frozen=True, omit_defaults=True, kw_only=True):
     model: str
     request: RequestId
     prompt: Prompt
-    end: int | None = None
+    end: Int64 | None = None
     sender: KVForm | None = None  # the form of the peer's K and V; refused if it is not this unit's
     # Seconds until the request is expected to begin here; a decode step may wait a little for it.
     due: Annotated[float, Meta(ge=0, le=LONGEST_DUE)] | None = None
@@ -56,9 +63,9 @@ class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompt: Prompt
     address: KVAddress
     peer: Endpoint
-    begin: int = 0
-    end: int | None = None
-    priority: int = 0
+    begin: Int64 = 0
+    end: Int64 | None = None
+    priority: Int64 = 0
 
 
 class Sent(Struct, frozen=True, kw_only=True):
@@ -156,6 +163,94 @@ class Lease(Struct, frozen=True, kw_only=True):
 
     lease: float  # seconds from now for which both the reservation and the pin of the request are kept
 
+
+class Abort(Struct, frozen=True):
+    """End a request, or the one choice of it that is named, and give back what it has reserved and pinned."""
+
+    request: str
+    choice: Int64 | None = None
+
+
+class Done(Struct, frozen=True):
+    """Answer of a verb that has nothing to say."""
+
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Verb(Generic[Body, Answer]):
+    """A verb that is answered once. Its server, its clients and its description are made from this."""
+
+    name: str  # that of the method of `EngineClient`, too
+    summary: str
+    body: type[Body]  # NoneType if the verb only reports
+    answer: type[Answer]  # `Done` if the method returns None
+    spread: bool = False  # The method takes the body's fields, and not the body.
+    waits: bool = False  # The verb ends if its caller hangs up.
+    seconds: float | None = ANSWER_SECONDS  # A caller waits for so long; for None, as long as it takes.
+
+    @property
+    def reports(self) -> bool:
+        """Whether the verb takes no body and changes nothing."""
+        return self.body is NoneType
+
+    async def ask(self, engine: object, body: Body) -> Answer:
+        """Calls the method of `engine`, an `EngineClient`, with the body."""
+        arguments = () if self.reports else astuple(body) if self.spread else (body,)  # type: ignore[arg-type]
+        answer = await getattr(engine, self.name)(*arguments)
+        return Done() if answer is None else answer  # type: ignore[return-value]
+
+
+MODELS: Final = Verb(
+    "models", "Tells the cards of the models that the unit serves.", NoneType, list[ModelCard]
+)
+LOAD: Final = Verb("load", "Tells what the unit reports of itself.", NoneType, UnitLoad)
+PREP_RECV: Final = Verb("prep_recv", "Makes room for K and V that a peer will write.", PrepRecv, Prepared)
+REMOTE_SEND: Final = Verb(
+    "remote_send",
+    "Writes K and V into a peer's room; answered when all has arrived.",
+    RemoteSend,
+    Sent,
+    waits=True,
+    seconds=None,
+)
+ABORT: Final = Verb(
+    "abort", "Ends a request, and gives back what it has reserved and pinned.", Abort, Done, spread=True
+)
+RENEW: Final = Verb(
+    "renew", "Keeps a request's reservation and pin for another lease.", Renew, Lease, spread=True
+)
+PIN: Final = Verb("pin", "Keeps what is cached of a prefix, for a request and a time.", Pin, Pinned)
+UNPIN: Final = Verb("unpin", "Undoes a request's pin.", Unpin, Held, spread=True)
+HOLD: Final = Verb(
+    "hold",
+    "Lets a running request stand still, to go on elsewhere, and sends it there.",
+    Hold,
+    Standing,
+    spread=True,
+    waits=True,
+)
+RESUME: Final = Verb("resume", "Lets a held request go on here.", Resume, Done, spread=True)
+OFFER: Final = Verb(
+    "offer", "Names a request, running or waiting, that had better go elsewhere.", Offer, Offered
+)
+EVICT: Final = Verb("evict", "Drops what is cached of a prefix, and past it.", Prefix, Held)
+
+VERBS: Final[tuple[Verb[Any, Any], ...]] = (
+    PREP_RECV,
+    REMOTE_SEND,
+    ABORT,
+    RENEW,
+    PIN,
+    UNPIN,
+    HOLD,
+    RESUME,
+    OFFER,
+    EVICT,
+    LOAD,
+    MODELS,
+)
+"""All but `start_generate`, which is answered by a stream, and `lend`, which only units ask of each other."""
 
 HEAD = 4
 ERROR = 1 << 31

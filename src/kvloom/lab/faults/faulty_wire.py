@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from kvloom.lab.faults.faults import Mishap, Mishaps
 from kvloom.lab.faults.host import Host, Process
 from kvloom.lab.faults.journal import Crashed, Crew, Journal
-from kvloom.types.client import EngineClient
+from kvloom.types.client import EngineClient, RemoteEngine
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
-from kvloom.types.load import UnitLoad
-from kvloom.types.request import Event, ModelCard, StartGenerate
-from kvloom.types.verbs import (
-    Held,
-    Lease,
-    Offer,
-    Offered,
-    Pin,
-    Pinned,
-    Prefix,
-    Prepared,
-    PrepRecv,
-    RemoteSend,
-    Sent,
-    Standing,
-)
+from kvloom.types.request import Event, StartGenerate
+from kvloom.types.verbs import Answer, Body, Verb
 
 T = TypeVar("T")
-Verb = Callable[[EngineClient], Awaitable[T]]
+Asking = Callable[[EngineClient], Awaitable[T]]
 Queue = asyncio.Queue[list[Event] | KvloomError | None]
 
-_WAITS: Final = frozenset(("remote_send", "hold"))  # verbs that end where their caller hangs up
 
-
-class FaultyWire:
+class FaultyWire(RemoteEngine):
     """Satisfies `EngineClient`, as HTTP to the host's engine would: a call that has gone out arrives, whoever
     has stopped waiting for it, but a send and a stream end with their callers. delay: seconds of one way.
     crashed: called with what is no error of ours."""
@@ -66,50 +50,15 @@ class FaultyWire:
 
     # -- verbs that answer once -------------------------------------------------------------------------
 
-    async def models(self) -> list[ModelCard]:
-        return await self._call("models", "", lambda engine: engine.models())
-
-    async def load(self) -> UnitLoad:
-        return await self._call("load", "", lambda engine: engine.load())
-
-    async def abort(self, request: str, choice: int | None = None) -> None:
-        await self._call("abort", request, lambda engine: engine.abort(request, choice))
-
-    async def prep_recv(self, body: PrepRecv) -> Prepared:
-        return await self._call("prep_recv", body.request, lambda engine: engine.prep_recv(body))
-
-    async def remote_send(self, body: RemoteSend) -> Sent:
-        return await self._call("remote_send", body.request, lambda engine: engine.remote_send(body))
-
-    async def renew(self, request: str) -> Lease:
-        return await self._call("renew", request, lambda engine: engine.renew(request))
-
-    async def pin(self, body: Pin) -> Pinned:
-        return await self._call("pin", body.request, lambda engine: engine.pin(body))
-
-    async def unpin(self, request: str) -> Held:
-        return await self._call("unpin", request, lambda engine: engine.unpin(request))
-
-    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
-        return await self._call("hold", request, lambda engine: engine.hold(request, sends))
-
-    async def resume(self, request: str) -> None:
-        await self._call("resume", request, lambda engine: engine.resume(request))
-
-    async def offer(self, body: Offer) -> Offered:
-        return await self._call("offer", "", lambda engine: engine.offer(body))
-
-    async def evict(self, body: Prefix) -> Held:
-        return await self._call("evict", "", lambda engine: engine.evict(body))
-
-    async def _call(self, name: str, about: str, verb: Verb[T]) -> T:
-        """Sent at once; the answer is waited for."""
+    async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
+        """Sends the verb at once, and waits for the answer."""
+        name, about = verb.name, getattr(body, "request", "")
         mishap = self._send(name, about)
-        carrying = self._crew.spawn(self._carry(name, about, verb, mishap))
+        carrying = self._crew.spawn(self._carry(name, about, partial(verb.ask, body=body), mishap))
         try:
-            answer: T = await asyncio.shield(carrying)
+            answer: Answer = await asyncio.shield(carrying)
         except asyncio.CancelledError:
-            if name in _WAITS:
+            if verb.waits:
                 asyncio.get_running_loop().call_later(mishap.noticed, carrying.cancel)
             raise
         except KvloomError as error:
@@ -117,7 +66,7 @@ class FaultyWire:
             raise
         return answer
 
-    async def _carry(self, name: str, about: str, verb: Verb[T], mishap: Mishap) -> T:
+    async def _carry(self, name: str, about: str, verb: Asking[T], mishap: Mishap) -> T:
         process = await self._arrive(mishap)
         if mishap.again is not None:
             self._crew.spawn(self._once_more(name, about, verb, mishap.again))
@@ -130,7 +79,7 @@ class FaultyWire:
         self._tell(name, about, "is answered")
         return answer
 
-    async def _served(self, process: Process, verb: Verb[T]) -> T | KvloomError:
+    async def _served(self, process: Process, verb: Asking[T]) -> T | KvloomError:
         try:
             return await verb(process.engine)
         except KvloomError as error:
@@ -150,7 +99,7 @@ class FaultyWire:
             raise answer
         return answer
 
-    async def _once_more(self, name: str, about: str, verb: Verb[T], after: float) -> None:
+    async def _once_more(self, name: str, about: str, verb: Asking[T], after: float) -> None:
         """Nobody waits for what the second copy is answered."""
         await self._clock.sleep(after)
         process = self._host.process

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: what comes in and what goes out."""
+"""The forms of requests and answers of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvloom.api.schemas import Answer, Body, GenerationBody, Usage, wrong
+from kvloom.api.openai.schemas import Answer, Body, GenerationBody, Usage, wrong
 
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
 

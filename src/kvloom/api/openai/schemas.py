@@ -1,4 +1,4 @@
-"""What both endpoints share of OpenAI's request and response forms."""
+"""The forms of requests and answers that OpenAI's endpoints share, and those of /v1/completions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_CHOICE = 16, 1024, 1024, 1024
 
 
 def wrong(field: str, message: str) -> PydanticCustomError:
-    """A check across fields failed; the error names the field to change."""
+    """Returns the error of a check across fields, which names the field to change."""
     return PydanticCustomError("field:" + field, message)
 
 
 class Body(BaseModel):
-    """Requests: exact types, finite numbers. Unknown fields are let pass, as OpenAI and vLLM do."""
+    """A request: its types are exact and its numbers finite. Unknown fields pass, as at OpenAI and vLLM."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class Answer(BaseModel):
-    """Responses: for the OpenAPI document and the tests. The server writes them without pydantic."""
+    """An answer, for the OpenAPI document and the tests. The server writes answers without pydantic."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,7 +33,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fas
 
 
 def _biases(value: Any) -> Any:
-    """Token ids (JSON keys are text) to numbers, stopping at the first that is wrong."""
+    """Returns the biases by token id, which JSON writes as text. Raises at the first that is wrong."""
     if value is None:
         return None
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
@@ -155,7 +155,7 @@ class GenerationBody(Body):
 
     @property
     def guides(self) -> dict[str, Any]:
-        """What the answer must follow, by the parameter that says so; more than one is refused."""
+        """What the answer must follow, by the parameter that says so. More than one is refused."""
         form = None if isinstance(self.response_format, TextFormat) else self.response_format
         outputs = self.structured_outputs or StructuredOutputs()
         said = {
@@ -219,3 +219,59 @@ class ModelAnswer(Answer):
 class ModelList(Answer):
     object: Literal["list"]
     data: list[ModelAnswer]
+
+
+MAX_PROMPTS = 1024
+
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Ids = Annotated[TokenIds, Field(min_length=1)]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+class CompletionBody(GenerationBody):
+    """`max_tokens` is 16 where it is absent; 0 asks for the prompt's own log-probabilities (with echo)."""
+
+    prompt: str | Texts | Ids | ManyIds
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _served(self) -> CompletionBody:
+        if self.suffix:
+            raise wrong("suffix", "suffix is not served: no model here fills in the middle")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One text or one list of tokens for each prompt."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]
+        several: list[str] | list[list[int]] = prompt
+        return several
+
+
+class CompletionLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionAnswer(Answer):
+    """Also the form of a stream's chunks, whose `usage` is null but in the last."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

@@ -1,24 +1,125 @@
-"""Finds tool calls in a model's output as it streams: text goes on at once, a call when it is complete."""
+"""Tool calls: how model families write them, and how they are found in a model's output as it streams."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
-from kvloom.api.tool_families import Family, ToolCall, calls_in
+from kvloom.api.tokenizer import Tokenizer
+from kvloom.types.request import JSON_SPACING, Guide
 
-Found = tuple[str, list[ToolCall]]  # text to show, then calls
+
+class Family(Enum):
+    """How a call is written. The value is the mark with which it begins, which LLAMA may leave out."""
+
+    HERMES = "<tool_call>"  # <tool_call>{"name": …, "arguments": …}</tool_call>
+    MISTRAL = "[TOOL_CALLS]"  # [TOOL_CALLS][{"name": …, "arguments": …}] or [TOOL_CALLS]name{…}
+    LLAMA = "<|python_tag|>"  # {"name": …, "parameters": …}, several joined by ;
+
+
+def family_of(template: str | None) -> Family | None:
+    if template is None:
+        return None
+    if Family.HERMES.value in template:
+        return Family.HERMES
+    if Family.MISTRAL.value in template:
+        return Family.MISTRAL
+    if Family.LLAMA.value in template or '"parameters": dictionary of argument' in template:
+        return Family.LLAMA
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model has written. `arguments` is JSON text, as OpenAI sends it."""
+
+    name: str
+    arguments: str
+
+
+def calls_in(value: Any) -> list[ToolCall] | None:
+    """Returns the calls that a JSON value of a model's making stands for, or None if it is no call."""
+    several = value if isinstance(value, list) else [value]
+    calls = [_call(one) for one in several]
+    return [call for call in calls if call is not None] if calls and None not in calls else None
+
+
+def _call(value: Any) -> ToolCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        return ToolCall(value["name"], arguments)
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def forced_guide(
+    family: Family, tools: Sequence[tuple[str, dict[str, Any]]], tokenizer: Tokenizer, *, several: bool
+) -> Guide:
+    """Returns a grammar that allows nothing but calls of `tools`, which are names and parameter schemas."""
+    key = "parameters" if family is Family.LLAMA else "arguments"
+    call = {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, key: parameters},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for name, parameters in tools
+        ],
+        "x-guidance": JSON_SPACING,
+    }
+    if family is Family.LLAMA:
+        rest = ' ("; " call)*' if several else ""
+        return Guide("lark", f"start: call{rest}\ncall: %json {json.dumps(call)}\n", "tools")
+    if family is Family.HERMES:
+        mark, end = _literal(tokenizer, "<tool_call>"), _literal(tokenizer, "</tool_call>")
+        rest = ' ("\\n" call)*' if several else ""
+        body = f'call: {mark} "\\n" body "\\n" {end}\nbody: %json {json.dumps(call)}\n'
+        return Guide("lark", f"start: call{rest}\n{body}", "tools")
+    array = {"type": "array", "items": call, "minItems": 1, "x-guidance": JSON_SPACING} | (
+        {} if several else {"maxItems": 1}
+    )
+    mark = _literal(tokenizer, Family.MISTRAL.value)
+    return Guide("lark", f"start: {mark} body\nbody: %json {json.dumps(array)}\n", "tools")
+
+
+def marks_of(family: Family | None, tokenizer: Tokenizer) -> frozenset[int]:
+    """Returns the special tokens that must stay in the text for calls to be found in it."""
+    if family is None:
+        return frozenset()
+    marks = (family.value, "</tool_call>", "[ARGS]")
+    tokens = {token for mark in marks if (token := tokenizer.token_id(mark)) is not None}
+    return tokenizer.special & tokens
+
+
+def _literal(tokenizer: Tokenizer, mark: str) -> str:
+    """Returns the mark in Lark: an added token by its number, any other as its text.
+
+    llguidance takes every added token for one that no text can spell.
+    """
+    token = tokenizer.token_id(mark)
+    return f"<[{token}]>" if token is not None and token in tokenizer.added else json.dumps(mark)
+
+
+Found = tuple[str, list[ToolCall]]  # the text to show, and the calls after it
 
 
 class ToolParser:
-    """Feed text in any pieces. What looked like a call and is none comes out as the text it is."""
+    """Finds calls in text that comes in any pieces. What looked like a call and is none comes out as text."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
         self._mark = family.value
-        self._text = ""  # held back: the beginning of a mark, or space before one
+        self._text = ""  # the beginning of a mark, or space before one, which is held back
         self._call: _CallText | None = None
-        self._began = False  # anything but space has been seen
+        self._began = False  # whether anything but space has been seen
         self.called = False
 
     def push(self, text: str) -> Found:
@@ -29,7 +130,7 @@ class ToolParser:
         return "".join(shown), calls
 
     def end(self) -> Found:
-        """What is left at the end of the text: a call without its end still counts where it can be read."""
+        """Returns what is left at the end of the text. A call without its end counts if it can be read."""
         if self._call is None:
             rest, self._text = self._text, ""
             return ("" if self.called and not rest.strip() else rest), []
@@ -41,7 +142,7 @@ class ToolParser:
         return "", found
 
     def _outside(self, text: str, shown: list[str]) -> str:
-        """Moves text to `shown` up to a mark; returns what follows the mark."""
+        """Moves text to `shown` up to a mark, and returns what follows the mark."""
         held = self._text + text
         self._text = ""
         if self._family is Family.LLAMA and not self._began:
@@ -98,7 +199,7 @@ class _CallText:
         return self._mark + "".join(self._pieces)
 
     def push(self, text: str) -> str | None:
-        """None while the call goes on; what follows it, once it has ended."""
+        """Returns None while the call goes on, and what follows it once it has ended."""
         end = self._ends(text)
         self._pieces.append(text if end is None else text[:end])
         return None if end is None else text[end:]
@@ -119,7 +220,7 @@ class _CallText:
 
 
 class _EndTag:
-    """Where </tool_call> ends."""
+    """Finds where </tool_call> ends."""
 
     _TAG = "</tool_call>"
 
@@ -136,8 +237,10 @@ class _EndTag:
 
 
 class _JsonEnd:
-    """Where the first bracketed JSON value ends, one look at each character. After a name, as Mistral writes
-    it, only a brace begins the value."""
+    """Finds where the first bracketed JSON value ends, and looks at each character once.
+
+    After a name, as Mistral writes it, only a brace begins the value.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
@@ -183,7 +286,7 @@ _ENDS: dict[Family, Callable[[], Callable[[str], int | None]]] = {
 
 
 def _held_from(text: str, mark: str) -> int:
-    """Where a tail begins that may be the beginning of a mark, with the space before it."""
+    """Returns where a tail begins that may be the beginning of a mark, with the space before it."""
     for at in range(max(0, len(text) - len(mark) + 1), len(text)):
         if mark.startswith(text[at:]):
             return len(text[:at].rstrip())

@@ -1,0 +1,189 @@
+"""Every route of a gateway, in one table, from which its ASGI routes and its OpenAPI document are made.
+
+A new endpoint is a row here, and a handler of the row's name in `api.app` or `api.admin`. A new verb of an
+engine is a row of the table in `core.verbs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from kvloom.api.errors import JSON
+from kvloom.api.openai.schemas import CompletionAnswer, CompletionBody, ErrorAnswer, ModelAnswer, ModelList
+from kvloom.api.openai.schemas_chat import ChatAnswer, ChatBody, ChatChunk
+from kvloom.types.errors import WireError
+from kvloom.types.request import StartGenerate
+from kvloom.types.service import Admit, Drain, FleetState, Pairs, Placement, RestartStep, Steps, UnitState
+from kvloom.types.spec import EngineSpec, ProgramSpec
+from kvloom.types.verbs import VERBS, Done
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+LINES, TEXT, HTML = "application/x-ndjson", "text/plain", "text/html"
+
+
+class Caller(Enum):
+    """Who may call a route. Every path below /admin and /verbs is an admin's, in this table or not."""
+
+    ANYONE = "anyone"
+    KEY = "whoever has a key, if there are API keys"
+    ADMIN = "whoever has an admin key"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method of one path."""
+
+    method: Literal["GET", "POST"]
+    name: str  # the handler's, and the operation's in the document
+    path: str  # as Starlette writes it
+    summary: str
+    body: Any  # pydantic's or msgspec's type; None if there is no body
+    answer: Any  # likewise; None if the media type says all
+    errors: tuple[int, ...]  # statuses that the keys, the body and bugs do not explain
+    caller: Caller = Caller.ADMIN
+    media: str = JSON
+    chunk: Any = None  # the type of an event's data, if a request may ask for a stream
+    note: str = "Done."  # what the document says of the answer
+    error: type = ErrorAnswer
+
+    @property
+    def statuses(self) -> list[int]:
+        """The statuses of all errors that the route may answer with."""
+        keys = {Caller.ANYONE: (), Caller.KEY: (401, 500), Caller.ADMIN: (401, 403, 500)}[self.caller]
+        body = () if self.body is None else (400, 408, 413)
+        return sorted({*self.errors, *keys, *body})
+
+
+def _get(name: str, path: str, summary: str, answer: Any, *errors: int, **more: Any) -> Row:
+    return Row("GET", name, path, summary, None, answer, errors, **more)
+
+
+def _post(name: str, path: str, summary: str, body: Any, answer: Any, *errors: int, **more: Any) -> Row:
+    return Row("POST", name, path, summary, body, answer, errors, **more)
+
+
+def _order(name: str, summary: str, body: type, *errors: int) -> Row:
+    """Returns the row of an order to one unit, which is answered with the unit's state."""
+    return _post(name, f"/admin/units/{{unit}}/{name}", summary, body, UnitState, 404, 409, *errors)
+
+
+def _verb(name: str, summary: str, body: Any, answer: Any, **more: Any) -> Row:
+    """Returns the row of one unit's verb, which the gateway passes on to it."""
+    operation = f"unit_{name}" if name in ("models", "health") else name
+    path, errors = f"/verbs/{{unit}}/{name}", (400, 404, 408, 413, 429, 503)
+    more["error"] = WireError
+    if body is None:
+        return _get(operation, path, summary, answer, *errors, **more)
+    return _post(operation, path, summary, body, answer, *errors, **more)
+
+
+PUBLIC: Final[tuple[Row, ...]] = (
+    _get("models", "/v1/models", "Lists the models served.", ModelList, 503, caller=Caller.KEY),
+    _get(
+        "model", "/v1/models/{model:path}", "Describes one model.", ModelAnswer, 404, 503, caller=Caller.KEY
+    ),
+    _post(
+        "completions",
+        "/v1/completions",
+        "Continues prompts.",
+        CompletionBody,
+        CompletionAnswer,
+        *(404, 429, 503),
+        chunk=CompletionAnswer,
+        caller=Caller.KEY,
+    ),
+    _post(
+        "chat_completions",
+        "/v1/chat/completions",
+        "Answers a conversation.",
+        ChatBody,
+        ChatAnswer,
+        *(404, 429, 503),
+        chunk=ChatChunk,
+        caller=Caller.KEY,
+    ),
+    _get("health", "/health", "Answers 200 if requests are taken.", None, 503, caller=Caller.ANYONE),
+    _get("metrics", "/metrics", "Tells Prometheus' metrics.", None, media=TEXT, caller=Caller.KEY),
+    _get("openapi", "/openapi.json", "Returns this document.", None, caller=Caller.ANYONE),
+    _get("docs", "/docs", "Shows this document as a page.", None, media=HTML, caller=Caller.ANYONE),
+)
+
+ADMIN: Final[tuple[Row, ...]] = (
+    _get("program", "/admin/program", "Tells the router program that runs.", ProgramSpec),
+    _post(
+        "set_program",
+        "/admin/program",
+        "Sets another router program, for requests from now on.",
+        ProgramSpec,
+        ProgramSpec,
+        409,
+    ),
+    _post(
+        "restart_all",
+        "/admin/restart",
+        "Restarts the whole fleet, one component after the other.",
+        Drain,
+        RestartStep,
+        409,
+        media=LINES,
+        note="Lines of JSON, each a step; the last tells how it ended.",
+    ),
+    _get("fleet", "/admin/fleet", "Tells what the fleet scheduler decides by.", FleetState),
+    _post("pair", "/admin/pairs", "Lets requests move between these units, and no others.", Pairs, Pairs),
+    _post("scale", "/admin/scale", "Lets these units come, and those go.", Steps, Steps, 409),
+    _get("placement", "/admin/placement", "Tells which units there are and may be.", Placement),
+    _get("units", "/admin/units", "Tells whether each unit takes requests.", list[UnitState]),
+    _post("add", "/admin/units", "Starts a unit that was not there.", EngineSpec, UnitState, 409, 503),
+    _get("unit", "/admin/units/{unit}", "Tells whether a unit takes requests.", UnitState, 404),
+    _order(
+        "drain",
+        "Gives a unit no new request; answered when those it has are done, or have had their time.",
+        Drain,
+    ),
+    _order("admit", "Undoes drain.", Admit),
+    _order(
+        "restart",
+        "Drains a unit, puts a new process in its place, and admits that; answered then.",
+        Drain,
+        503,
+    ),
+    _order("start", "Gives a unit that has none a process.", Admit, 503),
+    _order("stop", "Drains a unit and ends its process; requests that only it can answer wait.", Drain),
+    _order("remove", "Forgets a unit that has no process.", Admit),
+)
+
+UNIT_VERBS: Final[tuple[Row, ...]] = (
+    _verb(
+        "start_generate",
+        "Continues a prompt of token ids.",
+        StartGenerate,
+        None,
+        media=LINES,
+        note="Lines of JSON, each a list of events.",
+    ),
+    *(_verb(verb.name, verb.summary, None if verb.reports else verb.body, verb.answer) for verb in VERBS),
+    _verb("health", "Answers if the unit does.", None, Done),
+)
+
+
+def asgi_routes(rows: Iterable[Row], handlers: Mapping[str, Handler]) -> list[BaseRoute]:
+    """Returns a route for each path. Raises KeyError if a row has no handler."""
+    paths: dict[str, dict[str, Handler]] = {}
+    for row in rows:
+        paths.setdefault(row.path, {})[row.method] = handlers[row.name]
+    return [Route(path, _by_method(methods), methods=list(methods)) for path, methods in paths.items()]
+
+
+def _by_method(methods: Mapping[str, Handler]) -> Handler:
+    async def handle(request: Request) -> Response:
+        return await methods["GET" if request.method == "HEAD" else request.method](request)
+
+    return handle
