@@ -27,7 +27,7 @@ from benchmarks.places import BENCH, LOGS, checkpoint
 from benchmarks.process import Command, free_port, running
 from benchmarks.report import Cell, Finding, Report, this_machine
 from benchmarks.servers import KVLOOM_PATIENCE
-from kvloom.config import demo_settings
+from kvloom.config.config import demo_settings
 from kvloom.workload.results import Results, read_results
 
 TRUTH = BENCH / "truth"

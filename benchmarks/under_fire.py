@@ -29,7 +29,7 @@ from typing import Final
 
 from rich.console import Console
 
-from kvloom.config import DEMO
+from kvloom.config.config import DEMO
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router

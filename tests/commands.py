@@ -7,15 +7,12 @@ from io import StringIO
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from kvloom.cli import main
+from kvloom.cli.main import main
 
 
 def kvloom(*arguments: str, folder: Path | str = ".") -> CompletedProcess[str]:
     """What it would exit with and has said, run in `folder`."""
     out, err = StringIO(), StringIO()
     with chdir(folder), redirect_stdout(out), redirect_stderr(err):
-        try:
-            code = main(arguments)
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0
+        code = main(arguments)
     return CompletedProcess(arguments, code, out.getvalue(), err.getvalue())

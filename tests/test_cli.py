@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import Config
+from kvloom.cli.app import COMMANDS
+from kvloom.config.config import Config
 from tests.commands import kvloom
 
 
@@ -17,9 +18,12 @@ from tests.commands import kvloom
     ("arguments", "parts"),
     [
         ((), ["COMMAND"]),
-        (("serv",), ["serv", "'serve'"]),
+        (("-x",), ["'-x'; known are serve, program, unit"]),
+        (("unit", "lst"), ["lst", '"list"', "`kvloom unit --help`"]),
+        (("unit", "list", "more"), ["more", "`kvloom unit list --help`"]),
+        (("serv",), ["there is no command 'serv'; did you mean 'serve'?"]),
         (("serve", "--prot", "1"), ["--prot", "`kvloom serve --help`"]),
-        (("serve", "--port", "x"), ["--port", "'x'"]),
+        (("serve", "--port", "x"), ["--port", '"x"']),
         (("serve", "--port", "70000"), ["--port", "70000", "65535"]),
         (("serve", "--kv-memory", "much"), ["--kv-memory", "'much'", "512MiB"]),
         (("serve", "--kv-memory", "900TiB"), ["--kv-memory", "available"]),
@@ -35,7 +39,7 @@ from tests.commands import kvloom
         (("serve", "nowhere.yaml"), ["nowhere.yaml", "No such file"]),
         (("program",), ["ACTION", "`kvloom program --help`"]),
         (("program", "set"), ["NAME", "`kvloom program set --help`"]),
-        (("program", "show", "--ulr", "x"), ["--ulr", "`kvloom program --help`"]),
+        (("program", "show", "--ulr", "x"), ["--ulr", "`kvloom program show --help`"]),
         (("program", "show", "--url", "localhost:8000"), ["--url localhost:8000", "http://HOST:PORT"]),
         (("program", "show", "--url", "http://h:port"), ["--url http://h:port", "http://HOST:PORT"]),
         (("program", "show", "--admin-key-file", "/dev/null"), ["--admin-key-file", "no key"]),
@@ -57,7 +61,7 @@ from tests.commands import kvloom
         (("chaos", "--first", "-1"), ["kvloom: --first: -1; a seed of 0 or more"]),
         (("chaos", "--replay", "-2"), ["kvloom: --replay: -2; a seed of 0 or more"]),
         (("chaos", "--jobs", "0"), ["--jobs: 0", "1 to"]),
-        (("chaos", "--replay", "x"), ["--replay", "'x'"]),
+        (("chaos", "--replay", "x"), ["--replay", '"x"']),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: tuple[str, ...], parts: list[str]) -> None:
@@ -89,17 +93,45 @@ def test_version_and_help() -> None:
         assert f"\n  {key}:" in shown.stdout
 
 
+@pytest.mark.parametrize("name", [name for name, *_ in COMMANDS])
+def test_every_command_says_what_it_does(name: str) -> None:
+    shown = kvloom(name, "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"Usage: kvloom {name} ")
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    assert name in kvloom("--help").stdout
+
+
+def test_an_option_given_again_counts_the_last_time(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    twice = kvloom("serve", "--port", "1", "--port", "70000", "--model", f"a={tmp_path}")
+    assert (twice.returncode, "--port: 70000" in twice.stderr) == (2, True)
+
+
+def test_only_the_command_that_is_called_is_imported() -> None:
+    code = (
+        "import sys; from kvloom.cli.app import COMMANDS, run; run(['--version']); run(['--help']); "
+        "unwanted = {place.partition(':')[0] for _, place, _ in COMMANDS} | {'pydantic', 'aiohttp'}; "
+        "print(unwanted & {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
 @pytest.mark.parametrize(
     "module",
     [
-        "kvloom.cli",
-        "kvloom.serve.command",
+        "kvloom.cli.app",
+        "kvloom.cli.serve",
+        "kvloom.cli.profile",
         "kvloom.serve.gateway_process",
         "kvloom.serve.scheduler_process",
     ],
 )
 def test_no_torch_outside_the_engine(module: str) -> None:
-    code = f"import sys, {module}, kvloom.config_file; print({{'torch', 'transformers'}} & set(sys.modules))"
+    code = f"import sys, {module}, kvloom.config.file; print({{'torch', 'transformers'}} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvloom.config import DEMO, Config
-from kvloom.config_file import load_config
-from kvloom.machine import Machine
-from kvloom.sizes import parse_seconds, parse_size, show_size
+from kvloom.config.config import DEMO, Config
+from kvloom.config.fields import parse_seconds, parse_size, show_size
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Level
 from kvloom.types.spec import ProgramSpec, SchedulerSpec

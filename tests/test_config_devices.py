@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import Config
-from kvloom.config_file import load_config
-from kvloom.machine import Machine
+from kvloom.config.config import Config
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
 from kvloom.types.errors import ConfigError
 
 NONE = Machine(cores=4, memory=3 << 30)

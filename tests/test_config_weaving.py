@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config_file import load_config
-from kvloom.machine import Machine
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import WeaveSpec
 

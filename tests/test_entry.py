@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ENTER = "from kvloom.entry import main; sys.exit(main())"
+ENTER = "from kvloom.cli.main import main; sys.exit(main())"
 INTERRUPTS = """
 import signal, sys
 
@@ -25,12 +25,12 @@ sys.meta_path.insert(0, Finder())
 """
 BREAKS = """
 import sys
-import kvloom.cli
+import kvloom.cli.app
 
-def broken():
+def broken(arguments):
     raise BrokenPipeError("of a socket")
 
-kvloom.cli.main = broken
+kvloom.cli.app.run = broken
 """
 
 
@@ -41,10 +41,12 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_console_script_begins_here() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert project["scripts"] == {"kvloom": "kvloom.entry:main"}
+    assert project["scripts"] == {"kvloom": "kvloom.cli.main:main"}
 
 
-@pytest.mark.parametrize("module", ["kvloom.cli", "kvloom.types.errors", "kvloom.lab.faults.chaos"])
+@pytest.mark.parametrize(
+    "module", ["kvloom.cli.app", "cyclopts", "kvloom.types.errors", "kvloom.lab.faults.chaos"]
+)
 def test_control_c_while_the_command_is_read(module: str) -> None:
     done = run(INTERRUPTS.format(module=module), "chaos", "--seeds", "1")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvloom: interrupted\n")
@@ -59,7 +61,7 @@ def test_nobody_reads(words: tuple[str, ...]) -> None:
             [sys.executable, "-m", "kvloom.cli", *words],
             stdout=write,
             stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONUNBUFFERED": ""},  # argparse says nothing of a write that fails
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
             text=True,
             timeout=120,
             check=False,
@@ -78,7 +80,7 @@ def test_a_pipe_that_breaks_elsewhere_is_told() -> None:
 def test_control_c_is_heard_where_nobody_listens() -> None:
     read, write = os.pipe()
     os.close(read)
-    code = INTERRUPTS.format(module="kvloom.cli") + ENTER
+    code = INTERRUPTS.format(module="kvloom.cli.app") + ENTER
     done = subprocess.run([sys.executable, "-c", code], stderr=write, timeout=60, check=False)
     os.close(write)
     assert done.returncode == 128 + signal.SIGINT

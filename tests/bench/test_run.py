@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvloom.bench.endpoint import ServerError
 from kvloom.bench.run import ALL, Bench, Run
+from kvloom.lab.workload_source import open_workload
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
 from kvloom.workload.files import VERSION, Header, write_workload
@@ -19,7 +20,6 @@ from kvloom.workload.objectives import Within
 from kvloom.workload.prompts import Prompts
 from kvloom.workload.results import Results
 from kvloom.workload.spec import VOCAB
-from kvloom.workload_source import open_workload
 from tests.bench.server import Answer, Seen, serving, stream, whole
 from tests.workload.specs import asks
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvloom.cli import main
+from kvloom.cli.main import main
 from kvloom.workload.results import read_results
 from tests.bench.server import serving
 
@@ -156,10 +156,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(
     Path("empty.yaml").write_text(SPEC.replace("requests: 24", "seconds: 0.000001"))
     before = sorted(path.name for path in Path().iterdir())
     capsys.readouterr()
-    try:
-        code: object = main(arguments)
-    except SystemExit as error:
-        code = error.code
+    code = main(arguments)
     shown = capsys.readouterr()
     assert (code, shown.out) == (2, "")
     assert shown.err.count("\n") == 1

@@ -9,14 +9,14 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from kvloom.config import DEMO
-from kvloom.config_file import load_config
-from kvloom.machine import Machine
+from kvloom.cli.main import main
+from kvloom.cli.plan import EXAMPLE
+from kvloom.cli.plan_inputs import read_cluster, read_demands
+from kvloom.config.config import DEMO
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
 from kvloom.plan.cost.profile import write_profile
 from kvloom.plan.plan import read_plan
-from kvloom.planning.command import EPILOG
-from kvloom.planning.conduct import conduct
-from kvloom.planning.inputs import read_cluster, read_demands
 from kvloom.workload.ask import Ask
 from kvloom.workload.files import Header, write_workload
 from tests.commands import kvloom
@@ -41,7 +41,8 @@ def plan(folder: Path, text: str, *arguments: str) -> CompletedProcess[str]:
 def run(folder: Path, text: str, workload: Path | None = None, profile: Path | None = None) -> int:
     file = folder / "cluster.yaml"
     file.write_text(text)
-    return conduct(file, workload, profile, None, folder / "plan.json")
+    given = {"--workload": workload, "--profile": profile, "--output": folder / "plan.json"}
+    return main(["plan", str(file), *(str(word) for pair in given.items() if pair[1] for word in pair)])
 
 
 def test_a_plan(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_a_demand_that_is_too_much_is_explained(tmp_path: Path) -> None:
         (NODES + MODELS, ("-o", "nowhere/plan.json"), "--output: nowhere/plan.json"),
         (NODES + MODELS, ("--workload", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
         (NODES + MODELS, ("--profile", "cluster.yaml"), "cluster.yaml: no profile"),
-        (NODES + MODELS, ("--baseline", "none"), "'spatial', 'memory'"),
+        (NODES + MODELS, ("--baseline", "greedy"), '"spatial", "memory"'),
         ("nodes: [{device: cpu, gpus: 4}]\n" + MODELS, (), "nodes.0.memory: is missing"),
         ("nodes: [{device: cpu, gpus: 4, memory: 1GB}]\n" + MODELS, (), "--profile: is missing"),
     ],
@@ -178,7 +179,7 @@ def test_a_checkpoints_own_shape(tmp_path: Path) -> None:
 
 
 def test_the_helps_own_example_is_right(tmp_path: Path) -> None:
-    text = EPILOG.split("CLUSTER.yaml:\n")[1].split("\n\n")[0]
+    text = EXAMPLE.split("CLUSTER.yaml:\n")[1].split("\n\n")[0]
     (tmp_path / "cluster.yaml").write_text(text)
     assert len(read_cluster(tmp_path / "cluster.yaml").nodes) == 2
 

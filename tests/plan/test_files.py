@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvloom.config import DEMO
-from kvloom.config_file import load_config
+from kvloom.config.config import DEMO
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
 from kvloom.lab.sim.unit import planned_units
-from kvloom.machine import Machine
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, is_plan, read_plan, write_plan
 from kvloom.plan.planner import make_plan
 from kvloom.types.errors import ConfigError

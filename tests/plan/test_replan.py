@@ -9,10 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.admin.gateway import Gateway, ServerError
+from kvloom.cli.app import CommandFailed
+from kvloom.cli.replan import replan
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, write_plan
-from kvloom.planning.replan import replan
-from kvloom.planning.target import PROCESS_BYTES, new_names
+from kvloom.plan.target import PROCESS_BYTES, new_names
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Placement, Service, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
@@ -122,7 +123,7 @@ def file(tmp_path: Path) -> Path:
 def test_what_is_to_be_done_is_shown_and_done(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = Played(spec("unit-0", "a"), spec("unit-1", "b"), spec("unit-2", "c"), memory=5 * ALONE)
     write_plan(file, planned("c", "ab"))
-    assert replan(file, fleet, apply=False) == 0
+    replan(file, fleet, apply=False)
     assert capsys.readouterr().out.splitlines() == [
         "keep   unit-2: c (1 GiB of K and V, 1 core)",
         "start  unit-3: a, b (1 GiB of K and V, 1 core)",
@@ -133,7 +134,7 @@ def test_what_is_to_be_done_is_shown_and_done(file: Path, capsys: pytest.Capture
         "nothing is changed yet; --apply does it",
     ]
     assert not fleet.orders
-    assert replan(file, fleet, apply=True) == 0
+    replan(file, fleet, apply=True)
     assert capsys.readouterr().out.splitlines()[6:] == [
         "1/5 starting unit-3 …",
         "2/5 stopping unit-1 …",
@@ -146,7 +147,7 @@ def test_what_is_to_be_done_is_shown_and_done(file: Path, capsys: pytest.Capture
     kept, new = fleet.fleet.units
     assert (kept.unit, new.unit, new.policy, new.block_bytes) == ("unit-2", "unit-3", "fcfs", 4096)
     assert [(one.name, one.path, one.max_context) for one in new.models] == [("a", "/a", 99), ("b", "/b", 99)]
-    assert replan(file, fleet, apply=True) == 0
+    replan(file, fleet, apply=True)
     assert capsys.readouterr().out.splitlines()[-1] == "the fleet is as planned"
     assert len(fleet.orders) == 5
 
@@ -156,20 +157,21 @@ def test_nobody_stops_before_those_that_stay_are_up(file: Path, capsys: pytest.C
     fleet = Played(spec("unit-0", "a", "b"), spec("unit-1", "a"), spec("unit-2", "b"), memory=5 * ALONE)
     fleet.states = {"unit-0": "starting"}
     write_plan(file, planned("ab"))
-    assert replan(file, fleet, apply=True) == 0
+    replan(file, fleet, apply=True)
     assert fleet.orders == ["start unit-0", "stop unit-2", "stop unit-1", "remove unit-2", "remove unit-1"]
     assert "1/5 waiting for unit-0 …" in capsys.readouterr().out.splitlines()
 
 
-def test_what_stays_and_is_out_of_service_keeps_the_others(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_stays_and_is_out_of_service_keeps_the_others(file: Path) -> None:
     fleet = Played(spec("unit-0", "a", "b"), spec("unit-1", "a"), memory=5 * ALONE)
     fleet.states = {"unit-0": "drained"}
     write_plan(file, planned("ab"))
-    assert replan(file, fleet, apply=True) == 1
+    with pytest.raises(
+        CommandFailed, match=r"^unit-0, which is to stay, is drained; it has to be up"
+    ) as failed:
+        replan(file, fleet, apply=True)
+    assert failed.value.code == 1
     assert fleet.orders == ["start unit-0"]
-    assert "unit-0, which is to stay, is drained; it has to be up" in capsys.readouterr().err
 
 
 def test_a_plan_with_another_checkpoint_or_no_room_for_a_page(file: Path) -> None:
@@ -191,7 +193,7 @@ def test_what_a_plan_does_not_say_is_taken_over_from_who_has_most_of_the_models(
     first, second = spec("unit-0", "a"), spec("unit-1", "b", "c", lease=9.0)
     fleet = Played(first, replace(second, policy="round-robin"), memory=5 * ALONE)
     write_plan(file, planned("bca", "a"))
-    assert replan(file, fleet, apply=True) == 0
+    replan(file, fleet, apply=True)
     found = {len(one.models): (one.policy, one.lease) for one in fleet.fleet.units}
     assert found == {3: ("round-robin", 9.0), 1: ("fcfs", first.lease)}
 
@@ -199,21 +201,20 @@ def test_what_a_plan_does_not_say_is_taken_over_from_who_has_most_of_the_models(
 def test_who_waits_is_said(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = Played(spec("unit-0", "a"), spec("unit-1", "b"), memory=2 * ALONE)
     write_plan(file, planned("ab"))
-    assert replan(file, fleet, apply=True) == 0
+    replan(file, fleet, apply=True)
     assert "requests for b wait meanwhile" in capsys.readouterr().out
     assert [one.unit for one in fleet.fleet.units] == ["unit-2"]
 
 
 @pytest.mark.parametrize("fails", range(5))
-def test_another_time_goes_on_from_where_the_first_ended(
-    file: Path, fails: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_time_goes_on_from_where_the_first_ended(file: Path, fails: int) -> None:
     fleet = Played(spec("unit-0", "a"), spec("unit-1", "b"), memory=2 * ALONE, fails=fails)
     write_plan(file, planned("ab"))
-    assert replan(file, fleet, apply=True) == 1
-    assert "cannot be reached; `kvloom replan` again" in capsys.readouterr().err
+    with pytest.raises(CommandFailed, match="cannot be reached; `kvloom replan` again") as failed:
+        replan(file, fleet, apply=True)
+    assert failed.value.code == 1
     fleet._fails = -1
-    assert replan(file, fleet, apply=True) == 0
+    replan(file, fleet, apply=True)
     assert not fleet.fleet.away
     assert [[model.name for model in one.models] for one in fleet.fleet.units] == [["a", "b"]]
 

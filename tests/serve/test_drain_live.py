@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvloom.cli import main
-from kvloom.config import DEMO
+from kvloom.cli.main import main
+from kvloom.config.config import DEMO
 from tests.processes import DEADLINE, Fleet, fleet, leaves_nothing
 
 CONFIG = f"""

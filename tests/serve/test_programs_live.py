@@ -13,8 +13,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from kvloom.cli import main
-from kvloom.config import DEMO
+from kvloom.cli.main import main
+from kvloom.config.config import DEMO
 from kvloom.router.programs import PROGRAMS
 from tests.processes import DEADLINE, fleet
 

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from kvloom.config import DEMO
+from kvloom.config.config import DEMO
 from tests.processes import fleet
 
 MODELS = ("guide", "stories", "sums")

@@ -6,8 +6,8 @@ import asyncio
 import socket
 from pathlib import Path
 
-from kvloom.config_file import load_config
-from kvloom.machine import Machine
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
 from kvloom.serve.engines import Engines
 from kvloom.serve.orders import GatewayOrder, Standing
 from kvloom.serve.roles import Roles

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvloom.cli import main
+from kvloom.cli.main import main
 from tests.checkpoints import make_checkpoint
 from tests.processes import DEADLINE, fleet, leaves_nothing
 from tests.serve.streaming import call, states, streams

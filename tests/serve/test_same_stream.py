@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.api.app import create_app
-from kvloom.config import DEMO
+from kvloom.config.config import DEMO
 from kvloom.engine.engine import Engine
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from kvloom.config import DEMO
+from kvloom.config.config import DEMO
 from kvloom.serve.screen import curl
 
 

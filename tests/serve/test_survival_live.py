@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-from kvloom.config import DEMO
+from kvloom.config.config import DEMO
 from tests.processes import Fleet, fleet, leaves_nothing
 
 CONFIG = f"""

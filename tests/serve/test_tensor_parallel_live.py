@@ -13,7 +13,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
-from kvloom.config import DEMO
+from kvloom.config.config import DEMO
 from tests.processes import DEADLINE, fleet, leaves_nothing, outlived
 
 CONFIG = f"""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config import DEMO
+from kvloom.config.config import DEMO
 from tests.processes import DEADLINE, Fleet, fleet, leaves_nothing
 
 CONFIG = f"""

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvloom.cli import main
+from kvloom.cli.main import main
 from kvloom.types.request import Event, TokenEvent
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.oracle import Oracle

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.cli import main
+from kvloom.cli.main import main
+from kvloom.lab.workload_source import read_spec
 from kvloom.router.programs import PROGRAMS
 from kvloom.workload.ask import Ask
 from kvloom.workload.files import Header, write_workload
 from kvloom.workload.make import make_asks
 from kvloom.workload.results import Results, read_results
-from kvloom.workload_source import read_spec
 from tests.sim.plans import write_files
 
 BAD = [
@@ -199,10 +199,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(
     arguments: tuple[str, ...], parts: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(path.name for path in folder.iterdir())
-    try:
-        code: object = main(["simulate", "--workload", "small.yaml", *arguments])
-    except SystemExit as error:
-        code = error.code
+    code = main(["simulate", "--workload", "small.yaml", *arguments])
     shown = capsys.readouterr()
     assert (code, shown.out) == (2, "")
     assert shown.err.count("\n") == 1

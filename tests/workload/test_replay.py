@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvloom.lab.workload_source import open_workload
 from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask, Segment
 from kvloom.workload.prompts import Prompts
 from kvloom.workload.replay import faster, longer, replay
 from kvloom.workload.traces import NAMELESS
-from kvloom.workload_source import open_workload
 from tests.workload.specs import spec
 
 

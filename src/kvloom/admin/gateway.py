@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from kvloom.config_keys import read_keys
+from kvloom.config.keys import read_keys
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Admit, Drain, Placement, RestartStep, UnitState
 from kvloom.types.spec import EngineSpec, ProgramSpec

@@ -1,4 +1,4 @@
-"""The devices there are, and the groups of them that can work as one."""
+"""The devices there are, the groups of them that can work as one, and what work costs there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, NamedTuple
 
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.profile import Profile
+from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel
+from kvloom.plan.plan import Demand
+from kvloom.types.errors import ConfigError
 
 CPU: Final = "cpu"  # its `gpus` are cores: they share one memory, and split no head
 _TENTHS: Final = tuple(tenth / 10 for tenth in range(3, 11))  # MuxServe profiles 30 % to 100 % of the SMs
@@ -70,6 +76,35 @@ def mesh_kinds(cluster: Sequence[Nodes]) -> tuple[MeshKind, ...]:
     """All that the cluster can be cut into, smallest first."""
     kinds = {nodes.mesh(size) for nodes in cluster for size in nodes.sizes}
     return tuple(sorted(kinds, key=lambda kind: (kind.bytes, kind.gpus, kind.device)))
+
+
+class DeviceCosts:
+    """What work costs on each device: by the device's sheet, and for cores by a profile."""
+
+    def __init__(self, nodes: Sequence[Nodes], demands: Sequence[Demand], profile: Profile | None) -> None:
+        """Raises ConfigError if cores are to be used whose costs were not measured."""
+        self._profile = profile
+        if all(one.device != CPU for one in nodes):
+            return
+        if profile is None:
+            raise ConfigError("--profile: is missing; for device cpu what `kvloom profile` wrote is right")
+        for demand in demands:
+            if demand.name not in profile.shapes:
+                raise ConfigError(
+                    f"--profile: model {demand.name!r} was not measured; {', '.join(profile.shapes)} were"
+                )
+        largest = max(one.gpus for one in nodes if one.device == CPU)
+        if largest > profile.cores:
+            raise ConfigError(
+                f"--profile: was measured on {profile.cores} cores, nodes have {largest}; one of a machine "
+                "like them is right"
+            )
+
+    def __call__(self, device: str, gpus: int, shapes: Mapping[str, ModelShape]) -> CostModel:
+        if device == CPU:
+            assert self._profile is not None
+            return Measured(self._profile, gpus)
+        return Roofline(find_device(device), gpus, shapes)
 
 
 Cut = tuple[tuple[int, int], ...]

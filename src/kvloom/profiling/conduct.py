@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvloom.config import Config
+from kvloom.config.config import Config
 from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, Hosted, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape

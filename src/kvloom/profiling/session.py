@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from kvloom.machine import Machine
+from kvloom.config.machine import Machine
 from kvloom.plan.cost.profile import Computer, Doing, Profile, Stepped, Timed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.profiling.crowding import measure_pair, pairs

@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from kvloom.config import Config
+from kvloom.config.config import Config
 from kvloom.serve.engines import Engines
 from kvloom.serve.health import answers
 from kvloom.serve.orders import EngineOrder, GatewayOrder, SchedulerOrder, Standing

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from kvloom.config import DEMO
+from kvloom.config.config import DEMO
 from kvloom.types.clock import Clock
 
 

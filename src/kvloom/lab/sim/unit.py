@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.config import Config
+from kvloom.config.config import Config
 from kvloom.lab.sim.executor import Content, ModelledExecutor
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.links import Link, TimedLink

@@ -11,12 +11,11 @@ from msgspec import structs
 from kvloom.lab.sim.unit import OVERLOAD, SimulatedUnit, planned_units
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.board import Board
-from kvloom.plan.cluster import Costs, Nodes
+from kvloom.plan.cluster import Costs, DeviceCosts, Nodes
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.plan import Plan
 from kvloom.plan.planner import plan_placement, write_down
 from kvloom.plan.search import Effort
-from kvloom.planning.inputs import DeviceCosts
 from kvloom.reproduce.muxserve.runtime import Hosted, UnderMPS, hosted
 from kvloom.reproduce.muxserve.setup import ALONE, Served, cluster
 from kvloom.types.spec import Policy, Quotas

@@ -1,0 +1,1 @@
+"""The `kvloom` command: a file for each thing that it does."""

@@ -1,0 +1,223 @@
+"""`kvloom program`, `kvloom unit` and `kvloom restart`: a fleet that serves is administered over HTTP."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from cyclopts import App, Parameter, Token
+
+from kvloom.admin.gateway import Gateway, ServerError
+from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible
+from kvloom.config.fields import parse_program
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import LONGEST_DRAIN, RestartStep, UnitState
+from kvloom.types.spec import ProgramSpec
+
+program = App(
+    name="program",
+    help="Show or change the router program of a fleet that serves.\n\n"
+    "Requests in flight end under the program they began with; no engine starts again.",
+)
+unit = App(
+    name="unit",
+    help="Show units, or take one out of service and back.\n\n"
+    "A unit that is drained gets no new request, and ends those it has. One that is restarted is drained "
+    "first and admitted afterwards, so that no request is lost: what no other unit can answer waits for it, "
+    "as long as the config's `patience` says.",
+)
+restart = App(name="restart")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The server that a command asks, and the key that it asks with."""
+
+    url: Url = DEFAULT_URL
+    admin_key_file: Annotated[
+        Path | None, Parameter(help="a file with an admin key of the server ($KVLOOM_ADMIN_KEY is one)")
+    ] = None
+
+    def gateway(self) -> Gateway:
+        """Raises ConfigError if the address or the key cannot be used."""
+        return Gateway(self.url, self.admin_key_file)
+
+    @contextmanager
+    def asked(self, shown_by: str = "") -> Iterator[Gateway]:
+        """Gives the gateway of the server, and ends the command if it refuses or is not there. After Ctrl-C
+        the server goes on with what it was ordered, which the command `shown_by` then shows."""
+        gateway = self.gateway()
+        try:
+            if not shown_by:
+                yield gateway
+                return
+            with interruptible(f"the server goes on with it, which `kvloom {shown_by}` shows"):
+                yield gateway
+        except ServerError as error:
+            raise CommandFailed(str(error)) from error
+
+
+def _read_seconds(_: type, tokens: Sequence[Token]) -> float:
+    text = tokens[0].value
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) <= LONGEST_DRAIN:
+            return seconds
+    raise ConfigError(f"--seconds: {text[:40]!r}; seconds from 0 to {LONGEST_DRAIN} are right")
+
+
+HERE: Final = Server()
+UnitName = Annotated[str, Parameter(help="the unit, as `kvloom unit list` shows it")]
+Seconds = Annotated[
+    float | None,
+    Parameter(converter=_read_seconds, help="how long to wait at a unit (the config's `drain`)"),
+]
+
+
+@program.command(name="set")
+def set_program(
+    name: Annotated[str, Parameter(help="a program that comes with kvloom, or module:function")],
+    /,
+    *,
+    option: Annotated[
+        tuple[str, ...],
+        Parameter(metavar="KEY=VALUE", help="an option of the program, as ratio=0.2; may be given again"),
+    ] = (),
+    server: Server = HERE,
+) -> None:
+    """Change the program, from the next request on."""
+    wanted = read_program(name, option)
+    with server.asked("program show") as gateway:
+        print(show_program(gateway.set_program(wanted)))
+
+
+@program.command(name="show")
+def print_program(*, server: Server = HERE) -> None:
+    """Show the program, as it would be typed after `kvloom program set`."""
+    with server.asked() as gateway:
+        print(show_program(gateway.program()))
+
+
+def read_program(name: str, texts: Sequence[str]) -> ProgramSpec:
+    """Returns a program by its name and its options, KEY=VALUE each; a value that is no JSON is a text.
+    Raises ConfigError."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals) or key == "name":
+            raise ConfigError(f"--option {text}: KEY=VALUE is right, as `ratio=0.2`")
+        if key in settings:
+            raise ConfigError(f"--option {key}: given twice")
+        settings[key] = _read_value(value)
+    try:
+        return parse_program({"name": name, **settings})
+    except ValueError as error:
+        raise ConfigError(f"program: {error}") from error
+
+
+def show_program(spec: ProgramSpec) -> str:
+    """Returns the program as it would be typed after `kvloom program set`."""
+    options = [
+        "--option " + shlex.quote(f"{key}={_write_value(value)}") for key, value in spec.options.items()
+    ]
+    return " ".join([spec.name, *options])
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _write_value(value: object) -> str:
+    return value if isinstance(value, str) and _read_value(value) == value else json.dumps(value)
+
+
+@unit.command(name="list")
+def list_units(*, server: Server = HERE) -> None:
+    """Show all units."""
+    with server.asked() as gateway:
+        print_units(gateway.units())
+
+
+@unit.command
+def drain(name: UnitName, /, *, seconds: Seconds = None, server: Server = HERE) -> None:
+    """Give a unit no new request, and wait for those it has."""
+    with server.asked("unit list") as gateway:
+        print_units([gateway.drain(name, seconds)])
+
+
+@unit.command
+def admit(name: UnitName, /, *, server: Server = HERE) -> None:
+    """Let a unit have requests again."""
+    with server.asked("unit list") as gateway:
+        print_units([gateway.admit(name)])
+
+
+@unit.command(name="restart")
+def restart_unit(name: UnitName, /, *, seconds: Seconds = None, server: Server = HERE) -> None:
+    """Drain a unit, put a new process in its place, and admit that."""
+    with server.asked("unit list") as gateway:
+        print_units([gateway.restart(name, seconds)])
+
+
+@unit.command
+def start(name: UnitName, /, *, server: Server = HERE) -> None:
+    """Give a unit a process, if it has none."""
+    with server.asked("unit list") as gateway:
+        print_units([gateway.start(name)])
+
+
+@unit.command
+def stop(name: UnitName, /, *, seconds: Seconds = None, server: Server = HERE) -> None:
+    """Drain a unit, and end its process: requests that only it can answer wait."""
+    with server.asked("unit list") as gateway:
+        print_units([gateway.stop(name, seconds)])
+
+
+def print_units(states: Sequence[UnitState]) -> None:
+    """Prints a line for each: its name, state, calls, models, and what is wrong, if anything."""
+    cells = [
+        (
+            state.name,
+            state.state,
+            f"{state.calls} call{'' if state.calls == 1 else 's'}",
+            ", ".join(state.models) + (f" ({state.problem})" if state.problem else ""),
+        )
+        for state in states
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+@restart.default
+def restart_all(
+    *,
+    rolling: Annotated[bool, Parameter(help="one component after the other")],
+    seconds: Seconds = None,
+    server: Server = HERE,
+) -> int:
+    """Restart every component of a fleet while it serves.
+
+    Each unit is drained, its requests moving to others that serve their models, and gets a new process; then
+    the fleet scheduler, and at last the gateway, the old one of which serves its streams to their end. No
+    request is lost: what no other unit can answer waits."""
+    state = ""
+    with server.asked("unit list") as gateway:
+        for step in gateway.restart_all(seconds):
+            state = step.state
+            print(show_step(step), flush=True)
+    return 1 if state == "failed" else 0
+
+
+def show_step(step: RestartStep) -> str:
+    """Returns one line on a step of a rolling restart."""
+    took = "" if step.seconds is None else f" in {step.seconds:.1f} s"
+    return f"{step.component:<9}  {step.state}{took}" + (f": {step.problem}" if step.problem else "")

@@ -1,0 +1,131 @@
+"""`kvloom replan`: brings a fleet that serves to another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from cyclopts import App, Parameter
+from msgspec.structs import replace
+
+from kvloom.admin.gateway import Gateway, ServerError
+from kvloom.cli.admin import HERE, Server
+from kvloom.cli.app import CommandFailed, interruptible
+from kvloom.config.fields import show_size
+from kvloom.plan.plan import read_plan
+from kvloom.plan.repair import Repair, Start, Unreachable, repair
+from kvloom.plan.target import Target, new_names, read_target
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import Placement
+from kvloom.types.spec import EngineSpec
+
+_GOES_ON: Final = "`kvloom replan` again goes on from where this ended"
+
+app = App(name="replan")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One step on the way to the plan."""
+
+    shown: str
+    doing: str
+    carry_out: Callable[[Gateway], object]
+
+
+@app.default
+def replan_command(
+    plan: Annotated[Path, Parameter(help="what `kvloom plan -o` wrote")],
+    /,
+    *,
+    apply: Annotated[bool, Parameter(help="do it; left out, it is only shown")] = False,
+    server: Server = HERE,
+) -> None:
+    """Bring a fleet that serves to another plan.
+
+    It shows which units must be started and stopped so that the fleet becomes as the plan says, and with
+    --apply does it, one step at a time, while the fleet serves: requests move on to the new units, or wait if
+    there is no room for old and new beside each other."""
+    replan(plan, server.gateway(), apply=apply)
+
+
+def replan(file: Path, server: Gateway, *, apply: bool) -> None:
+    """Shows what is to be done, and does it if `apply` is set. Raises ConfigError before anything is changed,
+    and CommandFailed if the server fails."""
+    plan = read_plan(file)
+    try:
+        with interruptible(_GOES_ON):
+            fleet = server.placement()
+            target = read_target(file, plan, fleet)
+            try:
+                found = repair(target.now, target.units, fleet.memory)
+            except Unreachable as error:
+                raise ConfigError(f"{file}: {error}") from error
+            states = {unit.name: unit.state for unit in server.units()}
+            coming = [_await(name) for name in found.kept if states.get(name) != "up"]
+            changes = [*coming, *_changes(target, found, fleet)]
+            for name, unit in found.kept.items():
+                print(f"keep   {_line(name, target.specs[unit])}")
+            for change in changes:
+                print(change.shown)
+            if changes and not apply:
+                print("nothing is changed yet; --apply does it")
+                return
+            for number, change in enumerate(changes, 1):
+                print(f"{number}/{len(changes)} {change.doing} …", flush=True)
+                change.carry_out(server)
+            print("the fleet is as planned")
+    except ServerError as error:
+        raise CommandFailed(f"{error}; {_GOES_ON}") from error
+
+
+def _changes(target: Target, found: Repair, fleet: Placement) -> Iterator[Change]:
+    """Yields what is to be done. A unit that has stopped stays known to the end, so that requests for it wait
+    rather than fail."""
+    started = [step.unit for step in found.steps if isinstance(step, Start)]
+    away = [spec.unit for spec in fleet.away]
+    names = dict(zip(started, new_names([*target.now, *away], len(started)), strict=True))
+    for step in found.steps:
+        if isinstance(step, Start):
+            yield _start(replace(target.specs[step.unit], unit=names[step.unit]))
+        else:
+            yield _stop(step.unit, step.waits)
+            away.append(step.unit)
+    yield from map(_forget, away)
+
+
+def _await(name: str) -> Change:
+    """A unit that is to stay does not serve yet: no other may go before it does."""
+
+    def carry_out(server: Gateway) -> None:
+        unit = server.start(name)
+        if unit.state != "up":
+            why = f" ({unit.problem})" if unit.problem else ""
+            raise ServerError(f"{name}, which is to stay, is {unit.state}{why}; it has to be up")
+
+    return Change(f"await  {name}", f"waiting for {name}", carry_out)
+
+
+def _start(spec: EngineSpec) -> Change:
+    return Change(
+        f"start  {_line(spec.unit, spec)}", f"starting {spec.unit}", lambda server: server.add(spec)
+    )
+
+
+def _stop(name: str, waits: tuple[str, ...]) -> Change:
+    """The unit's requests go elsewhere, and its process ends. The models in `waits` have no unit then."""
+    gap = f"; there is no room for both, so requests for {', '.join(waits)} wait meanwhile" if waits else ""
+    return Change(f"stop   {name}{gap}", f"stopping {name}", lambda server: server.stop(name, None))
+
+
+def _forget(name: str) -> Change:
+    """The unit has no process, and is not to have one any more."""
+    return Change(f"forget {name}", f"forgetting {name}", lambda server: server.remove(name))
+
+
+def _line(name: str, spec: EngineSpec) -> str:
+    models = ", ".join(model.name for model in spec.models)
+    cores = f"{spec.threads} core{'' if spec.threads == 1 else 's'}"
+    return f"{name}: {models} ({show_size(spec.kv_bytes)} of K and V, {cores})"

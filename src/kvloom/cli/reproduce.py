@@ -1,0 +1,89 @@
+"""`kvloom reproduce`: a paper's experiments, in virtual time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvloom.cli.app import check_outputs, interruptible
+from kvloom.cli.tables import console_for
+from kvloom.reproduce.report import Experiment, Report, Scale
+from kvloom.reproduce.table import markdown, show_report, verdicts
+from kvloom.types.errors import ConfigError
+from kvloom.workload.results import write_text
+
+app = App(name="reproduce")
+Paper = Literal["llumnix", "microserving", "muxserve", "weaver"]
+
+
+@app.default
+def reproduce(
+    paper: Annotated[Paper, Parameter(help="whose experiments")],
+    /,
+    *,
+    figure: Annotated[
+        tuple[str, ...],
+        Parameter(metavar="N", help="only this figure, table-N or section-N; may be given again"),
+    ] = (),
+    scale: Annotated[Scale, Parameter(help="small is for a quick look")] = "full",
+    json: Annotated[Path | None, Parameter(help="write what was found")] = None,
+    page: Annotated[Path | None, Parameter(name="--markdown", help="write the tables for a page")] = None,
+) -> None:
+    """Run the experiments of a paper in virtual time.
+
+    They run with kvloom's own engines, policies, pools and router programs; what the paper found is printed
+    beside what is found here. No GPU is needed."""
+    experiments = _chosen(paper, figure)
+    check_outputs(json, page)
+    console = console_for()
+    with interruptible("nothing was written"), _quiet(logging.getLogger("kvloom")):
+        reports = [_run(experiment, scale, console) for experiment in experiments]
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts(reports).items() if count)
+    console.print(f"\n{paper}: {counts}")
+    if json is not None:
+        write_text(json, msgspec.json.format(msgspec.json.encode(reports)).decode() + "\n")
+    if page is not None:
+        write_text(page, "\n".join(map(markdown, reports)))
+
+
+@contextmanager
+def _quiet(log: logging.Logger) -> Iterator[None]:
+    """Silences warnings: papers overload their systems, and requests that find no room go elsewhere."""
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _chosen(paper: str, figures: Sequence[str]) -> list[Experiment]:
+    """Returns all experiments, or those that are named, in the paper's order. Raises ConfigError."""
+    known: tuple[Experiment, ...] = import_module(f"kvloom.reproduce.{paper}").EXPERIMENTS
+    names = [experiment.name for experiment in known]
+    for figure in figures:
+        if figure not in names:
+            raise ConfigError(f"--figure {figure[:40]!r}: not of {paper}; {', '.join(names)} are right")
+    return [experiment for experiment in known if not figures or experiment.name in figures]
+
+
+def _run(experiment: Experiment, scale: Scale, console: Console) -> Report:
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        step = progress.add_task(experiment.name, total=1.0)
+
+        def tell(what: str, part: float) -> None:
+            progress.update(step, description=f"{experiment.name}: {what}", completed=part)
+
+        report = experiment.run(scale, tell)
+    console.print(show_report(report))
+    return report

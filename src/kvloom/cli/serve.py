@@ -1,0 +1,109 @@
+"""`kvloom serve`: several models from one KV pool, behind an OpenAI API."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from kvloom.cli.app import INVALID, CommandFailed, Models
+from kvloom.config.config import Config
+from kvloom.config.file import load_config, parse_models
+from kvloom.config.machine import Machine
+from kvloom.serve.ground import listen, private_folder, raise_open_files
+from kvloom.serve.screen import Screen
+from kvloom.serve.supervisor import Supervisor
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import ConfigError
+
+EXAMPLES: Final = """\
+examples:
+  kvloom serve
+  kvloom serve --model chat=Qwen/Qwen3-0.6B --model code=/models/coder
+  kvloom serve fleet.yaml --port 9000
+
+CONFIG.yaml, with the defaults:
+  host: 127.0.0.1
+  port: 8000
+  kv_memory: auto        # the pool: `512MiB`, `2GB`, or a third of free memory
+  block_bytes: 16KiB     # a power of two
+  policy: adbs           # or fcfs, round-robin, partitioned
+  max_running: 256       # sequences a model decodes together
+  max_waiting: 1024      # requests that may queue for a model
+  chunk_tokens: 512      # prompt tokens a prefill job takes
+  threads: auto          # cores to use
+  device: cpu            # or cuda, auto: no GPU has run it yet
+  transport: shm         # or nixl: how engines exchange K and V
+  lease: 30s             # how long room is kept for K and V that do not come
+  drain: 60s             # how long requests may end before their unit restarts
+  patience: 120s         # how long a request waits for a unit that restarts
+  priorities: {-1: 4000} # headroom in tokens, by urgency; none by default
+  rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
+  program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
+  max_body: 8MiB         # of a request
+  api_key_file: keys.txt # one key a line, or KEY priority=-1; none: for all
+  admin_key_file: own.txt # of those who may administer the fleet
+  models:
+    chat: Qwen/Qwen3-0.6B
+    code: {path: /models/coder, dtype: auto, rate: 1.0, max_context: 4096}
+  units:                 # left out, one engine has all models
+    - {models: [chat, code], replicas: 2}
+    - {models: [chat], kv_memory: 1GiB, threads: 2, policy: fcfs}
+  weave:                 # who lends blocks and attention to whom; default none
+    - {hot: unit-2, cold: unit-0, share: 0.45, part: 0.3}
+
+kv_memory and threads are the whole fleet's; engines whose unit names none share
+what is left of them."""
+
+app = App(name="serve", help_epilogue=EXAMPLES)
+
+
+@app.default
+def serve(
+    config: Annotated[Path | None, Parameter(help="what to serve, and how: see below")] = None,
+    /,
+    *,
+    model: Models = (),
+    host: Annotated[str | None, Parameter(help="the address to listen at (127.0.0.1)")] = None,
+    port: Annotated[int | None, Parameter(help="the port to listen at (8000); 0 takes a free one")] = None,
+    kv_memory: Annotated[
+        str | None, Parameter(metavar="SIZE", help="the KV pool's size, as 512MiB or 2GB (auto)")
+    ] = None,
+    policy: Annotated[str | None, Parameter(help="adbs, fcfs, round-robin, partitioned (adbs)")] = None,
+    api_key_file: Annotated[
+        Path | None, Parameter(help="serve only who knows one of its keys, one a line")
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None, Parameter(help="the keys of those who may administer, one a line")
+    ] = None,
+) -> None:
+    """Serve several models from one KV pool behind an OpenAI API.
+
+    With neither CONFIG nor --model it serves the demo fleet: three tiny models that came with kvloom. Flags
+    override what CONFIG says."""
+    given = {"host": host, "port": port, "kv_memory": kv_memory, "policy": policy}
+    flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    for key, file in (("api_key_file", api_key_file), ("admin_key_file", admin_key_file)):
+        if file is not None:
+            flags[key] = file.expanduser().absolute()
+    serve_fleet(load_config(config, flags, parse_models(model), Machine.here()))
+
+
+def serve_fleet(config: Config) -> None:
+    """Serves until the fleet ends. Raises ConfigError if a process refused what it was to serve, and
+    CommandFailed if the fleet failed."""
+    clock = WallClock()
+    screen = Screen(Console(highlight=False), clock)
+    raise_open_files()
+    with listen(config.host, config.port) as listener, private_folder() as folder:
+        try:
+            outcome = asyncio.run(Supervisor(config, screen, clock, listener, folder).run())
+        finally:
+            screen.close()
+    if outcome.code == INVALID:
+        raise ConfigError(outcome.why)
+    if outcome.code:
+        raise CommandFailed(outcome.why, outcome.code)

@@ -1,0 +1,162 @@
+"""`kvloom simulate`: what a fleet would do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvloom.cli.app import check_outputs, interruptible
+from kvloom.cli.bench import (
+    HtmlFile,
+    JsonFile,
+    RateScale,
+    SloScales,
+    WorkloadFile,
+    check_scales,
+    write_results,
+)
+from kvloom.cli.tables import console_for
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
+from kvloom.config.units import ReschedulingConfig
+from kvloom.lab.sim.fleet import Rescheduling, rescheduling
+from kvloom.lab.sim.run import check_models, scaled
+from kvloom.lab.sim.run import simulate as play
+from kvloom.lab.sim.unit import SimulatedUnit, measured_hosting, measured_units, planned_units
+from kvloom.lab.workload_source import open_workload
+from kvloom.plan.cost.measured import Hosting
+from kvloom.plan.cost.profile import read_profile
+from kvloom.plan.plan import read_plan
+from kvloom.router.program import load_program
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import PATIENCE
+from kvloom.types.spec import Policy, ProgramSpec
+from kvloom.workload.ask import Ask, Outcome
+from kvloom.workload.prompts import Prompts
+from kvloom.workload.replay import faster
+from kvloom.workload.summary import Summary
+from kvloom.workload.traffic import Traffic
+
+app = App(name="simulate")
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """What there is to serve with."""
+
+    units: list[SimulatedUnit]
+    program: ProgramSpec
+    hosting: Hosting | None = None
+    """What the machine does besides jobs, if that was measured."""
+    rescheduling: Rescheduling | None = None
+    patience: float = PATIENCE
+
+
+@app.default
+def simulate(
+    fleet: Annotated[Path, Parameter(help="plan.json or config.yaml")],
+    /,
+    *,
+    workload: WorkloadFile,
+    profile: Annotated[Path | None, Parameter(help="of this machine, for a config")] = None,
+    client_here: Annotated[
+        bool, Parameter(help="who asks, as `kvloom bench serve` does, shares the measured machine")
+    ] = False,
+    rate_scale: RateScale = 1.0,
+    program: Annotated[
+        str | None, Parameter(metavar="P", help="router program (the config's, or least_loaded)")
+    ] = None,
+    policy: Annotated[Policy | None, Parameter(help="batching (the config's, or adbs)")] = None,
+    slo_scale: SloScales = (),
+    seed: Annotated[
+        int | None, Parameter(metavar="N", help="draw the order of what happens at one moment from N")
+    ] = None,
+    json: JsonFile = None,
+    html: HtmlFile = None,
+) -> int:
+    """Play a workload to a fleet in virtual time.
+
+    The fleet is kvloom's own engines, batching policies, pool and router programs, over devices that take as
+    long as a cost model says. FLEET is a plan (`kvloom plan`), whose devices are known by their sheets, or a
+    config, for this machine as `kvloom profile` has measured it."""
+    check_scales(rate_scale, slo_scale)
+    check_outputs(json, html)
+    sys.path.append(str(fleet.absolute().parent))  # where a program of one's own is looked for
+    if fleet.suffix.lower() == ".json":
+        found = _planned(fleet, policy, profile, client_here)
+    else:
+        found = _configured(fleet, profile, policy)
+    if program:
+        found = replace(found, program=ProgramSpec(program))
+    asked = open_workload(workload)
+    console = console_for()
+
+    def asks() -> Iterator[Ask]:
+        return asked.asks() if rate_scale == 1.0 else faster(asked.asks(), rate_scale)
+
+    with interruptible("nothing was written"):
+        traffic, units = Traffic(asks()), found.units
+        check_models(traffic.models, units)
+        vocab = min(shape.vocab for unit in units for shape in unit.shapes.values())
+        columns = TextColumn("simulating"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+        quiet = not console.is_terminal
+        with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as progress:
+            step = progress.add_task("", total=traffic.total.requests)
+
+            def tell(_: Outcome) -> None:
+                progress.advance(step)
+
+            results = play(
+                units,
+                load_program(found.program.name, found.program.options),
+                asks(),
+                Prompts(min(vocab, asked.header.vocab), asked.header.seed),
+                Summary({f"≤ {scale:g}×": scaled(units, scale) for scale in slo_scale}),
+                title=f"{asked.header.name} on {fleet.name}, simulated",
+                seed=seed,
+                tell=tell,
+                hosting=found.hosting,
+                client_here=client_here,
+                rescheduling=found.rescheduling,
+                patience=found.patience,
+            )
+    return write_results(results, console, json, html)
+
+
+def _planned(path: Path, policy: Policy | None, profile: Path | None, client_here: bool) -> _Fleet:
+    """Returns the fleet of a plan, whose requests move as they do if `kvloom serve` is given the plan. Raises
+    ConfigError."""
+    for option, given in (("--client-here", client_here), ("--profile", profile)):
+        if given:
+            raise ConfigError(f"{option}: a plan's devices are not here; a config and its profile are right")
+    units = planned_units(read_plan(path), policy or "adbs")
+    scheduler = ReschedulingConfig().scheduler([unit.spec for unit in units], {})
+    moving = rescheduling(scheduler) if scheduler else None
+    return _Fleet(units, ProgramSpec("least_loaded"), rescheduling=moving)
+
+
+def _configured(path: Path, profile: Path | None, policy: Policy | None) -> _Fleet:
+    """Returns the fleet of a config, on the machine that a profile has measured. Raises ConfigError."""
+    config = load_config(path, {}, {}, Machine.here())
+    if profile is None:
+        raise ConfigError(f"{path}: --profile FILE is needed too, which `kvloom profile` writes")
+    measured = read_profile(profile)
+    units = measured_units(config, measured)
+    if policy:
+        units = [replace(one, spec=msgspec.structs.replace(one.spec, policy=policy)) for one in units]
+    away = frozenset(spec.unit for spec in config.engines) - frozenset(config.first)
+    scheduler = config.scheduler
+    return _Fleet(
+        units,
+        config.program,
+        measured_hosting(measured),
+        rescheduling(scheduler, config.groups, away) if scheduler else None,
+        config.patience,
+    )

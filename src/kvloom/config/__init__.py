@@ -1,0 +1,1 @@
+"""One validated config, and the file that it comes from."""

@@ -1,0 +1,248 @@
+"""What to serve and how: one frozen, validated config out of a YAML file and flags.
+
+Everything wrong with it is a ConfigError of one line that names the key and says what would be right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Self, TypeVar
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from kvloom.config.fields import (
+    BlockSize,
+    Count,
+    Memory,
+    NoNull,
+    Priorities,
+    Program,
+    Seconds,
+    Section,
+    Size,
+    Some,
+    Surroundings,
+    Threads,
+    explain,
+    no_bool,
+    show_size,
+)
+from kvloom.config.keys import read_api_keys, read_keys
+from kvloom.config.machine import Machine
+from kvloom.config.models import ModelConfig
+from kvloom.config.units import (
+    Device,
+    Engine,
+    Rescheduling,
+    ReschedulingConfig,
+    UnitConfig,
+    WeaveConfig,
+    WovenUnit,
+    check_ranks,
+    first,
+    groups,
+    list_engines,
+    share_devices,
+    share_pools,
+    share_threads,
+    weave_units,
+)
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import PATIENCE, GroupSpec
+from kvloom.types.spec import EngineSpec, Plane, Policy, SchedulerSpec, WeaveSpec
+
+DEMO: Final = Path(__file__).resolve().parents[1] / "demo"
+DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
+Keys = TypeVar("Keys")
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
+
+
+class Config(Section):
+    """The whole config, resolved: relative paths are absolute, and `engines` have numbers for `auto`."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65535)] = 8000
+    block_bytes: BlockSize = 16 << 10
+    kv_memory: Memory = "auto"
+    policy: Policy = "adbs"
+    max_running: Count = 256
+    max_waiting: Count = 1024
+    chunk_tokens: Count = 512
+    threads: Threads = "auto"
+    device: Device = "cpu"
+    transport: Plane = "shm"
+    priorities: Priorities = Field(default={}, validate_default=True)
+    rescheduling: Rescheduling = ReschedulingConfig()
+    lease: Seconds = Field(default="30s", validate_default=True)
+    program: Program = Field(default="data_parallel", validate_default=True)
+    drain: Seconds = Field(default="60s", validate_default=True)
+    patience: Seconds = Field(default=f"{PATIENCE:g}s", validate_default=True)
+    api_key_file: Path | None = None
+    admin_key_file: Path | None = None
+    max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20
+    models: Annotated[dict[str, ModelConfig], Field(min_length=1)]
+    units: Annotated[Annotated[tuple[UnitConfig, ...], Some] | None, NoNull] = None
+    weave: Annotated[Annotated[tuple[WeaveConfig, ...], Some] | None, NoNull] = None
+
+    _folder: Path = PrivateAttr()
+    _machine: Machine = PrivateAttr()
+    _engines: tuple[EngineSpec, ...] = PrivateAttr()
+    _groups: dict[str, GroupSpec] = PrivateAttr()
+    _first: tuple[str, ...] = PrivateAttr()
+
+    @field_validator("kv_memory")
+    @classmethod
+    def _holds_a_block(cls, value: Memory, info: ValidationInfo) -> Memory:
+        block: int = info.data.get("block_bytes", 0)
+        if value != "auto" and value < block:
+            raise ValueError(
+                f"{show_size(value)} is less than one block; at least {show_size(block)} is right"
+            )
+        return value
+
+    @field_validator("api_key_file", "admin_key_file")
+    @classmethod
+    def _readable(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is None:
+            return None
+        path = Surroundings.of(info).folder / value.expanduser()
+        read = read_api_keys if info.field_name == "api_key_file" else read_keys
+        read(path)
+        return path
+
+    @field_validator("models")
+    @classmethod
+    def _named(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
+        for name in value:
+            if not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name[:140]!r} is no name; letters, digits and .:/@+-_ are right, 128 at most"
+                )
+        return value
+
+    def api_keys(self) -> Mapping[str, int | None]:
+        """Returns each key with the most urgent priority that its requests may have; None stands for any."""
+        return _keys("api_key_file", self.api_key_file, read_api_keys, {})
+
+    def admin_keys(self) -> frozenset[str]:
+        return _keys("admin_key_file", self.admin_key_file, read_keys, frozenset())
+
+    @model_validator(mode="after")
+    def _share_out(self, info: ValidationInfo) -> Self:
+        here = Surroundings.of(info)
+        self._folder, self._machine = here.folder, here.machine
+        engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
+        devices = share_devices(engines, self.device, here.machine)
+        pools = share_pools(engines, devices, self.kv_memory, self.block_bytes, here.machine)
+        cores = share_threads(engines, self.threads, here.machine)
+        check_ranks(engines, cores, self.program.name)
+        self._groups, self._first = groups(engines), first(engines)
+        if self._groups and not self.rescheduling:
+            raise ValueError(
+                f"{next(iter(self._groups))}.replicas: a range, which needs rescheduling, and it is none; "
+                "a number, or `rescheduling`, is right"
+            )
+        woven = weave_units(
+            self.weave or (),
+            {
+                engine.name: WovenUnit(len(engine.unit.models), device, engine.unit.tensor_parallel)
+                for engine, device in zip(engines, devices, strict=True)
+            },
+            self.transport,
+        )
+        self._engines = tuple(
+            self._spec(engine, pool, threads, device, woven.get(engine.name))
+            for engine, pool, threads, device in zip(engines, pools, cores, devices, strict=True)
+        )
+        return self
+
+    def _spec(
+        self, engine: Engine, pool: int, threads: int, device: str, weave: WeaveSpec | None
+    ) -> EngineSpec:
+        unit = engine.unit
+        return EngineSpec(
+            unit=engine.name,
+            models=tuple(unit.spec(name, self.models[name].model_dump()) for name in unit.models),
+            kv_bytes=pool,
+            block_bytes=self.block_bytes,
+            policy=unit.policy or self.policy,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            chunk_tokens=self.chunk_tokens,
+            threads=threads,
+            priorities=self.priorities,
+            lease=self.lease,
+            transport=self.transport,
+            tensor_parallel=unit.tensor_parallel,
+            device=device,
+            weave=weave,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The folder from which relative paths count, and in which an own router program is looked for."""
+        return self._folder
+
+    @property
+    def engines(self) -> tuple[EngineSpec, ...]:
+        """One engine for each unit and each replica that there may be."""
+        return self._engines
+
+    @property
+    def groups(self) -> Mapping[str, GroupSpec]:
+        """Replicas whose number changes while serving, by the key of their unit."""
+        return self._groups
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The engines that a fleet begins with."""
+        return self._first
+
+    @property
+    def machine(self) -> Machine:
+        """The machine as it was before anything of the fleet ran."""
+        return self._machine
+
+    @property
+    def scheduler(self) -> SchedulerSpec | None:
+        """The fleet scheduler, or None if no request is to move, and no unit to come or to go."""
+        return self.scheduler_for(self.engines)
+
+    def scheduler_for(self, engines: Iterable[EngineSpec]) -> SchedulerSpec | None:
+        """Returns the scheduler of a fleet that has become these engines."""
+        return self.rescheduling.scheduler(engines, self.groups) if self.rescheduling else None
+
+
+def _keys(key: str, file: Path | None, read: Callable[[Path], Keys], none: Keys) -> Keys:
+    try:
+        return none if file is None else read(file)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def build_config(
+    settings: Mapping[str, Any], folder: Path, machine: Machine, origin: Mapping[str, str]
+) -> Config:
+    """Returns `settings` as a Config. `origin` names the flags by which keys were set. Raises ConfigError."""
+    try:
+        return Config.model_validate(dict(settings), context=Surroundings(folder, machine))
+    except ValidationError as error:
+        raise ConfigError(explain(error, Config, origin)) from error
+
+
+def demo_settings() -> dict[str, Any]:
+    """Returns the settings of the fleet that this package ships."""
+    names = sorted(path.parent.name for path in DEMO.glob("*/config.json"))
+    if not names:
+        raise ConfigError("the demo fleet is not in this installation; --model NAME=PATH_OR_HUB_ID is right")
+    return DEMO_SETTINGS | {"models": {name: str(DEMO / name) for name in names}}

@@ -1,0 +1,295 @@
+"""What a config's keys may hold, how a value becomes one, and how a wrong one is told."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import ErrorDetails
+
+from kvloom.config.machine import Machine
+from kvloom.types.request import Level
+from kvloom.types.spec import ProgramSpec
+
+_FORM: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|)", re.IGNORECASE)
+_SECONDS: Final = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str | int) -> int:
+    """Returns the bytes that `512MiB`, `2GB`, `0.5g` or `4096` stand for: KiB and its like count in 1024s, KB
+    in 1000s. Raises ValueError."""
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise ValueError(f"{text!r} is no size; `512MiB`, `2GB` or a number of bytes is right")
+    found = _FORM.fullmatch(str(text).strip())
+    if found is None or len(str(text)) > 30:
+        raise ValueError(f"{str(text)[:40]!r} is no size; `512MiB`, `2GB` or a number of bytes is right")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
+
+
+def show_size(size: int) -> str:
+    """Returns the size as people write it, with four digits: `1.5 GiB`."""
+    value = float(size)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def parse_seconds(text: str | int | float) -> float:
+    """Returns the seconds that `30s`, `1.5min`, `200ms` or a plain number stand for. Raises ValueError."""
+    found = None if isinstance(text, bool) else _SPAN.fullmatch(str(text).strip())
+    if found is None or len(str(text)) > 30:
+        raise ValueError(f"{str(text)[:40]!r} is no time; `30s`, `2min` or a number of seconds is right")
+    number, unit = found.groups()
+    return float(number) * _SECONDS[unit.lower()]
+
+
+_WANTED: Final = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a text",
+    "path_type": "a path",
+    "dict_type": "a mapping of keys to values",
+    "too_short": "at least one",
+    "string_too_short": "a text",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than_equal": "{le} or less",
+    "tuple_type": "a list",
+}
+_SECTIONS: Final = {
+    "ModelConfig": "a path, a hub id or a mapping with `path`",
+    "UnitConfig": "a mapping with `models`",
+    "ReplicasConfig": "a number, or a mapping with `least` and `most`,",
+    "ReschedulingConfig": "a mapping with `period`, `out` or `into`, or `none`,",
+    "SharesConfig": "a mapping with `prefill`, `decode` or `quota`",
+    "NodesConfig": "a mapping with `device` and `gpus`",
+    "DemandConfig": "a mapping with `shape` or `path`",
+}
+_NEEDED: Final = {
+    ("models", "models"): "; at least one `NAME: PATH_OR_HUB_ID` is needed",
+    ("units", "models"): "; a list of models' names is needed",
+}
+
+
+def explain(error: ValidationError, root: type[BaseModel], origin: Mapping[str, str]) -> str:
+    """Returns what pydantic found wrong as one line: the first error, and how many more there are. A key that
+    nobody knows comes before all others, because it may be the reason for them."""
+    found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    where = [str(part) for part in found[0]["loc"]]
+    if where and where[0] in origin:
+        where[0] = origin[where[0]]
+    key = ".".join(where)
+    line = f"{key}: {_reason(found[0], root)}" if key else _reason(found[0], root)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return " ".join((line + more).split())
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """Returns a hint at the known key that is most like `key`, or at all of them if none is like it."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
+
+
+def _reason(error: ErrorDetails, root: type[BaseModel]) -> str:
+    kind, where, context = error["type"], error["loc"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key; {nearest(str(where[-1]), _keys(root, where))}"
+    if kind == "missing":
+        return "is missing" + _NEEDED.get((str(where[0]), str(where[-1])), "")
+    if kind == "model_type":
+        return f"{_short(error.get('input'))}; {_SECTIONS.get(context['class_name'], 'a mapping')} is right"
+    if kind == "value_error":
+        return str(context["error"])
+    wanted = _WANTED.get(kind)
+    said = f"{wanted.format(**context)} is right" if wanted else error["msg"][0].lower() + error["msg"][1:]
+    return f"{_short(error.get('input'))}; {said}"
+
+
+def _keys(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:
+    """Returns the keys of the innermost section on the way to the unknown key at `where`."""
+    sections = [root]
+    for part in where[:-1]:
+        fields = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
+        sections = [inner for field in fields for inner in _sections(field.annotation)] or sections
+    return [key for section in sections for key in section.model_fields]
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yields the sections that an annotation names, at whatever depth."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
+
+
+Listed = TypeVar("Listed", bound=tuple[object, ...])
+Auto = Literal["auto"]
+LONGEST_LEASE: Final = 3600.0
+SHORTEST_PERIOD, LONGEST_PERIOD = 0.05, 60.0
+MOST_LEVELS: Final = 16  # of priority; each report of a load has a figure for each
+_PROGRAM: Final = re.compile(r"[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a value is checked against."""
+
+    folder: Path
+    """Relative paths start here."""
+    machine: Machine
+
+    @staticmethod
+    def of(info: ValidationInfo) -> Surroundings:
+        assert isinstance(info.context, Surroundings)
+        return info.context
+
+
+class Section(BaseModel):
+    """One mapping of a config file. Unknown keys are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, arbitrary_types_allowed=True
+    )
+
+
+def no_bool(value: Any) -> Any:
+    """Refuses a bool where a number is wanted: `yes` is a bool to YAML and 1 to Python."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()!r}; a number is right")
+    return value
+
+
+def _some(value: Listed) -> Listed:
+    if not value:
+        raise ValueError("[]; at least one is right")
+    return value
+
+
+def _no_null(value: Any) -> Any:
+    """Refuses a key without a value, which is not a key left out."""
+    if value is None:
+        raise ValueError("nothing; a list is right")
+    return value
+
+
+def _memory(value: Any, info: ValidationInfo) -> int | Auto:
+    if value == "auto":
+        return "auto"
+    size, free = parse_size(value), Surroundings.of(info).machine.memory
+    if size > free and not Surroundings.of(info).machine.gpus:  # a GPU's memory is checked by its engine
+        raise ValueError(
+            f"{show_size(size)} is more than the {show_size(free)} available here; less, or `auto`, is right"
+        )
+    return size
+
+
+def _power_of_two(size: int) -> int:
+    if size < 64 or size & (size - 1):
+        raise ValueError(f"{size} bytes; a power of two and at least 64 is right, as `16KiB`")
+    return size
+
+
+def _threads(value: Any, info: ValidationInfo) -> int | Auto:
+    if value == "auto":
+        return "auto"
+    cores = Surroundings.of(info).machine.cores
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= cores:
+        raise ValueError(f"{str(value)[:40]} of {cores} cores; 1 to {cores}, or `auto`, is right")
+    return value
+
+
+def _lease(value: Any) -> float:
+    seconds = parse_seconds(value)
+    if not 1 <= seconds <= LONGEST_LEASE:
+        raise ValueError(f"{seconds:g} s; 1 s to {LONGEST_LEASE:g} s is right")
+    return seconds
+
+
+def _period(value: Any) -> float:
+    seconds = parse_seconds(value)
+    if not SHORTEST_PERIOD <= seconds <= LONGEST_PERIOD:
+        raise ValueError(f"{seconds:g} s; {SHORTEST_PERIOD:g} s to {LONGEST_PERIOD:g} s is right")
+    return seconds
+
+
+def parse_program(value: Any) -> ProgramSpec:
+    """Returns the program that a config names by `balanced`, `my_module:my_program`, or a mapping with such a
+    `name` and the program's options. Raises ValueError."""
+    settings = {"name": value} if isinstance(value, str) else value
+    if not isinstance(settings, dict) or "name" not in settings:
+        raise ValueError(f"{_short(value)}; a program's name, or a mapping with `name` and options, is right")
+    name, options = settings["name"], {key: settings[key] for key in settings if key != "name"}
+    if not isinstance(name, str) or not _PROGRAM.fullmatch(name):
+        raise ValueError(f"{_short(name)}; a program's name, or `module:function`, is right")
+    for key, option in options.items():
+        if not (isinstance(key, str) and key.isidentifier()):
+            raise ValueError(f"{_short(key)} is no option's name; letters, digits and _ are right")
+        try:
+            msgspec.convert({"name": name, "options": {key: option}}, ProgramSpec)
+        except msgspec.ValidationError:
+            raise ValueError(
+                f"{key}: {_short(option)}; a number, a text, a bool or a list of texts is right"
+            ) from None
+    return ProgramSpec(name, options)
+
+
+def _priorities(value: Any) -> tuple[Level, ...]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{_short(value)}; a mapping of priorities to tokens of headroom is right")
+    if len(value) > MOST_LEVELS:
+        raise ValueError(f"{len(value)} levels; {MOST_LEVELS} at most are right")
+    for priority, headroom in value.items():
+        if not _whole(priority, -(1 << 31)):
+            raise ValueError(f"{_short(priority)} is no priority; a whole number is right, as `-1`")
+        if not _whole(headroom, 1):
+            raise ValueError(f"{priority}: {_short(headroom)}; tokens of headroom, at least 1, are right")
+    return tuple(Level(priority, headroom) for priority, headroom in sorted(value.items()))
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
+
+
+def _short(value: object) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+BlockSize = Annotated[Size, AfterValidator(_power_of_two)]
+Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=1 << 20)]
+Part = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
+Memory = Annotated[int | Auto, PlainValidator(_memory)]
+Threads = Annotated[int | Auto, PlainValidator(_threads)]
+Seconds = Annotated[float, PlainValidator(_lease)]
+Period = Annotated[float, PlainValidator(_period)]
+Steps = Annotated[float, BeforeValidator(no_bool), Field(ge=-1e9, le=1e9)]
+Program = Annotated[ProgramSpec, PlainValidator(parse_program)]
+Priorities = Annotated[tuple[Level, ...], PlainValidator(_priorities)]
+Some = AfterValidator(_some)
+NoNull = BeforeValidator(_no_null)

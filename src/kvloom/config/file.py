@@ -1,0 +1,147 @@
+"""Where a config comes from: a YAML file or a plan, flags over it, or the demo fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from kvloom.config.config import Config, build_config, demo_settings
+from kvloom.config.machine import Machine
+from kvloom.config.models import resolve_model
+from kvloom.plan.cluster import CPU
+from kvloom.plan.plan import PlannedUnit, is_plan, read_plan
+from kvloom.types.errors import ConfigError
+
+
+def load_config(
+    file: Path | None, flags: Mapping[str, Any], models: Mapping[str, str], machine: Machine
+) -> Config:
+    """Returns the config in `file`, overridden by `flags`, with `models` (from --model) added. With neither
+    file nor models it is the demo fleet's. Raises ConfigError."""
+    demo = file is None and not models
+    settings = demo_settings() if demo else {} if file is None else _read(file)
+    origin = {key: "--" + key.replace("_", "-") for key in flags}
+    settings |= flags
+    if models:
+        settings["models"] = _add_models(settings.get("models"), models)
+    folder = file.parent.absolute() if file is not None else Path.cwd()
+    try:
+        return build_config(settings, folder, machine, origin)
+    except ConfigError as error:
+        from_flag = error.message.startswith("--")
+        raise error if file is None or from_flag else ConfigError(f"{file}: {error.message}") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_plan_settings(file) if is_plan(file) else read_yaml(file)
+
+
+def _add_models(present: object, models: Mapping[str, str]) -> object:
+    """Adds models that flags name, whose paths count from the working folder."""
+    if present is not None and not isinstance(present, dict):
+        return present
+    added: dict[str, Any] = {}
+    for name, value in models.items():
+        try:
+            added[name] = resolve_model(value, Path.cwd())
+        except ValueError as error:
+            raise ConfigError(f"--model {name}: {error}") from error
+    return {**(present or {}), **added}
+
+
+def parse_models(texts: Sequence[str]) -> dict[str, str]:
+    """Reads NAME=PATH_OR_HUB_ID, each name once. Raises ConfigError."""
+    models: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"--model {text}: NAME=PATH_OR_HUB_ID is right, as `chat=Qwen/Qwen3-0.6B`")
+        if name in models:
+            raise ConfigError(f"--model {name}: given twice; each model needs a name of its own")
+        models[name] = path
+    return models
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Returns the mapping in `file`. Raises ConfigError with the line of what is wrong."""
+    try:
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; the path of a YAML file is right") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text at byte {error.start}") from error
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        problem = " ".join(f"{error.context or ''} {error.problem or ''}".split())
+        raise ConfigError(f"{file}: line {line}: {problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
+    except ValueError as error:  # a date or a number that cannot be
+        raise ConfigError(f"{file}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: is nested too deeply") from error
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{file}: a mapping of keys to values is right, as `port: 8000`")
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is set twice, of which YAML would silently take the second."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"`{key.value}` is set twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
+
+
+def read_plan_settings(file: Path) -> dict[str, Any]:
+    """Returns a plan as the settings of a config, whose units are the plan's. Their devices are cores of this
+    machine. Raises ConfigError."""
+    plan = read_plan(file)
+    nodes = {unit.node for unit in plan.units}
+    if len(nodes) > 1:
+        raise ConfigError(f"{file}: units on {len(nodes)} nodes; a plan for this machine alone is right")
+    models: dict[str, dict[str, Any]] = {}
+    for unit in plan.units:
+        if unit.device != CPU:
+            raise ConfigError(
+                f"{file}: {unit.name} is planned for {unit.gpus} × {unit.device}; "
+                f"a plan for device {CPU} is right"
+            )
+        for model in unit.models:
+            if model.path is None:
+                raise ConfigError(
+                    f"{file}: {unit.name}: no path of {model.name!r}; plan with `path` for each model"
+                )
+            models[model.name] = {"path": model.path, "rate": max(model.rate, _LEAST_RATE)}
+    return {"models": models, "units": [_unit(unit) for unit in plan.units]}
+
+
+def _unit(unit: PlannedUnit) -> dict[str, Any]:
+    return {
+        "models": [model.name for model in unit.models],
+        "kv_memory": unit.kv_bytes,
+        "threads": unit.gpus,
+        "shares": {
+            model.name: {
+                "prefill": model.prefill_share,
+                "decode": model.decode_share,
+                "quota": model.quota,
+            }
+            for model in unit.models
+        },
+    }

@@ -1,0 +1,49 @@
+"""The cores, the memory and the GPUs that a fleet on this machine may use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a machine has for a fleet."""
+
+    cores: int
+    """The cores that this process may use."""
+    memory: int
+    """Bytes that an arena may take now."""
+    gpus: int = 0
+    """NVIDIA's GPUs that CUDA would show to this process."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        return cls(cores=len(os.sched_getaffinity(0)), memory=_free_memory(), gpus=_gpus())
+
+
+def _gpus() -> int:
+    """Counts the GPUs by their device files, without a driver's help: most machines have none."""
+    files = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(files) if shown is None else min(len(files), len([part for part in shown.split(",") if part]))
+
+
+def _free_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, _free_cgroup_memory())
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _free_cgroup_memory() -> int:
+    """Returns what a container's own limit leaves besides what it uses already."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = (CGROUP / "memory.current").read_text().strip()
+    except OSError:
+        return 1 << 62
+    return max(int(limit) - int(used), 0) if limit.isdigit() else 1 << 62

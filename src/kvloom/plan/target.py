@@ -1,0 +1,138 @@
+"""The units that a fleet which serves should have by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from kvloom.plan.cluster import CPU
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.plan.repair import Placed
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import Placement
+from kvloom.types.spec import EngineSpec, ModelSpec
+
+PROCESS_BYTES: Final = 512 << 20  # of an engine without models: torch, numba's code, Python
+LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What there is and what there should be. Both say what tells units from each other."""
+
+    now: dict[str, Placed]
+    """The units that there are, by name."""
+    units: tuple[Placed, ...]
+    """The units that there should be."""
+    specs: tuple[EngineSpec, ...]
+    """The plan's units in full, their names still open."""
+
+
+def read_target(file: Path, plan: Plan, fleet: Placement) -> Target:
+    """Returns what the fleet is and what it is to become. Raises ConfigError if it cannot become so."""
+    if fleet.scaled:
+        raise ConfigError(
+            f"{file}: {', '.join(fleet.scaled)} come and go by themselves (`replicas` is a range); a plan is "
+            "for a fleet whose `replicas` are numbers"
+        )
+    woven = [spec.unit for spec in (*fleet.units, *fleet.away) if spec.weave]
+    if woven:
+        raise ConfigError(f"{file}: `weave` is set for {', '.join(woven)}; plans are for units that do not")
+    _check_devices(file, plan, fleet)
+    every = (*fleet.units, *fleet.away)
+    known = {model.name: model for unit in every for model in unit.models}
+    shapes = {model.name: model.shape for unit in plan.units for model in unit.models}
+    specs = tuple(_spec(file, unit, known, _like(unit, every)) for unit in plan.units)
+    left_out = known.keys() - shapes.keys()
+    if left_out:
+        raise ConfigError(f"{file}: no unit for {', '.join(sorted(left_out))}, which is served")
+    return Target(
+        now={spec.unit: _placed(spec, shapes) for spec in fleet.units},
+        units=tuple(_placed(spec, shapes) for spec in specs),
+        specs=specs,
+    )
+
+
+def _check_devices(file: Path, plan: Plan, fleet: Placement) -> None:
+    nodes = {unit.node for unit in plan.units}
+    if len(nodes) > 1:
+        raise ConfigError(f"{file}: units on {len(nodes)} nodes; a plan for this fleet's machine is right")
+    for device in [*(unit.device for unit in plan.units), *(spec.device for spec in fleet.units)]:
+        if device != CPU:
+            raise ConfigError(f"{file}: units on {device}; plan and fleet on device {CPU} are right")
+    cores = sum(unit.gpus for unit in plan.units)
+    if cores > fleet.cores:
+        raise ConfigError(f"{file}: a plan for {cores} cores; the fleet has {fleet.cores}")
+
+
+def _like(planned: PlannedUnit, every: Sequence[EngineSpec]) -> EngineSpec:
+    """Returns the first unit that has most of the planned one's models. The planned one takes over its
+    policy, its lease and all else that a plan does not say."""
+    names = {model.name for model in planned.models}
+    return max(every, key=lambda spec: len(names.intersection(model.name for model in spec.models)))
+
+
+def _spec(file: Path, unit: PlannedUnit, known: dict[str, ModelSpec], like: EngineSpec) -> EngineSpec:
+    for model in unit.models:
+        if model.name not in known:
+            raise ConfigError(
+                f"{file}: {unit.name}: {model.name!r} is not served; of the fleet are {', '.join(known)}"
+            )
+        if _are_unlike(model.path, known[model.name].path):
+            raise ConfigError(
+                f"{file}: {unit.name}: {model.name} is planned from {model.path}, and served from "
+                f"{known[model.name].path}; a plan changes no checkpoint"
+            )
+    try:
+        unit.check_pool(like.block_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}") from error
+    return replace(
+        like,
+        unit="",
+        models=tuple(_model(model, known[model.name]) for model in unit.models),
+        kv_bytes=unit.kv_bytes,
+        threads=unit.gpus,
+        tensor_parallel=1,
+    )
+
+
+def _are_unlike(planned: str | None, served: str) -> bool:
+    """Returns whether the paths differ for sure. Nobody knows to what a relative path is relative."""
+    if planned is None or not (Path(planned).is_absolute() and Path(served).is_absolute()):
+        return False
+    return Path(planned).resolve() != Path(served).resolve()
+
+
+def _model(planned: PlannedModel, known: ModelSpec) -> ModelSpec:
+    return replace(
+        known,
+        rate=max(planned.rate, LEAST_RATE),
+        prefill_share=planned.prefill_share,
+        decode_share=planned.decode_share,
+        quota=planned.quota,
+    )
+
+
+def _placed(spec: EngineSpec, shapes: dict[str, ModelShape]) -> Placed:
+    """Returns what tells the unit from others. Shares that differ by less than a tenth count as the same."""
+    models = sorted(spec.models, key=lambda model: model.name)
+    weights = sum(shapes[model.name].weight_bytes for model in models)
+    shares = [(model.prefill_share, model.decode_share, model.quota) for model in models]
+    rounded = tuple(None if share is None else round(share, 1) for some in shares for share in some)
+    return Placed(
+        models=tuple(model.name for model in models),
+        bytes=spec.kv_bytes + weights + PROCESS_BYTES,
+        form=(spec.kv_bytes, spec.threads, spec.tensor_parallel, rounded),
+    )
+
+
+def new_names(taken: Sequence[str], count: int) -> list[str]:
+    """Returns the first names unit-N that nobody has."""
+    names = (f"unit-{number}" for number in range(len(taken) + count))
+    return [name for name in names if name not in taken][:count]

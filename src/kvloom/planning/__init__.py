@@ -1,1 +1,0 @@
-"""`kvloom plan`: from a cluster's file to a plan's."""
