@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
 from kvloom.api.errors import BodyTooLarge  # noqa: F401  (the API's own errors are defined beside it)
 from kvloom.api.metrics import Metrics
-from kvloom.api.openai.schemas import CompletionBody
-from kvloom.api.openai.schemas import GenerationBody
+from kvloom.api.openai.schemas import CompletionBody, GenerationBody
 from kvloom.api.openai.schemas_chat import ChatBody
 from kvloom.cli.main import main
 from kvloom.config.config import Config
@@ -14,14 +21,7 @@ from kvloom.config.models import ModelConfig
 from kvloom.config.units import UnitConfig
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import KvloomError
-from kvloom.types.load import ModelLoad
-from kvloom.types.load import UnitLoad
-from pathlib import Path
-from pydantic import BaseModel
-from typing import Any
-import pytest
-import re
-import yaml
+from kvloom.types.load import ModelLoad, UnitLoad
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]

@@ -1,4 +1,4 @@
-"""The verbs of an engine (Microserving, section 3.1): bodies, answers, the table of them all, and the frames in
+"""The verbs of an engine (Microserving, section 3.1): bodies, answers, their table, and the frames in
 which token events cross the wire.
 
 `prompt` is the whole context in token ids. Positions count in it, negative ones from its end, and None is its
