@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,6 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
+from kvloom.api.verbs import create_verbs
 from kvloom.types.errors import (
     BadRequest,
     KvloomError,
@@ -19,6 +23,9 @@ from kvloom.types.errors import (
     UnknownModel,
     WireError,
 )
+from kvloom.types.load import ModelLoad
+from kvloom.types.request import PROTOCOL
+from kvloom.types.verbs import RemoteSend, Sent, Standing
 from tests.api.fleet import ADDRESS, PEER, Curt, administered
 
 KEYS = Keys(api={"asker": None}, admin=frozenset({"admin"}), secret="fleet")
@@ -107,6 +114,63 @@ def test_bodies_that_are_none(verb: str) -> None:
         assert message.endswith("; `Content-Type: application/json`, or application/msgpack, is right")
 
 
+SAMPLING = {"max_tokens": 1, "seed": 0}
+TINY = {
+    name: 0
+    for name, kind in ModelLoad.__annotations__.items()
+    if kind == "int" and name not in ModelLoad.__struct_defaults__
+}
+INTEGERS: list[tuple[str, dict[str, Any]]] = [
+    *(("start_generate", {name: ...}) for name in ("begin", "n", "priority", "interval")),
+    *(
+        ("start_generate", {"sampling": SAMPLING | {name: ...}})
+        for name in ("max_tokens", "seed", "top_k", "min_tokens", "logprobs")
+    ),
+    ("start_generate", {"sampling": SAMPLING | {"stop_token_ids": [...]}}),
+    ("start_generate", {"sampling": SAMPLING | {"logit_bias": {...: 1.0}}}),
+    ("start_generate", {"made": [[..., [1]]]}),
+    ("start_generate", {"prompt": [...]}),
+    *(("prep_recv", {name: ...}) for name in ("end", "due")),
+    *(("remote_send", {name: ...}) for name in ("begin", "end", "priority")),
+    ("abort", {"choice": ...}),
+    ("pin", {"lease": ...}),
+    ("offer", {"destination": IDLE | {"total_blocks": ...}}),
+    ("offer", {"destination": IDLE | {"models": {"tiny": TINY | {"waiting": ...}}}}),
+]
+
+
+@pytest.mark.parametrize(("verb", "change"), INTEGERS)
+def test_integers_beyond_64_bits(verb: str, change: dict[str, Any]) -> None:
+    body = BODIES[verb]
+    assert body is not None
+    said = str(body | change)
+    http = client()
+    for wrong in (2**64, 2**70, -(2**70)):
+        content = json.dumps(body | _with(change, wrong)).encode()
+        assert read(send(http, verb, content=content), 400).code == "invalid_request", said
+
+
+@pytest.mark.parametrize(("verb", "change"), [one for one in INTEGERS if one[0] != "offer"])
+def test_integers_that_a_tensor_does_not_hold(verb: str, change: dict[str, Any]) -> None:
+    """MessagePack has integers up to 2**64 - 1."""
+    body = BODIES[verb]
+    assert body is not None
+    content = msgspec.msgpack.encode(body | _with(change, 2**63))
+    headers = ADMIN | {"content-type": "application/msgpack", "accept": "application/json"}
+    answer = send(client(), verb, content=content, headers=headers)
+    assert answer.status_code == 400, answer.text
+
+
+def _with(change: Any, number: int) -> Any:
+    """`change` with the number in place of each `...`."""
+    match change:
+        case dict():
+            return {number if key is ... else key: _with(one, number) for key, one in change.items()}
+        case list():
+            return [_with(one, number) for one in change]
+    return number if change is ... else change
+
+
 @pytest.mark.parametrize("verb", BODIES)
 def test_callers_who_may_not(verb: str) -> None:
     http = client()
@@ -136,6 +200,50 @@ def test_callers_who_may_not(verb: str) -> None:
 def test_paths_that_are_none(method: str, path: str, status: int) -> None:
     error = read(client().request(method, path, headers=ADMIN), status)
     assert path in error.message or "unit-0, unit-1" in error.message
+
+
+@pytest.mark.parametrize("verb", ["start_generate", "remote_send", "hold", "renew"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_callers_that_hang_up(verb: str, whole: bool) -> None:
+    """An engine ends the call, and nothing is raised that its server would log as a bug."""
+    app = create_verbs(Endless(), secret="fleet")
+    body = msgspec.json.encode(BODIES[verb])
+    headers = {
+        "authorization": "Bearer fleet",
+        "kvloom-protocol": PROTOCOL,
+        "content-type": "application/json",
+    }
+    received = [
+        {"type": "http.request", "body": body if whole else body[:5], "more_body": not whole},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return received.pop(0)
+
+    async def answer(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/verbs/{verb}",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "query_string": b"",
+    }
+    asyncio.run(app(scope, receive, answer))
+    assert all(message.get("status", 499) in (200, 499) for message in sent)
+
+
+class Endless(Curt):
+    """An engine whose verbs that wait answer nobody."""
+
+    async def remote_send(self, body: RemoteSend) -> Sent:
+        raise await asyncio.Future[KvloomError]()
+
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        raise await asyncio.Future[KvloomError]()
 
 
 def test_bodies_without_end() -> None:

@@ -10,19 +10,19 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.api.errors import error_response, on_http_error, on_kvloom_error
+from kvloom.api.errors import error_response, on_disconnect, on_http_error, on_kvloom_error
 from kvloom.api.generate_verb import GenerateVerb
 from kvloom.api.stream import while_connected
 from kvloom.api.wire import VERBS, Body, answer, decode, read_body
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
 from kvloom.types.offload import Borrow, Loan
-from kvloom.types.request import PROTOCOL
+from kvloom.types.request import PROTOCOL, Int64
 from kvloom.types.verbs import (
     Held,
     Hold,
@@ -48,7 +48,7 @@ class Abort(msgspec.Struct, frozen=True):
     """Body of the verb abort: the whole request, or one choice of it."""
 
     request: str
-    choice: int | None = None
+    choice: Int64 | None = None
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -75,6 +75,7 @@ def create_verbs(
         exception_handlers={
             KvloomError: on_kvloom_error,
             HTTPException: on_http_error,
+            ClientDisconnect: on_disconnect,
             Exception: _fail,
         },
     )

@@ -55,7 +55,9 @@ def decode(request: Request, body: bytes, kind: type[Body]) -> Body:
         if written == MSGPACK:
             return msgspec.msgpack.decode(body, type=kind)
         if written == JSON:
-            return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            value = msgspec.json.decode(body, type=kind)
+            msgspec.msgpack.encode(value)  # engines are asked in msgpack, which holds less than JSON
+            return value
+    except (msgspec.MsgspecError, OverflowError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"body: {error}") from error
     raise BadRequest(f"content-type: {written or 'none'}; `Content-Type: {JSON}`, or {MSGPACK}, is right")

@@ -24,6 +24,7 @@ from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.plan import read_plan
 from kvloom.router.program import load_program
+from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import ProgramSpec
@@ -81,7 +82,21 @@ def _fleet(options: argparse.Namespace) -> _Fleet:
         policy = options.policy
         units = [replace(u, spec=msgspec.structs.replace(u.spec, policy=policy)) for u in fleet.units]
         fleet = replace(fleet, units=units)
-    return replace(fleet, program=ProgramSpec(options.program)) if options.program else fleet
+    if options.program:
+        fleet = replace(fleet, program=ProgramSpec(options.program))
+    _check_ranks(fleet.units, fleet.program.name)
+    return fleet
+
+
+def _check_ranks(units: list[SimulatedUnit], program: str) -> None:
+    """Raises ConfigError if the program moves K and V and a unit has ranks, as `kvloom serve` does."""
+    ranks = next((unit.spec for unit in units if unit.spec.tensor_parallel > 1), None)
+    if ranks is not None and program in MOVING:
+        right = ", ".join(sorted(PROGRAMS.keys() - MOVING))
+        raise ConfigError(
+            f"{ranks.unit}: {ranks.tensor_parallel} ranks, whose K and V are neither sent nor received, "
+            f"under the program {program}, which moves them; {right} are right"
+        )
 
 
 def _planned(options: argparse.Namespace, path: Path) -> _Fleet:

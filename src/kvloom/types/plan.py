@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvloom.core.transfer import PageCopies
 from kvloom.types.geometry import I32, I64
-from kvloom.types.transfer import PlannedSend
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Plan:
     slot_page: I32
     slot_offset: I32
     copies: tuple[PageCopy, ...] = ()
-    sends: tuple[PlannedSend, ...] = ()
+    sends: tuple[PageCopies, ...] = ()
     versions: I64 | None = None
     ahead: int = 0
 

@@ -14,7 +14,8 @@ from kvloom.types.transfer import KVForm
 
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-Count = Annotated[int, Meta(ge=0)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # more neither msgpack nor a tensor holds
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 # llguidance's options for JSON. Left free, white space is what an unsure model writes for ever. Models have
@@ -45,7 +46,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
     all; `prompt_logprobs` the same for the prompt's own tokens.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     seed: Seed
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     top_k: Count = 0
@@ -54,9 +55,9 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[Int64, float] = {}
     min_tokens: Count = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Int64, ...] = ()
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     guide: Guide | None = None
@@ -90,7 +91,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Made(Struct, frozen=True, array_like=True):
     """What a choice has already: tokens, the first one first; none where it has yet to begin."""
 
-    choice: Annotated[int, Meta(ge=0)]
+    choice: Count
     tokens: list[TokenId]
 
 
@@ -110,10 +111,10 @@ class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
     request: RequestId
     prompt: Prompt
     sampling: SamplingParams
-    begin: int = 0
+    begin: Int64 = 0
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     made: list[Made] = []
-    priority: int = 0
+    priority: Int64 = 0
     interval: Annotated[int, Meta(ge=1, le=1024)] = 1
 
     @property

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.load import UnitLoad
-from kvloom.types.request import Event, Made, Prompt, RequestId, TokenId
+from kvloom.types.request import Event, Int64, Made, Prompt, RequestId, TokenId
 from kvloom.types.transfer import Endpoint, KVAddress, KVForm
 
 LONGEST_PIN: Final = 3600  # seconds
@@ -28,7 +28,7 @@ class PrepRecv(Struct, frozen=True, omit_defaults=True, kw_only=True):
     model: str
     request: RequestId
     prompt: Prompt
-    end: int | None = None
+    end: Int64 | None = None
     sender: KVForm | None = None
     due: Annotated[float, Meta(ge=0, le=LONGEST_DUE)] | None = None
 
@@ -54,9 +54,9 @@ class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompt: Prompt
     address: KVAddress
     peer: Endpoint
-    begin: int = 0
-    end: int | None = None
-    priority: int = 0
+    begin: Int64 = 0
+    end: Int64 | None = None
+    priority: Int64 = 0
 
 
 class Sent(Struct, frozen=True, kw_only=True):
