@@ -26,8 +26,8 @@ from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.kv.arena import Arena
 from kvloom.router.client import HttpEngineClient
-from kvloom.transport.plane import ShmShipment
-from kvloom.transport.shm import ShmTransport
+from kvloom.transfer.fenced import FencedTransfer
+from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import WallClock
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
@@ -113,23 +113,23 @@ async def resume(a: HttpEngineClient, b: HttpEngineClient, context: int, rounds:
 
 
 class TimedTransport(ShmTransport):
-    """waits: of each shipment, how long it was waited for once all of it was on its way."""
+    """waits: of each transfer, how long it was waited for once all of it was on its way."""
 
     def __init__(self, unit: str, arena: Arena) -> None:
         super().__init__(unit, arena)
         self.waits: list[float] = []
 
-    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> ShmShipment:
-        shipment = super().ship(peer, address, digest, begin, end)
-        arrived = shipment.arrived
+    def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> FencedTransfer:
+        transfer = super().claim(peer, address, digest, begin, end)
+        arrived = transfer.arrived
 
         async def timed() -> None:
             began = time.perf_counter()
             await arrived()
             self.waits.append(time.perf_counter() - began)
 
-        shipment.arrived = timed  # type: ignore[method-assign]
-        return shipment
+        transfer.arrived = timed  # type: ignore[method-assign]
+        return transfer
 
 
 async def overlap(rounds: int) -> tuple[float, float]:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from tools.make_checkpoint import EOS, SHAPES
 
 from benchmarks.places import checkpoint
+from kvloom.core.transfer import Transfer
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
-from kvloom.types.transfer import Endpoint, KVAddress, Shipment, Ticket
+from kvloom.types.transfer import Endpoint, KVAddress, Ticket
 
 BLOCK_BYTES = 16 << 10
 CATCH_UP = 0.5  # seconds
@@ -114,7 +115,7 @@ class NullTransport:
     def close(self, ticket: Ticket) -> bool:
         raise NotImplementedError
 
-    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Shipment:
+    def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Transfer:
         raise Unavailable("a null engine has nothing to send")
 
 

@@ -2,7 +2,7 @@
 
 python -m benchmarks.transfer [--nixl]. A context of 2,000 tokens of shape A (12 layers, 12 KV heads, head
 size 64, float32), in blocks of 16 KiB scattered over both arenas. All ways take turns in one run; medians.
-`plane` is from claim to the receiver's ledger, in one parcel; `by layer` is the same in twelve.
+`plane` is from claim to the receiver's ledger, in one copies; `by layer` is the same in twelve.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.report import Finding, Report, this_machine
+from kvloom.core.transfer import BlockCopies
 from kvloom.kv.arena import Arena
-from kvloom.transport.nixl import NixlTransport
-from kvloom.transport.peer import Peer
-from kvloom.transport.shm import ShmTransport
+from kvloom.transfer.nixl import NixlTransport
+from kvloom.transfer.shared_memory import ShmPeer, ShmTransport
 from kvloom.types.geometry import I32, Geometry
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Parcel, Ticket
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 
 TOKENS = 2000
 DIGEST = 0  # of every address: what is measured comes after it
@@ -83,22 +83,22 @@ class Sender:
         self._runs = KVAddress.compress(self.peer)
 
     async def send(self, parts: int) -> None:
-        """All tokens, in parcels of as many layers as `parts` leaves."""
+        """All tokens, in several of as many layers as `parts` leaves."""
         address = KVAddress(
             model="m", form=FORM, begin=0, end=TOKENS, blocks=self._runs, ticket=next(self._tickets)
         )
-        shipment = self.transport.ship(self.endpoint, address, DIGEST, 0, TOKENS)
+        transfer = self.transport.claim(self.endpoint, address, DIGEST, 0, TOKENS)
         each = FORM.layers // parts
         for layer in range(0, FORM.layers, each):
-            shipment.put(self._parcel(slice(layer, layer + each)))
-        await shipment.arrived()
+            transfer.put(self._copies(slice(layer, layer + each)))
+        await transfer.arrived()
 
-    def _parcel(self, layers: slice) -> Parcel:
+    def _copies(self, layers: slice) -> BlockCopies:
         own, peer = self.own[:, layers].ravel(), self.peer[:, layers].ravel()
         counts = np.full(SHAPE[0], FORM.tokens_per_block, np.int32)
         counts[-1] = TOKENS - (SHAPE[0] - 1) * FORM.tokens_per_block
         counts = np.repeat(counts, len(own) // SHAPE[0])
-        return Parcel(own, peer, np.zeros_like(counts), counts)
+        return BlockCopies(own, peer, np.zeros_like(counts), counts)
 
 
 def _scattered(rng: np.random.Generator) -> I32:
@@ -111,7 +111,7 @@ async def measure_rates(rounds: int, nixl: bool) -> dict[str, list[float]]:
     arena.bytes.random_()
     seconds: dict[str, list[float]] = {}
     with receiver("shm", 2 * (rounds + 1)) as told:
-        sender, peer = Sender("shm", arena, told), Peer(told.endpoint)
+        sender, peer = Sender("shm", arena, told), ShmPeer(told.endpoint)
         ways: dict[str, Way] = {
             "memcpy": lambda: _memcpy(peer, arena),
             "plane": lambda: sender.send(1),
@@ -136,7 +136,7 @@ async def _take_turns(ways: dict[str, Way], rounds: int, seconds: dict[str, list
                 seconds.setdefault(name, []).append(time.perf_counter() - start)
 
 
-async def _memcpy(peer: Peer, arena: Arena) -> None:
+async def _memcpy(peer: ShmPeer, arena: Arena) -> None:
     """As many bytes in one piece, from arena to arena."""
     ctypes.memmove(peer.memory.ctypes.data, arena.bytes.data_ptr(), _bytes())
 

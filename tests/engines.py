@@ -12,6 +12,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from kvloom.core.transfer import Transport
 from kvloom.engine.engine import Engine
 from kvloom.exec.parallel.executor import load_executor
 from kvloom.router.router import Router
@@ -29,7 +30,6 @@ from kvloom.types.request import (
     TokenLogprob,
 )
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
-from kvloom.types.transfer import Transport
 
 _REQUESTS = itertools.count()
 

@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from kvloom.core.transfer import Transport
 from kvloom.engine.engine import Engine
 from kvloom.lab.faults.witness import Witness, digest, lone_answer
 from kvloom.types.clock import Clock
@@ -18,7 +19,6 @@ from kvloom.types.job import Job, JobResult
 from kvloom.types.offload import Weaver
 from kvloom.types.request import Level, ModelCard, StartGenerate, TokenLogprob
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Quotas
-from kvloom.types.transfer import Transport
 from tests.engines import Answer
 from tests.plane import Plane
 
@@ -130,7 +130,7 @@ class ModelledExecutor:
         self.witness.write(job, range(layers))
         for layer in range(layers):
             for send in job.plan.sends:
-                send.shipment.put(send.parcel(job.plan.page_map, layer))
+                send.put(job.plan.page_map, layer)
 
     def _read(self, job: Job) -> JobResult:
         tokens, read = self.witness.draw(job, 0), self.witness.read(job) if job.prompts else []

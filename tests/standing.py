@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from kvloom.engine.engine import Engine
+from kvloom.transfer.shared_memory import ShmPeer
 from kvloom.transport.loan import BorrowedBlocks
-from kvloom.transport.peer import Peer
 from kvloom.types.offload import Borrow, Loan
 from kvloom.types.transfer import KVForm
 from tests.weaving import DEADLINE, FORKS
@@ -27,7 +27,7 @@ def _stand(end: Connection, point: str) -> None:
         if point != "lent":
             borrowed = BorrowedBlocks(borrow, loan, 30.0)
         if point == "copies":
-            peer = Peer(loan.peer)
+            peer = ShmPeer(loan.peer)
             stack.enter_context(peer.ledger.writing(loan.ticket))
         if point in ("told", "posted", "answered"):
             blocks = np.arange(borrowed.blocks, dtype=np.int32).reshape(

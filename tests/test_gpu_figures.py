@@ -25,7 +25,7 @@ from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL, Apart, Sta
 from tools.gpu_checks.unit import MODEL, units
 
 from kvloom.kernels.driver import DriverError
-from kvloom.transport.cuda_ipc import CudaIpcTransport
+from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.workload.ask import Ask, Outcome
 from kvloom.workload.objectives import Alone
 from tests.gpu_host import TINY, ground

@@ -92,18 +92,18 @@ def test_whoever_waited_for_the_step_goes_on_before_the_next_one_begins(n: int) 
             sends = [await order(target, context, f"room-{i}") for i, context in enumerate(contexts)]
             while not stream.in_job:
                 await turns(1)
-            launch, ship = source.executor.launch, source.transport.ship
+            launch, claim = source.executor.launch, source.transport.claim
 
             def launched(*arguments: Any) -> Any:
                 seen.append("job")
                 return launch(*arguments)
 
-            def shipped(*arguments: Any) -> Any:
+            def claimed(*arguments: Any) -> Any:
                 seen.append("send")
-                return ship(*arguments)
+                return claim(*arguments)
 
             source.executor.launch = launched  # type: ignore[method-assign,assignment]
-            source.transport.ship = shipped  # type: ignore[method-assign,assignment]
+            source.transport.claim = claimed  # type: ignore[method-assign,assignment]
             await source.engine.hold("r", sends)
             await source.engine.abort("r")
             for i in range(n):
@@ -122,19 +122,19 @@ def test_who_hangs_up_ends_the_send_and_not_the_standing() -> None:
             reader = Reader(source, generate(prompt(60), temperature=1.0, max_tokens=20))
             await reader.until(5)
             send = await order(target, [*prompt(60), *reader.answer.tokens[0]], "room")
-            shipped, ship = asyncio.Event(), source.transport.ship
+            begun, claim = asyncio.Event(), source.transport.claim
 
-            def shipping(*arguments: Any) -> Any:
-                shipped.set()
-                return ship(*arguments)
+            def claiming(*arguments: Any) -> Any:
+                begun.set()
+                return claim(*arguments)
 
-            source.transport.ship = shipping  # type: ignore[method-assign,assignment]
+            source.transport.claim = claiming  # type: ignore[method-assign,assignment]
             holding = asyncio.create_task(source.engine.hold("r", [send]))
-            await shipped.wait()
+            await begun.wait()
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
             await turns(20)
-            assert not source.engine._shipping._open
+            assert not source.engine._transfers._open
             assert not reader.task.done()
             await target.engine.abort("room")
             await source.engine.resume("r")

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from kvloom.engine import pins
+from kvloom.engine import leases
 from kvloom.types.errors import BadRequest, OutOfBlocks, PromptTooLong, QueueFull, Unavailable, UnknownModel
 from kvloom.types.verbs import Pin, Prefix, PrepRecv
 from tests.modelled import ask, expected
@@ -206,7 +206,7 @@ def test_wrong_pins_are_refused() -> None:
 
 
 def test_pins_that_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "MOST", 2)
+    monkeypatch.setattr(leases, "MOST_PINS", 2)
 
     async def test() -> None:
         async with units(1) as (d,):

@@ -11,9 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvloom.engine.leases import Pins, Promises
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.pins import Pins
-from kvloom.engine.promises import Promises
 from kvloom.engine.reservations import Reservation, Reservations
 from kvloom.engine.sequence import Sequence, Tokens
 from kvloom.kv.cache import ModelCache

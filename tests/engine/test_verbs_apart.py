@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from kvloom.engine import shipping
+from kvloom.engine import transfers
 from kvloom.engine.engine import MAX_RESERVED
-from kvloom.engine.reservations import MOST
+from kvloom.engine.reservations import MOST_RESERVATIONS
 from kvloom.types.errors import BadRequest, OutOfBlocks, QueueFull, Unavailable
 from kvloom.types.verbs import PrepRecv
 from tests import plane
@@ -18,11 +18,11 @@ from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, un
 
 def test_reservations_leave_rows_for_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plane, "_SLOTS", 4096)
-    assert MOST < MAX_RESERVED
+    assert MOST_RESERVATIONS < MAX_RESERVED
 
     async def test() -> None:
         async with units(1) as (d,):
-            for i in range(MOST):
+            for i in range(MOST_RESERVATIONS):
                 await d.engine.prep_recv(PrepRecv(model=MODEL, request=f"r{i}", prompt=[i], end=0))
             with pytest.raises(QueueFull, match="are open already"):
                 await d.engine.prep_recv(PrepRecv(model=MODEL, request="more", prompt=[1], end=0))
@@ -130,11 +130,11 @@ def test_an_engine_that_stops_says_so_to_who_sends() -> None:
 
 
 def test_answers_are_forgotten_behind_a_send_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipping, "_REMEMBERED", 4)
+    monkeypatch.setattr(transfers, "_REMEMBERED", 4)
 
     async def test() -> None:
         async with units(2) as (p, d):
-            known = p.engine._shipping._known
+            known = p.engine._transfers._known
             hangs = asyncio.get_running_loop().create_future()
             known["hangs", *[None] * 5] = hangs  # type: ignore[index]
             for i in range(12):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvloom.exec.cuda.loader import load_gpu_executor
-from kvloom.transport.place import GpuPlace
+from kvloom.transfer.nixl_agent import GpuPlace
 from tests.checkpoints import make_checkpoint
 from tests.gpu.test_served import spec
 from tests.model.gpu.apart import COUNT, prefilled_apart

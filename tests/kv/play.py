@@ -9,8 +9,8 @@ import pytest
 
 from kvloom.types.errors import OutOfBlocks
 from tests.kv.account import CONTEXT, GEOMETRIES, SEQUENCES
-from tests.kv.shipments import Shelf, address_of, tokens_of
 from tests.kv.stage import Shipping, Stage, text
+from tests.kv.transfers import Shelf, address_of, tokens_of
 from tests.kv.trees import cached_tokens, longest, nodes
 
 _MODELS = sorted(GEOMETRIES)
@@ -182,13 +182,13 @@ class Play(Stage):
         address = address_of(cache.geometry, first, end, name[0])
         shipping = self.shipping[name] = Shipping(length, end)
         if begin < length:
-            send = cache.sends.planned(name[1], address, Shelf(), begin, length)
+            send = cache.sends.planned(name[1], Shelf(address, begin, end), length)
             places = self.account.places(name, begin, length)
             found = tokens_of(send, cache.geometry, address.first_page)
             assert found == dict(zip(range(begin, length), places, strict=True))
             shipping.read = self.account.contents(name, begin, length)
         if end > length:
-            cache.sends.mark(name[1], address, Shelf(), length, end)
+            cache.sends.mark(name[1], Shelf(address, length, end))
 
     def hold(self, random: Random) -> None:
         name = self.pick(random)

@@ -11,7 +11,7 @@ from msgspec import structs
 from kvloom.kv.pool import Pool
 from kvloom.types.errors import BadRequest, OutOfBlocks
 from kvloom.types.geometry import Geometry
-from tests.kv.shipments import FIRST, Shelf, address_of, tokens_of
+from tests.kv.transfers import FIRST, Shelf, address_of, tokens_of
 
 PAGE = Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=256)  # 4 tokens, 4 blocks a page
 
@@ -94,9 +94,9 @@ def test_a_shared_tail_is_not_for_a_peer() -> None:
 def test_forwards_send_what_they_compute(first: int, begin: int, end: int) -> None:
     """[begin, end) of an address from `first` on, in forwards of 3 tokens: each token with its forward."""
     pool = make()
-    cache, shelf = pool.caches["m"], Shelf()
+    cache, shelf = pool.caches["m"], Shelf(address_of(PAGE, first, 20), begin, end)
     cache.add_sequence(1)
-    cache.sends.mark(1, address_of(PAGE, first, 20), shelf, begin, end)
+    cache.sends.mark(1, shelf)
     sent: dict[int, tuple[int, int]] = {}
     for start in range(0, 21, 3):
         plan = cache.begin_forward([1], [3])
@@ -106,14 +106,14 @@ def test_forwards_send_what_they_compute(first: int, begin: int, end: int) -> No
         wanted = [p for p in range(start, start + 3) if begin <= p < end]
         assert len(plan.sends) == bool(wanted)
         for send in plan.sends:
-            assert send.shipment is shelf
+            assert send.transfer is shelf
             found = tokens_of(send, PAGE, first // 4)
             assert sorted(found) == wanted
             sent |= found
             for layer in range(2):
-                parcel = send.parcel(plan.page_map, layer)
-                assert (parcel.own == plan.page_map[send.pages, layer].ravel()).all()
-                assert len(parcel.own) == len(parcel.peer) == 2 * len(send.pages)
+                copies = send.of_layer(plan.page_map, layer)
+                assert (copies.own == plan.page_map[send.pages, layer].ravel()).all()
+                assert len(copies.own) == len(copies.peer) == 2 * len(send.pages)
         cache.end_forward(plan)
     pages = cache.page_list(1)
     assert sent == {p: (pages[p // 4], p % 4) for p in range(begin, end)}
@@ -121,11 +121,11 @@ def test_forwards_send_what_they_compute(first: int, begin: int, end: int) -> No
 
 def test_what_is_computed_already_goes_at_once() -> None:
     pool = make()
-    cache, shelf, address = pool.caches["m"], Shelf(), address_of(PAGE, 5, 20)
+    cache, shelf = pool.caches["m"], Shelf(address_of(PAGE, 5, 20), 6, 20)
     cache.add_sequence(1)
     cache.end_forward(cache.begin_forward([1], [14]))
     pages = cache.page_list(1)
-    send = cache.sends.planned(1, address, shelf, 6, 14)
+    send = cache.sends.planned(1, shelf, 14)
     assert tokens_of(send, PAGE, 1) == {p: (pages[p // 4], p % 4) for p in range(6, 14)}
     whole = send.whole(cache.pages.map)
     assert whole.own.tolist() == cache.pages.map[pages[1:]].ravel().tolist()
@@ -133,36 +133,37 @@ def test_what_is_computed_already_goes_at_once() -> None:
     assert whole.offsets.tolist() == [2] * 4 + [0] * 8
     assert whole.counts.tolist() == [2] * 4 + [4] * 4 + [2] * 4
     assert whole.own.dtype == whole.peer.dtype == whole.offsets.dtype == whole.counts.dtype == np.int32
-    cache.sends.mark(1, address, shelf, 14, 20)
+    shelf.advance(14)
+    cache.sends.mark(1, shelf)
     (send,) = cache.begin_forward([1], [1]).sends
     assert list(tokens_of(send, PAGE, 1)) == [14]
 
 
 def test_a_send_that_makes_no_sense_changes_nothing() -> None:
     pool = make()
-    cache, shelf, address = pool.caches["m"], Shelf(), address_of(PAGE, 4, 12)
+    cache, address = pool.caches["m"], address_of(PAGE, 4, 12)
     cache.add_sequence(1)
     cache.end_forward(cache.begin_forward([1], [8]))
     for begin, end in ((3, 8), (8, 8), (9, 8)):
         with pytest.raises(ValueError, match="not within the address"):
-            cache.sends.planned(1, address, shelf, begin, end)
+            cache.sends.planned(1, Shelf(address, begin, 12), end)
     with pytest.raises(ValueError, match="holds 8 tokens"):
-        cache.sends.planned(1, address, shelf, 4, 9)
+        cache.sends.planned(1, Shelf(address, 4, 9), 9)
     with pytest.raises(ValueError, match="not within the address"):
-        cache.sends.mark(1, address, shelf, 8, 13)
+        cache.sends.mark(1, Shelf(address, 8, 13))
     with pytest.raises(ValueError, match="8 are computed already"):
-        cache.sends.mark(1, address, shelf, 7, 12)
+        cache.sends.mark(1, Shelf(address, 7, 12))
     other = structs.replace(address, form=structs.replace(address.form, tokens_per_block=5))
     for wrong in (other, structs.replace(address, model="n")):
         with pytest.raises(ValueError, match="is none for m"):
-            cache.sends.mark(1, wrong, shelf, 8, 12)
+            cache.sends.mark(1, Shelf(wrong, 8, 12))
     with pytest.raises(BadRequest, match="7 blocks for 2 pages"):
-        cache.sends.mark(1, structs.replace(address, blocks=struct.pack("<ii", 0, 7)), shelf, 8, 12)
+        cache.sends.mark(1, Shelf(structs.replace(address, blocks=struct.pack("<ii", 0, 7)), 8, 12))
     plan = cache.begin_forward([1], [2])
     assert not plan.sends
     for refused in (
-        lambda: cache.sends.mark(1, address, shelf, 10, 12),
-        lambda: cache.sends.planned(1, address, shelf, 4, 8),
+        lambda: cache.sends.mark(1, Shelf(address, 10, 12)),
+        lambda: cache.sends.planned(1, Shelf(address, 4, 8), 8),
         lambda: cache.sends.hold(1, 4, 8),
     ):
         with pytest.raises(ValueError, match="in a running forward"):
@@ -185,7 +186,7 @@ def test_pages_that_copies_read_outlive_the_sequence() -> None:
     cache.sends.let_go(first)
     pool.check()
     assert cache.used_blocks == 4
-    with pytest.raises(ValueError, match="no shipment holds"):
+    with pytest.raises(ValueError, match="no transfer holds"):
         cache.sends.let_go(again + again)
     cache.sends.let_go(again)
     assert pool.free == pool.total
@@ -194,13 +195,13 @@ def test_pages_that_copies_read_outlive_the_sequence() -> None:
 def test_a_shipping_sequence_keeps_its_own_pages() -> None:
     """Copies may still read them when the same tokens turn out to be cached."""
     pool = make()
-    cache, shelf = pool.caches["m"], Shelf()
+    cache = pool.caches["m"]
     for sequence in (1, 2):
         cache.add_sequence(sequence)
         cache.end_forward(cache.begin_forward([sequence], [8]))
     cache.keep(1, list(range(8)))
     pages = cache.page_list(2)
-    cache.sends.planned(2, address_of(PAGE, 0, 8), shelf, 0, 8)
+    cache.sends.planned(2, Shelf(address_of(PAGE, 0, 8), 0, 8), 8)
     cache.keep(2, list(range(8)))
     assert cache.page_list(2) == pages != cache.page_list(1)
     pool.check()
@@ -210,14 +211,14 @@ def test_a_shipping_sequence_keeps_its_own_pages() -> None:
 def test_a_copied_page_is_kept_for_what_was_sent_from_it(fails: bool) -> None:
     """A part of a cached page is sent from that page, and then the sequence writes to a copy of its own."""
     pool = make(blocks=16)
-    cache, shelf = pool.caches["m"], Shelf()
+    cache = pool.caches["m"]
     cache.add_sequence(1)
     cache.end_forward(cache.begin_forward([1], [7]))
     cache.keep(1, list(range(7)), tail=True)
     cache.remove_sequence(1)
     assert cache.adopt(2, [*range(6), 9], 6) == 6
     shared = cache.page_list(2)[1]
-    cache.sends.planned(2, address_of(PAGE, 0, 7), shelf, 0, 6)
+    cache.sends.planned(2, Shelf(address_of(PAGE, 0, 7), 0, 7), 6)
     plan = cache.begin_forward([2], [1])
     assert len(plan.copies) == 1
     if fails:

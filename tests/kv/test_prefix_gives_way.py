@@ -76,7 +76,7 @@ def test_what_is_used_does_not_give_way() -> None:
 
 
 def test_a_page_in_use_below_one_that_is_not() -> None:
-    """A shipment holds a page whose parent gives way: it leaves the tree with it, and stays as it is."""
+    """A transfer holds a page whose parent gives way: it leaves the tree with it, and stays as it is."""
     pool = make(blocks=12)
     cache = pool.caches["m"]
     cache.add_sequence(1)
@@ -94,7 +94,7 @@ def test_a_page_in_use_below_one_that_is_not() -> None:
     pool.check()
     cache.sends.let_go(held)
     assert pool.free == 2
-    with pytest.raises(ValueError, match="no shipment holds"):
+    with pytest.raises(ValueError, match="no transfer holds"):
         cache.sends.let_go(held)
     pool.check()
 

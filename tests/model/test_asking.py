@@ -18,9 +18,9 @@ from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.model.weaving.attender import Attender
 from kvloom.model.weaving.states import WovenState
+from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.transport.lender import Lending
 from kvloom.transport.loan import BorrowedBlocks
-from kvloom.transport.shm import ShmTransport
 from kvloom.types.geometry import I64
 from kvloom.types.offload import Away, Borrow
 from kvloom.types.plan import Plan

@@ -9,27 +9,30 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from kvloom.core.transfer import BlockCopies, Transfer
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.types.job import Job, Phase, SampleRow
 from kvloom.types.request import SamplingParams, TokenLogprob
 from kvloom.types.spec import ModelSpec
-from kvloom.types.transfer import KVAddress, KVForm, Parcel, Ticket
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 from tests.checkpoints import make_checkpoint
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, 37)]
 PARAMS = SamplingParams(max_tokens=1, seed=0, logprobs=5)
 
 
-class WithinOneArena:
-    """A shipment whose peer is the same unit: what is put is copied at once. arena: [blocks, 2, T, D]."""
+class WithinOneArena(Transfer):
+    """A transfer whose peer is the same unit: what is put is copied at once. arena: [blocks, 2, T, D]."""
 
-    def __init__(self, arena: Tensor) -> None:
+    def __init__(self, arena: Tensor, address: KVAddress) -> None:
+        peer = Endpoint(unit="same", kind="modelled", where=b"")
+        super().__init__(peer, address, address.begin, address.end)
         self.arena = arena
 
-    def put(self, parcel: Parcel) -> None:
-        rows = zip(parcel.own, parcel.peer, parcel.offsets, parcel.counts, strict=True)
+    def put(self, copies: BlockCopies) -> None:
+        rows = zip(copies.own, copies.peer, copies.offsets, copies.counts, strict=True)
         for own, peer, offset, count in rows:
             self.arena[peer, :, offset : offset + count] = self.arena[own, :, offset : offset + count]
 
@@ -63,7 +66,6 @@ def test_sent_is_as_good_as_computed(own: int, cached: int, tmp_path: Path) -> N
     executor = TorchExecutor.load([spec], kv_bytes=1 << 20, block_bytes=2048, threads=1)
     pool = Pool(executor.blocks, executor.geometries, max_sequences=4, max_tokens={"m": 256})
     cache = pool.caches["m"]
-    shipment = WithinOneArena(executor._views["m"])
     sender, receiver = 0, 1
     for sequence, count in ((sender, cached), (receiver, own)):
         cache.add_sequence(sequence)
@@ -77,9 +79,11 @@ def test_sent_is_as_good_as_computed(own: int, cached: int, tmp_path: Path) -> N
         blocks=KVAddress.compress(cache.prepare_receive(receiver, len(PROMPT) - own)),
         ticket=Ticket(0, 1),
     )
+    transfer = WithinOneArena(executor._views["m"], address)
     if cached > own:
-        shipment.put(cache.sends.planned(sender, address, shipment, own, cached).whole(cache.pages.map))
-    cache.sends.mark(sender, address, shipment, max(own, cached), len(PROMPT))
+        cache.sends.planned(sender, transfer, cached).put_all(cache.pages.map)
+        transfer.advance(cached)
+    cache.sends.mark(sender, transfer)
     with pytest.raises(ValueError, match="waits for"):
         cache.remove_sequence(receiver)
     last = max(cached, len(PROMPT) - 5)

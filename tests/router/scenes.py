@@ -66,8 +66,8 @@ class Wire:
         self._scene = scene
         self._number = number
         self._engine = unit.engine
-        shipping = unit.engine._shipping
-        send = shipping.send_what_is_here
+        transfers = unit.engine._transfers
+        send = transfers.send_what_is_here
 
         async def last_send(bodies: Sequence[RemoteSend]) -> list[int]:
             scene.refuse_dead(number)
@@ -76,7 +76,7 @@ class Wire:
             await scene.pass_by(number, "last_send", after=True)
             return sent
 
-        shipping.send_what_is_here = last_send  # type: ignore[method-assign]
+        transfers.send_what_is_here = last_send  # type: ignore[method-assign]
 
     def __getattr__(self, verb: str) -> Any:
         async def call(*arguments: Any) -> Any:

@@ -43,6 +43,7 @@ def unit(
     blocks: int = 400,
     policy: Policy = "adbs",
     compute: int = 4,
+    ranks: int = 1,
 ) -> SimulatedUnit:
     spec = EngineSpec(
         models=tuple(ModelSpec(name=model, path="", max_context=256) for model in models),
@@ -54,6 +55,7 @@ def unit(
         chunk_tokens=64,
         threads=compute,
         unit=name,
+        tensor_parallel=ranks,
     )
     return SimulatedUnit(spec, {model: SHAPES[model] for model in models}, compute, Plain())
 

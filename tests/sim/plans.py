@@ -32,15 +32,17 @@ def planned_model(name: str) -> PlannedModel:
     )
 
 
-def make_plan(units: int = 2, models: Sequence[str] = ("a", "b"), device: str = "A10") -> Plan:
-    """Every model on every unit, one device each."""
+def make_plan(
+    units: int = 2, models: Sequence[str] = ("a", "b"), device: str = "A10", *, gpus: int = 1
+) -> Plan:
+    """Every model on every unit of so many devices."""
     return Plan(
         units=tuple(
             PlannedUnit(
                 name=f"unit-{i}",
                 node="node-0",
                 device=device,
-                gpus=1,
+                gpus=gpus,
                 kv_bytes=64 << 20,
                 models=tuple(planned_model(name) for name in models),
             )
@@ -99,6 +101,7 @@ weave: [{hot: unit-0, cold: unit-1, share: 0.5}]
 def write_files(folder: Path) -> None:
     """A plan and a config with a profile, the workloads for each, and others that are wrong."""
     write_plan(folder / "plan.json", make_plan())
+    write_plan(folder / "sharded.json", make_plan(gpus=2))
     write_plan(folder / "abacus.json", make_plan(device="abacus"))
     plan = (folder / "plan.json").read_text()
     (folder / "cut.json").write_text(plan[: len(plan) // 2])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from kvloom.core.transfer import BlockCopies, PageCopies, Transfer
 from kvloom.lab.sim.executor import JobFailed, ModelledExecutor
 from kvloom.lab.sim.unit import simulated_card
 from kvloom.lab.sim.virtual_time import run_virtual
@@ -18,7 +19,7 @@ from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult, Phase, SampleRow
 from kvloom.types.plan import Plan
 from kvloom.types.request import SamplingParams
-from kvloom.types.transfer import Parcel, PlannedSend
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 
 LAYERS = 4
 SHAPE = ModelShape(layers=LAYERS, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=64, vocab=100)
@@ -37,20 +38,11 @@ class Simple:
 
 @dataclass
 class Noted:
-    """Satisfies `Shipment` and `Content`: notes when layers are put and written."""
+    """Satisfies `Content`: notes when layers are put and written."""
 
     put_at: list[tuple[float, list[int]]] = field(default_factory=list)
     wrote: list[tuple[float, range]] = field(default_factory=list)
     failing: int | None = None  # the layer at which the job fails
-
-    def put(self, parcel: Parcel) -> None:
-        self.put_at.append((now(), parcel.own.tolist()))
-
-    async def arrived(self) -> None:
-        raise NotImplementedError
-
-    def abandon(self) -> None:
-        raise NotImplementedError
 
     def begin(self, job: Job) -> None:
         self.wrote.append((now(), range(0)))
@@ -81,7 +73,7 @@ def device(content: Noted | None = None, overhead: Callable[[int], float] | None
 
 
 def job(
-    *, share: int = 4, tokens: int = 1, context: int = 0, steps: int = 1, sends: tuple[PlannedSend, ...] = ()
+    *, share: int = 4, tokens: int = 1, context: int = 0, steps: int = 1, sends: tuple[PageCopies, ...] = ()
 ) -> Job:
     """One sequence. Its page has blocks 2 × layer + head."""
     plan = Plan(
@@ -101,9 +93,28 @@ def job(
     return Job("m", phase, share, plan, np.zeros(tokens, np.int64), drawn, steps=steps)
 
 
-def send(shipment: Noted) -> PlannedSend:
+class Sent(Transfer):
+    """Tells `noted` what is put."""
+
+    def __init__(self, noted: Noted) -> None:
+        form = KVForm.of(GEOMETRY, "float32")
+        address = KVAddress(model="m", form=form, begin=0, end=1, blocks=b"", ticket=Ticket(0, 1))
+        super().__init__(Endpoint(unit="peer", kind="modelled", where=b""), address, 0, 1)
+        self._noted = noted
+
+    def put(self, copies: BlockCopies) -> None:
+        self._noted.put_at.append((now(), copies.own.tolist()))
+
+    async def arrived(self) -> None:
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        raise NotImplementedError
+
+
+def send(noted: Noted) -> PageCopies:
     one = np.ones(1, np.int32)
-    return PlannedSend(shipment, 0 * one, np.zeros((1, LAYERS, 2), np.int32), 0 * one, one)
+    return PageCopies(Sent(noted), 0 * one, np.zeros((1, LAYERS, 2), np.int32), 0 * one, one)
 
 
 async def ended(future: asyncio.Future[JobResult]) -> list[float]:

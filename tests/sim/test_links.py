@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from kvloom.lab.sim.links import ModelledPlane, ModelledShipment, ModelledTransport, TimedLink
+from kvloom.core.transfer import BlockCopies
+from kvloom.lab.sim.links import ModelledPlane, ModelledTransfer, ModelledTransport, TimedLink
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from kvloom.types.geometry import I32, Geometry
-from kvloom.types.transfer import KVAddress, KVForm, Parcel
+from kvloom.types.transfer import KVAddress, KVForm
 
 FORM = KVForm.of(Geometry(layers=1, kv_heads=1, head_dim=16, itemsize=4, block_bytes=1024), "float32")
 TOKENS = FORM.tokens_per_block  # 8, of 128 bytes each
@@ -54,13 +55,13 @@ def address(target: ModelledTransport, blocks: int = 4, first: int = 0) -> KVAdd
     )
 
 
-def ship(source: ModelledTransport, target: ModelledTransport, where: KVAddress) -> ModelledShipment:
-    return source.ship(target.endpoint, where, DIGEST, 0, where.end)
+def claim(source: ModelledTransport, target: ModelledTransport, where: KVAddress) -> ModelledTransfer:
+    return source.claim(target.endpoint, where, DIGEST, 0, where.end)
 
 
-def parcel(*blocks: int) -> Parcel:
+def copies(*blocks: int) -> BlockCopies:
     own: I32 = np.array(blocks, np.int32)
-    return Parcel(own, own, np.zeros_like(own), np.full_like(own, TOKENS))
+    return BlockCopies(own, own, np.zeros_like(own), np.full_like(own, TOKENS))
 
 
 def test_copies_share_the_way_out_and_each_has_its_latency() -> None:
@@ -79,17 +80,17 @@ def test_copies_share_the_way_out_and_each_has_its_latency() -> None:
     assert [at for _, at in seen] == pytest.approx([0.0, 1.5, 3.5, 4.5, 11.5])
 
 
-def test_a_shipment_takes_what_its_bytes_take() -> None:
+def test_a_transfer_takes_what_its_bytes_take() -> None:
     async def test(source: ModelledTransport, target: ModelledTransport) -> None:
         where = address(target)
-        shipment = ship(source, target, where)
-        shipment.put(parcel(0, 1, 2))
-        shipment.put(parcel(3))
+        transfer = claim(source, target, where)
+        transfer.put(copies(0, 1, 2))
+        transfer.put(copies(3))
         await asyncio.sleep(3.2)  # three blocks and the latency
         assert target.arena is not None
         assert target.arena[:4, 0].tolist() == [1, 2, 3, 0]
         assert target.received(where.ticket) == 0
-        await shipment.arrived()
+        await transfer.arrived()
         assert now() == pytest.approx(4.2)
         assert target.arena[:4].tolist() == [[i + 1] * TOKENS for i in range(4)]
         assert target.received(where.ticket) == where.end
@@ -98,11 +99,11 @@ def test_a_shipment_takes_what_its_bytes_take() -> None:
     virtually(test, latency=0.1)
 
 
-def test_two_shipments_share_a_units_way_out() -> None:
+def test_two_transfers_share_a_units_way_out() -> None:
     async def test(source: ModelledTransport, target: ModelledTransport) -> None:
-        first, second = (ship(source, target, address(target, 2, at)) for at in (0, 2))
-        first.put(parcel(0, 1))
-        second.put(parcel(2, 3))
+        first, second = (claim(source, target, address(target, 2, at)) for at in (0, 2))
+        first.put(copies(0, 1))
+        second.put(copies(2, 3))
         await first.arrived()
         assert now() == pytest.approx(2.0)
         await second.arrived()
@@ -113,11 +114,11 @@ def test_two_shipments_share_a_units_way_out() -> None:
 
 def test_layers_follow_each_other_as_they_come() -> None:
     async def test(source: ModelledTransport, target: ModelledTransport) -> None:
-        shipment = ship(source, target, address(target))
+        transfer = claim(source, target, address(target))
         for block in range(4):
-            shipment.put(parcel(block))
+            transfer.put(copies(block))
             await asyncio.sleep(1.5)
-        await shipment.arrived()
+        await transfer.arrived()
         assert now() == pytest.approx(6.0)  # the last went out from 4.5 to 5.5
 
     virtually(test)
@@ -126,15 +127,15 @@ def test_layers_follow_each_other_as_they_come() -> None:
 def test_a_ticket_that_is_copied_to_closes_later_and_nothing_is_written_after() -> None:
     async def test(source: ModelledTransport, target: ModelledTransport) -> None:
         where = address(target)
-        shipment = ship(source, target, where)
-        shipment.put(parcel(0))
-        shipment.put(parcel(1))
+        transfer = claim(source, target, where)
+        transfer.put(copies(0))
+        transfer.put(copies(1))
         await asyncio.sleep(0.5)
         assert not target.close(where.ticket)
         with pytest.raises(BadRequest, match="the reservation at unit-1 is over"):
-            ship(source, target, where)
+            claim(source, target, where)
         with pytest.raises(BadRequest, match="the reservation at unit-1 is over"):
-            await shipment.arrived()
+            await transfer.arrived()
         assert target.close(where.ticket)
         await asyncio.sleep(10)
         assert target.arena is not None
@@ -150,10 +151,10 @@ def test_an_old_ticket_is_no_ticket() -> None:
         new = address(target)
         assert new.ticket.slot == old.ticket.slot
         with pytest.raises(BadRequest, match="the reservation at unit-1 is over"):
-            ship(source, target, old)
+            claim(source, target, old)
         with pytest.raises(ValueError, match="was closed before"):
             target.close(old.ticket)
-        ship(source, target, new)
+        claim(source, target, new)
 
     virtually(test)
 
@@ -161,15 +162,15 @@ def test_an_old_ticket_is_no_ticket() -> None:
 def test_claims_follow_on_each_other_and_come_back() -> None:
     async def test(source: ModelledTransport, target: ModelledTransport) -> None:
         where = address(target)
-        first = source.ship(target.endpoint, where, DIGEST, 0, TOKENS)
+        first = source.claim(target.endpoint, where, DIGEST, 0, TOKENS)
         with pytest.raises(BadRequest, match=f"claimed up to {TOKENS}, not 0"):
-            ship(source, target, where)
-        first.put(parcel(0))
+            claim(source, target, where)
+        first.put(copies(0))
         first.abandon()
         with pytest.raises(Unavailable, match="given up"):
             await first.arrived()
-        again = ship(source, target, where)
-        again.put(parcel(0, 1, 2, 3))
+        again = claim(source, target, where)
+        again.put(copies(0, 1, 2, 3))
         await again.arrived()
         assert target.received(where.ticket) == where.end
 
@@ -180,9 +181,9 @@ def test_what_is_not_the_receivers_is_refused() -> None:
     async def test(source: ModelledTransport, target: ModelledTransport) -> None:
         where = address(target)
         with pytest.raises(BadRequest, match="address"):
-            source.ship(target.endpoint, where, DIGEST + 1, 0, where.end)
+            source.claim(target.endpoint, where, DIGEST + 1, 0, where.end)
         with pytest.raises(BadRequest, match="outside the peer's arena"):
-            ship(source, target, address(target, 4, BLOCKS - 3))
+            claim(source, target, address(target, 4, BLOCKS - 3))
         for _ in range(2):
             target.open(0, DIGEST)
         with pytest.raises(QueueFull, match="too many reservations"):
@@ -194,14 +195,14 @@ def test_what_is_not_the_receivers_is_refused() -> None:
 def test_who_is_gone_is_named() -> None:
     async def test(source: ModelledTransport, target: ModelledTransport) -> None:
         where = address(target)
-        shipment = ship(source, target, where)
-        shipment.put(parcel(0))
-        shipment.put(parcel(1))
+        transfer = claim(source, target, where)
+        transfer.put(copies(0))
+        transfer.put(copies(1))
         await asyncio.sleep(0.5)
         target.plane.kill(target)
         with pytest.raises(Unavailable, match="unit-1 is gone"):
-            await shipment.arrived()
+            await transfer.arrived()
         with pytest.raises(Unavailable, match="unit-1 cannot be reached"):
-            ship(source, target, where)
+            claim(source, target, where)
 
     virtually(test)

@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 from msgspec import structs
 
-from kvloom.engine.arrivals import LONGEST, MOST
 from kvloom.engine.model_queue import WINDOW
+from kvloom.engine.reservations import LONGEST_PART, LONGEST_WAIT
 from kvloom.lab.sim.fleet import SimulatedFleet, simulated
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.plan.cost.work import CostModel, Work
@@ -94,13 +94,13 @@ def test_it_stands_still_for_a_step_at_most(phase: int) -> None:
             await made.router.move("mover", "unit-1")
             assert max(await mover) - 1 <= 0.75
             late = max(await there) - 1
-            assert late <= LONGEST
+            assert late <= LONGEST_PART
             assert (late > 0.01) == (phase in (0, 1, 9, 10, 11))  # the others come before a step's end
 
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("due", "most"), [(0.3, LONGEST), (0.6, 0.0), (None, 0.0)])
+@pytest.mark.parametrize(("due", "most"), [(0.3, LONGEST_PART), (0.6, 0.0), (None, 0.0)])
 def test_who_is_announced_and_does_not_come_costs_little(due: float | None, most: float) -> None:
     """due: in steps, told just before a step ends."""
 
@@ -149,7 +149,7 @@ def test_who_says_anew_when_it_comes_has_the_same_reservation() -> None:
             await asyncio.sleep(20.9 * STEP)
             assert await engine.prep_recv(announced("r", 0.3)) == first
             assert await engine.prep_recv(announced("r", None)) == first
-            assert max(await there) - 1 == pytest.approx(LONGEST)
+            assert max(await there) - 1 == pytest.approx(LONGEST_PART)
             await engine.abort("r")
 
     run_virtual(main())
@@ -159,8 +159,8 @@ def test_who_says_anew_when_it_comes_has_the_same_reservation() -> None:
     ("cost", "at", "seconds"),
     [
         (lambda i: STEP if i else 10.0, 10.0 + 1.9 * STEP, 0.0),  # one step says nothing
-        (lambda i: STEP if i >= WINDOW else 1.0, WINDOW + 2.9 * STEP, LONGEST * STEP),
-        (lambda i: 1.0, WINDOW + 0.999, MOST),
+        (lambda i: STEP if i >= WINDOW else 1.0, WINDOW + 2.9 * STEP, LONGEST_PART * STEP),
+        (lambda i: 1.0, WINDOW + 0.999, LONGEST_WAIT),
     ],
 )
 def test_how_long_a_wait_is_when_steps_were_long(
@@ -181,7 +181,7 @@ def test_how_long_a_wait_is_when_steps_were_long(
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("max_running", "most"), [(1, 0.0), (2, LONGEST)])
+@pytest.mark.parametrize(("max_running", "most"), [(1, 0.0), (2, LONGEST_PART)])
 def test_nobody_is_waited_for_where_no_more_may_run(max_running: int, most: float) -> None:
     async def main() -> None:
         async with fleet(max_running=max_running) as made, asyncio.TaskGroup() as group:
@@ -244,7 +244,7 @@ def test_steps_of_a_third_of_a_second_wait_too() -> None:
             await mover
             return max(await there) - 1
 
-    assert 0.01 < run_virtual(main(0.9)) <= MOST / step + 1e-6
+    assert 0.01 < run_virtual(main(0.9)) <= LONGEST_WAIT / step + 1e-6
     assert run_virtual(main(0.5)) == pytest.approx(0.0)
 
 

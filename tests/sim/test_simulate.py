@@ -43,6 +43,7 @@ BAD = [
     (("config.yaml", "--profile", "nowhere"), ["nowhere: No such file"]),
     (("config.yaml", "--profile", "profile.json"), ["asks for a, which no unit serves; one, two"]),
     (("three.yaml", "--profile", "profile.json"), ["the profile has no three, but one, two"]),
+    (("sharded.json", "--program", "disaggregate"), ["unit-0: 2 ranks", "neither sent nor received"]),
     (("ranks.yaml", "--profile", "profile.json"), ["unit-0: tensor_parallel 2", "cannot be simulated; 1"]),
 ]
 STOPS = """
@@ -91,6 +92,10 @@ def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "On the way: 0 preemptions; 0 requests moved, 0 could not." in page
     assert page.startswith("<!doctype html>")
     assert results.title in page
+
+
+def test_units_of_a_plan_that_have_ranks_answer_and_move_nothing() -> None:
+    check_all(simulated("sharded.json"))
 
 
 def test_what_a_config_says_of_moves_and_replicas_holds_here(capsys: pytest.CaptureFixture[str]) -> None:

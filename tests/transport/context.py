@@ -9,19 +9,20 @@ import numpy.typing as npt
 import torch
 from msgspec import structs
 
+from kvloom.core.transfer import BlockCopies, PageCopies, Transfer
 from kvloom.kernels import reference
 from kvloom.types.geometry import I32, Geometry
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Parcel, PlannedSend, Ticket
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 from tests.transport.units import Unit
 from tests.transport.wire import BLOCK_BYTES, BLOCKS
 
 LAYERS, HEADS = 3, 2
 
 
-class Nowhere:
-    """A shipment for those who need its parcels only."""
+class Nowhere(Transfer):
+    """A transfer for those who need its copies only."""
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, copies: BlockCopies) -> None:
         raise NotImplementedError
 
     async def arrived(self) -> None:
@@ -68,58 +69,64 @@ class Context:
     def ticket(self) -> Ticket:
         return self.address.ticket
 
-    def ship(self, begin: int, end: int) -> int:
+    def claim(self, begin: int, end: int) -> int:
         digest = self.address.digest(self.prompt, self.peer)
-        return self.sender.ship(self.peer, self.address, digest, begin, end)
+        return self.sender.claim(self.peer, self.address, digest, begin, end)
 
-    def layers(self, begin: int, end: int) -> list[Parcel]:
-        """Tokens [begin, end), a parcel for each layer."""
+    def layers(self, begin: int, end: int) -> list[BlockCopies]:
+        """Tokens [begin, end), a copies for each layer."""
         owed = self._owed(begin, end)
-        return [owed.parcel(self.own_map, layer) for layer in range(LAYERS)]
+        return [owed.of_layer(self.own_map, layer) for layer in range(LAYERS)]
 
-    def whole(self, begin: int, end: int) -> Parcel:
+    def whole(self, begin: int, end: int) -> BlockCopies:
         return self._owed(begin, end).whole(self.own_map)
 
-    def _owed(self, begin: int, end: int) -> PlannedSend:
+    def _owed(self, begin: int, end: int) -> PageCopies:
         size, skipped = self.address.form.tokens_per_block, self.address.first_page
         pages = np.arange(begin // size, -(-end // size) if end > begin else 0, dtype=np.int32)
         offsets = np.maximum(begin - pages * size, 0)
         counts = np.minimum(end - pages * size, size) - offsets
         local = (pages - skipped).astype(np.int32)
         targets = self.address.block_map[local]
-        return PlannedSend(Nowhere(), local, targets, offsets.astype(np.int32), counts.astype(np.int32))
+        return PageCopies(
+            Nowhere(self.peer, self.address, begin, end),
+            local,
+            targets,
+            offsets.astype(np.int32),
+            counts.astype(np.int32),
+        )
 
-    def put(self, shipment: int, parcel: Parcel) -> int:
+    def put(self, transfer: int, copies: BlockCopies) -> int:
         """The call's number; it is not waited for."""
-        arrays = [a.tolist() for a in (parcel.own, parcel.peer, parcel.offsets, parcel.counts)]
-        return self.sender.start("put", number=shipment, parcel=arrays)
+        arrays = [a.tolist() for a in (copies.own, copies.peer, copies.offsets, copies.counts)]
+        return self.sender.start("put", number=transfer, copies=arrays)
 
     def send(self, begin: int, end: int) -> None:
         """Layer by layer, wholly."""
-        shipment = self.ship(begin, end)
-        for call in [self.put(shipment, parcel) for parcel in self.layers(begin, end)]:
+        transfer = self.claim(begin, end)
+        for call in [self.put(transfer, copies) for copies in self.layers(begin, end)]:
             self.sender.result(call)
-        self.sender.call("arrived", number=shipment)
+        self.sender.call("arrived", number=transfer)
 
     def stall(self, where: str, *, skip: int) -> int:
-        """A shipment of tokens [0, 100) that stands `where` a piece is written, after `skip` others."""
-        shipment = self.ship(0, 100)
+        """A transfer of tokens [0, 100) that stands `where` a piece is written, after `skip` others."""
+        transfer = self.claim(0, 100)
         self.sender.call("set_gate", where=where, skip=skip)
-        self.put(shipment, self.whole(0, 100))
-        self.sender.call("at_gate", number=shipment)
-        return shipment
+        self.put(transfer, self.whole(0, 100))
+        self.sender.call("at_gate", number=transfer)
+        return transfer
 
     def received(self) -> int:
         return int(self.receiver.call("received", ticket=self.ticket))
 
     def check(self, begin: int, end: int) -> None:
         """The receiver's arena is as it was, but for tokens [begin, end), which are the sender's."""
-        form, parcel = self.address.form, self.whole(begin, end)
+        form, copies = self.address.form, self.whole(begin, end)
         wanted = torch.from_numpy(self.before.copy()).view(-1)
         reference.copy_blocks(
             torch.from_numpy(self.sender.arena.copy()).view(-1),
             wanted,
-            *(torch.from_numpy(a) for a in (parcel.own, parcel.peer, parcel.offsets, parcel.counts)),
+            *(torch.from_numpy(a) for a in (copies.own, copies.peer, copies.offsets, copies.counts)),
             block_bytes=BLOCK_BYTES,
             page_tokens=form.tokens_per_block,
             token_bytes=4 * form.head_dim,

@@ -10,14 +10,23 @@ import msgspec
 import torch
 from torch import Tensor
 
+from kvloom.core.transfer import BlockCopies, DeviceEvent
 from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kv.arena import Arena
-from kvloom.transport.cuda_ipc_memory import DeviceMemory
-from kvloom.transport.marks import Mark, Passed
-from kvloom.transport.place import HostPlace
-from kvloom.transport.room import Room
+from kvloom.transfer.cuda_ipc import DeviceMemory
+from kvloom.transfer.nixl_agent import HostPlace
+from kvloom.transfer.target import Target
 from kvloom.types.errors import Unavailable
-from kvloom.types.transfer import Parcel
+
+
+class Done:
+    """A point before which all is done."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
 
 
 class _Shared:
@@ -34,11 +43,11 @@ class _Shared:
         finally:
             os.close(fd)
 
-    def mark(self) -> Mark:
-        return Passed()
+    def mark(self) -> DeviceEvent:
+        return Done()
 
-    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
-        lists = (parcel.own, parcel.peer, parcel.offsets, parcel.counts)
+    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: Target) -> None:
+        lists = (copies.own, copies.peer, copies.offsets, copies.counts)
         copy_blocks(
             source.numpy(),
             target.numpy(),
@@ -81,9 +90,9 @@ class GatedMemory:
         self._passing = passing
         self.export, self.map, self.mark = memory.export, memory.map, memory.mark
 
-    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
+    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: Target) -> None:
         self._passing()
-        self._memory.copy(source, target, parcel, room)
+        self._memory.copy(source, target, copies, room)
 
 
 class LikeAGpu(HostPlace):
@@ -92,7 +101,7 @@ class LikeAGpu(HostPlace):
 
     progress = False
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return SoonDone()
 
 

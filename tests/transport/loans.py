@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from kvloom.kv.arena import Arena
+from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.transport.attending import Task
 from kvloom.transport.lender import Lending
 from kvloom.transport.loan import BorrowedBlocks
 from kvloom.transport.mailbox import Mailbox
-from kvloom.transport.shm import ShmTransport
 from kvloom.types.geometry import I32, Geometry
 from kvloom.types.offload import Borrow, Loan
 from kvloom.types.transfer import KVForm

@@ -17,18 +17,18 @@ import msgspec
 import numpy as np
 import torch
 
+from kvloom.core.transfer import BlockCopies, Transfer
 from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.kernels.cpu import block_copy
 from kvloom.kv.arena import Arena
-from kvloom.transport import cuda_ipc, nixl_plane, nixl_shipment, plane
-from kvloom.transport.cuda_ipc import CudaIpcTransport
-from kvloom.transport.cuda_ipc_memory import CudaMemory, DeviceMemory
-from kvloom.transport.nixl import NixlTransport
-from kvloom.transport.place import GpuPlace, HostPlace, Place
-from kvloom.transport.shm import ShmTransport
+from kvloom.transfer import nixl_plane, shared_memory
+from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory, CudaTransfer, DeviceMemory
+from kvloom.transfer.nixl import NixlTransport
+from kvloom.transfer.nixl_agent import GpuPlace, HostPlace, Place
+from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.errors import BadRequest, KvloomError
 from kvloom.types.geometry import I32
-from kvloom.types.transfer import Endpoint, KVAddress, Parcel, Shipment, Ticket
+from kvloom.types.transfer import Endpoint, KVAddress, Ticket
 from tests.transport.device_memory import GatedMemory, HostMemory, LikeAGpu
 from tests.transport.wire import BLOCK_BYTES, BLOCKS, GRANT, SLOTS, Answer, Call, Made, read
 
@@ -69,7 +69,7 @@ class Unit:
         self._arena = _arena(kind)
         self._gate = Gate()
         self._transport = _TRANSPORTS[kind](name, self._arena, self._gate)
-        self._shipments: dict[int, Shipment] = {}
+        self._transfers: dict[int, Transfer] = {}
 
     async def made(self) -> Made:
         fd = self._arena.fd if isinstance(self._arena, Arena) else -1
@@ -92,44 +92,47 @@ class Unit:
     async def close(self, ticket: Ticket) -> bool:
         return self._transport.close(ticket)
 
-    async def ship(
+    async def claim(
         self, number: int, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int
     ) -> None:
-        self._shipments[number] = self._transport.ship(peer, address, digest, begin, end)
+        self._transfers[number] = self._transport.claim(peer, address, digest, begin, end)
 
-    async def put(self, number: int, parcel: list[list[int]]) -> None:
+    async def put(self, number: int, copies: list[list[int]]) -> None:
         """From a thread of its own."""
-        own, peer, offsets, counts = (np.array(array, np.int32) for array in parcel)
-        await asyncio.to_thread(self._shipments[number].put, Parcel(own, peer, offsets, counts))
+        own, peer, offsets, counts = (np.array(array, np.int32) for array in copies)
+        await asyncio.to_thread(self._transfers[number].put, BlockCopies(own, peer, offsets, counts))
 
     async def put_junk(self, number: int) -> None:
         """What no code of ours puts: the copying thread cannot know what to do with it."""
-        self._shipments[number].put(Parcel(None, None, None, None))  # type: ignore[arg-type]
+        self._transfers[number].put(BlockCopies(None, None, None, None))  # type: ignore[arg-type]
 
     async def arrived(self, number: int) -> None:
-        await self._shipments[number].arrived()
+        await self._transfers[number].arrived()
+
+    async def state(self, number: int) -> str:
+        return self._transfers[number].state.value
 
     async def abandon(self, number: int) -> None:
-        self._shipments[number].abandon()
+        self._transfers[number].abandon()
 
     async def set_gate(self, where: str, skip: int) -> None:
         self._gate.set(where, skip)
 
     async def at_gate(self, number: int) -> None:
-        """Raises what the shipment fails of before it comes there, and BadRequest where it arrives first."""
-        settled = self._shipments[number]._settled  # type: ignore[attr-defined]
+        """Raises what the transfer fails of before it comes there, and BadRequest where it arrives first."""
+        settled = self._transfers[number]._settled  # type: ignore[attr-defined]
         reached = asyncio.create_task(self._gate.reached())
         await asyncio.wait((reached, settled), return_when=asyncio.FIRST_COMPLETED)
         if not reached.done():
             reached.cancel()
-            raise settled.result() or BadRequest("at_gate: the shipment arrived before it came to the gate")
+            raise settled.result() or BadRequest("at_gate: the transfer arrived before it came to the gate")
 
     async def ungate(self) -> None:
         self._gate.open()
 
     async def drop(self) -> None:
-        """Let go of all shipments."""
-        self._shipments.clear()
+        """Let go of all transfers."""
+        self._transfers.clear()
 
     async def forget(self, unit: str) -> None:
         self._transport.forget(unit)
@@ -145,7 +148,7 @@ def _arena(kind: str) -> Arena | DeviceArena:
 
 
 def _shm(name: str, arena: Any, gate: Gate) -> ShmTransport:
-    copy_blocks, copy_piece = block_copy.copy_blocks, plane.ShmShipment._copy
+    copy_blocks, copy_piece = block_copy.copy_blocks, shared_memory.ShmTransfer._copy
 
     def inside(
         source: Any, target: Any, own: I32, peer: I32, offsets: I32, counts: I32, **layout: int
@@ -153,25 +156,25 @@ def _shm(name: str, arena: Any, gate: Gate) -> ShmTransport:
         gate.pass_through("inside")
         copy_blocks(source, target, own, peer, offsets, counts, **layout)
 
-    def before(shipment: plane.ShmShipment, parcel: Parcel, piece: Any) -> None:
+    def before(transfer: shared_memory.ShmTransfer, piece: BlockCopies) -> None:
         gate.pass_through("before")
-        copy_piece(shipment, parcel, piece)
+        copy_piece(transfer, piece)
 
-    setattr(plane, "copy_blocks", inside)  # noqa: B010
-    setattr(plane, "PIECE", PIECE)  # noqa: B010
-    setattr(plane.ShmShipment, "_copy", before)  # noqa: B010
+    setattr(shared_memory, "copy_blocks", inside)  # noqa: B010
+    setattr(shared_memory.ShmTransfer, "PIECE", PIECE)  # noqa: B010
+    setattr(shared_memory.ShmTransfer, "_copy", before)  # noqa: B010
     return ShmTransport(name, arena, slots=SLOTS)
 
 
 def _device(name: str, arena: Any, gate: Gate, memory: DeviceMemory | None = None) -> CudaIpcTransport:
-    copy_piece = cuda_ipc.DeviceShipment._copy
+    copy_piece = CudaTransfer._copy
 
-    def before(shipment: cuda_ipc.DeviceShipment, parcel: Parcel, piece: Any) -> None:
+    def before(transfer: CudaTransfer, piece: BlockCopies) -> None:
         gate.pass_through("before")
-        copy_piece(shipment, parcel, piece)
+        copy_piece(transfer, piece)
 
-    setattr(cuda_ipc, "PIECE", PIECE)  # noqa: B010
-    setattr(cuda_ipc.DeviceShipment, "_copy", before)  # noqa: B010
+    setattr(CudaTransfer, "PIECE", PIECE)  # noqa: B010
+    setattr(CudaTransfer, "_copy", before)  # noqa: B010
     gated = GatedMemory(memory or HostMemory(arena), lambda: gate.pass_through("inside"))
     return CudaIpcTransport(name, arena, gated, slots=SLOTS)
 
@@ -183,10 +186,10 @@ def _cuda(name: str, arena: Any, gate: Gate) -> CudaIpcTransport:
 def _nixl(name: str, arena: Any, gate: Gate, place: Place | None = None) -> NixlTransport:
     write = nixl_plane.NixlPlane._write
 
-    def before(self: nixl_plane.NixlPlane, shipment: nixl_shipment.NixlShipment, piece: Parcel) -> None:
+    def before(self: nixl_plane.NixlPlane, transfer: nixl_plane.NixlTransfer, piece: BlockCopies) -> None:
         gate.pass_through("before")
         gate.pass_through("inside")
-        write(self, shipment, piece)
+        write(self, transfer, piece)
 
     setattr(nixl_plane.NixlPlane, "_write", before)  # noqa: B010
     return NixlTransport(name, arena, place or HostPlace(PIECE), slots=SLOTS, grant=GRANT)

@@ -32,11 +32,16 @@ def test_what_arrives_is_what_was_there_and_nothing_else_changes(
     assert context.receiver.call("close", ticket=context.ticket)
 
 
-def test_one_parcel_of_all_layers(pair: tuple[Unit, Unit]) -> None:
+def test_one_put_of_all_layers(pair: tuple[Unit, Unit]) -> None:
     context = Context.make(*pair, 10, 500, seed=1)
-    shipment = context.ship(10, 500)
-    context.sender.result(context.put(shipment, context.whole(10, 500)))
-    context.sender.call("arrived", number=shipment)
+    transfer = context.claim(10, 500)
+    assert context.sender.call("state", number=transfer) in (
+        "planned",
+        "claimed",
+    )  # NIXL asks
+    context.sender.result(context.put(transfer, context.whole(10, 500)))
+    context.sender.call("arrived", number=transfer)
+    assert context.sender.call("state", number=transfer) == "arrived"
     context.check(10, 500)
     context.receiver.close_soon(context.ticket)
 
@@ -54,13 +59,13 @@ def test_two_sends_to_one_address_follow_each_other(pair: tuple[Unit, Unit]) -> 
 
 def test_a_send_that_ends_early_waits_for_the_one_before(pair: tuple[Unit, Unit]) -> None:
     context = Context.make(*pair, 0, 90, seed=3)
-    first, second = context.ship(0, 50), context.ship(50, 90)
-    for parcel in context.layers(50, 90):
-        context.sender.result(context.put(second, parcel))
+    first, second = context.claim(0, 50), context.claim(50, 90)
+    for copies in context.layers(50, 90):
+        context.sender.result(context.put(second, copies))
     early = context.sender.start("arrived", number=second)
     assert context.received() == 0
-    for parcel in context.layers(0, 50):
-        context.sender.result(context.put(first, parcel))
+    for copies in context.layers(0, 50):
+        context.sender.result(context.put(first, copies))
     context.sender.call("arrived", number=first)
     context.sender.result(early)
     assert context.received() == 90
@@ -92,14 +97,15 @@ def test_tokens_are_claimed_once_and_in_order(pair: tuple[Unit, Unit]) -> None:
 
 def test_what_is_abandoned_can_be_claimed_again(pair: tuple[Unit, Unit]) -> None:
     context = Context.make(*pair, 0, 100, seed=6)
-    shipment = context.ship(0, 60)
-    context.sender.result(context.put(shipment, context.layers(0, 60)[0]))
-    context.sender.call("abandon", number=shipment)
+    transfer = context.claim(0, 60)
+    context.sender.result(context.put(transfer, context.layers(0, 60)[0]))
+    context.sender.call("abandon", number=transfer)
     with pytest.raises(BadRequest, match="given up"):
-        context.sender.call("arrived", number=shipment)
+        context.sender.call("arrived", number=transfer)
+    assert context.sender.call("state", number=transfer) == "failed"
     assert context.received() == 0
     context.send(0, 100)
-    context.sender.call("abandon", number=shipment)  # has no effect
+    context.sender.call("abandon", number=transfer)  # has no effect
     context.check(0, 100)
     context.receiver.close_soon(context.ticket)
 
@@ -117,12 +123,12 @@ def test_a_closed_reservation_takes_nothing(pair: tuple[Unit, Unit]) -> None:
 
 def test_a_reservation_closed_between_claim_and_copy_takes_nothing(pair: tuple[Unit, Unit]) -> None:
     context = Context.make(*pair, 0, 100, seed=8)
-    shipment = context.ship(0, 100)
+    transfer = context.claim(0, 100)
     context.receiver.close_soon(context.ticket)
-    for parcel in context.layers(0, 100):
-        context.sender.result(context.put(shipment, parcel))
+    for copies in context.layers(0, 100):
+        context.sender.result(context.put(transfer, copies))
     with pytest.raises(BadRequest, match="reservation at receiver is over"):
-        context.sender.call("arrived", number=shipment)
+        context.sender.call("arrived", number=transfer)
     context.check_untouched()
 
 
@@ -169,7 +175,7 @@ def test_forged_addresses_are_refused(pair: tuple[Unit, Unit]) -> None:
     honest = context.address
     for words, forged in _forgeries(honest):
         with pytest.raises(BadRequest, match=words):
-            context.sender.call("arrived", number=dataclasses.replace(context, address=forged).ship(0, 100))
+            context.sender.call("arrived", number=dataclasses.replace(context, address=forged).claim(0, 100))
     context.check_untouched()
     context.send(0, 100)
     context.check(0, 100)
@@ -177,16 +183,16 @@ def test_forged_addresses_are_refused(pair: tuple[Unit, Unit]) -> None:
 
 
 @pytest.mark.parametrize("which", ["own", "peer", "offsets"])
-def test_parcels_outside_the_address_are_refused(pair: tuple[Unit, Unit], which: str) -> None:
+def test_copies_outside_the_address_are_refused(pair: tuple[Unit, Unit], which: str) -> None:
     context = Context.make(*pair, 0, 100, seed=11)
-    shipment, parcel = context.ship(0, 100), context.layers(0, 100)[0]
+    transfer, copies = context.claim(0, 100), context.layers(0, 100)[0]
     stray = set(range(BLOCKS)) - set(context.address.block_map.ravel().tolist())
     value = {"own": BLOCKS, "peer": min(stray), "offsets": 32}[which]
-    array = getattr(parcel, which).copy()
+    array = getattr(copies, which).copy()
     array[-1] = value
-    context.sender.result(context.put(shipment, dataclasses.replace(parcel, **{which: array})))
+    context.sender.result(context.put(transfer, dataclasses.replace(copies, **{which: array})))
     with pytest.raises(BadRequest, match="outside the address"):
-        context.sender.call("arrived", number=shipment)
+        context.sender.call("arrived", number=transfer)
     context.check_untouched()
     context.receiver.close_soon(context.ticket)
 
@@ -198,7 +204,7 @@ def test_endpoints_that_cannot_be_are_refused(pair: tuple[Unit, Unit]) -> None:
     broken = Endpoint(unit="receiver", kind=good.kind, where=good.where[:-3])
     for forged in (other, broken):
         with pytest.raises(BadRequest, match="peer:"):
-            context.sender.call("arrived", number=context.sender.ship(forged, context.address, 0, 0, 100))
+            context.sender.call("arrived", number=context.sender.claim(forged, context.address, 0, 0, 100))
     context.send(0, 100)
     context.check(0, 100)
     context.receiver.close_soon(context.ticket)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvloom.kernels.mail import End, Trouble
 from kvloom.kv.arena import Arena
-from kvloom.transport.cuda_ipc import CudaIpcTransport
+from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.transport.device_loan import BorrowedDeviceBlocks, DeviceLending
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32

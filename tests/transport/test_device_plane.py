@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvloom.core.transfer import BlockCopies, DeviceEvent
 from kvloom.kv.arena import Arena
-from kvloom.transport.cuda_ipc import CudaIpcTransport, DeviceShipment
-from kvloom.transport.marks import Mark
+from kvloom.transfer.cuda_ipc import CudaIpcTransport
+from kvloom.transfer.fenced import FencedTransfer
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.geometry import Geometry
-from kvloom.types.transfer import KVAddress, KVForm, Parcel
+from kvloom.types.transfer import KVAddress, KVForm
 from tests.transport.context import Context
 from tests.transport.device_memory import HostMemory
 from tests.transport.kinds import DEVICE
@@ -28,11 +29,11 @@ FORM = KVForm.of(Geometry(1, 1, 16, 4, BLOCK), "float32")
 def test_close_waits_for_a_piece_and_a_killed_sender_holds_nothing() -> None:
     with units(DEVICE, "sender", "receiver") as (sender, receiver):
         context = Context.make(sender, receiver, 0, 100, seed=1)
-        shipment = context.stall("inside", skip=2)
+        transfer = context.stall("inside", skip=2)
         assert not receiver.call("close", ticket=context.ticket)
         sender.call("ungate")
         with pytest.raises(BadRequest, match="over"):
-            sender.call("arrived", number=shipment)
+            sender.call("arrived", number=transfer)
         assert receiver.call("close", ticket=context.ticket)
         written = {i for i in range(len(receiver.arena)) if (receiver.arena[i] != context.before[i]).any()}
         assert written == set(context.whole(0, 100).peer[:12].tolist())
@@ -66,32 +67,32 @@ class _Slow(HostMemory):
         super().__init__(arena)
         self._later = later
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return self._later
 
 
-async def _ship(later: _Later) -> tuple[DeviceShipment, CudaIpcTransport, KVAddress, Arena, Arena]:
+async def _ship(later: _Later) -> tuple[FencedTransfer, CudaIpcTransport, KVAddress, Arena, Arena]:
     """Block 3 of a sender, to block 7 of a receiver, which is put and not yet computed."""
     arenas = Arena(8, BLOCK), Arena(8, BLOCK)
     sender = CudaIpcTransport("sender", arenas[0], _Slow(arenas[0], later), slots=4)
     receiver = CudaIpcTransport("receiver", arenas[1], HostMemory(arenas[1]), slots=4)
     blocks = KVAddress.compress(np.array([7], np.int32))
     address = KVAddress(model="m", form=FORM, begin=0, end=TOKENS, blocks=blocks, ticket=receiver.open(0, 5))
-    shipment = sender.ship(receiver.endpoint, address, 5, 0, TOKENS)
+    transfer = sender.claim(receiver.endpoint, address, 5, 0, TOKENS)
     one, none, count = (np.array([n], np.int32) for n in (3, 0, TOKENS))
-    shipment.put(Parcel(one, np.array([7], np.int32), none, count))
-    return shipment, receiver, address, *arenas
+    transfer.put(BlockCopies(one, np.array([7], np.int32), none, count))
+    return transfer, receiver, address, *arenas
 
 
 def test_what_is_still_computed_is_copied_afterwards_and_holds_no_lock() -> None:
     async def run() -> None:
         later = _Later()
-        shipment, receiver, address, own, peer = await _ship(later)
+        transfer, receiver, address, own, peer = await _ship(later)
         assert await asyncio.to_thread(later.reached.wait, DEADLINE)
         assert receiver.received(address.ticket) == 0
         own.view(16, torch.float32)[3] = 1.5  # what the device was to write
         later.computed.set()
-        await shipment.arrived()
+        await transfer.arrived()
         assert receiver.received(address.ticket) == TOKENS
         assert (peer.view(16, torch.float32)[7] == 1.5).all()
         assert receiver.close(address.ticket)
@@ -102,26 +103,26 @@ def test_what_is_still_computed_is_copied_afterwards_and_holds_no_lock() -> None
 def test_a_reservation_closes_at_once_while_the_device_computes() -> None:
     async def run() -> None:
         later = _Later()
-        shipment, receiver, address, own, peer = await _ship(later)
+        transfer, receiver, address, own, peer = await _ship(later)
         assert await asyncio.to_thread(later.reached.wait, DEADLINE)
         assert receiver.close(address.ticket)
         own.view(16, torch.float32)[3] = 1.5
         later.computed.set()
         with pytest.raises(BadRequest, match="over"):
-            await shipment.arrived()
+            await transfer.arrived()
         assert not peer.bytes.any()
 
     asyncio.run(run())
 
 
-def test_a_device_that_fails_fails_its_shipments() -> None:
+def test_a_device_that_fails_fails_its_transfers() -> None:
     async def run() -> None:
         later = _Later()
         later.problem = "an illegal memory access was encountered"
         later.computed.set()
-        shipment, receiver, address, _, peer = await _ship(later)
-        with pytest.raises(Unavailable, match="copying to receiver failed: an illegal memory access"):
-            await shipment.arrived()
+        transfer, receiver, address, _, peer = await _ship(later)
+        with pytest.raises(Unavailable, match="to be sent was not computed: an illegal memory access"):
+            await transfer.arrived()
         assert not peer.bytes.any()
         assert receiver.close(address.ticket)
 

@@ -13,12 +13,12 @@ PROGRAM = """
 import asyncio, struct, sys
 import numpy as np
 from kvloom.core.address import KVAddress, KVForm
-from kvloom.core.shipment import Parcel
+from kvloom.core.transfer import BlockCopies
 from kvloom.kv.arena import Arena
-from kvloom.transport.cuda_ipc import CudaIpcTransport
-from kvloom.transport.nixl import NixlTransport
-from kvloom.transport.shm import ShmTransport
-from kvloom.transport.place import HostPlace
+from kvloom.transfer.cuda_ipc import CudaIpcTransport
+from kvloom.transfer.nixl import NixlTransport
+from kvloom.transfer.shared_memory import ShmTransport
+from kvloom.transfer.nixl_agent import HostPlace
 from tests.transport.device_memory import HostMemory, LikeAGpu
 
 FORM = KVForm(layers=1, kv_heads=1, head_dim=16, dtype="float32", block_bytes=4096, tokens_per_block=32)
@@ -33,12 +33,12 @@ async def main():
     address = KVAddress(
         model="m", form=FORM, begin=0, end=32, blocks=struct.pack("<ii", 7, 1), ticket=receiver.open(0, 5)
     )
-    shipment = sender.ship(receiver.endpoint, address, 5, 0, 32)
+    transfer = sender.claim(receiver.endpoint, address, 5, 0, 32)
     one, none, all_ = (np.array([n], np.int32) for n in (7, 0, 32))
-    shipment.put(Parcel(one, one, none, all_))
-    await shipment.arrived()
+    transfer.put(BlockCopies(one, one, none, all_))
+    await transfer.arrived()
     print(receiver.received(address.ticket), flush=True)
-    return sender, receiver, shipment
+    return sender, receiver, transfer
 
 kept = asyncio.run(main())
 """

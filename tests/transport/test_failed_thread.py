@@ -15,24 +15,24 @@ def test_all_that_has_not_arrived_fails_and_nothing_more_is_sent(mortal: tuple[U
     context = Context.make(*mortal, 0, 100, seed=30)
     sender, receiver = mortal
     context.send(0, 30)
-    broken, waiting, silent = context.ship(30, 50), context.ship(50, 70), context.ship(70, 90)
+    broken, waiting, silent = context.claim(30, 50), context.claim(50, 70), context.claim(70, 90)
     early = sender.start("arrived", number=waiting)  # it waits for what goes before
     sender.call("put_junk", number=broken)
     with pytest.raises(Unavailable, match=FAILED):
         sender.result(early)
     sender.result(context.put(silent, context.whole(70, 90)))
-    for shipment in (silent, broken):
+    for transfer in (silent, broken):
         with pytest.raises(Unavailable, match=FAILED):
-            sender.call("arrived", number=shipment)
-        sender.call("abandon", number=shipment)
+            sender.call("arrived", number=transfer)
+        sender.call("abandon", number=transfer)
     with pytest.raises(Unavailable, match=FAILED):
-        context.ship(90, 100)
+        context.claim(90, 100)
     assert context.received() == 30
     context.check(0, 30)
     receiver.close_soon(context.ticket)
     sender.call("close_all")
     with pytest.raises(Unavailable, match=FAILED):
-        context.ship(90, 100)
+        context.claim(90, 100)
 
 
 def test_where_the_thread_is_needed_for_receiving_no_reservation_is_opened(
@@ -42,10 +42,10 @@ def test_where_the_thread_is_needed_for_receiving_no_reservation_is_opened(
     context = Context.make(*mortal, 0, 100, seed=32)
     sender, _ = mortal
     back = sender.open(0, context.address.digest(context.prompt, sender.endpoint))
-    shipment = context.ship(0, 100)
-    sender.call("put_junk", number=shipment)
+    transfer = context.claim(0, 100)
+    sender.call("put_junk", number=transfer)
     with pytest.raises(Unavailable, match=FAILED):
-        sender.call("arrived", number=shipment)
+        sender.call("arrived", number=transfer)
     if sender.endpoint.kind != "nixl":
         assert sender.call("close", ticket=sender.open(0))
     else:

@@ -13,19 +13,20 @@ from tests.transport.units import Unit, units
 def test_after_close_says_true_a_stalled_sender_writes_nothing(pair: tuple[Unit, Unit]) -> None:
     context = Context.make(*pair, 0, 100, seed=13)
     sender, receiver = pair
-    shipment = context.stall("before", skip=1)
+    transfer = context.stall("before", skip=1)
+    assert sender.call("state", number=transfer) == "copying"
     receiver.close_soon(context.ticket)
     receiver.call("fill", seed=99)  # the blocks are used for something else
     after = receiver.arena.copy()
     sender.call("ungate")
     with pytest.raises((BadRequest, Unavailable), match="receiver"):
-        sender.call("arrived", number=shipment)
+        sender.call("arrived", number=transfer)
     np.testing.assert_array_equal(receiver.arena, after)
 
 
-def test_shipments_that_have_not_arrived_fail_at_the_end(mortal: tuple[Unit, Unit]) -> None:
+def test_transfers_that_have_not_arrived_fail_at_the_end(mortal: tuple[Unit, Unit]) -> None:
     context = Context.make(*mortal, 0, 100, seed=14)
-    first, second = context.ship(0, 50), context.ship(50, 100)
+    first, second = context.claim(0, 50), context.claim(50, 100)
     early = context.sender.start("arrived", number=second)
     context.sender.call("close_all")
     with pytest.raises(Unavailable, match="stopping"):
@@ -40,13 +41,13 @@ def test_shipments_that_have_not_arrived_fail_at_the_end(mortal: tuple[Unit, Uni
 def test_a_receiver_that_dies_makes_the_send_fail(mortal: tuple[Unit, Unit]) -> None:
     context = Context.make(*mortal, 0, 100, seed=15)
     sender, receiver = mortal
-    shipment = context.stall("before", skip=2)
+    transfer = context.stall("before", skip=2)
     receiver.kill()
     sender.call("ungate")
     with pytest.raises(Unavailable, match="receiver"):
-        sender.call("arrived", number=shipment)
+        sender.call("arrived", number=transfer)
     with pytest.raises(Unavailable, match="receiver"):
-        sender.call("arrived", number=context.ship(0, 100))
+        sender.call("arrived", number=context.claim(0, 100))
 
 
 def test_a_sender_that_dies_half_way_leaves_a_reservation_that_closes(mortal: tuple[Unit, Unit]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvloom.transport.nixl_shipment import Where
+from kvloom.transfer.nixl_plane import NixlEndpoint
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32
 from kvloom.types.transfer import Endpoint, KVAddress
@@ -88,7 +88,7 @@ def _elsewhere(endpoint: Endpoint) -> Iterator[tuple[str, Endpoint]]:
     fields = msgspec.msgpack.decode(endpoint.where)
     yield "more than there is to say", _saying(endpoint, [*fields, 0])
     if endpoint.kind == "nixl":
-        where = msgspec.convert(fields, Where)
+        where = msgspec.convert(fields, NixlEndpoint)
         for name, blocks in {"before": -1, "behind": 1, "far behind": BLOCKS // 2}.items():
             shifted = structs.replace(where, address=where.address + blocks * BLOCK_BYTES)
             yield f"an arena that begins {name}", _saying(endpoint, shifted)

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from kvloom.transport.grants import GRACE, Grants
-from kvloom.transport.messages import Claim, Delivered, Done, FromReceiver, Granted, Quit, Refused, Renew
+from kvloom.transfer.grants import (
+    GRACE,
+    Claim,
+    Delivered,
+    Done,
+    FromReceiver,
+    Granted,
+    Grants,
+    Quit,
+    Refused,
+    Renew,
+)
 from kvloom.types.transfer import Ticket
 
 GRANT = 2.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvloom.transport.ledger import Ledger, PeerLedger
+from kvloom.transfer.ledger import Ledger, PeerLedger
 from kvloom.types.errors import BadRequest, QueueFull
 from kvloom.types.transfer import Ticket
 

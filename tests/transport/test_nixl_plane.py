@@ -10,31 +10,31 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvloom.transport.agent import Agent, Spans
-from kvloom.transport.grants import Grants
-from kvloom.transport.marks import Mark
-from kvloom.transport.messages import (
+from kvloom.core.transfer import BlockCopies, DeviceEvent
+from kvloom.transfer.grants import (
     Claim,
     Delivered,
     Done,
     FromReceiver,
     FromSender,
     Granted,
+    Grants,
     Message,
     Refused,
 )
-from kvloom.transport.nixl_plane import NixlPlane
-from kvloom.transport.nixl_shipment import NixlShipment, Where
-from kvloom.transport.place import HostPlace, Place
-from kvloom.transport.room import Room
+from kvloom.transfer.nixl_agent import Agent, HostPlace, Place, Spans
+from kvloom.transfer.nixl_plane import NixlEndpoint, NixlPlane, NixlTransfer
+from kvloom.transfer.target import Target
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.geometry import I32
-from kvloom.types.transfer import Endpoint, Parcel, Ticket
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 
 GRANT = 2.0
 HOST = HostPlace()
 BLOCK = 64
-PEER = Where("peer-1", b"", 3, 0, 4, BLOCK)
+FORM = KVForm(layers=1, kv_heads=1, head_dim=2, dtype="float32", block_bytes=BLOCK, tokens_per_block=4)
+ADDRESS = KVAddress(model="m", form=FORM, begin=0, end=4, blocks=b"", ticket=Ticket(0, 1))
+PEER = NixlEndpoint("peer-1", b"", 3, 0, 4, BLOCK)
 
 
 class Network(Agent):
@@ -103,21 +103,21 @@ def _plane(network: Network) -> Iterator[NixlPlane]:
         plane.close()
 
 
-def _begin(plane: NixlPlane, place: Place) -> NixlShipment:
-    room = Room(BLOCK, 4, 8, 4, np.ones(4, np.bool_))
+def _begin(plane: NixlPlane, place: Place) -> NixlTransfer:
+    target = Target(BLOCK, 4, 8, 4, np.ones(4, np.bool_))
     peer = Endpoint(unit="peer", kind="nixl", where=msgspec.msgpack.encode(PEER))
-    shipment = NixlShipment(plane.submit, place, peer, PEER, room, Ticket(0, 1), 0, 0, 4)
-    plane.start(shipment)
-    return shipment
+    transfer = NixlTransfer(plane.submit, place, peer, PEER, target, ADDRESS, 0, 0, 4)
+    plane.start(transfer)
+    return transfer
 
 
-def _send(network: Network, *parcels: Parcel, place: Place = HOST) -> None:
+def _send(network: Network, *several: BlockCopies, place: Place = HOST) -> None:
     async def send() -> None:
         with _plane(network) as plane:
-            shipment = _begin(plane, place)
-            for parcel in parcels:
-                shipment.put(parcel)
-            await asyncio.wait_for(shipment.arrived(), 30)
+            transfer = _begin(plane, place)
+            for copies in several:
+                transfer.put(copies)
+            await asyncio.wait_for(transfer.arrived(), 30)
 
     asyncio.run(send())
 
@@ -126,8 +126,8 @@ def _ints(*values: int) -> I32:
     return np.array(values, np.int32)
 
 
-def _parcel() -> Parcel:
-    return Parcel(_ints(0), _ints(1), _ints(0), _ints(4))
+def _copies() -> BlockCopies:
+    return BlockCopies(_ints(0), _ints(1), _ints(0), _ints(4))
 
 
 def _willing(message: FromSender) -> FromReceiver | None:
@@ -148,6 +148,16 @@ def _claims_only(message: FromSender) -> FromReceiver | None:
     return Granted(message.number) if isinstance(message, Claim) else None
 
 
+def test_a_peer_that_tells_of_an_arrival_before_all_is_written_is_not_believed() -> None:
+    def answer(message: FromSender) -> FromReceiver:
+        network.now += GRANT
+        return Delivered(message.number)
+
+    network = Network(answer)
+    with pytest.raises(Unavailable, match="peer is gone: no answer in 2 s"):
+        _send(network)
+
+
 def test_to_connect_may_take_longer_than_a_grant() -> None:
     network = Network(_willing, connecting=3 * GRANT)
     _send(network)
@@ -165,7 +175,7 @@ def test_while_a_transfer_is_under_way_a_silent_peer_is_told_nothing() -> None:
     """It may still be writing: the peer waits for the end of its grant."""
     network = Network(_claims_only)
     with pytest.raises(Unavailable, match="peer is gone: no answer in 2 s"):
-        _send(network, _parcel())
+        _send(network, _copies())
     assert network.log == ["meet", "Claim", "write", "Renew", "drop", "part"]
 
 
@@ -175,16 +185,16 @@ def test_a_write_that_nobody_wants_any_more_keeps_its_grant_until_it_ends() -> N
 
     async def send() -> None:
         with _plane(network) as plane:
-            shipment = _begin(plane, HOST)
-            shipment.put(_parcel())
+            transfer = _begin(plane, HOST)
+            transfer.put(_copies())
             await _until(lambda: "write" in network.log)
-            shipment.abandon()
+            transfer.abandon()
             await _until(lambda: network.now > 5 * GRANT)
             assert "Renew" in network.log
-            assert shipment.deadline > network.now - GRANT
+            assert transfer.deadline > network.now - GRANT
             network.ending = True
             with pytest.raises(BadRequest, match="given up"):
-                await asyncio.wait_for(shipment.arrived(), 30)
+                await asyncio.wait_for(transfer.arrived(), 30)
 
     asyncio.run(send())
     assert network.log[-2:] == ["drop", "Quit"]
@@ -194,7 +204,7 @@ def test_a_write_that_nobody_wants_any_more_keeps_its_grant_until_it_ends() -> N
 def test_a_write_that_is_refused_while_it_is_under_way_is_let_go_of_with_the_grant() -> None:
     network = Network(lambda message: _willing(message) if isinstance(message, Claim) else _refused(message))
     with pytest.raises(BadRequest, match="no reservation"):
-        _send(network, _parcel())
+        _send(network, _copies())
     assert network.log == ["meet", "Claim", "write", "Renew", "drop", "part"]
     assert network.now < 3 * GRANT
 
@@ -203,11 +213,11 @@ def test_after_a_write_that_failed_the_peer_is_told_nothing() -> None:
     """Part of it may be on its way: the peer waits for the end of its grant."""
     network = Network(_willing, failing=True)
     with pytest.raises(Unavailable, match="peer is gone: writing failed"):
-        _send(network, _parcel())
+        _send(network, _copies())
     assert network.log == ["meet", "Claim", "write", "part"]
 
 
-def test_a_peer_that_answers_another_shipment_is_not_parted_from() -> None:
+def test_a_peer_that_answers_another_transfer_is_not_parted_from() -> None:
     """Until the second is lost, whose answers go astray, those to the first take a quarter of a grant."""
 
     def answer(message: FromSender) -> FromReceiver | None:
@@ -257,7 +267,7 @@ class _Gpu(HostPlace):
         super().__init__()
         self._network, self._times, self._problem = network, times, problem
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         if self._times == 0:
             raise RuntimeError(self._problem)
         return _Computing(self._times, self._looked, self._problem)
@@ -269,7 +279,7 @@ class _Gpu(HostPlace):
 
 def test_what_is_computed_still_is_written_later_and_the_grant_is_renewed_meanwhile() -> None:
     network = Network(_willing, ending=True)
-    _send(network, _parcel(), place=_Gpu(network, times=3))
+    _send(network, _copies(), place=_Gpu(network, times=3))
     log = [entry for entry in network.log if entry != "Renew"]
     assert log == ["meet", "Claim", "look", "look", "look", "write", "drop", "Done"]
     assert network.log.count("Renew") >= 2
@@ -278,11 +288,11 @@ def test_what_is_computed_still_is_written_later_and_the_grant_is_renewed_meanwh
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_what_could_not_be_computed_fails_the_shipment_and_no_other(times: int) -> None:
+def test_what_could_not_be_computed_fails_the_transfer_and_no_other(times: int) -> None:
     """At the mark, and later."""
     network = Network(_willing, ending=True)
     with pytest.raises(Unavailable, match=r"what is to be sent was not computed: out of luck"):
-        _send(network, _parcel(), place=_Gpu(network, times, "out of luck"))
+        _send(network, _copies(), place=_Gpu(network, times, "out of luck"))
     assert "write" not in network.log
     assert "part" not in network.log
     assert network.log[-1] == "Quit"

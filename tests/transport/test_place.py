@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvloom.kv.arena import Arena
-from kvloom.transport.nixl import NixlTransport
-from kvloom.transport.place import HostPlace
+from kvloom.transfer.nixl import NixlTransport
+from kvloom.transfer.nixl_agent import HostPlace
 from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.geometry import Geometry
 from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
@@ -39,6 +39,6 @@ def test_a_gpus_memory_and_the_hosts_exchange_nothing() -> None:
     try:
         peer = Endpoint(unit="gpu", kind="nixl-cuda", where=unit.endpoint.where)
         with pytest.raises(BadRequest, match="gpu moves K and V by nixl-cuda, this unit by nixl"):
-            unit.ship(peer, address, 5, 0, 32)
+            unit.claim(peer, address, 5, 0, 32)
     finally:
         unit.close_all()

@@ -14,8 +14,9 @@ import pytest
 from msgspec import structs
 
 from kvloom.kv import arena as memfd
-from kvloom.transport.ledger import ROW_BYTES
-from kvloom.transport.peer import Memory, Where
+from kvloom.transfer.fenced import Memory
+from kvloom.transfer.ledger import ROW_BYTES
+from kvloom.transfer.shared_memory import ShmEndpoint
 from kvloom.types.errors import BadRequest, Unavailable
 from tests.transport.context import Context
 from tests.transport.units import DEADLINE, Unit, units
@@ -31,15 +32,15 @@ def test_close_waits_for_a_piece_and_no_longer(pair: tuple[Unit, Unit]) -> None:
     """Pieces are of four blocks here; the third is under way when the reservation is closed."""
     context = Context.make(*pair, 0, 100, seed=1)
     sender, receiver = pair
-    shipment, parcel = context.stall("inside", skip=2), context.whole(0, 100)
+    transfer, copies = context.stall("inside", skip=2), context.whole(0, 100)
     assert not receiver.call("close", ticket=context.ticket)
     assert not receiver.call("close", ticket=context.ticket)
     sender.call("ungate")
     with pytest.raises(BadRequest, match="over"):
-        sender.call("arrived", number=shipment)
+        sender.call("arrived", number=transfer)
     assert receiver.call("close", ticket=context.ticket)
     written = {i for i in range(len(receiver.arena)) if (receiver.arena[i] != context.before[i]).any()}
-    assert written == set(parcel.peer[:12].tolist())
+    assert written == set(copies.peer[:12].tolist())
 
 
 def test_a_sender_killed_inside_a_piece_holds_nothing(pair: tuple[Unit, Unit]) -> None:
@@ -54,13 +55,13 @@ def test_a_sender_killed_inside_a_piece_holds_nothing(pair: tuple[Unit, Unit]) -
 def test_what_a_failed_thread_has_claimed_can_be_claimed_by_others(pair: tuple[Unit, Unit]) -> None:
     context = Context.make(*pair, 0, 100, seed=7)
     sender, receiver = pair
-    first, second = context.ship(0, 40), context.ship(40, 70)
+    first, second = context.claim(0, 40), context.claim(40, 70)
     sender.call("put_junk", number=first)
-    for shipment in (second, first):
+    for transfer in (second, first):
         with pytest.raises(Unavailable, match="KV plane of this unit has failed"):
-            sender.call("arrived", number=shipment)
+            sender.call("arrived", number=transfer)
     other = replace(context, sender=receiver)
-    receiver.call("abandon", number=other.ship(0, 100))
+    receiver.call("abandon", number=other.claim(0, 100))
     receiver.close_soon(context.ticket)
 
 
@@ -94,18 +95,18 @@ def test_only_what_a_process_has_made_for_its_endpoint_is_mapped(pair: tuple[Uni
     sender, receiver = pair
     context = Context.make(sender, receiver, 0, 100, seed=6)
     context.send(0, 50)
-    held, where = _held(sender), msgspec.msgpack.decode(receiver.endpoint.where, type=Where)
+    held, where = _held(sender), msgspec.msgpack.decode(receiver.endpoint.where, type=ShmEndpoint)
     for name, forged in _elsewhere(sender, where):
         endpoint = structs.replace(receiver.endpoint, unit=name, where=msgspec.msgpack.encode(forged))
         with pytest.raises(Unavailable, match=f"{name} is gone: descriptor"):
-            sender.ship(endpoint, context.address, 0, 50, 100)
+            sender.claim(endpoint, context.address, 0, 50, 100)
     sender.call("drop")
     context.send(50, 100)
     context.check(0, 100)
     _wait_until_held(sender, held)
 
 
-def _elsewhere(sender: Unit, where: Where) -> Iterator[tuple[str, Where]]:
+def _elsewhere(sender: Unit, where: ShmEndpoint) -> Iterator[tuple[str, ShmEndpoint]]:
     """Endpoints that fit in size, inode and all, but lead to something else."""
     arena, ledger = where.arena, where.ledger
     slots, blocks = arena.size // ROW_BYTES, ledger.size // 64

@@ -9,40 +9,53 @@ import threading
 import numpy as np
 import pytest
 
-from kvloom.transport.delivery import Delivery
-from kvloom.transport.worker import Worker
+from kvloom.core.transfer import BlockCopies, TransferState
+from kvloom.transfer.plane import PlaneTransfer, Worker
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
-from kvloom.types.transfer import Parcel
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 
-NOTHING = Parcel(*(np.zeros(0, np.int32) for _ in range(4)))
+NONE = np.zeros(0, np.int32)
+NOTHING = BlockCopies(NONE, NONE, NONE, NONE)
+
+
+FORM = KVForm(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_bytes=256, tokens_per_block=4)
+ADDRESS = KVAddress(model="m", form=FORM, begin=0, end=4, blocks=b"", ticket=Ticket(0, 1))
+PEER = Endpoint(unit="peer", kind="modelled", where=b"")
+
+
+def _transfer(worker: Worker[int], kind: type[PlaneTransfer] = PlaneTransfer) -> PlaneTransfer:
+    """One that its receiver has granted."""
+    transfer = kind(worker.submit, PEER, ADDRESS, 0, 4)
+    transfer.become(TransferState.CLAIMED)
+    return transfer
 
 
 class Counting(Worker[int]):
-    """Settles each shipment at its end, but holds every third one back; fails at an order below 0."""
+    """Settles each transfer at its end, but holds every third one back; fails at an order below 0."""
 
     def __init__(self) -> None:
         super().__init__("counting")
         self.orders: list[int] = []
-        self.held: list[Delivery] = []
+        self.held: list[PlaneTransfer] = []
         self._start()
 
     def _step(self) -> None:
         match self._queue.get():
-            case Delivery() as shipment, None if shipment.failure is not None or len(self.orders) % 3:
-                shipment.settle(shipment.failure)
-            case Delivery() as shipment, None:
-                self.held.append(shipment)
+            case PlaneTransfer() as transfer, None if transfer.failure is not None or len(self.orders) % 3:
+                transfer.settle(transfer.failure)
+            case PlaneTransfer() as transfer, None:
+                self.held.append(transfer)
             case int() as order:
                 self.orders.append(order)
                 if order < 0:
                     raise LookupError("below 0")
 
-    def _left(self) -> list[Delivery]:
+    def _left(self) -> list[PlaneTransfer]:
         left, self.held = self.held, []
         return left
 
 
-class Stubborn(Delivery):
+class Stubborn(PlaneTransfer):
     """One that cannot be refused without an error."""
 
     def refuse(self, error: KvloomError) -> None:
@@ -57,24 +70,24 @@ def test_whenever_something_is_put_nobody_waits_for_ever(after: int, by_close: b
 
     async def test() -> None:
         worker = Counting()
-        shipments = [Delivery(worker.submit) for _ in range(40)]
+        transfers = [_transfer(worker) for _ in range(40)]
         begun = threading.Barrier(5)
 
-        def put(some: list[Delivery]) -> None:
+        def put(some: list[PlaneTransfer]) -> None:
             begun.wait()
-            for number, shipment in enumerate(some):
+            for number, transfer in enumerate(some):
                 worker.order(number)
-                shipment.put(NOTHING)
+                transfer.put(NOTHING)
 
-        puts = [asyncio.create_task(asyncio.to_thread(put, shipments[i::4])) for i in range(4)]
+        puts = [asyncio.create_task(asyncio.to_thread(put, transfers[i::4])) for i in range(4)]
         begun_too = asyncio.create_task(asyncio.to_thread(begun.wait))
-        ends = [asyncio.create_task(shipment.arrived()) for shipment in shipments[:after]]
+        ends = [asyncio.create_task(transfer.arrived()) for transfer in transfers[:after]]
         await begun_too
         if by_close:
             worker.close()
         else:
             worker.order(-1)
-        ends += [asyncio.create_task(shipment.arrived()) for shipment in shipments[after:]]
+        ends += [asyncio.create_task(transfer.arrived()) for transfer in transfers[after:]]
         found = await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), 30)
         await asyncio.gather(*puts)
         why = "this unit is stopping" if by_close else "failed (LookupError('below 0')); restart the unit"
@@ -93,7 +106,7 @@ def _fail(worker: Counting) -> None:
     async def wait() -> None:
         worker.order(-1)
         with pytest.raises(Unavailable, match="below 0"):
-            await asyncio.wait_for(Delivery(worker.submit).arrived(), 30)
+            await asyncio.wait_for(_transfer(worker).arrived(), 30)
 
     asyncio.run(wait())
 
@@ -124,12 +137,12 @@ def test_one_that_cannot_be_refused_keeps_no_other_waiting() -> None:
     async def test() -> None:
         worker = Counting()
         worker.order(0)
-        shipments = [Stubborn(worker.submit), *(Delivery(worker.submit) for _ in range(3))]
+        transfers = [_transfer(worker, Stubborn), *(_transfer(worker) for _ in range(3))]
         worker.order(1)
         worker.order(2)
-        ends = [asyncio.create_task(shipment.arrived()) for shipment in shipments]
+        ends = [asyncio.create_task(transfer.arrived()) for transfer in transfers]
         await asyncio.sleep(0)
-        shipments[2].abandon()
+        transfers[2].abandon()
         worker.order(-1)
         found = await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), 30)
         assert [type(one) for one in found] == [Unavailable, Unavailable, BadRequest, Unavailable]

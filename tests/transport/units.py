@@ -39,7 +39,7 @@ class Unit:
         self._file = ours.makefile("rb")
         self._calls = 0
         self._answers: dict[int, Answer] = {}
-        self._shipments = 0
+        self._transfers = 0
         made = msgspec.convert(self.call("made"), Made)
         self.endpoint: Endpoint = made.endpoint
         self._mapped = _mapped(made) if made.fd >= 0 else None
@@ -76,11 +76,11 @@ class Unit:
     def open(self, begin: int, digest: int = 0) -> Ticket:
         return msgspec.convert(self.call("open", begin=begin, digest=digest), Ticket)
 
-    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> int:
-        """The shipment's number."""
-        self._shipments += 1
-        number, to = self._shipments, {"peer": peer, "address": address, "digest": digest}
-        self.call("ship", number=number, begin=begin, end=end, **to)
+    def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> int:
+        """The transfer's number."""
+        self._transfers += 1
+        number, to = self._transfers, {"peer": peer, "address": address, "digest": digest}
+        self.call("claim", number=number, begin=begin, end=end, **to)
         return number
 
     def close_soon(self, ticket: Ticket) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from tools.gpu_checks.report import Figure
 
+from kvloom.core.transfer import BlockCopies
 from kvloom.exec.cuda.loader import DeviceArena
-from kvloom.transport.cuda_ipc_memory import CudaMemory
-from kvloom.transport.room import Room
-from kvloom.types.transfer import Parcel
+from kvloom.transfer.cuda_ipc import CudaMemory
+from kvloom.transfer.target import Target
 
 _BLOCKS, _BLOCK_BYTES = 16384, 16 << 10
 _DEADLINE = 90
@@ -56,11 +56,11 @@ def main() -> None:
     source = torch.full_like(target, 7)
     blocks = np.random.default_rng(0).permutation(_BLOCKS).astype(np.int32)
     none, all_ = np.zeros(_BLOCKS, np.int32), np.full(_BLOCKS, 32, np.int32)
-    room = Room(_BLOCK_BYTES, 32, 256, _BLOCKS, np.ones(_BLOCKS, np.bool_))
+    room = Target(_BLOCK_BYTES, 32, 256, _BLOCKS, np.ones(_BLOCKS, np.bool_))
     found: list[float] = []
     for _ in range(3):
         began = time.perf_counter()
-        memory.copy(source, target, Parcel(blocks, blocks[::-1].copy(), none, all_), room)
+        memory.copy(source, target, BlockCopies(blocks, blocks[::-1].copy(), none, all_), room)
         found.append(time.perf_counter() - began)
     print(min(found))
 

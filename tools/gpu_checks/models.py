@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 import transformers
 
+from kvloom.core.transfer import Transport
 from kvloom.engine.engine import Engine
 from kvloom.exec.attention import NAME
 from kvloom.exec.cpu.layer import Modular
@@ -22,13 +23,12 @@ from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena, Store
-from kvloom.transport.shm import ShmTransport
+from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import WallClock
 from kvloom.types.geometry import Geometry
 from kvloom.types.offload import Weaver
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
-from kvloom.types.transfer import Transport
 
 BLOCK_BYTES: Final = 16 << 10
 CONTEXT: Final = 16384

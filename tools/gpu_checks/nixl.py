@@ -17,12 +17,13 @@ import torch
 from msgspec import Struct
 from tools.gpu_checks.report import Figure
 
+from kvloom.core.transfer import BlockCopies
 from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.kv.arena import Arena, Store
-from kvloom.transport.nixl import NixlTransport
-from kvloom.transport.place import place_of
+from kvloom.transfer.nixl import NixlTransport
+from kvloom.transfer.nixl_agent import place_of
 from kvloom.types.geometry import Geometry
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Parcel
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm
 
 _BLOCK_BYTES = 16 << 10
 _FORM = KVForm.of(Geometry(32, 8, 128, 2, _BLOCK_BYTES), "bfloat16")
@@ -89,9 +90,9 @@ async def _send(transport: NixlTransport, peer: Endpoint, address: KVAddress) ->
     none, all_ = np.zeros_like(blocks), np.full_like(blocks, _FORM.tokens_per_block)
     own = np.arange(len(blocks), dtype=np.int32)
     began = time.perf_counter()
-    shipment = transport.ship(peer, address, _DIGEST, address.begin, address.end)
-    shipment.put(Parcel(own, blocks, none, all_))
-    await shipment.arrived()
+    transfer = transport.claim(peer, address, _DIGEST, address.begin, address.end)
+    transfer.put(BlockCopies(own, blocks, none, all_))
+    await transfer.arrived()
     return time.perf_counter() - began
 
 

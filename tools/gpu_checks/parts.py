@@ -49,7 +49,7 @@ def moving(run: Run) -> None:
 def weaving(run: Run) -> None:
     from tools.gpu_checks import models, woven  # noqa: PLC0415
 
-    from kvloom.transport.cuda_ipc_memory import CudaMemory  # noqa: PLC0415
+    from kvloom.transfer.cuda_ipc import CudaMemory  # noqa: PLC0415
 
     ground = models.cuda_ground()
     run.check("weaving", lambda: woven.weaving(ground, CudaMemory(ground.device.torch)))

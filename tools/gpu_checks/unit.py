@@ -30,8 +30,7 @@ from tools.gpu_checks.models import (
 from kvloom.api.verbs import create_verbs
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.server import Server
-from kvloom.transport.cuda_ipc import CudaIpcTransport
-from kvloom.transport.cuda_ipc_memory import CudaMemory, DeviceMemory
+from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory, DeviceMemory
 
 MODEL: Final = "m"
 MODULE: Final = "tools.gpu_checks.unit"

@@ -32,17 +32,15 @@ from tools.gpu_checks.models import (
 from tools.gpu_checks.report import Figure
 from torch import Tensor
 
+from kvloom.core.transfer import BlockCopies, DeviceEvent
 from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.device import Device, Lane, Partitions
 from kvloom.model.gpu.weaver import DeviceWeaver
-from kvloom.transport.cuda_ipc import CudaIpcTransport
-from kvloom.transport.cuda_ipc_memory import DeviceMemory
-from kvloom.transport.marks import Mark
-from kvloom.transport.room import Room
+from kvloom.transfer.cuda_ipc import CudaIpcTransport, DeviceMemory
+from kvloom.transfer.target import Target
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import Control
-from kvloom.types.transfer import Parcel
 
 HOT, COLD = "hot", "cold"
 CONTROLS: Final[dict[Control, str]] = {
@@ -92,11 +90,11 @@ class OneProcess:
     def map(self, handle: bytes) -> Tensor:
         return self._exports[handle]
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return self._real.mark()
 
-    def copy(self, source: Tensor, target: Tensor, parcel: Parcel, room: Room) -> None:
-        self._real.copy(source, target, parcel, room)
+    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: Target) -> None:
+        self._real.copy(source, target, copies, room)
 
 
 @dataclass(frozen=True, slots=True)

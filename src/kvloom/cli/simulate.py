@@ -35,6 +35,7 @@ from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.plan import read_plan
 from kvloom.router.program import load_program
+from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import Policy, ProgramSpec
@@ -95,6 +96,7 @@ def simulate(
         found = _configured(fleet, profile, policy)
     if program:
         found = replace(found, program=ProgramSpec(program))
+    _check_ranks(found.units, found.program.name)
     asked = open_workload(workload)
     console = console_for()
 
@@ -128,6 +130,17 @@ def simulate(
                 patience=found.patience,
             )
     return write_results(results, console, json, html)
+
+
+def _check_ranks(units: list[SimulatedUnit], program: str) -> None:
+    """Raises ConfigError if the program moves K and V and a unit has ranks, as `kvloom serve` does."""
+    ranks = next((unit.spec for unit in units if unit.spec.tensor_parallel > 1), None)
+    if ranks is not None and program in MOVING:
+        right = ", ".join(sorted(PROGRAMS.keys() - MOVING))
+        raise ConfigError(
+            f"{ranks.unit}: {ranks.tensor_parallel} ranks, whose K and V are neither sent nor received, "
+            f"under the program {program}, which moves them; {right} are right"
+        )
 
 
 def _planned(path: Path, policy: Policy | None, profile: Path | None, client_here: bool) -> _Fleet:

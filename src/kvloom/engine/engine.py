@@ -7,19 +7,16 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvloom.engine.arrivals import Arrivals
+from kvloom.core.transfer import Transport
 from kvloom.engine.guide import Guides
-from kvloom.engine.holds import Holds
-from kvloom.engine.leases import Leases
-from kvloom.engine.llumlet import Llumlet
-from kvloom.engine.pins import Pins
-from kvloom.engine.promises import Promises
+from kvloom.engine.leases import Leases, Pins, Promises
+from kvloom.engine.migration import Llumlet, Pauses
 from kvloom.engine.quotas import QuotaTuner, fit
 from kvloom.engine.report import unit_load
 from kvloom.engine.requests import Requests
-from kvloom.engine.reservations import MOST, Reservations
+from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
 from kvloom.engine.scheduler import Flights
-from kvloom.engine.shipping import Shipping
+from kvloom.engine.transfers import Transfers
 from kvloom.engine.weaving import Weaving
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, Unavailable
@@ -28,7 +25,6 @@ from kvloom.types.load import UnitLoad
 from kvloom.types.offload import Borrow, Loan, Weaver
 from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
 from kvloom.types.spec import EngineSpec
-from kvloom.types.transfer import Transport
 from kvloom.types.verbs import (
     Held,
     Lease,
@@ -44,7 +40,8 @@ from kvloom.types.verbs import (
     Standing,
 )
 
-MAX_RESERVED: Final = MOST + 1  # a cache's rows beyond those that run: reservations, and one for a send
+MAX_RESERVED: Final = MOST_RESERVATIONS + 1
+"""Rows of a cache beyond those that run: reservations, and one for a send."""
 
 
 class Engine:
@@ -80,12 +77,14 @@ class Engine:
             spec,
             wake=self._wake.set,
         )
-        self._shipping = Shipping(
+        self._transfers = Transfers(
             self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._flights.jobs
         )
-        self._holds = Holds(self._queues, self._requests, clock, spec.lease, jobs=lambda: self._flights.jobs)
+        self._pauses = Pauses(
+            self._queues, self._requests, clock, spec.lease, jobs=lambda: self._flights.jobs
+        )
         self.weaving = Weaving(self._queues, self.pool, promises, weaver, clock, wake=self._called)
-        parts = (self._reservations, self._pins, self._holds, self.weaving, self._arrivals)
+        parts = (self._reservations, self._pins, self._pauses, self.weaving, self._arrivals)
         self._leases = Leases(parts, clock)
         self._llumlet = Llumlet(self._queues, self.pool, self._requests, spec.priorities)
         self._stopping = False
@@ -108,7 +107,7 @@ class Engine:
                 pass
             if not self._flights.landed:
                 if self._flights.none and self._arrivals.due is None:
-                    self._shipping.give_way()
+                    self._transfers.give_way()
                     self.weaving.give_way()
                 await self._rest()
             self._wake.clear()
@@ -130,11 +129,11 @@ class Engine:
         self._stopping = True
         for request in self._requests.ids:
             self._requests.cancel(request, "error", "the engine is stopping")
-            self._holds.let_go(str(request))
+            self._pauses.let_go(str(request))
         self._reservations.release_all()
         self._pins.unpin_all()
         self.weaving.recall()
-        self._shipping.stop()
+        self._transfers.stop()
         self._called()
 
     def _called(self) -> None:
@@ -171,7 +170,7 @@ class Engine:
                 if over:
                     return
         finally:
-            self._holds.let_go(body.request)
+            self._pauses.let_go(body.request)
             if not stream.ended:
                 self._requests.close(stream, "abort")
                 self._called()
@@ -180,9 +179,9 @@ class Engine:
         self._requests.cancel(request, "abort", choice=choice)
         if choice is None:
             self._reservations.release(request)
-            self._shipping.abort(request)
+            self._transfers.abort(request)
             self._pins.unpin(request)
-            self._holds.let_go(request)
+            self._pauses.let_go(request)
         self._called()
 
     async def prep_recv(self, body: PrepRecv) -> Prepared:
@@ -195,8 +194,8 @@ class Engine:
     async def remote_send(self, body: RemoteSend) -> Sent:
         self._requests.check_prompt(body.model, body.prompt)
         self._called()
-        await self._holds.publish(body.request)
-        return await self._shipping.send(body)
+        await self._pauses.publish(body.request)
+        return await self._transfers.send(body)
 
     async def renew(self, request: str) -> Lease:
         asked = self._reservations.renew(request), self._pins.renew(request)
@@ -223,17 +222,17 @@ class Engine:
         for body in sends:
             self._requests.check_prompt(body.model, body.prompt)
         self._called()
-        made = await self._holds.hold(request)
-        return Standing(made=made, sent=await self._shipping.send_what_is_here(sends))
+        made = await self._pauses.pause(request)
+        return Standing(made=made, sent=await self._transfers.send_what_is_here(sends))
 
     async def resume(self, request: str) -> None:
         self._called()
-        await self._holds.resume(request)
+        await self._pauses.resume(request)
         self._called()
 
     async def offer(self, body: Offer) -> Offered:
         await self._flights.settled()
-        return self._llumlet.offer(body)
+        return self._llumlet.select_migration(body)
 
     async def lend(self, body: Borrow) -> Loan:
         """Not one of the router's verbs: units that weave ask each other."""

@@ -105,8 +105,8 @@ class Landings:
         for sequence, count in flight.batch:
             sequence.in_job = False
             sequence.computed += count
-            if sequence.outbound:
-                sequence.outbound.computed(sequence.computed)
+            if sequence.transfer:
+                sequence.transfer.advance(sequence.computed)
             if sequence.pending == 0:
                 if flight.job.phase is Phase.PREFILL:
                     queue.cache.keep(sequence.id, sequence.tokens.list())

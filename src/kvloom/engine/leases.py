@@ -1,24 +1,36 @@
-"""What ends where nobody renews it."""
+"""What an engine keeps for a time: the clock of its leases, the budget of promised blocks, and the pins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final, Protocol
 
+import numpy as np
+
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.kv.prefix import PinnedPath, PrefixTree
 from kvloom.types.clock import Clock
+from kvloom.types.errors import OutOfBlocks, QueueFull
+from kvloom.types.verbs import Pin, Pinned
+
+MOST_PINS: Final = 4096  # of one unit
 
 
 class Leased(Protocol):
+    """A part of an engine that keeps something for as long as somebody renews it."""
+
     @property
     def due(self) -> float | None:
-        """When the next of its leases runs out, by the clock; None where it has none."""
+        """When the next of its leases runs out, by the clock; None if it has none."""
 
     def expire(self) -> None:
-        """Give up whose lease has run out."""
+        """Gives up everything whose lease has run out."""
 
 
 class Leases:
-    """Of all parts of an engine, by one clock."""
+    """Tracks when the next lease ends in any part of an engine."""
 
     def __init__(self, parts: Sequence[Leased], clock: Clock) -> None:
         self._parts = parts
@@ -26,10 +38,160 @@ class Leases:
 
     @property
     def left(self) -> float | None:
-        """Seconds until one runs out, 0 where it has; None where there is none."""
+        """Seconds until a lease runs out, 0 if one has; None if there is none."""
         due = min((due for part in self._parts if (due := part.due) is not None), default=None)
         return None if due is None else max(0.0, due - self._clock.now())
 
     def expire(self) -> None:
         for part in self._parts:
             part.expire()
+
+
+class Promises:
+    """One budget for pins and reservations, because no preemption brings their blocks back: what is not
+    promised must hold the longest request that any model of the unit lets in. So each request that is let in
+    can be computed to its end.
+
+    A pool that does not hold two of the longest requests has a budget smaller than one of them, and none at
+    all where it holds just one; but a reservation may be as long as that. There reservations may go beyond
+    the budget as long as each request that is here has room for the tokens it has by now. As requests grow,
+    and others come, that may become too little. While it is, what went beyond is not renewed, so nobody waits
+    for it longer than one lease: nor do two units whose sends wait for room that each has promised to the
+    other's. Pins, which may last, never go beyond.
+    """
+
+    def __init__(self, queues: Mapping[str, ModelQueue], total: int) -> None:
+        self._queues = queues
+        self._total = total
+        self.lent = 0
+        """Blocks that another unit has."""
+        self._longest = max(q.cache.geometry.blocks(q.card.context_length) for q in queues.values())
+        self._small = total < 2 * self._longest
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that are promised now, each counted once."""
+        return self.lent + sum(queue.cache.pages.promised_blocks for queue in self._queues.values())
+
+    def within(self, more: int = 0) -> bool:
+        """Whether what is promised, and `more` blocks, leave the longest request its room."""
+        return self.blocks + more <= self._total - self._longest
+
+    def in_the_way(self, more: int = 0) -> bool:
+        """Whether a request that is here would have no room for the tokens it has."""
+        return self._total - self.blocks - more < self._longest_here
+
+    def reserve(self, more: int) -> bool:
+        """Returns whether `more` blocks for a reservation go beyond the budget. Raises OutOfBlocks if they
+        may not."""
+        beyond = not self.within(more)
+        if beyond and (not self._small or self.in_the_way(more)):
+            raise self.refusal("prep_recv", more)
+        return beyond
+
+    def refusal(self, verb: str, more: int = 0) -> OutOfBlocks:
+        return OutOfBlocks(
+            f"{verb}: {self.blocks + more} of {self._total} blocks would be promised to pins and "
+            f"reservations, and the longest request needs {self._longest}; end others first, or raise "
+            "kv_memory"
+        )
+
+    @property
+    def _longest_here(self) -> int:
+        return max(queue.longest_here for queue in self._queues.values())
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What one request has pinned."""
+
+    tree: PrefixTree
+    path: PinnedPath
+    content: tuple[str, bytes]
+    """The model, and a hash of the prompt."""
+    lease: float
+    due: float
+    """When its lease runs out."""
+
+
+class Pins:
+    """The verbs pin and unpin, for bodies that have been checked."""
+
+    def __init__(
+        self, queues: Mapping[str, ModelQueue], promises: Promises, clock: Clock, lease: float
+    ) -> None:
+        """lease: seconds, if a body names none."""
+        self._queues = queues
+        self._promises = promises
+        self._clock = clock
+        self._lease = lease
+        self._kept: dict[str, _Kept] = {}
+        self._due: float | None = None  # of all, or earlier
+
+    @property
+    def due(self) -> float | None:
+        """When `expire` has something to do, or earlier."""
+        return self._due
+
+    def pin(self, body: Pin) -> Pinned:
+        """Raises OutOfBlocks if the longest request would find no room beside what is promised, QueueFull
+        if there are too many; what the request has pinned before is then as it was."""
+        lease, content = body.lease or self._lease, _content(body)
+        known = self._kept.get(body.request)
+        if known is not None and known.content == content:
+            known.lease = lease
+            self.renew(body.request)
+            return Pinned(tokens=known.path.tokens, lease=lease)
+        if known is None and len(self._kept) >= MOST_PINS:
+            raise QueueFull(f"{MOST_PINS} prefixes are pinned already; unpin others first", retry_after=1)
+        tree = self._queues[body.model].cache.prefixes
+        path = tree.pin(body.prompt)
+        if known is not None:  # what it gives back counts for the new one
+            known.tree.unpin(known.path)
+        if path is not None and not self._promises.within():
+            refusal = self._promises.refusal("pin")
+            tree.unpin(path)
+            if known is not None:
+                known.tree.pin_again(known.path)
+            raise refusal
+        self._kept.pop(body.request, None)
+        if path is None:
+            return Pinned(tokens=0, lease=lease)
+        self._kept[body.request] = _Kept(tree, path, content, lease, 0.0)
+        self.renew(body.request)
+        return Pinned(tokens=path.tokens, lease=lease)
+
+    def renew(self, request: str) -> float | None:
+        """Keeps the pin for its lease from now on. Returns the lease in seconds; None if the request has no
+        pin."""
+        kept = self._kept.get(request)
+        if kept is None:
+            return None
+        kept.due = self._clock.now() + kept.lease
+        self._due = kept.due if self._due is None else min(self._due, kept.due)
+        return kept.lease
+
+    def unpin(self, request: str) -> int:
+        """Returns how many tokens it kept: 0 if the request has no pin."""
+        kept = self._kept.pop(request, None)
+        if kept is None:
+            return 0
+        kept.tree.unpin(kept.path)
+        return kept.path.tokens
+
+    def unpin_all(self) -> None:
+        for request in list(self._kept):
+            self.unpin(request)
+
+    def expire(self) -> None:
+        """Undoes the pins whose lease has run out."""
+        now = self._clock.now()
+        if self._due is None or self._due > now:
+            return
+        for request in [request for request, kept in self._kept.items() if kept.due <= now]:
+            self.unpin(request)
+        self._due = min((kept.due for kept in self._kept.values()), default=None)
+
+
+def _content(body: Pin) -> tuple[str, bytes]:
+    return body.model, blake2b(np.asarray(body.prompt, dtype=np.int32).tobytes(), digest_size=16).digest()

@@ -135,14 +135,14 @@ class ModelQueue:
         pages: it would have to keep a page that it has sent a part of and then copied, beside the copy."""
         self.changes += 1
         self.waiting.remove(sequence)
-        whole = sequence.outbound is not None
+        whole = sequence.transfer is not None
         tokens, most = sequence.tokens.list(), sequence.cacheable
         sequence.adopted(self.cache.adopt(sequence.id, tokens, most, whole_pages=whole))
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
         self.tally.cached_tokens += sequence.hits
-        if sequence.outbound:
-            sequence.outbound.begin(self.cache, sequence.id, sequence.computed)
+        if sequence.transfer:
+            self.cache.sends.begin(sequence.id, sequence.transfer, sequence.computed)
 
     def release(self, sequence: Sequence, status: Status) -> None:
         """Take a sequence's place and its blocks, which stay cached while nobody needs them."""
@@ -151,8 +151,8 @@ class ModelQueue:
             self.running.remove(sequence)
             if self.woven is not None:
                 self.woven.remove(sequence)
-            if sequence.outbound:
-                sequence.outbound.hold(self.cache, sequence.id)
+            if sequence.transfer:
+                self.cache.sends.leave(sequence.id, sequence.transfer)
             self.cache.keep(sequence.id, sequence.tokens.list(), tail=True)
             self.cache.remove_sequence(sequence.id)
             sequence.computed = 0

@@ -65,7 +65,7 @@ class Places:
     def wants(self, sequence: Sequence) -> bool:
         """Whether it is to be away: its number says so, or it had to make room at home."""
         chosen = (sequence.id * _GOLDEN) % _WORD < self.share * _WORD or sequence.id in self._urged
-        return chosen and self.share > 0 and sequence.outbound is None
+        return chosen and self.share > 0 and sequence.transfer is None
 
     def set_share(self, share: float) -> None:
         """Where it falls, those that had to make room at home are as any others again."""
@@ -79,7 +79,7 @@ class Places:
         """Who makes room there, by being computed again, for a sequence that would be at home: nobody, where
         there is more than what is kept, or else some that are away and have a lower priority. None where
         these are not enough, or it cannot go."""
-        if not self.share or not sequence.decodes or sequence.outbound or sequence.id in self._urged:
+        if not self.share or not sequence.decodes or sequence.transfer or sequence.id in self._urged:
             return None
         need, found = self._room_for(sequence), list[Sequence]()
         there = self.free(other for other in self.away.values() if not other.in_job)

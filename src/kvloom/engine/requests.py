@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvloom.core.transfer import Transfer
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.outbound import Outbound
 from kvloom.engine.sequence import Sequence, Status, StreamId, Tokens
 from kvloom.engine.stream import Stream
 from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, UnknownModel
@@ -151,10 +151,10 @@ class Requests:
         """None where it is not here, or has ended."""
         return self._streams.get(request)
 
-    def open(self, body: StartGenerate, outbound: Outbound | None = None) -> Stream:
+    def open(self, body: StartGenerate, transfer: Transfer | None = None) -> Stream:
         """Let a checked request in, or raise why not now. It can be ended from here on, and computes nothing
-        before `begin`. outbound: where its K and V go; a request may send to many at a time."""
-        name: StreamId = body.request if outbound is None else self.new_id()
+        before `begin`. transfer: takes its K and V away; a request may send to many at a time."""
+        name: StreamId = body.request if transfer is None else self.new_id()
         if name in self._streams:
             raise BadRequest(f"request id {name} is in use", param="request")
         self._has_room(body)
@@ -170,7 +170,7 @@ class Requests:
                 sampling=body.sampling,
                 tokens=Tokens(prompt, made.tokens),
                 prompt_logprobs=prompt_logprobs,
-                outbound=outbound,
+                transfer=transfer,
             )
             for made in body.choices
         ]

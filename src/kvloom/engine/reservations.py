@@ -1,41 +1,54 @@
-"""Room that this engine keeps for K and V that its peers write: reserved, filled, and taken or given back."""
+"""Room that this engine keeps for K and V that its peers write: reserved, filled, and taken or given back;
+and the decode step that waits a little for a request that is about to begin in such room."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from msgspec import structs
 
+from kvloom.core.transfer import Transport
+from kvloom.engine.leases import Promises
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.promises import Promises
 from kvloom.kv.cache import ModelCache
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, QueueFull
 from kvloom.types.request import StartGenerate
-from kvloom.types.transfer import KVAddress, KVForm, Transport, digest_of, resolve
+from kvloom.types.transfer import KVAddress, KVForm, digest_of, resolve
 from kvloom.types.verbs import Prepared, PrepRecv
 
-MOST = 255  # of one model
-_AGAIN = 0.02  # seconds until a ticket that a sender still writes for is closed again
+MOST_RESERVATIONS: Final = 255  # of one model
+_AGAIN: Final = 0.02  # seconds until a ticket that a sender still writes for is closed again
+
+LONGEST_PART: Final = 0.5  # of a step, for which the step waits for a newcomer
+LONGEST_WAIT: Final = 0.1  # seconds, for which it does, however long the step
+SOON: Final = 0.7  # of the longest wait, within which a newcomer has to be due, or late
+EVERY: Final = 8  # steps after a wait, until there may be another
 
 
 @dataclass(slots=True)
 class Reservation:
-    """body: without its `due`. sequence: whose room it is in `cache`. beyond: the budget of what may be
-    promised. due: when the lease runs out. expected: when its request is to begin here, if it is known."""
+    """Room for one request's tokens, and what its caller has been told."""
 
     body: PrepRecv
+    """As it was asked for, without its `due`."""
     answer: Prepared
     cache: ModelCache
     sequence: int
+    """The sequence of `cache` whose room it is."""
     beyond: bool
+    """Whether it went beyond the budget of what may be promised."""
     due: float
+    """When the lease runs out."""
     expected: float | None
+    """When its request is to begin here, if it is known."""
 
 
 class Reservations:
-    """By request id. Whatever ends one, its blocks come back only once no sender can write into them."""
+    """The reservations by request id. Whatever ends one, its blocks come back only once no sender can write
+    into them."""
 
     def __init__(
         self,
@@ -62,8 +75,8 @@ class Reservations:
         return min(times, default=None)
 
     def prepare(self, body: PrepRecv) -> Prepared:
-        """The verb prep_recv for a checked body. Raises OutOfBlocks where the pool is short or too much of it
-        promised (see `Promises`), QueueFull where there are too many."""
+        """The verb prep_recv for a checked body. Raises OutOfBlocks if the pool is short or too much of it is
+        promised (see `Promises`), QueueFull if there are too many reservations."""
         expected = None if body.due is None else self._clock.now() + body.due
         body = structs.replace(body, due=None)
         known = self._open.get(body.request)
@@ -74,8 +87,10 @@ class Reservations:
             known.expected = known.expected if expected is None else expected
             return known.answer
         cache = self._queues[body.model].cache
-        if sum(one.cache is cache for one in (*self._open.values(), *self._closing)) >= MOST:
-            raise QueueFull(f"{MOST} reservations of {body.model} are open already", retry_after=1)
+        if sum(one.cache is cache for one in (*self._open.values(), *self._closing)) >= MOST_RESERVATIONS:
+            raise QueueFull(
+                f"{MOST_RESERVATIONS} reservations of {body.model} are open already", retry_after=1
+            )
         end = resolve(body.end, len(body.prompt), "end")
         sequence = self._new_id()
         matched = cache.adopt(sequence, body.prompt, end, whole_pages=True)
@@ -92,7 +107,8 @@ class Reservations:
         return answer
 
     def expected(self, model: str) -> list[float]:
-        """When requests of this model for which room is kept are to begin, by the clock, if it is known."""
+        """Returns when requests of this model for which room is kept are to begin, by the clock, for those of
+        which that is known."""
         mine = (one.expected for one in self._open.values() if one.body.model == model)
         return [at for at in mine if at is not None]
 
@@ -127,8 +143,8 @@ class Reservations:
         return form
 
     def renew(self, request: str) -> float | None:
-        """For another lease, unless it went beyond the budget and is in somebody's way. Returns the seconds
-        that are left; None where nothing is reserved for `request`."""
+        """Renews the lease, unless the reservation went beyond the budget and is in somebody's way. Returns
+        the seconds that are left; None if nothing is reserved for `request`."""
         reservation, now = self._open.get(request), self._clock.now()
         if reservation is None:
             return None
@@ -138,8 +154,8 @@ class Reservations:
 
     def take(self, body: StartGenerate) -> range:
         """start_generate is here: what has been received, of its prompt or of what one of its choices has,
-        becomes cached, from where its sequence takes it like any other prefix. Returns which tokens that are.
-        Raises BadRequest where less than `begin` has been received."""
+        becomes cached; its sequence takes it from there like any other prefix. Returns which tokens those
+        are. Raises BadRequest if less than `begin` has been received."""
         begin = resolve(body.begin, len(body.prompt), "begin")
         reservation = self._open.get(body.request)
         if reservation is None:
@@ -168,7 +184,7 @@ class Reservations:
         return range(answer.matched, received)
 
     def release(self, request: str) -> None:
-        """Give up a reservation, but keep what has been received cached; unknown ones are fine."""
+        """Gives up a reservation, but keeps what has been received cached; unknown ones are fine."""
         reservation = self._open.pop(request, None)
         if reservation is not None:
             self._close(reservation)
@@ -178,7 +194,7 @@ class Reservations:
             self.release(request)
 
     def expire(self) -> None:
-        """Give up the reservations whose lease has run out, and try again those that senders hold."""
+        """Gives up the reservations whose lease has run out, and tries again those that senders hold."""
         now = self._clock.now()
         for request in [r for r, reservation in self._open.items() if reservation.due <= now]:
             self.release(request)
@@ -188,7 +204,7 @@ class Reservations:
             self._close(reservation)
 
     def _close(self, reservation: Reservation) -> bool:
-        """False where a sender still writes: it has been told to stop, and soon `expire` tries again."""
+        """False if a sender still writes: it has been told to stop, and soon `expire` tries again."""
         ticket = reservation.answer.address.ticket
         received = self._transport.received(ticket)
         closed = self._transport.close(ticket)
@@ -208,3 +224,73 @@ class Reservations:
             cache.commit_receive(sequence, received - matched)
         cache.keep(sequence, reservation.body.prompt, tail=True)
         cache.remove_sequence(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A wait for those who are due from `since` to `by`, which itself lasts until `until`, by the clock."""
+
+    since: float
+    by: float
+    until: float
+    step: float
+    """Seconds that a step was to take."""
+
+
+class Arrivals:
+    """Requests that are about to arrive: they have room reserved and have said when they come.
+
+    A step takes no newcomer once it has begun, and who arrives just then waits for all of it. So one that is
+    due within a part of a step is waited for, and is in that step instead of the next. A model whose steps
+    wait loses `LONGEST_PART` of `EVERY` steps at most, by the clock. No other loses anything: a step waits
+    only if nobody else on the unit has a sequence, because its share of the compute might go to a long job of
+    theirs meanwhile."""
+
+    def __init__(self, queues: Mapping[str, ModelQueue], reservations: Reservations, clock: Clock) -> None:
+        self._queues = queues
+        self._reservations = reservations
+        self._clock = clock
+        self._waiting: set[str] = set()  # models
+        self._last: dict[str, _Wait] = {}  # by model
+
+    @property
+    def due(self) -> float | None:
+        """When `expire` has something to do."""
+        return min((self._last[model].until for model in self._waiting), default=None)
+
+    def expire(self) -> None:
+        """Ends the waits that have lasted as long as was meant."""
+        now = self._clock.now()
+        self._waiting = {model for model in self._waiting if self._last[model].until > now}
+
+    def waits(self, queue: ModelQueue) -> bool:
+        """Whether the decode step of a model that could begin is to wait: while a newcomer is due, but until
+        `due` at most."""
+        model = queue.card.name
+        coming = self._reservations.expected(model)
+        wait = self._wait(queue) if coming else None  # mostly nobody is, and a step costs no more than that
+        if wait and self._joins(queue) and any(wait.since <= at <= wait.by for at in coming):
+            self._waiting.add(model)
+            self._last[model] = wait
+            return True
+        self._waiting.discard(model)
+        return False
+
+    def _wait(self, queue: ModelQueue) -> _Wait | None:
+        """Returns the wait that is under way, or the one that there may be from now on; None before it is
+        known what a step takes, or soon after a wait."""
+        last = self._last.get(queue.card.name)
+        if queue.card.name in self._waiting:
+            return last
+        now, step = self._clock.now(), queue.pace.least
+        if step == 0 or (last and now < last.until + EVERY * max(step, last.step)):
+            return None
+        longest = min(LONGEST_PART * step, LONGEST_WAIT)
+        return _Wait(now - SOON * longest, now + SOON * longest, now + longest, step)
+
+    def _joins(self, queue: ModelQueue) -> bool:
+        """Whether a newcomer would be in the step, and the wait is no other model's."""
+        others = (other for other in self._queues.values() if other is not queue)
+        if any(other.waiting or other.running for other in others):
+            return False
+        return not queue.waiting and len(queue.running) < queue.max_running

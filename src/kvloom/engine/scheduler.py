@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kvloom.engine.arrivals import Arrivals
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.inflight import Flight, Landings, compose
@@ -16,6 +15,7 @@ from kvloom.engine.model_queue import ModelQueue, View
 from kvloom.engine.multistep import Strides
 from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
+from kvloom.engine.reservations import Arrivals
 from kvloom.engine.sequence import Sequence
 from kvloom.engine.woven import Woven
 from kvloom.kv.pool import Pool

@@ -8,8 +8,8 @@ from enum import Enum
 
 import numpy as np
 
+from kvloom.core.transfer import Transfer
 from kvloom.engine.guide import GuideState
-from kvloom.engine.outbound import Outbound
 from kvloom.types.geometry import I64
 from kvloom.types.job import PromptRow, SampleRow
 from kvloom.types.request import FinishReason, SamplingParams, TokenLogprob
@@ -104,10 +104,10 @@ class Sequence:
     """[0, computed) of its tokens have K and V in the cache.
 
     order: (priority, arrival, choice); who is smaller goes first and is preempted last. siblings: choices
-    that fork off this one when its prompt has been computed. prompt_logprobs: those known so far, in
-    one list for all choices. cached: tokens of the prompt that needed no computing when it was first
-    admitted. outbound: what it owes a peer. foreign: tokens that a peer has sent here for it, or, where it
-    owes a peer what follows, those that the peer has. preempted_at: jobs that the unit had started then.
+    that fork off this one when its prompt has been computed. prompt_logprobs: those known so far, in one list
+    for all choices. cached: tokens of the prompt that needed no computing when it was first admitted.
+    transfer: takes its K and V to a peer. foreign: tokens that a peer has sent here for it, or, where it owes
+    a peer what follows, those that the peer has. preempted_at: jobs that the unit had started then.
     """
 
     id: int
@@ -119,7 +119,7 @@ class Sequence:
     tokens: Tokens
     prompt_logprobs: list[TokenLogprob]
     guide: GuideState | None = None
-    outbound: Outbound | None = None
+    transfer: Transfer | None = None
     foreign: range = range(0)
     siblings: list[Sequence] = field(default_factory=list)
     computed: int = 0
@@ -219,7 +219,7 @@ class Sequence:
         sampling = self.sampling
         bent = sampling.guide or sampling.penalised or sampling.logit_bias or sampling.min_tokens
         ends = sampling.stop_token_ids and not told
-        if bent or ends or sampling.logprobs is not None or self.outbound:
+        if bent or ends or sampling.logprobs is not None or self.transfer:
             return 1
         room = limit - self.tokens.length
         return room if told else min(self.remaining, room)

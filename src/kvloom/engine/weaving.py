@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from kvloom.engine.leases import Promises
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.promises import Promises
 from kvloom.engine.woven import Woven
 from kvloom.kv.pool import Pool
 from kvloom.types.clock import Clock

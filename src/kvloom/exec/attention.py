@@ -90,7 +90,7 @@ class ForwardState:
     def send(self, layer: int) -> None:
         """Put what this layer has written for peers on its way."""
         for send in self.plan.sends:
-            send.shipment.put(send.parcel(self.plan.page_map, layer))
+            send.put(self.plan.page_map, layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]. Rows past the plan's tokens are

@@ -3,6 +3,7 @@ peers."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from typing import Any
 
@@ -46,3 +47,13 @@ class Driver:
         if int(status):
             raise DriverError(f"{name}: {status.name}")
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def read_struct(struct: Any, size: int) -> bytes:
+    """Returns the first `size` bytes of a driver's struct, which not all bindings let be read as a field."""
+    return ctypes.string_at(int(struct.getPtr()), size)
+
+
+def write_struct(struct: Any, content: bytes) -> None:
+    """Sets the first bytes of a driver's struct, which is not to be shorter."""
+    ctypes.memmove(int(struct.getPtr()), content, len(content))

@@ -11,8 +11,7 @@ import numpy as np
 
 from kvloom.kv.pages import BlockAllocator, PageTable
 from kvloom.kv.prefix import PrefixTree, Recency, TokenIds
-from kvloom.kv.sends import Outgoing
-from kvloom.kv.sequences import Held, SequenceTable
+from kvloom.kv.sequences import Held, Sends, SequenceTable
 from kvloom.types.geometry import I32, I64, Geometry
 from kvloom.types.plan import PageCopy, Plan
 
@@ -36,10 +35,10 @@ def make_plan(
     batch = np.repeat(np.arange(len(helds)), counts)
     edge, offset = np.divmod(positions, table.width)
     sends = tuple(
-        send.planned(table.row(held), held.length, held.length + count, table.width)
+        transfer.owed(table.row(held), held.length, held.length + count)
         for held, count in zip(helds, appends, strict=True)
-        for send in held.sends
-        if send.begin < held.length + count
+        for transfer in held.sends
+        if transfer.sent < held.length + count
     )
     return Plan(
         model=model,
@@ -82,7 +81,7 @@ class ModelCache:
         self._table = SequenceTable(
             model, self.pages, self.prefixes, max_sequences=max_sequences, max_tokens=max_tokens
         )
-        self.sends = Outgoing(self._table)
+        self.sends = Sends(self._table)
         self.copying: list[int] = []  # pages that running forwards copy from, and so hold
 
     # -- what is held ---------------------------------------------------------------------------------

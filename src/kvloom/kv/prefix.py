@@ -125,7 +125,7 @@ class Recency:
         """Drop the least recently used pages that nobody uses, until `count` blocks are given back or there
         are no more. Pages in use that stand before them count as used now, lest they are looked at each time.
 
-        A page in use may have a parent that is not, where a shipment uses it, or a sequence that has another
+        A page in use may have a parent that is not, where a transfer uses it, or a sequence that has another
         page like the parent. It is dropped with that parent, and stays its users'.
         """
         left = max(self.blocks - count, 0)

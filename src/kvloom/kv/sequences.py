@@ -9,49 +9,11 @@ from typing import Final
 
 import numpy as np
 
+from kvloom.core.transfer import PageCopies, Transfer
 from kvloom.kv.pages import PageTable
 from kvloom.kv.prefix import PrefixTree
-from kvloom.types.geometry import I32, I64, Geometry
+from kvloom.types.geometry import I32, I64
 from kvloom.types.plan import PageCopy
-from kvloom.types.transfer import KVAddress, PlannedSend, Shipment
-
-
-@dataclass(frozen=True, slots=True)
-class MarkedSend:
-    """Tokens [begin, end) go to `targets` [pages, layers, kv_heads]: the peer's blocks for the sequence's
-    pages from `first_page` on."""
-
-    shipment: Shipment
-    targets: I32
-    first_page: int
-    begin: int
-    end: int
-
-    @staticmethod
-    def to(
-        address: KVAddress, shipment: Shipment, begin: int, end: int, *, model: str, geometry: Geometry
-    ) -> MarkedSend:
-        """Raises ValueError where the address does not take [begin, end) of this model, and BadRequest where
-        it is not whole."""
-        form = address.form
-        theirs = (address.model, form.layers, form.kv_heads, form.tokens_per_block)
-        if theirs != (model, geometry.layers, geometry.kv_heads, geometry.tokens_per_block):
-            raise ValueError(f"an address of {theirs} is none for {model}")
-        if not address.begin <= begin < end <= address.end:
-            raise ValueError(
-                f"[{begin}, {end}) is not within the address, which takes [{address.begin}, {address.end})"
-            )
-        return MarkedSend(shipment, address.block_map, address.first_page, begin, end)
-
-    def planned(self, row: I32, begin: int, end: int, tokens: int) -> PlannedSend:
-        """The part of it in [begin, end). row: [pages] of the sequence; tokens: of one page."""
-        begin, end = max(begin, self.begin), min(end, self.end)
-        edges: I32 = np.arange(begin // tokens, -(-end // tokens), dtype=np.int32)
-        starts = np.maximum(begin - edges * tokens, 0)
-        stops = np.minimum(end - edges * tokens, tokens)
-        targets = self.targets[edges - self.first_page]
-        return PlannedSend(self.shipment, row[edges], targets, starts, stops - starts)
-
 
 _FEW: Final = 6  # sequences, looked at one by one sooner than as arrays
 
@@ -71,7 +33,7 @@ class Held:
     planned: int = 0
     reserved: int = 0
     ships: bool = False
-    sends: list[MarkedSend] = field(default_factory=list)
+    sends: list[Transfer] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
 
 
@@ -213,3 +175,89 @@ class SequenceTable:
         copy = PageCopy(int(self.tables[held.row, edge]), page, offset)
         self.tables[held.row, edge] = page
         return copy
+
+
+class Sends:
+    """The transfers of one model's sequences. Errors are as of `ModelCache`."""
+
+    def __init__(self, table: SequenceTable) -> None:
+        self.held: Counter[int] = Counter()
+        """Pages that transfers copy from, by `hold`."""
+        self._table = table
+        self._geometry = table.pages.geometry
+
+    def begin(self, sequence: int, transfer: Transfer, computed: int) -> None:
+        """The sequence has blocks and `computed` tokens: those go at once, later ones with their forwards."""
+        ready = min(computed, transfer.end)
+        if ready > transfer.sent:
+            self.planned(sequence, transfer, ready).put_all(self._table.pages.map)
+            transfer.sent = ready
+        if transfer.sent < transfer.end:
+            self.mark(sequence, transfer)
+
+    def planned(self, sequence: int, transfer: Transfer, end: int) -> PageCopies:
+        """Returns what to put for the tokens up to `end` that the transfer has not sent yet, which are valid;
+        `hold` keeps their pages when the sequence is gone."""
+        held = self._table.idle(sequence)
+        if end > held.length:
+            raise ValueError(f"cannot send up to {end}: sequence {sequence} holds {held.length} tokens")
+        self._refuse_other(transfer, end)
+        owed = transfer.owed(self._table.row(held), transfer.sent, end)
+        held.ships = True
+        return owed
+
+    def mark(self, sequence: int, transfer: Transfer) -> None:
+        """From the next forward on, each that computes some of the tokens that the transfer has not sent
+        plans to send those. They are none of the sequence's valid tokens, which `planned` is for. Raises
+        BadRequest if the address does not list the blocks of its pages."""
+        held = self._table.idle(sequence)
+        if transfer.sent < held.length:
+            raise ValueError(f"tokens from {transfer.sent} on: {held.length} are computed already")
+        self._refuse_other(transfer, transfer.end)
+        held.sends.append(transfer)
+        held.ships = True
+
+    def leave(self, sequence: int, transfer: Transfer) -> None:
+        """The sequence is about to lose its pages, from which copies may still read until `settle`."""
+        if not transfer.over:
+            transfer.held += self.hold(sequence, transfer.address.begin, transfer.sent)
+
+    def settle(self, transfer: Transfer) -> None:
+        """The transfer is over: lets go of the pages that were kept for it."""
+        self.let_go(transfer.held)
+        transfer.held = []
+
+    def hold(self, sequence: int, begin: int, end: int) -> list[int]:
+        """Keeps the pages of tokens [begin, end), as far as the sequence has them, until `let_go`, whatever
+        becomes of it, and with them those that it sent from before it had a copy of its own."""
+        held = self._table.idle(sequence)
+        end = min(end, held.length)
+        first = begin // self._table.width
+        pages = self._table.page_list(held)[first : self._geometry.pages(end)] if begin < end else []
+        self._table.pages.retain(pages)
+        pages += held.left
+        held.left = []
+        self.held.update(pages)
+        return pages
+
+    def let_go(self, pages: Sequence[int]) -> None:
+        """Undoes `hold` for these pages."""
+        if not Counter(pages) <= self.held:
+            raise ValueError("a page was let go that no transfer holds")
+        self.held -= Counter(pages)
+        self._table.pages.release(pages)
+
+    def _refuse_other(self, transfer: Transfer, end: int) -> None:
+        """Raises ValueError if the address does not take the unsent tokens up to `end` of this model, and
+        BadRequest if it does not list its blocks."""
+        address, geometry = transfer.address, self._geometry
+        form, own = address.form, (geometry.layers, geometry.kv_heads, geometry.tokens_per_block)
+        theirs = (form.layers, form.kv_heads, form.tokens_per_block)
+        if (address.model, *theirs) != (self._table.model, *own):
+            raise ValueError(f"an address of {(address.model, *theirs)} is none for {self._table.model}")
+        if not address.begin <= transfer.sent < end <= address.end:
+            raise ValueError(
+                f"[{transfer.sent}, {end}) is not within the address, which takes "
+                f"[{address.begin}, {address.end})"
+            )
+        _ = address.block_map

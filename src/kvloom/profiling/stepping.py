@@ -10,7 +10,7 @@ from statistics import median
 from kvloom.engine.engine import Engine
 from kvloom.plan.cost.profile import Stepped
 from kvloom.profiling.watched import WatchedExecutor
-from kvloom.transport.shm import ShmTransport
+from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import WallClock
 from kvloom.types.job import Phase
 from kvloom.types.request import SamplingParams, StartGenerate

@@ -14,16 +14,16 @@ from kvloom.serve.orders import EngineOrder, Progress, Ready
 from kvloom.serve.parent import Parent, end_at_once, run_child
 
 if TYPE_CHECKING:
+    from kvloom.core.transfer import NoTransport
     from kvloom.engine.engine import Engine
     from kvloom.exec.cpu.executor import TorchExecutor
     from kvloom.exec.cuda.executor import GpuExecutor
     from kvloom.kv.arena import Store
     from kvloom.model.gpu.weaver import DeviceWeaver
     from kvloom.model.weaving.weaver import TorchWeaver
-    from kvloom.transport.apart import Apart
-    from kvloom.transport.cuda_ipc import CudaIpcTransport
-    from kvloom.transport.nixl import NixlTransport
-    from kvloom.transport.shm import ShmTransport
+    from kvloom.transfer.cuda_ipc import CudaIpcTransport
+    from kvloom.transfer.nixl import NixlTransport
+    from kvloom.transfer.shared_memory import ShmTransport
     from kvloom.types.clock import Clock
     from kvloom.types.spec import EngineSpec, WeaveSpec
 
@@ -109,18 +109,19 @@ async def _borrow(
 
 
 def open_weaver(
-    executor: TorchExecutor | GpuExecutor, transport: ShmTransport | NixlTransport | CudaIpcTransport | Apart
+    executor: TorchExecutor | GpuExecutor,
+    transport: ShmTransport | NixlTransport | CudaIpcTransport | NoTransport,
 ) -> TorchWeaver | DeviceWeaver | None:
     """The unit's part in weaving; None where its device, its ranks or its transport have none."""
     from kvloom.exec.cpu.executor import TorchExecutor  # noqa: PLC0415
     from kvloom.model.weaving.weaver import TorchWeaver  # noqa: PLC0415
-    from kvloom.transport.shm import ShmTransport  # noqa: PLC0415
+    from kvloom.transfer.shared_memory import ShmTransport  # noqa: PLC0415
 
     if isinstance(executor, TorchExecutor) and isinstance(transport, ShmTransport):
         return TorchWeaver(executor, transport)
     from kvloom.exec.cuda.executor import GpuExecutor  # noqa: PLC0415
     from kvloom.model.gpu.weaver import DeviceWeaver  # noqa: PLC0415
-    from kvloom.transport.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
+    from kvloom.transfer.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
 
     if isinstance(executor, GpuExecutor) and isinstance(transport, CudaIpcTransport):
         return DeviceWeaver(executor, transport)
@@ -132,25 +133,26 @@ async def _end_when_lost(executor: TorchExecutor | GpuExecutor) -> None:
     end_at_once(await executor.lost())
 
 
-def open_transport(spec: EngineSpec, arena: Store) -> ShmTransport | NixlTransport | CudaIpcTransport | Apart:
+def open_transport(
+    spec: EngineSpec, arena: Store
+) -> ShmTransport | NixlTransport | CudaIpcTransport | NoTransport:
     """The unit's end of the KV plane, as the config chooses. Raises ConfigError."""
     from kvloom.kv.arena import Arena  # noqa: PLC0415
 
     if spec.tensor_parallel > 1:
-        from kvloom.transport.apart import Apart  # noqa: PLC0415
+        from kvloom.core.transfer import NoTransport  # noqa: PLC0415
 
-        return Apart(spec.unit)
+        return NoTransport(spec.unit)
     if spec.transport == "nixl":
-        from kvloom.transport.nixl import NixlTransport  # noqa: PLC0415
-        from kvloom.transport.place import place_of  # noqa: PLC0415
+        from kvloom.transfer.nixl import NixlTransport  # noqa: PLC0415
+        from kvloom.transfer.nixl_agent import place_of  # noqa: PLC0415
 
         return NixlTransport(spec.unit, arena, place_of(arena))
     if not isinstance(arena, Arena):
-        from kvloom.transport.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
-        from kvloom.transport.cuda_ipc_memory import CudaMemory  # noqa: PLC0415
+        from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory  # noqa: PLC0415
 
         return CudaIpcTransport(spec.unit, arena, CudaMemory(arena.bytes.device))
-    from kvloom.transport.shm import ShmTransport  # noqa: PLC0415
+    from kvloom.transfer.shared_memory import ShmTransport  # noqa: PLC0415
 
     return ShmTransport(spec.unit, arena)
 

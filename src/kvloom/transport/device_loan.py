@@ -9,8 +9,9 @@ from typing import Final
 
 from torch import Tensor
 
+from kvloom.core.transfer import BlockCopies
 from kvloom.kernels.mail import Trouble
-from kvloom.transport.cuda_ipc import PIECE, CudaIpcTransport
+from kvloom.transfer.cuda_ipc import PIECE, CudaIpcTransport
 from kvloom.transport.device_mailbox import BorrowedMailbox, MailDtype, OwnDeviceMailbox, value_dtype
 from kvloom.transport.lender import SLOTS, LentBlocks, mailbox_form
 from kvloom.transport.loan import LentMemory, refuse_other
@@ -19,7 +20,6 @@ from kvloom.types.clock import has_ended
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.geometry import I32
 from kvloom.types.offload import Borrow, Loan
-from kvloom.types.transfer import Parcel
 
 _DTYPES: Final[dict[str, MailDtype]] = {
     "bfloat16": "bfloat16",
@@ -71,9 +71,9 @@ class BorrowedDeviceBlocks(LentMemory[Tensor]):
     def _piece(self) -> int:
         return PIECE
 
-    def _write(self, source: Tensor, target: Tensor, parcel: Parcel) -> None:
+    def _write(self, source: Tensor, target: Tensor, copies: BlockCopies) -> None:
         try:
-            self._device.copy(source, target, parcel, self.room)
+            self._device.copy(source, target, copies, self.room)
         except RuntimeError as error:
             raise Unavailable(f"copying to or from {self.unit} failed: {error}") from error
 

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from kvloom.kernels.mail import LINE, WORDS, End, Mail, Pad, Trouble, signed
-from kvloom.transport.cuda_ipc_memory import DeviceMemory
+from kvloom.transfer.cuda_ipc import DeviceMemory
 from kvloom.transport.mailbox import START, MailboxForm, layout, refuse_slots, size_of
 from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.geometry import I32, I64, AnyArray

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvloom.core.transfer import Transport
 from kvloom.transport.attending import TaskReceiver
 from kvloom.transport.mailbox import FLOATS, START, MailboxForm, OwnMailbox, size_of
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32
 from kvloom.types.offload import Borrow, Loan
-from kvloom.types.transfer import KVAddress, Transport, digest_of
+from kvloom.types.transfer import KVAddress, digest_of
 
 MOST = 64 << 20  # bytes of a mailbox beyond what is lent
 SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing

@@ -10,16 +10,17 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.core.transfer import BlockCopies
 from kvloom.kernels.cpu.block_copy import copy_blocks
+from kvloom.transfer.fenced import PeerProcess
+from kvloom.transfer.shared_memory import PIECE, ShmPeer
+from kvloom.transfer.target import Blocks, Target
 from kvloom.transport.mailbox import MailboxForm
-from kvloom.transport.peer import Peer, PeerProcess
-from kvloom.transport.plane import PIECE
-from kvloom.transport.room import Blocks, Room
 from kvloom.transport.tasks import TaskSender
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32
 from kvloom.types.offload import Borrow, Loan, Move
-from kvloom.types.transfer import KVAddress, Parcel
+from kvloom.types.transfer import KVAddress
 
 Bytes = TypeVar("Bytes")  # an arena's, where its device has them
 
@@ -38,7 +39,7 @@ class LentMemory(ABC, Generic[Bytes]):
             blocks=loan.blocks,
             ticket=loan.ticket,
         )
-        self.room = Room.of(address, 0, address.end, own=arena, peer=arena)
+        self.room = Target.of(address, 0, address.end, own=arena, peer=arena)
         self._peer = peer
         self._memory = memory
         self._ticket = loan.ticket
@@ -70,10 +71,11 @@ class LentMemory(ABC, Generic[Bytes]):
         rows = max(1, self._piece // self.room.block_bytes)
         for first in range(0, len(to), rows):
             part = slice(first, first + rows)
-            lists = from_[part], to[part], np.zeros(len(to[part]), np.int32), counts[part]
+            lists = (from_[part], to[part], np.zeros(len(to[part]), np.int32), counts[part])
+            own, peer, offsets, sizes = map(np.ascontiguousarray, lists)
             self._peer.refuse_gone()
             with self._copying, self._peer.ledger.writing(self._ticket):
-                self._write(source, target, Parcel(*map(np.ascontiguousarray, lists)))
+                self._write(source, target, BlockCopies(own, peer, offsets, sizes))
 
     @property
     def _piece(self) -> int:
@@ -81,8 +83,8 @@ class LentMemory(ABC, Generic[Bytes]):
         return PIECE
 
     @abstractmethod
-    def _write(self, source: Bytes, target: Bytes, parcel: Parcel) -> None:
-        """Copy blocks parcel.own of `source` to blocks parcel.peer of `target`; they are there when it
+    def _write(self, source: Bytes, target: Bytes, copies: BlockCopies) -> None:
+        """Copy blocks copies.own of `source` to blocks copies.peer of `target`; they are there when it
         returns."""
 
 
@@ -92,7 +94,7 @@ class BorrowedBlocks(LentMemory[npt.NDArray[np.uint8]]):
     def __init__(self, borrow: Borrow, loan: Loan, patience: float) -> None:
         """patience: seconds that the lender has for an answer. Raises BadRequest where the loan is not what
         was asked for, Unavailable where the lender is gone."""
-        peer = Peer(loan.peer)
+        peer = ShmPeer(loan.peer)
         self.tasks = TaskSender(peer, loan.mailbox, patience)
         try:
             super().__init__(borrow, loan, peer, peer, peer.memory)
@@ -101,14 +103,16 @@ class BorrowedBlocks(LentMemory[npt.NDArray[np.uint8]]):
             self.tasks.close()  # else it would be lent for nothing
             raise
 
-    def _write(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], parcel: Parcel) -> None:
+    def _write(
+        self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], copies: BlockCopies
+    ) -> None:
         copy_blocks(
             source,
             target,
-            parcel.own,
-            parcel.peer,
-            parcel.offsets,
-            parcel.counts,
+            copies.own,
+            copies.peer,
+            copies.offsets,
+            copies.counts,
             block_bytes=self.room.block_bytes,
             page_tokens=self.room.page_tokens,
             token_bytes=self.room.token_bytes,

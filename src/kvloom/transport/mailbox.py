@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from kvloom.kernels.mail import HEAD, LINE, NOTE, WORDS, End
 from kvloom.kv import arena as memfd
-from kvloom.transport.peer import Count, Memory
+from kvloom.transfer.fenced import Count, Memory
 from kvloom.transport.word import Word
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I32, AnyArray

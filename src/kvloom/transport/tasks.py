@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.kernels.cpu.decode_step import NOWHERE, AskArguments
+from kvloom.transfer.shared_memory import ShmPeer
 from kvloom.transport.mailbox import NOTE, START, WHAT, End, Mailbox, Place, end_of, size_of
-from kvloom.transport.peer import Peer
 from kvloom.transport.word import MASK, futex_number
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from kvloom.types.geometry import I32, I64
@@ -40,7 +40,7 @@ class TaskSender:
     record: with it a kernel posts and collects the tasks of an iteration that has begun by itself; `settle`
     follows. What it leaves undone `collect` goes on with."""
 
-    def __init__(self, peer: Peer, place: bytes, patience: float) -> None:
+    def __init__(self, peer: ShmPeer, place: bytes, patience: float) -> None:
         """patience: seconds that the lender has for an answer. Raises BadRequest where `place` is no mailbox,
         Unavailable where the peer is gone."""
         self._peer = peer
@@ -178,7 +178,7 @@ def _record(mailbox: Mailbox, spent: I64) -> AskArguments:
     )
 
 
-def _mapped(peer: Peer, place: bytes) -> Mailbox:
+def _mapped(peer: ShmPeer, place: bytes) -> Mailbox:
     unit = peer.endpoint.unit
     try:
         where = msgspec.msgpack.decode(place, type=Place)

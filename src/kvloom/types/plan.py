@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvloom.core.transfer import PageCopies
 from kvloom.types.geometry import I32, I64
-from kvloom.types.transfer import PlannedSend
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Plan:
     slot_page: I32  # [N] page to which the K and V of each new token go
     slot_offset: I32  # [N] place in that page
     copies: tuple[PageCopy, ...] = ()  # done before any layer runs (copy on write)
-    sends: tuple[PlannedSend, ...] = ()  # done after each layer's write
+    sends: tuple[PageCopies, ...] = ()  # done after each layer's write
     # [pages] a number that changes with a page's row of page_map, for a holder of a copy; None: not counted
     versions: I64 | None = None
     ahead: int = 0  # tokens that `tables` has pages for in each sequence, if more than it appends

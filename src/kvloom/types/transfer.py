@@ -1,77 +1,17 @@
-"""The KV plane as the control plane sees it: a unit's arena, written by its peers without its doing."""
+"""Where in a peer's arena a run of tokens goes, as it crosses the verbs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import Meta, Struct, msgpack
 
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32, Geometry
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """Copies of one shipment that may begin at once: for each i, tokens [offsets[i], offsets[i] + counts[i])
-    of K and of V of own block own[i] into the peer's block peer[i]. All four are [n]."""
-
-    own: I32
-    peer: I32
-    offsets: I32
-    counts: I32
-
-
-class Shipment(Protocol):
-    """Tokens on their way into a peer's arena. Whoever has one awaits `arrived` or calls `abandon`."""
-
-    def put(self, parcel: Parcel) -> None:
-        """Copy this, on the transport's thread. Callable from any thread; never waits, never raises: what
-        goes wrong, `arrived` tells."""
-
-    async def arrived(self) -> None:
-        """After the last `put`: wait for all copies and for what was claimed before this, and tell the
-        receiver's ledger. Raises Unavailable where the peer is gone, BadRequest where its reservation is."""
-
-    def abandon(self) -> None:
-        """Copy no more, and let others claim these tokens. At most one piece is copied after it, milliseconds
-        long. Without effect once `arrived` has returned."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSend:
-    """What a forward owes a shipment after each layer's write: for each i, tokens [offsets[i],
-    offsets[i] + counts[i]) of our page pages[i] go to the peer's blocks targets[i].
-
-    pages, offsets, counts: [n]; targets: [n, layers, kv_heads].
-    """
-
-    shipment: Shipment
-    pages: I32
-    targets: I32
-    offsets: I32
-    counts: I32
-
-    def parcel(self, page_map: I32, layer: int) -> Parcel:
-        """One layer's part. page_map: [pages, layers, kv_heads]."""
-        return self._parcel(page_map[self.pages, layer], self.targets[:, layer])
-
-    def whole(self, page_map: I32) -> Parcel:
-        """All layers at once, for pages that are computed already."""
-        heads = self.targets.shape[2]
-        return self._parcel(
-            page_map[self.pages].reshape(-1, heads), self.targets.reshape(-1, heads), self.targets.shape[1]
-        )
-
-    def _parcel(self, own: I32, peer: I32, layers: int = 1) -> Parcel:
-        each = layers * own.shape[1]
-        offsets, counts = np.repeat(self.offsets, each), np.repeat(self.counts, each)
-        return Parcel(own.ravel(), peer.ravel(), offsets, counts)
-
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
 Digest = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -219,34 +159,3 @@ def resolve(position: int | None, length: int, name: str) -> int:
     if not 0 <= found <= length:
         raise BadRequest(f"{name}: {position} is outside a prompt of {length} tokens", param=name)
     return found
-
-
-class Transport(Protocol):
-    """One unit's end of the plane. Its methods are called on one event loop, and none of them waits."""
-
-    @property
-    def endpoint(self) -> Endpoint: ...
-
-    # receiving
-
-    def open(self, begin: int, digest: int) -> Ticket:
-        """A reservation begins, with nothing arrived past token `begin`, for whoever shows `digest`, that of
-        its address, this endpoint and the prompt. Raises QueueFull where there are too many, Unavailable
-        where nothing can arrive any more."""
-
-    def received(self, ticket: Ticket) -> int:
-        """The position up to which everything has arrived. Raises BadRequest where the ticket is closed."""
-
-    def close(self, ticket: Ticket) -> bool:
-        """From here on no sender begins to write for this ticket, and what has not arrived never does. True:
-        nobody is writing either, and its blocks may be used again. False: a sender is, for milliseconds (for
-        as long as its grant where it cannot be asked); ask again."""
-
-    # sending
-
-    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Shipment:
-        """Claim tokens [begin, end) of the address: the next ones that nobody has claimed. digest: of the
-        address, `peer` and the prompt that is sent. Raises BadRequest where that is not the reservation's, so
-        that one of them is another than at `open`, where the reservation is over, and where another send
-        has claimed the tokens; Unavailable where the peer cannot be reached, or nothing can be sent any more.
-        What only the peer can tell, the shipment's `arrived` raises instead; nothing is written before."""

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
-from kvloom.transport.nixl import NixlTransport
-from kvloom.transport.place import Place
+from kvloom.transfer.nixl import NixlTransport
+from kvloom.transfer.nixl_agent import Place
 from kvloom.types.clock import WallClock
 from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW

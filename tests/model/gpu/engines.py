@@ -11,7 +11,7 @@ from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import Operations, plain_operations
 from kvloom.kv.arena import Arena
-from kvloom.transport.shm import ShmTransport
+from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.spec import EngineSpec
 from tests.engines import running_over
 

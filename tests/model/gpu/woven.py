@@ -26,7 +26,7 @@ from kvloom.exec.cuda.streams import HostStream
 from kvloom.kernels.mail import Desk, Lent, Mail, Pad, signed
 from kvloom.model.gpu.weaver import DeviceWeaver
 from kvloom.serve.engine_process import load_unit, open_transport, open_weaver
-from kvloom.transport.cuda_ipc import CudaIpcTransport
+from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.types.offload import Borrow, Loan
 from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of

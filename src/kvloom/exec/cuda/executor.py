@@ -225,7 +225,7 @@ class GpuExecutor:
         model.copy_pages(sent)
         logits = steps.run(sent)
         for send in job.plan.sends:
-            send.shipment.put(send.whole(job.plan.page_map))
+            send.put_all(job.plan.page_map)
         return logits.index_select(0, sent.arrays["kept"]), sent
 
     def _prefill(

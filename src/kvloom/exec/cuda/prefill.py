@@ -111,7 +111,7 @@ def ask_prefill(
 
     def written(layer: int) -> None:
         for send in plan.sends:
-            send.shipment.put(send.parcel(plan.page_map, layer))
+            send.put(plan.page_map, layer)
 
     return _run(model, sent.arrays, written, poll), sent
 

@@ -258,7 +258,7 @@ class ModelledExecutor:
         self._content.write(job, range(running.layers, layer))
         for at in range(running.layers, layer if job.plan.sends else 0):
             for send in job.plan.sends:
-                send.shipment.put(send.parcel(job.plan.page_map, at))
+                send.put(job.plan.page_map, at)
         running.layers = layer
 
     def _result(self, running: _Running, now: float) -> JobResult:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from kvloom.core.transfer import BlockCopies, Transfer, TransferState
 from kvloom.types.errors import BadRequest, KvloomError, QueueFull, Unavailable
 from kvloom.types.geometry import AnyArray
-from kvloom.types.transfer import Endpoint, KVAddress, Parcel, Ticket, other_address
+from kvloom.types.transfer import Endpoint, KVAddress, Ticket, other_address
 
 SLOTS: Final = 4096  # reservations that a unit may have open
 
@@ -125,7 +126,9 @@ class ModelledTransport:
             raise BadRequest(f"address: the reservation at {self.endpoint.unit} is over", param="address")
         return found
 
-    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> ModelledShipment:
+    def claim(
+        self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int
+    ) -> ModelledTransfer:
         target = self.plane.members.get(peer.where)
         if target is None:
             raise Unavailable(f"{peer.unit} cannot be reached")
@@ -137,30 +140,28 @@ class ModelledTransport:
         if entry.claimed != begin:
             raise BadRequest(f"address: claimed up to {entry.claimed}, not {begin}", param="address")
         entry.claimed = end
-        return ModelledShipment(self, target, address, begin, end)
+        return ModelledTransfer(self, target, address, begin, end)
 
 
-class ModelledShipment:
-    """Satisfies `Shipment`. One copy at a time, in order; a copy's content is read when it ends."""
+class ModelledTransfer(Transfer):
+    """Makes one copy at a time, in order; a copy's content is read when it ends."""
 
     def __init__(
         self, source: ModelledTransport, target: ModelledTransport, address: KVAddress, begin: int, end: int
     ) -> None:
+        super().__init__(target.endpoint, address, begin, end)
+        self.become(TransferState.CLAIMED)
         self._source = source
         self._target = target
-        self._ticket = address.ticket
         self._token_bytes = address.form.block_bytes // address.form.tokens_per_block
-        self._first = begin
-        self._end = end
-        self._parcels: deque[Parcel] = deque()
+        self._copies: deque[BlockCopies] = deque()
         self._entry: Entry | None = None  # while a copy is under way
         self._error: KvloomError | None = None
-        self._done = False
         self._quiet = asyncio.Event()
         self._quiet.set()
 
-    def put(self, parcel: Parcel) -> None:
-        self._parcels.append(parcel)
+    def put(self, copies: BlockCopies) -> None:
+        self._copies.append(copies)
         if self._quiet.is_set():
             self._quiet.clear()
             self._source.link.wait(0, self._begin)
@@ -168,14 +169,16 @@ class ModelledShipment:
     def _begin(self) -> None:
         try:
             self._check()
-            self._entry = self._target.entry(self._ticket)
+            self._entry = self._target.entry(self.address.ticket)
         except KvloomError as error:
             self._error = error
-            self._parcels.clear()
+            self._copies.clear()
             self._quiet.set()
             return
         self._entry.copying += 1
-        size = int(self._parcels[0].counts.sum()) * self._token_bytes
+        if self.state is TransferState.CLAIMED:
+            self.become(TransferState.COPYING)
+        size = int(self._copies[0].counts.sum()) * self._token_bytes
         self._source.link.wait(size, self._finish)
 
     def _check(self) -> None:
@@ -187,40 +190,42 @@ class ModelledShipment:
 
     def _finish(self) -> None:
         assert self._entry is not None
-        parcel = self._parcels.popleft()
+        copies = self._copies.popleft()
         own, peer = self._source.arena, self._target.arena
         if own is not None and peer is not None and self._source.plane.reaches(self._source):
-            rows = zip(parcel.own, parcel.peer, parcel.offsets, parcel.counts, strict=True)
+            rows = zip(copies.own, copies.peer, copies.offsets, copies.counts, strict=True)
             for source, target, offset, count in rows:
                 peer[target, offset : offset + count] = own[source, offset : offset + count]
         self._entry.copying -= 1
         self._entry = None
-        if self._parcels:
+        if self._copies:
             self._source.link.wait(0, self._begin)
         else:
             self._quiet.set()
 
     async def arrived(self) -> None:
         await self._quiet.wait()
-        if self._done:
+        if self.state is TransferState.ARRIVED:
             return
         try:
             self._check()
-            self._target.entry(self._ticket).received = self._end
+            self._target.entry(self.address.ticket).received = self.end
         except KvloomError as error:
             self._error = error
             self._give_back()
+            if not self.over:
+                self.become(TransferState.FAILED)
             raise
-        self._done = True
+        self.become(TransferState.ARRIVED)
 
     def _give_back(self) -> None:
         """The claim, unless nobody is left to do it."""
         if not self._source.plane.reaches(self._source):
             return
-        entry = self._target.ledger.get(self._ticket.slot)
-        if entry is not None and entry.ticket == self._ticket and entry.claimed == self._end:
-            entry.claimed = self._first
+        entry = self._target.ledger.get(self.address.ticket.slot)
+        if entry is not None and entry.ticket == self.address.ticket and entry.claimed == self.end:
+            entry.claimed = self.begin
 
     def abandon(self) -> None:
-        if self._error is None and not self._done:
+        if self._error is None and not self.over:
             self._error = Unavailable("the send was given up")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvloom.core.transfer import NoTransport
 from kvloom.engine.borrower import Borrower
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.hosting import HostedMachine, HostedUnit, HostedWire, Worker
@@ -175,7 +176,8 @@ class ModelledProcesses:
         executor = modelled_executor(unit, host=host)
         transport = self._plane.join(name, executor.blocks, self._link(unit))
         weaver = self._loom.weaver(unit, executor, transport)
-        engine = Engine(executor, transport, unit.spec, self._clock, weaver)
+        whole = unit.spec.tensor_parallel == 1
+        engine = Engine(executor, transport if whole else NoTransport(name), unit.spec, self._clock, weaver)
         running, weave = self._tasks.create_task(engine.run()), unit.spec.weave
         borrowing = self._tasks.create_task(self._borrow(engine, unit.spec, weave)) if weave else None
         self._processes[name] = Process(engine, transport, host, running, borrowing)

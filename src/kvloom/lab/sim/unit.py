@@ -134,6 +134,7 @@ def _planned(unit: PlannedUnit, policy: Policy) -> SimulatedUnit:
         threads=PARTS,
         unit=unit.name,
         overload=OVERLOAD,
+        tensor_parallel=unit.gpus,
     )
     device = find_device(unit.device)
     cost, start = Roofline(device, unit.gpus, shapes), start_seconds(shapes.values())

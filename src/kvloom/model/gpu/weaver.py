@@ -15,7 +15,7 @@ from kvloom.kernels.mail import Lent, Trouble
 from kvloom.model.gpu.attender import DeviceAttender
 from kvloom.model.gpu.woven import LOOKS
 from kvloom.model.weaving.terms import on_this_loop, one_number, watched
-from kvloom.transport.cuda_ipc import CudaIpcTransport
+from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.transport.device_loan import BorrowedDeviceBlocks, DeviceLending
 from kvloom.types.errors import Conflict, Unavailable
 from kvloom.types.geometry import I32

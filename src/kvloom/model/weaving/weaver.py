@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from kvloom.core.transfer import Transport
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.model.weaving.attender import Attender
 from kvloom.model.weaving.terms import on_this_loop, one_number, watched
@@ -14,7 +15,6 @@ from kvloom.types.errors import Conflict
 from kvloom.types.geometry import I32
 from kvloom.types.load import Waits
 from kvloom.types.offload import Borrow, Loan
-from kvloom.types.transfer import Transport
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 10.0  # seconds for a layer's attention: then the sequences away are computed again at home

@@ -9,27 +9,120 @@ from __future__ import annotations
 import importlib
 import logging
 import secrets
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from kvloom.transport.place import Place
+from kvloom.core.transfer import DeviceEvent
+from kvloom.kernels.driver import DriverError
+from kvloom.kv.arena import Store
+from kvloom.transfer.cuda_ipc import CudaEvent, open_driver
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import I64
+from kvloom.types.transfer import Kind
 
 Spans = npt.NDArray[np.uint64]  # [n, 3]: address, bytes, device
-Transfer = int  # NIXL's handle
+Handle = int  # NIXL's, of one write
+
+Segment = Literal["DRAM", "VRAM"]
 
 _log = logging.getLogger(__name__)
 _PACE = 200  # microseconds between two looks of the progress thread
 
 
+class Place(Protocol):
+    """Where a unit's arena lies, as NIXL has to know it."""
+
+    @property
+    def kind(self) -> Kind:
+        """The endpoint's kind; units of one kind exchange K and V."""
+
+    @property
+    def segment(self) -> Segment:
+        """NIXL's name of the memory."""
+
+    @property
+    def index(self) -> int:
+        """The memory's number in its segment."""
+
+    @property
+    def piece(self) -> int:
+        """Bytes that are written at once."""
+
+    @property
+    def progress(self) -> bool:
+        """Whether a thread of NIXL's own looks for what comes; without it what comes waits for the plane's
+        thread."""
+
+    def enter(self) -> None:
+        """Each thread that calls NIXL calls this before it does. Raises ConfigError."""
+
+    def mark(self) -> DeviceEvent | None:
+        """Returns the point up to which this thread has asked the device for something; None if there is
+        nothing to wait for. Raises RuntimeError."""
+
+
+class HostPlace:
+    """The `Place` of an arena in the host's memory."""
+
+    kind: Kind = "nixl"
+    segment: Segment = "DRAM"
+    index = 0
+    progress = True
+
+    def __init__(self, piece: int = 1 << 20) -> None:
+        self.piece = piece
+
+    def enter(self) -> None:
+        pass
+
+    def mark(self) -> DeviceEvent | None:
+        return None
+
+
+class GpuPlace:
+    """The `Place` of an arena in a GPU's memory.
+
+    UCX takes the CUDA transports, and with them NVLink, only on threads with a current context (vLLM's pull
+    request 36475). A progress thread of NIXL 1.5.1 has none, and dies of that (NIXL's issue 2102): so there
+    is none, and the plane's own thread, which has one, looks often enough.
+    """
+
+    kind: Kind = "nixl-cuda"
+    segment: Segment = "VRAM"
+    progress = False
+
+    def __init__(self, device: torch.device, piece: int = 8 << 20) -> None:
+        """Raises ConfigError if the driver cannot be used."""
+        self.index: int = device.index
+        self.piece = piece
+        self._device = device
+        self._driver = open_driver()
+
+    def enter(self) -> None:
+        try:
+            self._driver.enter(self.index)
+        except DriverError as error:
+            raise ConfigError(f"transport: GPU {self.index} cannot be used: {error}") from error
+
+    def mark(self) -> DeviceEvent:
+        with torch.cuda.device(self._device):
+            return CudaEvent()
+
+
+def place_of(arena: Store) -> Place:
+    """Raises ConfigError."""
+    device = arena.bytes.device
+    return HostPlace() if device.type == "cpu" else GpuPlace(device)
+
+
 class Agent:
-    """On one thread at a time, which has entered its place."""
+    """NIXL's agent of one unit, on one thread at a time, which has entered its place."""
 
     def __init__(self, unit: str, address: int, size: int, place: Place) -> None:
-        """address, size: the memory that peers may write to, and that is sent from. Raises ConfigError where
+        """address, size: the memory that peers may write to, and that is sent from. Raises ConfigError if
         NIXL is not there, or cannot use this memory."""
         try:
             nixl: Any = importlib.import_module("nixl_cu13._bindings")
@@ -58,7 +151,7 @@ class Agent:
         self._known: set[str] = set()
 
     def meet(self, name: str, metadata: bytes) -> None:
-        """Raises Unavailable where the agent cannot be reached, or is not called so."""
+        """Raises Unavailable if the agent cannot be reached, or is not called so."""
         if name in self._known:
             return
         try:
@@ -72,7 +165,7 @@ class Agent:
             raise Unavailable(f"NIXL reached {found} instead of {name}")
 
     def part(self, name: str) -> None:
-        """Keep nothing of an agent, which may be gone."""
+        """Keeps nothing of an agent, which may be gone."""
         if name in self._known:
             self._known.remove(name)
             try:
@@ -81,7 +174,7 @@ class Agent:
                 _log.debug("parting from %s: %s", name, error)
 
     def tell(self, name: str, message: bytes) -> None:
-        """Raises Unavailable where it is known that this cannot arrive, as to one that was never met, or that
+        """Raises Unavailable if it is known that this cannot arrive, as to one that was never met, or that
         was parted from since."""
         try:
             self._agent.genNotif(name, message)
@@ -89,42 +182,42 @@ class Agent:
             raise Unavailable(f"{name} cannot be reached: {error}") from error
 
     def heard(self) -> list[tuple[str, bytes]]:
-        """Messages since the last call, each agent's in order."""
+        """Returns the messages since the last call, each agent's in order."""
         news: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
         return [(name, message) for name, messages in news.items() for message in messages]
 
-    def write(self, name: str, own: Spans, peer: Spans) -> Transfer:
-        """Begin to write; own[i] and peer[i] are of one length, and both lie in places of one kind. Raises
+    def write(self, name: str, own: Spans, peer: Spans) -> Handle:
+        """Begins to write; own[i] and peer[i] are of one length, and both lie in places of one kind. Raises
         Unavailable."""
         nixl = self._nixl
         try:
             sides = (nixl.nixlXferDList(self._segment, spans) for spans in (own, peer))
-            transfer: int = self._agent.createXferReq(nixl.NIXL_WRITE, *sides, name, b"", [])
+            handle: int = self._agent.createXferReq(nixl.NIXL_WRITE, *sides, name, b"", [])
         except self._errors as error:
             raise Unavailable(f"writing to {name} cannot begin: {error}") from error
         try:
-            self._agent.postXferReq(transfer, b"")
+            self._agent.postXferReq(handle, b"")
         except self._errors as error:
-            self.drop(transfer)
+            self.drop(handle)
             raise Unavailable(f"writing to {name} failed: {error}") from error
-        return transfer
+        return handle
 
-    def written(self, name: str, transfer: Transfer) -> bool:
-        """Raises Unavailable where it failed."""
+    def written(self, name: str, handle: Handle) -> bool:
+        """Raises Unavailable if it failed."""
         try:
-            status = self._agent.getXferStatus(transfer)
+            status = self._agent.getXferStatus(handle)
         except self._errors as error:
             raise Unavailable(f"writing to {name} failed: {error}") from error
         if status not in (self._nixl.NIXL_SUCCESS, self._nixl.NIXL_IN_PROG):
             raise Unavailable(f"writing to {name} failed: {status}")
         return bool(status == self._nixl.NIXL_SUCCESS)
 
-    def drop(self, transfer: Transfer) -> None:
-        """Give back what a transfer holds; one that is under way is ended."""
+    def drop(self, handle: Handle) -> None:
+        """Gives back what a write holds; one that is under way is ended."""
         try:
-            self._agent.releaseXferReq(transfer)
+            self._agent.releaseXferReq(handle)
         except self._errors as error:
-            _log.debug("dropping a transfer: %s", error)
+            _log.debug("dropping a write: %s", error)
 
     def close(self) -> None:
         for name in list(self._known):

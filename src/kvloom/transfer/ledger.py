@@ -32,7 +32,7 @@ _TRIES = 64  # of a lock that others hold for microseconds
 
 
 class Ledger:
-    """The receiver's end, on one thread. What it decides by is its own; senders only read of it."""
+    """The receiver's end, on one thread. What it decides by is its own; senders only read it."""
 
     def __init__(self, slots: int = 4096) -> None:
         self.slots = slots
@@ -45,7 +45,7 @@ class Ledger:
         self._open: set[Ticket] = set()
 
     def open(self, begin: int, digest: int) -> Ticket:
-        """Raises QueueFull where every slot is taken."""
+        """Raises QueueFull if every slot is taken."""
         slot = self._free_slot()
         self._generations[slot] += 1
         ticket = Ticket(slot, self._generations[slot])
@@ -57,7 +57,7 @@ class Ledger:
         return ticket
 
     def received(self, ticket: Ticket) -> int:
-        """Raises BadRequest where the ticket is closed."""
+        """Raises BadRequest if the ticket is closed."""
         if ticket not in self._open:
             raise BadRequest("this reservation is over")
         return int(self._rows[ticket.slot, _RECEIVED])
@@ -74,7 +74,7 @@ class Ledger:
         return True
 
     def _free_slot(self) -> int:
-        """One in whose row nobody is claiming."""
+        """Returns a slot in whose row nobody is claiming."""
         for _ in range(len(self._free)):
             slot = self._free.popleft()
             if self._alone(2 * slot + 1):
@@ -90,7 +90,7 @@ class Ledger:
         return True
 
     def release(self) -> None:
-        """Give the memory up; peers that map it keep it until they see that this process has ended."""
+        """Gives the memory up; peers that map it keep it until they see that this process has ended."""
         os.close(self.fd)
 
 
@@ -105,8 +105,8 @@ class PeerLedger:
         self._mine = threading.Lock()  # one description's locks do not keep its own threads apart
 
     def claim(self, ticket: Ticket, digest: int, begin: int, end: int) -> None:
-        """Tokens [begin, end) are the caller's to send. Raises BadRequest where the reservation is over, was
-        opened with another digest, or these are not the next ones, Unavailable where others do not stop
+        """Tokens [begin, end) are the caller's to send. Raises BadRequest if the reservation is over, was
+        opened with another digest, or these are not the next ones, Unavailable if others do not stop
         claiming."""
         with self._claiming(ticket) as row:
             self._refuse_ended(ticket)
@@ -120,13 +120,13 @@ class PeerLedger:
             row[_CLAIMED] = end
 
     def give_back(self, ticket: Ticket, begin: int, end: int) -> None:
-        """Undo a claim of which nothing will be written any more, unless another has followed."""
+        """Undoes a claim of which nothing will be written any more, unless another has followed."""
         with self._claiming(ticket) as row:
             if row[_GENERATION] == ticket.generation and row[_CLAIMED] == end:
                 row[_CLAIMED] = begin
 
     def deliver(self, ticket: Ticket, begin: int, end: int) -> bool:
-        """Tokens [begin, end) are there. False: those before `begin` are not; ask again."""
+        """Tells that tokens [begin, end) are there. False: those before `begin` are not; ask again."""
         with self.writing(ticket):
             row = self._rows[ticket.slot]
             if row[_RECEIVED] < begin:
@@ -136,8 +136,8 @@ class PeerLedger:
 
     @contextmanager
     def writing(self, ticket: Ticket) -> Iterator[None]:
-        """While in it the ticket's blocks are not used for anything else; it is for milliseconds. Raises
-        BadRequest where the reservation is over. Not to be nested."""
+        """Keeps the ticket's blocks from becoming anything else, for milliseconds; it is not to be
+        nested. Raises BadRequest if the reservation is over."""
         if not _lock(self._fd, fcntl.F_RDLCK, 2 * ticket.slot):
             raise self._ended()  # only who closes it takes the byte alone
         try:
@@ -182,7 +182,7 @@ def _rows(fd: int, slots: int) -> I64:
 
 
 def _lock(fd: int, kind: int, byte: int) -> bool:
-    """Lock, or unlock, a byte for this open file description, without waiting. False: another holds it."""
+    """Locks, or unlocks, a byte for this open file description, without waiting. False: another holds it."""
     flock = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, flock)

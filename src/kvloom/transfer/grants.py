@@ -1,4 +1,7 @@
-"""What a receiver has reserved, where senders share no memory with it: they ask, and write while granted.
+"""What a receiver has reserved for senders that share no memory with it: they ask, and write while granted.
+
+The messages are what two units' transports tell each other. `number` is the sender's own name for a transfer;
+the network tells whom a message is from.
 
 A grant holds for `grant` seconds from when its sender asked and is renewed by asking again; the sender counts
 from before it asked and stops by itself, the receiver counts from after it heard and adds GRACE for the piece
@@ -9,25 +12,73 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from kvloom.transport.messages import (
-    Claim,
-    Delivered,
-    Done,
-    FromReceiver,
-    FromSender,
-    Granted,
-    Quit,
-    Refused,
-    Renew,
-)
+from msgspec import Meta, Struct
+
 from kvloom.types.errors import BadRequest, QueueFull
-from kvloom.types.transfer import Ticket, other_address
+from kvloom.types.transfer import Digest, Position, Ticket, other_address
 
-GRACE = 0.5
+GRACE = 0.5  # seconds
 _OVER = "this reservation is over"
 
-Key = tuple[str, int]  # the sender's agent, and its number for the shipment
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class Claim(Struct, frozen=True, array_like=True, tag=True):
+    """May I write tokens [begin, end)? digest: of the address, peer and prompt that I was given. metadata:
+    how to reach me, as NIXL says it."""
+
+    number: Number
+    ticket: Ticket
+    digest: Digest
+    begin: Position
+    end: Position
+    metadata: bytes
+
+
+class Renew(Struct, frozen=True, array_like=True, tag=True):
+    """I am still at it."""
+
+    number: Number
+
+
+class Done(Struct, frozen=True, array_like=True, tag=True):
+    """Everything is there; I write no more."""
+
+    number: Number
+
+
+class Quit(Struct, frozen=True, array_like=True, tag=True):
+    """I write no more; nothing counts."""
+
+    number: Number
+
+
+class Granted(Struct, frozen=True, array_like=True, tag=True):
+    """You may write for the agreed time from when you asked."""
+
+    number: Number
+
+
+class Refused(Struct, frozen=True, array_like=True, tag=True):
+    """You may not, or not any more; answer with Quit."""
+
+    number: Number
+    reason: str
+
+
+class Delivered(Struct, frozen=True, array_like=True, tag=True):
+    """And all tokens before yours have arrived too."""
+
+    number: Number
+
+
+FromSender = Claim | Renew | Done | Quit
+FromReceiver = Granted | Refused | Delivered
+Message = FromSender | FromReceiver
+
+Key = tuple[str, int]  # the sender's agent, and its number for the transfer
 Letter = tuple[str, FromReceiver]  # to this agent
 
 
@@ -49,7 +100,7 @@ class _Reservation:
     sends: dict[Key, _Claimed] = field(default_factory=dict)
 
     def forget(self, key: Key) -> None:
-        """Undo a claim, unless another has followed."""
+        """Undoes a claim, unless another has followed."""
         gone = self.sends.pop(key)
         if self.claimed == gone.end:
             self.claimed = gone.begin
@@ -59,7 +110,7 @@ class _Reservation:
             self.forget(key)
 
     def deliver(self) -> list[Letter]:
-        """Move `received` over what is there."""
+        """Moves `received` over what is there."""
         letters: list[Letter] = []
         while ready := [k for k, s in self.sends.items() if s.until is None and s.begin <= self.received]:
             self.received = max(self.received, self.sends.pop(ready[0]).end)
@@ -68,7 +119,7 @@ class _Reservation:
 
 
 class Grants:
-    """On any thread. `now` is a monotonic clock's."""
+    """A receiver's reservations, on any thread. `now` is a monotonic clock's."""
 
     def __init__(self, unit: str, most: int, grant: float) -> None:
         self._unit = unit
@@ -97,7 +148,7 @@ class Grants:
             return self._open[ticket].received
 
     def close(self, ticket: Ticket, now: float) -> tuple[bool, list[Letter]]:
-        """Whether it is closed, and whom to tell that it closes."""
+        """Returns whether it is closed, and whom to tell that it closes."""
         with self._lock:
             reservation = self._open.get(ticket)
             if reservation is None:
@@ -113,7 +164,7 @@ class Grants:
             return True, letters
 
     def hear(self, agent: str, message: FromSender, now: float) -> list[Letter]:
-        """What to answer, to whom."""
+        """Returns what to answer, to whom."""
         key = agent, message.number
         with self._lock:
             if isinstance(message, Claim):

@@ -9,14 +9,14 @@ from itertools import islice
 
 from msgspec.structs import replace
 
+from kvloom.core.transfer import Transfer, Transport
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.outbound import Outbound
 from kvloom.engine.requests import Requests
 from kvloom.engine.stream import Stream
 from kvloom.types.clock import together
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.request import EndEvent, SamplingParams, StartGenerate
-from kvloom.types.transfer import Endpoint, Ticket, Transport, resolve
+from kvloom.types.transfer import Endpoint, Ticket, resolve
 from kvloom.types.verbs import RemoteSend, Sent
 
 _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
@@ -28,9 +28,8 @@ class _GivenUp(Exception):
     """Who asked for the send has hung up; others may still wait for it."""
 
 
-class Shipping:
-    """Sends by what they are of and where they go. `wake` tells the loop that there is a sequence to compute;
-    `jobs` says how many it has started."""
+class Transfers:
+    """A unit's sends, by what they are of and where they go."""
 
     def __init__(
         self,
@@ -41,18 +40,19 @@ class Shipping:
         wake: Callable[[], None],
         jobs: Callable[[], int],
     ) -> None:
+        """wake: tells the loop that there is a sequence to compute. jobs: says how many it has started."""
         self._queues = queues
         self._transport = transport
         self._requests = requests
         self._wake = wake
         self._jobs = jobs
         self._known: dict[_Key, asyncio.Future[Sent]] = {}
-        self._open: dict[str, set[Outbound]] = {}
-        self._computing: dict[Outbound, Stream] = {}
+        self._open: dict[str, set[Transfer]] = {}
+        self._computing: dict[Transfer, Stream] = {}
         self._stopped = False
 
     async def send(self, body: RemoteSend) -> Sent:
-        """Until every byte has arrived. The same send again joins the first, or gets its answer."""
+        """Returns once every byte has arrived. The same send again joins the first, or gets its answer."""
         begin, end = self._range(body)
         digest = body.address.digest(body.prompt, body.peer)
         key = (body.request, body.peer, body.address.ticket, begin, end, digest)
@@ -75,13 +75,14 @@ class Shipping:
         return sent
 
     def _forget(self) -> None:
-        """The oldest answers; a send that is under way is none yet."""
+        """Forgets the oldest answers; a send that is under way has none yet."""
         answered = (key for key, answer in self._known.items() if answer.done())
         for key in list(islice(answered, max(0, len(self._known) - _REMEMBERED))):
             del self._known[key]
 
     async def send_what_is_here(self, bodies: Sequence[RemoteSend]) -> list[int]:
-        """At the same time, each up to its end or as far as it is cached. Returns how far they have come."""
+        """Sends all at the same time, each up to its end or as far as it is cached. Returns how far they have
+        come."""
         ranges = [self._here(body) for body in bodies]
         orders = [
             replace(body, end=end) for body, (begin, end) in zip(bodies, ranges, strict=True) if begin < end
@@ -95,17 +96,17 @@ class Shipping:
         return [end for _, end in ranges]
 
     def _here(self, body: RemoteSend) -> tuple[int, int]:
-        """Its begin, and up to which token it is cached."""
+        """Returns where the send begins, and up to which token it is cached."""
         length = len(body.prompt)
         begin, end = resolve(body.begin, length, "begin"), resolve(body.end, length, "end")
         _, cached = self._queues[body.model].cache.prefixes.match(body.prompt, end)
         return begin, max(begin, cached)
 
     def abort(self, request: str) -> None:
-        """Give up the request's sends; unknown ones are fine."""
-        for outbound in self._open.get(request, ()):
-            outbound.shipment.abandon()
-            stream = self._computing.get(outbound)
+        """Gives up the request's sends; unknown ones are fine."""
+        for transfer in self._open.get(request, ()):
+            transfer.abandon()
+            stream = self._computing.get(transfer)
             if stream is not None:
                 self._requests.close(stream, "abort")
 
@@ -114,14 +115,14 @@ class Shipping:
         and all that wait may wait for those: unless a send is about to end, the last of them is given up."""
         if len(self._computing) < sum(map(len, self._open.values())):
             return
-        keeping = [outbound for outbound in self._computing if outbound.held]
+        keeping = [transfer for transfer in self._computing if transfer.held]
         if keeping:
             last = max(keeping, key=lambda one: self._computing[one].sequences[0].order)
             stream = self._computing.pop(last)
             self._requests.close(stream, "abort", "the send gave its blocks to others; ask again")
 
     def stop(self) -> None:
-        """Give up all sends, and take no more."""
+        """Gives up all sends, and takes no more."""
         self._stopped = True
         for request in self._open:
             self.abort(request)
@@ -142,47 +143,47 @@ class Shipping:
 
     async def _send(self, body: RemoteSend, digest: int, begin: int, end: int) -> Sent:
         queue = self._queues[body.model]
-        shipment = self._transport.ship(body.peer, body.address, digest, begin, end)
-        outbound = Outbound(shipment, body.address, begin, end)
-        self._open.setdefault(body.request, set()).add(outbound)
+        transfer = self._transport.claim(body.peer, body.address, digest, begin, end)
+        self._open.setdefault(body.request, set()).add(transfer)
         try:
-            cached = self._send_cached(queue, body, outbound)
-            if outbound.sent < end:
-                cached = await self._compute(body, outbound)
-            await shipment.arrived()
+            cached = self._send_cached(queue, body, transfer)
+            if transfer.sent < end:
+                cached = await self._compute(body, transfer)
+            await transfer.arrived()
         finally:
-            await self._settle(queue, body.request, outbound)
+            await self._settle(queue, body.request, transfer)
         return Sent(cached=max(0, cached - begin), computed=end - max(begin, cached))
 
-    def _send_cached(self, queue: ModelQueue, body: RemoteSend, outbound: Outbound) -> int:
-        """All at once where all is cached; otherwise nothing yet."""
+    def _send_cached(self, queue: ModelQueue, body: RemoteSend, transfer: Transfer) -> int:
+        """Sends all at once if all is cached; otherwise nothing yet. Returns how much of it is cached."""
         cache, sequence = queue.cache, self._requests.new_id()
-        cached = cache.adopt(sequence, body.prompt, outbound.end)
-        if cached == outbound.end:
-            queue.tally.cached_tokens += outbound.end - outbound.sent
-            outbound.begin(cache, sequence, cached)
-            outbound.hold(cache, sequence)
+        cached = cache.adopt(sequence, body.prompt, transfer.end)
+        if cached == transfer.end:
+            queue.tally.cached_tokens += transfer.end - transfer.sent
+            cache.sends.begin(sequence, transfer, cached)
+            cache.sends.leave(sequence, transfer)
         cache.remove_sequence(sequence)
         return cached
 
-    async def _compute(self, body: RemoteSend, outbound: Outbound) -> int:
-        """A request like any other, but that it draws no token; returns how much of it was cached."""
+    async def _compute(self, body: RemoteSend, transfer: Transfer) -> int:
+        """Computes it as a request like any other, but that it draws no token. Returns how much of it was
+        cached."""
         order = StartGenerate(
             model=body.model,
             request=body.request,
-            prompt=body.prompt[: outbound.end],
+            prompt=body.prompt[: transfer.end],
             sampling=SamplingParams(max_tokens=0, seed=0),
             priority=body.priority,
         )
-        stream = self._computing[outbound] = self._requests.open(order, outbound)
+        stream = self._computing[transfer] = self._requests.open(order, transfer)
         try:
-            self._requests.begin(stream, [None], self._jobs(), foreign=range(outbound.sent))
+            self._requests.begin(stream, [None], self._jobs(), foreign=range(transfer.sent))
             self._wake()
             frame, over = await stream.frame()
             while not over:
                 frame, over = await stream.frame()
         finally:
-            self._computing.pop(outbound, None)
+            self._computing.pop(transfer, None)
             self._requests.close(stream, "abort")
         end = next(event for event in frame if isinstance(event, EndEvent))
         if end.reason == "error" and not self._stopped:
@@ -191,15 +192,15 @@ class Shipping:
             raise Unavailable(end.message or "the request was aborted")
         return end.cached_tokens
 
-    async def _settle(self, queue: ModelQueue, request: str, outbound: Outbound) -> None:
-        """No more copies, and then no more pages for them."""
+    async def _settle(self, queue: ModelQueue, request: str, transfer: Transfer) -> None:
+        """Ends the copies, and then gives back the pages that were kept for them."""
         try:
-            outbound.shipment.abandon()
+            transfer.abandon()
             with suppress(KvloomError):
-                await outbound.shipment.arrived()
+                await transfer.arrived()
         finally:
-            outbound.settle(queue.cache)
+            queue.cache.sends.settle(transfer)
             self._wake()  # others may have waited for the pages
-            self._open[request].discard(outbound)
+            self._open[request].discard(transfer)
             if not self._open[request]:
                 del self._open[request]

@@ -8,19 +8,17 @@ import time
 import msgspec
 
 from kvloom.kv.arena import Store
-from kvloom.transport.agent import Agent
-from kvloom.transport.grants import Grants
-from kvloom.transport.nixl_plane import Clock, NixlPlane
-from kvloom.transport.nixl_shipment import NixlShipment, Where
-from kvloom.transport.place import Place
-from kvloom.transport.room import Room
+from kvloom.transfer.grants import Grants
+from kvloom.transfer.nixl_agent import Agent, Place
+from kvloom.transfer.nixl_plane import Clock, NixlEndpoint, NixlPlane, NixlTransfer
+from kvloom.transfer.target import Target
 from kvloom.types.errors import BadRequest
 from kvloom.types.transfer import Endpoint, KVAddress, Ticket
 
 
 class NixlTransport:
-    """Implements Transport. grant: seconds for which a sender may write without being heard of; the same at
-    all units. That a reservation is over, or its tokens are claimed, `arrived` tells, not `ship`."""
+    """Implements `Transport`. That a reservation is over, or its tokens are claimed, a transfer's `arrived`
+    tells, not `claim`."""
 
     def __init__(
         self,
@@ -32,15 +30,17 @@ class NixlTransport:
         grant: float = 2.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """place: where the arena's bytes lie. Raises ConfigError where NIXL is not installed, or cannot use
-        them."""
+        """place: where the arena's bytes lie. grant: seconds for which a sender may write unheard, the same
+        at all units. Raises ConfigError if NIXL is not installed, or cannot use the bytes."""
         self._arena = arena
         self._place = place
         self._clock = clock
         address = arena.bytes.data_ptr()
         place.enter()
         agent = Agent(unit, address, arena.bytes.numel(), place)
-        where = Where(agent.name, agent.metadata, place.index, address, arena.blocks, arena.block_bytes)
+        where = NixlEndpoint(
+            agent.name, agent.metadata, place.index, address, arena.blocks, arena.block_bytes
+        )
         self._endpoint = Endpoint(unit=unit, kind=place.kind, where=msgspec.msgpack.encode(where))
         self._grants = Grants(unit, slots, grant)
         self._plane = NixlPlane(agent, place, address, self._grants, grant, clock)
@@ -62,34 +62,34 @@ class NixlTransport:
         self._plane.post(letters)
         return closed
 
-    def ship(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> NixlShipment:
+    def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> NixlTransfer:
         self._plane.refuse_over()
         where = self._read(peer)
-        room = Room.of(address, begin, end, own=self._arena, peer=where)
+        target = Target.of(address, begin, end, own=self._arena, peer=where)
         if self._agents.get(peer.unit) != where.agent:
             self.forget(peer.unit)
             self._agents[peer.unit] = where.agent
-        shipment = NixlShipment(
-            self._plane.submit, self._place, peer, where, room, address.ticket, digest, begin, end
+        transfer = NixlTransfer(
+            self._plane.submit, self._place, peer, where, target, address, digest, begin, end
         )
-        self._plane.start(shipment)
-        return shipment
+        self._plane.start(transfer)
+        return transfer
 
     def forget(self, unit: str) -> None:
-        """Part from a unit's agent; its shipments fail."""
+        """Parts from a unit's agent; its transfers fail."""
         agent = self._agents.pop(unit, None)
         if agent is not None:
             self._plane.part(agent)
 
     def close_all(self) -> None:
-        """Fail what has not arrived, end the thread and leave NIXL."""
+        """Fails what has not arrived, ends the thread and leaves NIXL."""
         self._plane.close()
 
-    def _read(self, peer: Endpoint) -> Where:
+    def _read(self, peer: Endpoint) -> NixlEndpoint:
         kind = self._endpoint.kind
         if peer.kind != kind:
             raise BadRequest(f"peer: {peer.unit} moves K and V by {peer.kind}, this unit by {kind}")
         try:
-            return msgspec.msgpack.decode(peer.where, type=Where)
+            return msgspec.msgpack.decode(peer.where, type=NixlEndpoint)
         except msgspec.MsgspecError as error:
             raise BadRequest(f"peer: the endpoint of {peer.unit} cannot be read: {error}") from error

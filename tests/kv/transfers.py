@@ -1,4 +1,4 @@
-"""Addresses and shipments for tests of the accounting, where nothing moves."""
+"""Addresses and transfers for tests of the accounting, where nothing moves."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import struct
 
 import numpy as np
 
+from kvloom.core.transfer import BlockCopies, PageCopies, Transfer
 from kvloom.types.geometry import Geometry
-from kvloom.types.transfer import KVAddress, KVForm, Parcel, PlannedSend, Ticket
+from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 
 FIRST = 10_000  # a block of the peer: no block of a test's own pool
 
 
-class Shelf:
-    """A shipment that keeps its parcels."""
+class Shelf(Transfer):
+    """A transfer that keeps its copies."""
 
-    def __init__(self) -> None:
-        self.parcels: list[Parcel] = []
+    def __init__(self, address: KVAddress, begin: int, end: int) -> None:
+        super().__init__(Endpoint(unit="peer", kind="modelled", where=b""), address, begin, end)
+        self.kept: list[BlockCopies] = []
 
-    def put(self, parcel: Parcel) -> None:
-        self.parcels.append(parcel)
+    def put(self, copies: BlockCopies) -> None:
+        self.kept.append(copies)
 
     async def arrived(self) -> None: ...
 
@@ -40,7 +42,7 @@ def address_of(geometry: Geometry, begin: int, end: int, model: str = "m") -> KV
     )
 
 
-def tokens_of(send: PlannedSend, geometry: Geometry, first_page: int) -> dict[int, tuple[int, int]]:
+def tokens_of(send: PageCopies, geometry: Geometry, first_page: int) -> dict[int, tuple[int, int]]:
     """By position, our page and its offset: for an address from `address_of` that begins in `first_page`."""
     found: dict[int, tuple[int, int]] = {}
     width, each = geometry.tokens_per_block, geometry.blocks_per_page

@@ -1,4 +1,4 @@
-"""Where a shipment may write, and how its blocks are laid out."""
+"""Where a transfer may write, and how its blocks are laid out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.core.transfer import BlockCopies
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32
-from kvloom.types.transfer import KVAddress, KVForm, Parcel
+from kvloom.types.transfer import KVAddress, KVForm
 
 
 class Blocks(Protocol):
-    """An arena, or what is told of one."""
+    """An arena, or what another process tells of one."""
 
     @property
     def blocks(self) -> int: ...
@@ -25,17 +26,17 @@ class Blocks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The blocks of an address. Both arenas' blocks are [2, page_tokens, token_bytes]; 0 is K, 1 is V.
-
-    own_blocks: how many the sender's arena has. allowed: [the peer's blocks], true for the address' own.
-    """
+class Target:
+    """The blocks of an address. The blocks of both arenas are [2, page_tokens, token_bytes]; 0 is K, 1 is
+    V."""
 
     block_bytes: int
     page_tokens: int
     token_bytes: int
     own_blocks: int
+    """Blocks that the sender's arena has."""
     allowed: npt.NDArray[np.bool_]
+    """[the peer's blocks], true for those of the address."""
 
     @staticmethod
     def of(
@@ -45,8 +46,8 @@ class Room:
         *,
         own: Blocks,
         peer: Blocks,
-    ) -> Room:
-        """Raises BadRequest where the address cannot be the peer's, or [begin, end) is not in it."""
+    ) -> Target:
+        """Raises BadRequest if the address cannot be the peer's, or [begin, end) is not in it."""
         if not address.begin <= begin <= end <= address.end:
             raise BadRequest(
                 f"begin, end: tokens [{begin}, {end}) are not all in the address' "
@@ -58,28 +59,29 @@ class Room:
         blocks = _blocks(address, peer.blocks)
         allowed = np.zeros(peer.blocks, dtype=np.bool_)
         allowed[blocks] = True
-        return Room(own.block_bytes, address.form.tokens_per_block, token_bytes, own.blocks, allowed)
+        return Target(own.block_bytes, address.form.tokens_per_block, token_bytes, own.blocks, allowed)
 
-    def check(self, parcel: Parcel) -> None:
-        """Raises BadRequest where a parcel leaves the room: an error of this unit, not of the peer."""
-        if not len(parcel.own):
+    def check(self, copies: BlockCopies) -> None:
+        """Raises BadRequest if some copies leave the target: an error of this unit, not of the peer."""
+        if not len(copies.own):
             return
         inside = (
-            parcel.own.min() >= 0
-            and parcel.own.max() < self.own_blocks
-            and parcel.peer.min() >= 0
-            and parcel.peer.max() < len(self.allowed)
-            and self.allowed[parcel.peer].all()
-            and parcel.offsets.min() >= 0
-            and parcel.counts.min() >= 0
-            and (parcel.offsets + parcel.counts).max() <= self.page_tokens
+            copies.own.min() >= 0
+            and copies.own.max() < self.own_blocks
+            and copies.peer.min() >= 0
+            and copies.peer.max() < len(self.allowed)
+            and self.allowed[copies.peer].all()
+            and copies.offsets.min() >= 0
+            and copies.counts.min() >= 0
+            and (copies.offsets + copies.counts).max() <= self.page_tokens
         )
         if not inside:
-            raise BadRequest("parcel: blocks or tokens outside the address")
+            raise BadRequest("copies: blocks or tokens outside the address")
 
 
 def _blocks(address: KVAddress, peer_blocks: int) -> I32:
-    """[pages, layers, kv_heads], all of them in an arena of `peer_blocks`."""
+    """Returns the address' blocks [pages, layers, kv_heads]. Raises BadRequest if an arena of `peer_blocks`
+    does not hold them all."""
     wanted = address.pages * address.form.layers * address.form.kv_heads
     if wanted > peer_blocks:
         raise BadRequest(f"address: {wanted} blocks of an arena of {peer_blocks}")
@@ -90,7 +92,8 @@ def _blocks(address: KVAddress, peer_blocks: int) -> I32:
 
 
 def _token_bytes(form: KVForm, block_bytes: int) -> int:
-    """Bytes of one token's K in a block. Raises BadRequest where both arenas' blocks are not of this form."""
+    """Returns the bytes of one token's K in a block. Raises BadRequest if the blocks of both arenas are not
+    of this form."""
     dtype = getattr(torch, form.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise BadRequest(f"address: no number format is called {form.dtype!r}")

@@ -1,0 +1,229 @@
+"""K and V on their way from one unit's arena into another's, from the verb `remote_send` to the thread that
+copies, and the plane on which they go."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol
+
+import numpy as np
+
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import I32
+from kvloom.types.transfer import Endpoint, KVAddress, Ticket
+
+
+class TransferState(Enum):
+    """How far a transfer has come."""
+
+    PLANNED = "planned"
+    """It is known what goes where; the receiver has not agreed yet."""
+    CLAIMED = "claimed"
+    """The receiver expects these tokens from this transfer alone; none has been copied."""
+    COPYING = "copying"
+    """The plane's thread has begun to copy."""
+    ARRIVED = "arrived"
+    """All tokens are in the receiver's blocks, and it knows. Nothing is copied any more."""
+    FAILED = "failed"
+    """Nothing counts, and nothing is copied any more."""
+
+
+NEXT: Final[Mapping[TransferState, frozenset[TransferState]]] = {
+    TransferState.PLANNED: frozenset({TransferState.CLAIMED, TransferState.FAILED}),
+    TransferState.CLAIMED: frozenset({TransferState.COPYING, TransferState.ARRIVED, TransferState.FAILED}),
+    TransferState.COPYING: frozenset({TransferState.ARRIVED, TransferState.FAILED}),
+    TransferState.ARRIVED: frozenset(),
+    TransferState.FAILED: frozenset(),
+}
+"""The states that may follow each state."""
+
+
+class Transfer(ABC):
+    """Tokens [begin, end) of a sequence, which one unit sends into the blocks of another's reservation.
+
+    A transport makes one with each claim and moves it from state to state. Whoever holds one puts the copies
+    and then awaits `arrived`, or calls `abandon`.
+    """
+
+    def __init__(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> None:
+        """Tokens [begin, end) of `address` go to `peer`; the range may be empty."""
+        self.peer = peer
+        self.address = address
+        self.begin = begin
+        self.end = end
+        self.sent = begin
+        """The engine has put all tokens before this one."""
+        self.held: list[int] = []
+        """Pages that copies may still read after the sequence has let go of them, one entry for each hold."""
+        self.state = TransferState.PLANNED
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is copied any more."""
+        return not NEXT[self.state]
+
+    def become(self, state: TransferState) -> None:
+        """Raises ValueError if `state` cannot follow the present one."""
+        if state not in NEXT[self.state]:
+            raise ValueError(f"a transfer cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def advance(self, computed: int) -> None:
+        """A forward has computed the sequence up to token `computed`, and has put what it owed."""
+        self.sent = max(self.sent, min(computed, self.end))
+
+    def owed(self, row: I32, begin: int, end: int) -> PageCopies:
+        """Returns the part of it that lies in [begin, end) and has not been sent. row: [pages], all pages of
+        the sequence. Raises BadRequest if the address does not list the blocks of its pages."""
+        tokens, first = self.address.form.tokens_per_block, self.address.first_page
+        begin, end = max(begin, self.sent), min(end, self.end)
+        edges: I32 = np.arange(begin // tokens, -(-end // tokens), dtype=np.int32)
+        starts = np.maximum(begin - edges * tokens, 0)
+        stops = np.minimum(end - edges * tokens, tokens)
+        return PageCopies(self, row[edges], self.address.block_map[edges - first], starts, stops - starts)
+
+    @abstractmethod
+    def put(self, copies: BlockCopies) -> None:
+        """Copies this, on the transport's thread. Any thread may call it; it never waits and never raises:
+        `arrived` tells what goes wrong."""
+
+    @abstractmethod
+    async def arrived(self) -> None:
+        """Waits, after the last `put`, for all copies and for the tokens that were claimed before these, and
+        tells the receiver's ledger. Raises Unavailable if the peer is gone, BadRequest if its reservation
+        is."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Ends the copies, and lets others claim these tokens. At most one piece is copied after it,
+        milliseconds long. It has no effect once `arrived` has returned."""
+
+
+class DeviceEvent(Protocol):
+    """A point in what a thread has asked its device for."""
+
+    def wait(self) -> None:
+        """Returns once everything before the point is done. Raises RuntimeError if that failed."""
+
+    def done(self) -> bool:
+        """Whether everything before the point is done. Raises RuntimeError if that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Copies of one transfer: for each i, tokens [offsets[i], offsets[i] + counts[i]) of K and of V of own
+    block own[i] go into the peer's block peer[i]. All four are [n]."""
+
+    own: I32
+    peer: I32
+    offsets: I32
+    counts: I32
+    after: DeviceEvent | None = None
+    """The copies may begin once it is done; None: at once."""
+
+    def part(self, rows: slice) -> BlockCopies:
+        return BlockCopies(self.own[rows], self.peer[rows], self.offsets[rows], self.counts[rows], self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopies:
+    """What a forward owes a transfer after each layer's write: for each i, tokens [offsets[i],
+    offsets[i] + counts[i]) of our page pages[i] go to the peer's blocks targets[i]."""
+
+    transfer: Transfer
+    pages: I32
+    """[n]"""
+    targets: I32
+    """[n, layers, kv_heads]"""
+    offsets: I32
+    """[n]"""
+    counts: I32
+    """[n]"""
+
+    def put(self, page_map: I32, layer: int) -> None:
+        """Puts one layer's part. page_map: [pages, layers, kv_heads], our blocks."""
+        self.transfer.put(self.of_layer(page_map, layer))
+
+    def put_all(self, page_map: I32) -> None:
+        """Puts all layers at once, for pages that are computed already."""
+        self.transfer.put(self.whole(page_map))
+
+    def of_layer(self, page_map: I32, layer: int) -> BlockCopies:
+        return self._blocks(page_map[self.pages, layer], self.targets[:, layer])
+
+    def whole(self, page_map: I32) -> BlockCopies:
+        heads = self.targets.shape[2]
+        return self._blocks(
+            page_map[self.pages].reshape(-1, heads), self.targets.reshape(-1, heads), self.targets.shape[1]
+        )
+
+    def _blocks(self, own: I32, peer: I32, layers: int = 1) -> BlockCopies:
+        each = layers * own.shape[1]
+        offsets, counts = np.repeat(self.offsets, each), np.repeat(self.counts, each)
+        return BlockCopies(own.ravel(), peer.ravel(), offsets, counts)
+
+
+class Transport(Protocol):
+    """One unit's end of the KV plane: its arena, which peers write without its doing. Its methods are called
+    on one event loop, and none of them waits."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    # receiving
+
+    def open(self, begin: int, digest: int) -> Ticket:
+        """Begins a reservation in which nothing has arrived past token `begin`, for whoever shows `digest`,
+        that of its address, this endpoint and the prompt. Raises QueueFull if there are too many, Unavailable
+        if nothing can arrive any more."""
+
+    def received(self, ticket: Ticket) -> int:
+        """Returns the position up to which everything has arrived. Raises BadRequest if the ticket is
+        closed."""
+
+    def close(self, ticket: Ticket) -> bool:
+        """From here on no sender begins to write for this ticket, and what has not arrived never does. True:
+        nobody is writing either, and its blocks may be used again. False: a sender is, for milliseconds (for
+        as long as its grant if it cannot be asked); ask again."""
+
+    # sending
+
+    def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Transfer:
+        """Claims tokens [begin, end) of the address, which have to be the next ones that nobody has claimed,
+        and returns their transfer. digest: of the address, `peer` and the prompt that is sent. Raises
+        BadRequest if that is not the reservation's, so that one of them is another than at `open`, if the
+        reservation is over, and if another transfer has claimed the tokens; Unavailable if the peer cannot be
+        reached, or nothing can be sent any more. What only the peer can tell, the transfer's `arrived` raises
+        instead; nothing is written before."""
+
+
+class NoTransport:
+    """The `Transport` of a tensor-parallel unit, whose K and V lie in several arenas: it takes none and sends
+    none. `open` and `claim` raise BadRequest."""
+
+    def __init__(self, unit: str) -> None:
+        self.endpoint = Endpoint(unit=unit, kind="shm", where=b"")
+
+    def open(self, begin: int, digest: int) -> Ticket:
+        raise self._refusal()
+
+    def received(self, ticket: Ticket) -> int:
+        raise self._refusal()
+
+    def close(self, ticket: Ticket) -> bool:
+        return True
+
+    def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Transfer:
+        raise self._refusal()
+
+    def close_all(self) -> None:
+        """Nothing is open."""
+
+    def _refusal(self) -> BadRequest:
+        return BadRequest(
+            f"unit {self.endpoint.unit} is tensor-parallel: its K and V are neither sent nor received; a "
+            "router program that computes a request at one unit, as data_parallel, is right"
+        )

@@ -1,0 +1,191 @@
+"""How requests leave a unit: which one goes, and how it stands still between two steps meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Sequences
+
+from kvloom.engine.batching.view import kept_to_grow
+from kvloom.engine.choice import Candidate, choose, has_room
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.requests import Requests
+from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.stream import Stream
+from kvloom.kv.pool import Pool
+from kvloom.kv.prefix import PinnedPath, PrefixTree
+from kvloom.types.clock import Clock
+from kvloom.types.errors import BadRequest
+from kvloom.types.request import Level, Made, level_of
+from kvloom.types.verbs import Offer, Offered
+
+
+class Pauses:
+    """The verbs hold and resume: requests that stand still between two steps, to be sent from, or to go on
+    elsewhere.
+
+    What they have computed is kept for them meanwhile: a unit that gives requests away is short of blocks,
+    and would have to compute it anew."""
+
+    def __init__(
+        self,
+        queues: Mapping[str, ModelQueue],
+        requests: Requests,
+        clock: Clock,
+        lease: float,
+        *,
+        jobs: Callable[[], int],
+    ) -> None:
+        """lease: seconds after which a paused request goes on by itself. jobs: says how many the unit has
+        started."""
+        self._queues = queues
+        self._requests = requests
+        self._clock = clock
+        self._lease = lease
+        self._jobs = jobs
+        self._due: dict[str, float] = {}  # by request, with those that have ended meanwhile
+        self._kept: dict[str, list[tuple[PrefixTree, PinnedPath]]] = {}
+
+    @property
+    def due(self) -> float | None:
+        """When `expire` has something to do, or earlier."""
+        return min(self._due.values(), default=None)
+
+    def expire(self) -> None:
+        """Resumes the requests whose lease has run out."""
+        now = self._clock.now()
+        for request in [request for request, due in self._due.items() if due <= now]:
+            del self._due[request]
+            stream = self._requests.stream(request)
+            self.let_go(request)
+            if stream is not None:
+                self._go_on(stream)
+
+    def let_go(self, request: str) -> None:
+        """The request is over, or goes on: nothing is kept for it."""
+        for tree, path in self._kept.pop(request, ()):
+            tree.unpin(path)
+
+    async def pause(self, request: str) -> list[Made]:
+        """Returns all tokens of the choices that have not ended. Raises BadRequest if the request is not
+        here, or has ended, or a choice has yet to begin."""
+        stream = self._requests.stream(request)
+        if stream is None:
+            raise BadRequest(f"no request {request} is here: it never was, or it has ended", param="request")
+        return await self._requests.errands.do(stream, lambda: self._stand_still(stream))
+
+    def _stand_still(self, stream: Stream) -> list[Made]:
+        live = stream.live
+        if not live or not all(sequence.output_length for sequence in live):
+            problem = "has a choice without a token; ask once each has one" if live else "has ended"
+            raise BadRequest(f"request {stream.id} {problem}", param="request")
+        kept = self._kept.setdefault(stream.body.request, [])
+        for sequence in live:
+            if sequence.status is not Status.HELD:
+                self._queues[sequence.model].release(sequence, Status.HELD)
+                tree = self._queues[sequence.model].cache.prefixes
+                if path := tree.pin(sequence.tokens.list()):
+                    kept.append((tree, path))
+        self._due[stream.body.request] = self._clock.now() + self._lease
+        return [Made(sequence.choice, sequence.tokens.output.tolist()) for sequence in live]
+
+    async def resume(self, request: str) -> None:
+        """Requests that do not stand still, and unknown ones, are fine. A pause that waits for the step that
+        is under way comes first."""
+        self._due.pop(request, None)
+        stream = self._requests.stream(request)
+        if stream is not None:
+            await self._requests.errands.do(stream, lambda: self._go_on(stream))
+
+    def _go_on(self, stream: Stream) -> None:
+        self.let_go(stream.body.request)
+        for sequence in stream.live:
+            if sequence.status is Status.HELD:
+                sequence.become(Status.WAITING)
+                self._queues[sequence.model].enqueue(sequence, self._jobs())
+
+    async def publish(self, request: str) -> None:
+        """What a running request has computed counts as cached, as far as it fills pages."""
+        stream = self._requests.stream(request)
+        if stream is not None:
+            await self._requests.errands.do(stream, lambda: self._publish(stream))
+
+    def _publish(self, stream: Stream) -> None:
+        for sequence in stream.live:
+            if sequence.status is Status.RUNNING:
+                self._queues[sequence.model].cache.keep(sequence.id, sequence.tokens.list())
+
+
+class Llumlet:
+    """Chooses which request leaves the unit (Llumnix, sections 4.3 and 4.4): the fleet scheduler knows loads,
+    and this knows requests."""
+
+    def __init__(
+        self, queues: Mapping[str, ModelQueue], pool: Pool, requests: Requests, levels: Sequences[Level]
+    ) -> None:
+        self._queues = queues
+        self._pool = pool
+        self._requests = requests
+        self._levels = levels
+
+    def select_migration(self, body: Offer) -> Offered:
+        """Requests that wait behind a first one that finds no room go before all that run: nothing is copied.
+        The paper leaves them where they are. Then requests at home go before those that are offloaded, whose
+        leaving frees no block here, and whose K and V are computed again."""
+        besides = frozenset(body.besides)
+        for one in self._stuck():
+            there = body.destination.models.get(one.model)
+            at_once = there is not None and not there.waiting
+            if at_once and one.request not in besides and has_room(body.destination, one, body.floor):
+                return Offered(request=one.request)
+        for home in (True, False):
+            candidates = (one for one in self._candidates(home=home) if one.request not in besides)
+            chosen = choose(candidates, body.destination, floor=body.floor)
+            if chosen is not None:
+                return Offered(request=chosen.request)
+        return Offered(request=None)
+
+    def _stuck(self) -> Iterator[Candidate]:
+        """Yields requests of models of which the first that waits finds no room, in the order in which they
+        wait. Those with several choices stay, and those of which a part is here."""
+        for queue in filter(self._blocked, self._queues.values()):
+            for sequence in queue.waiting:
+                stream = self._requests.stream(sequence.request)
+                if stream and isinstance(stream.id, str) and stream.body.n == 1 and sequence.untouched:
+                    yield self._candidate(stream, [sequence])
+
+    def _blocked(self, queue: ModelQueue) -> bool:
+        """Whether the first that waits finds no room beside what is kept for those that run to grow. Quotas,
+        which give way, do not count."""
+        if not queue.waiting:
+            return False
+        geometry = queue.cache.geometry
+        kept = kept_to_grow(len(queue.running), geometry.blocks_per_page)
+        return geometry.blocks(queue.waiting[0].tokens.length) + kept > self._pool.available
+
+    def _candidates(self, *, home: bool) -> Iterator[Candidate]:
+        """Yields requests of which every choice that has not ended decodes. home: those with all choices at
+        home; else those with some offloaded."""
+        for stream in self._requests.streams:
+            live = stream.live
+            if not isinstance(stream.id, str) or not live or not all(map(_decodes, live)):
+                continue
+            if all(map(self._queues[stream.body.model].is_here, live)) == home:
+                yield self._candidate(stream, live)
+
+    def _candidate(self, stream: Stream, live: list[Sequence]) -> Candidate:
+        return Candidate(
+            request=str(stream.id),
+            model=stream.body.model,
+            lengths=tuple(sequence.tokens.length for sequence in live),
+            left=max(self._left(sequence) for sequence in live),
+            level=level_of(stream.body.priority, self._levels),
+            shared=len(stream.body.prompt),
+        )
+
+    def _left(self, sequence: Sequence) -> int:
+        limit = self._queues[sequence.model].card.context_length
+        return min(sequence.sampling.max_tokens - sequence.output_length, limit - sequence.tokens.length)
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return sequence.status is Status.RUNNING and sequence.decodes

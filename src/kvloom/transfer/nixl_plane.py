@@ -1,0 +1,365 @@
+"""The thread that speaks NIXL, for what this unit sends and for what it receives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty
+from typing import get_args
+
+import msgspec
+import numpy as np
+
+from kvloom.core.transfer import BlockCopies, DeviceEvent, TransferState
+from kvloom.transfer.grants import (
+    Claim,
+    Delivered,
+    Done,
+    FromReceiver,
+    FromSender,
+    Granted,
+    Grants,
+    Letter,
+    Message,
+    Quit,
+    Refused,
+    Renew,
+)
+from kvloom.transfer.nixl_agent import Agent, Handle, Place, Spans, spans
+from kvloom.transfer.plane import PlaneTransfer, Submit, Worker
+from kvloom.transfer.target import Target
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
+from kvloom.types.transfer import Endpoint, KVAddress
+
+_SHORTEST, _BUSY, _IDLE = 50e-6, 1e-3, 20e-3  # seconds between two looks
+
+Clock = Callable[[], float]
+
+
+class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """What an endpoint of kind `nixl` or `nixl-cuda` says: its agent, and where its arena begins in its own
+    memory: the host's, or that of its GPU `index`."""
+
+    agent: str
+    metadata: bytes
+    index: int
+    address: int
+    blocks: int
+    block_bytes: int
+
+
+class NixlTransfer(PlaneTransfer):
+    """What is put may be written to before it, on the current stream of the thread that puts it."""
+
+    def __init__(
+        self,
+        submit: Submit,
+        place: Place,
+        peer: Endpoint,
+        where: NixlEndpoint,
+        target: Target,
+        address: KVAddress,
+        digest: int,
+        begin: int,
+        end: int,
+    ) -> None:
+        """where: what `peer` says."""
+        super().__init__(submit, peer, address, begin, end)
+        self._place = place
+        self.where, self.target, self.digest = where, target, digest
+        self.number = -1
+        """Its name in the messages about it."""
+        self.pieces: deque[BlockCopies] = deque()
+        """What has yet to be written."""
+        self.handle: Handle | None = None
+        """NIXL's, of the write that is under way."""
+        self.writing = False
+        """Whether a write has begun that is not known to have ended."""
+        self.asked: float | None = None
+        """When it asked the peer whether it may write, while the answer is out."""
+        self.deadline = 0.0
+        """Until when it may write."""
+        self.ended = False
+        """Whether all that was put has been taken."""
+        self.told = False
+        """Whether the peer has been told that everything is written."""
+
+    @property
+    def granted(self) -> bool:
+        return self.state is not TransferState.PLANNED
+
+    def _event(self) -> DeviceEvent | None:
+        return self._place.mark()
+
+    # on the transport's thread
+
+    def take(self, copies: BlockCopies) -> None:
+        try:
+            self.target.check(copies)
+        except BadRequest as error:
+            self.fail(error)
+        rows = max(1, self._place.piece // self.target.block_bytes)
+        self.pieces.extend(copies.part(slice(at, at + rows)) for at in range(0, len(copies.own), rows))
+
+    def computed(self) -> bool:
+        """Whether there is a next piece, and it can be sent."""
+        if not self.pieces:
+            return False
+        after = self.pieces[0].after
+        try:
+            return after is None or after.done()
+        except RuntimeError as error:
+            self.fail(self.not_computed(error))
+            return False
+
+    def spans(self, piece: BlockCopies, address: int) -> tuple[Spans, Spans]:
+        """Returns own and peer's spans: a whole block is one, a run of tokens two. address: where the own
+        arena begins."""
+        target = self.target
+        whole = piece.counts == target.page_tokens
+        at = np.where(whole, 0, piece.offsets.astype(np.int64) * target.token_bytes)
+        size = np.where(whole, target.block_bytes, piece.counts.astype(np.int64) * target.token_bytes)
+        part = ~whole & (size > 0)
+        half = target.page_tokens * target.token_bytes
+        sides = []
+        for base, blocks, index in (
+            (address, piece.own, self._place.index),
+            (self.where.address, piece.peer, self.where.index),
+        ):
+            starts = base + blocks.astype(np.int64) * target.block_bytes + at
+            starts = np.concatenate((starts[size > 0], starts[part] + half))
+            sides.append(spans(starts, np.concatenate((size[size > 0], size[part])), index))
+        return sides[0], sides[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    letters: list[Letter]
+
+
+Order = Letters | NixlTransfer | str  # letters to send, a transfer that begins, or an agent to part from
+Task = tuple[PlaneTransfer, BlockCopies | None] | Order | None
+
+
+class NixlPlane(Worker[Order]):
+    """Speaks with all peers, one step of each transfer at a time."""
+
+    def __init__(
+        self, agent: Agent, place: Place, address: int, grants: Grants, grant: float, clock: Clock
+    ) -> None:
+        """address: where this unit's arena begins."""
+        super().__init__("kv-nixl")
+        self._agent, self._place, self._address, self._grants = agent, place, address, grants
+        self._grant, self._clock = grant, clock
+        self._live: dict[int, NixlTransfer] = {}
+        self._numbers = 0
+        self._pause = _SHORTEST
+        self._start()
+
+    def start(self, transfer: NixlTransfer) -> None:
+        """Asks the peer at once, before there is anything to write."""
+        self.order(transfer)
+
+    def post(self, letters: list[Letter]) -> None:
+        if letters:
+            self.order(Letters(letters))
+
+    def part(self, agent: str) -> None:
+        self.order(agent)
+
+    def close(self) -> None:
+        super().close()
+        self._agent.close()
+
+    def _begin(self) -> None:
+        self._place.enter()
+
+    def _step(self) -> None:
+        busy = self._take(self._pause)
+        busy = self._hear() or busy
+        for transfer in list(self._live.values()):
+            busy = self._advance(transfer) or busy
+        most = _BUSY if self._live or len(self._grants) else _IDLE
+        self._pause = _SHORTEST if busy else min(2 * self._pause, most)
+
+    def _left(self) -> list[PlaneTransfer]:
+        """A write that is under way ends by itself; its receiver waits for its grant's end."""
+        left: list[PlaneTransfer] = [*self._live.values()]
+        self._live = {}
+        return left
+
+    # what the event loop wants
+
+    def _take(self, pause: float) -> bool:
+        took = False
+        with suppress(Empty):
+            task = self._queue.get(timeout=pause)
+            while True:
+                took = True
+                self._do(task)
+                task = self._queue.get_nowait()
+        return took
+
+    def _do(self, task: Task) -> None:
+        match task:
+            case NixlTransfer() as transfer:
+                self._numbers += 1
+                transfer.number = self._numbers
+                self._live[transfer.number] = transfer
+            case NixlTransfer() as transfer, BlockCopies() as copies:
+                transfer.take(copies)
+            case NixlTransfer() as transfer, None:
+                transfer.ended = True
+            case str():
+                self._agent.part(task)
+            case Letters():
+                self._answer(task.letters)
+
+    # what peers say
+
+    def _hear(self) -> bool:
+        heard = self._agent.heard()
+        for agent, body in heard:
+            with suppress(msgspec.MsgspecError):  # not one of ours
+                message = msgspec.msgpack.decode(body, type=Message)
+                if isinstance(message, get_args(FromSender)):
+                    self._hear_sender(agent, message)
+                else:
+                    self._hear_receiver(agent, message)
+        return bool(heard)
+
+    def _hear_sender(self, agent: str, message: FromSender) -> None:
+        if isinstance(message, Claim):
+            with suppress(Unavailable):
+                self._agent.meet(agent, message.metadata)
+        self._answer(self._grants.hear(agent, message, self._clock()))
+
+    def _answer(self, letters: list[Letter]) -> None:
+        for agent, message in letters:
+            try:
+                self._agent.tell(agent, msgspec.msgpack.encode(message))
+            except Unavailable:
+                self._agent.part(agent)  # its grants run out
+
+    def _hear_receiver(self, agent: str, message: FromReceiver) -> None:
+        transfer = self._live.get(message.number)
+        if transfer is None or transfer.where.agent != agent:
+            return
+        match message:
+            case Granted():
+                if transfer.asked is not None:
+                    transfer.deadline = transfer.asked + self._grant
+                    transfer.asked = None
+                if transfer.state is TransferState.PLANNED:
+                    transfer.become(TransferState.CLAIMED)
+            case Refused(_, reason):
+                transfer.fail(BadRequest(reason))
+            case Delivered() if transfer.told:
+                self._settle(transfer, None)
+
+    # what is to be sent
+
+    def _advance(self, transfer: NixlTransfer) -> bool:
+        """Takes one step of one transfer. False: it waits for others."""
+        writes = transfer.handle is not None  # also if it has failed meanwhile
+        try:
+            if (writes or transfer.failure is None) and self._keep_grant(transfer):
+                return True
+            if transfer.handle is not None:
+                return self._land(transfer, transfer.handle)
+            if transfer.failure is None:
+                return self._progress(transfer)
+            self._give_up(transfer)
+            return True
+        except KvloomError as error:
+            self._lose(transfer, error)
+            return True
+
+    def _land(self, transfer: NixlTransfer, handle: Handle) -> bool:
+        if not self._agent.written(transfer.where.agent, handle):
+            return not self._place.progress  # to look is then what moves it on
+        self._agent.drop(handle)
+        transfer.handle, transfer.writing = None, False
+        return True
+
+    def _keep_grant(self, transfer: NixlTransfer) -> bool:
+        now = self._clock()
+        if transfer.asked is None and now >= transfer.deadline - 0.75 * self._grant:
+            if not transfer.granted:
+                self._agent.meet(transfer.where.agent, transfer.where.metadata)
+                now = self._clock()  # to connect takes its time, which is not the peer's silence
+                transfer.deadline = now + self._grant
+            transfer.asked = now
+            self._tell(transfer, self._question(transfer))
+            return True
+        if now >= transfer.deadline:
+            raise Unavailable(f"no answer in {self._grant:g} s")
+        return False
+
+    def _question(self, transfer: NixlTransfer) -> FromSender:
+        if transfer.granted:
+            return Renew(transfer.number)
+        return Claim(
+            transfer.number,
+            transfer.address.ticket,
+            transfer.digest,
+            transfer.begin,
+            transfer.end,
+            self._agent.metadata,
+        )
+
+    def _progress(self, transfer: NixlTransfer) -> bool:
+        if not transfer.granted or transfer.told:
+            return False
+        if transfer.computed():
+            self._write(transfer, transfer.pieces.popleft())
+            return True
+        if transfer.ended and not transfer.pieces:
+            transfer.told = True
+            self._tell(transfer, Done(transfer.number))
+        return transfer.told
+
+    def _write(self, transfer: NixlTransfer, piece: BlockCopies) -> None:
+        """Unless the grant has run out meanwhile."""
+        if self._clock() >= transfer.deadline:
+            raise Unavailable(f"this unit was silent for more than {self._grant:g} s")
+        own, peer = transfer.spans(piece, self._address)
+        if len(own):
+            if transfer.state is TransferState.CLAIMED:
+                transfer.become(TransferState.COPYING)
+            transfer.writing = True  # even if it fails: part of it may be on its way
+            transfer.handle = self._agent.write(transfer.where.agent, own, peer)
+
+    def _give_up(self, transfer: NixlTransfer) -> None:
+        """While nothing of it is being written: what it claimed is the receiver's again."""
+        with suppress(Unavailable):
+            self._tell(transfer, Quit(transfer.number))
+        self._settle(transfer, transfer.failure)
+
+    def _lose(self, transfer: NixlTransfer, error: KvloomError) -> None:
+        """Its peer is silent, or cannot be reached. If something may still be written the receiver is not
+        told, and waits for the grant's end. To part from the peer fails its other transfers too, so that is
+        not done while one of them shows that it answers."""
+        transfer.fail(Unavailable(f"{transfer.peer.unit} is gone: {error.message}"))
+        if transfer.writing:
+            if transfer.handle is not None:
+                self._agent.drop(transfer.handle)
+            self._settle(transfer, transfer.failure)
+        else:
+            self._give_up(transfer)
+        if transfer.writing or not self._answers(transfer.where.agent):
+            self._agent.part(transfer.where.agent)
+
+    def _answers(self, agent: str) -> bool:
+        now = self._clock()
+        live = (transfer for transfer in self._live.values() if transfer.where.agent == agent)
+        return any(transfer.granted and now < transfer.deadline for transfer in live)
+
+    def _tell(self, transfer: NixlTransfer, message: FromSender) -> None:
+        self._agent.tell(transfer.where.agent, msgspec.msgpack.encode(message))
+
+    def _settle(self, transfer: NixlTransfer, failure: KvloomError | None) -> None:
+        del self._live[transfer.number]
+        transfer.settle(failure)

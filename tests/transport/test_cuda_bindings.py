@@ -1,0 +1,114 @@
+"""What the code asks of cuda-bindings stands in the oldest and in the newest ones that it allows."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DAY = 86_400  # seconds for which the newest ones that were found are the newest
+
+CHILD = """
+import json, sys
+from cuda.bindings import driver as api
+from kvloom.kernels.cuda_driver import read_struct, write_struct
+
+def parameters(call):
+    inner, depth, found = call.__doc__.partition("\\n")[0].partition("(")[2].rpartition(")")[0], 0, 1
+    for letter in inner:
+        depth += (letter in "[(") - (letter in "])")
+        found += letter == "," and not depth
+    return found if inner else 0
+
+asked, wrong = json.loads(sys.argv[1]), []
+for name, count in asked["calls"]:
+    call = getattr(api, name, None)
+    if call is None or parameters(call) != count:
+        wrong.append(f"{name} of {count}: {call and call.__doc__.splitlines()[0]}")
+for path in asked["names"]:
+    found = api
+    for name in path:
+        found = getattr(found, name, None)
+    if found is None:
+        wrong.append(".".join(path))
+for kind in ("CUdeviceptr", "CUstream", "CUcontext"):
+    int(getattr(api, kind)())
+int(api.CUdevResource().sm.smCount)
+handle, content = api.CUipcMemHandle(), bytes(range(64))
+write_struct(handle, content)
+if read_struct(handle, 64) != content:
+    wrong.append("CUipcMemHandle")
+print(json.dumps(wrong))
+"""
+
+
+def _asked() -> tuple[set[tuple[str, int]], set[tuple[str, ...]]]:
+    """The driver's calls in the source with the number of their arguments, and its types and constants."""
+    calls: set[tuple[str, int]] = set()
+    names: set[tuple[str, ...]] = set()
+    for file in (*ROOT.glob("src/kvloom/**/*.py"), *ROOT.glob("tools/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(args=[ast.Constant(value=str(name)), *more]) if re.match(r"cu[A-Z]\w+$", name):
+                    calls.add((name, len(more)))
+                case ast.Attribute():
+                    path = tuple(_path(node))
+                    if "api" in path and path[-1].startswith("CU"):
+                        names.add(path[path.index("api") + 1 :])
+    return calls, names
+
+
+def _path(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.Attribute):
+        yield from _path(node.value)
+        yield node.attr
+    elif isinstance(node, ast.Name):
+        yield node.id
+
+
+def _requirements() -> tuple[str, str]:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    allowed = next(one for one in extras["gpu"] if one.startswith("cuda-bindings")).partition(";")[0]
+    least = re.search(r">=([\d.]+)", allowed)
+    assert least
+    return f"cuda-bindings=={least[1]}.0", allowed
+
+
+@pytest.mark.parametrize("age", ["oldest", "newest"])
+def test_what_the_code_asks_of_the_driver_is_there(age: str, pytestconfig: pytest.Config) -> None:
+    """It needs no GPU: the bindings are imported, and the driver is not called."""
+    oldest, newest = _requirements()
+    folder = pytestconfig.cache.mkdir("cuda-bindings") / age
+    stamp = folder / "installed"
+    if not stamp.exists() or (age == "newest" and stamp.stat().st_mtime < time.time() - DAY):
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--upgrade", "--target"]
+        installed = subprocess.run(
+            [*install, str(folder), "--retries", "0", oldest if age == "oldest" else newest],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if installed.returncode and not stamp.exists():
+            pytest.skip(f"pip cannot install cuda-bindings here: {installed.stderr.strip()[-200:]}")
+        stamp.touch()
+    calls, names = _asked()
+    assert {("cuIpcGetMemHandle", 1), ("cuGreenCtxCreate", 3)} <= calls
+    assert ("CUipcMem_flags", "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS") in names
+    asked = {"calls": sorted(calls), "names": sorted(names)}
+    found = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps(asked)],
+        env={"PYTHONPATH": f"{folder}:{ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(found.stdout) == []
