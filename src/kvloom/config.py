@@ -51,7 +51,7 @@ from kvloom.config_units import (
     share_pools,
     share_threads,
 )
-from kvloom.config_weaving import WeaveConfig, WovenUnit, weave_units
+from kvloom.config_weaving import PairedUnit, WeaveConfig, weave_units
 from kvloom.machine import Machine
 from kvloom.sizes import show_size
 from kvloom.types.errors import ConfigError
@@ -152,7 +152,7 @@ class Config(Section):
         woven = weave_units(
             self.weave or (),
             {
-                engine.name: WovenUnit(len(engine.unit.models), device, engine.unit.tensor_parallel)
+                engine.name: PairedUnit(len(engine.unit.models), device, engine.unit.tensor_parallel)
                 for engine, device in zip(engines, devices, strict=True)
             },
             self.transport,

@@ -1,4 +1,4 @@
-"""Which units lend to which, as a config says it."""
+"""The units that lend to others, as a config names them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class WeaveConfig(Section):
     waits: Part = 0.05
 
 
-class WovenUnit(NamedTuple):
-    """What is asked of a unit that weaves."""
+class PairedUnit(NamedTuple):
+    """What matters of a unit that lends or borrows."""
 
     models: int
     device: str
@@ -48,9 +48,9 @@ class WovenUnit(NamedTuple):
 
 
 def weave_units(
-    relations: Sequence[WeaveConfig], units: Mapping[str, WovenUnit], transport: Plane
+    relations: Sequence[WeaveConfig], units: Mapping[str, PairedUnit], transport: Plane
 ) -> dict[str, WeaveSpec]:
-    """By hot unit. Raises ValueError where a relation cannot be."""
+    """Returns the relations by hot unit. Raises ValueError if one cannot be."""
     for i, one in enumerate(relations):
         for key, name in (("hot", one.hot), ("cold", one.cold)):
             where = f"weave.{i}.{key}"

@@ -22,10 +22,10 @@ from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena, Store
+from kvloom.offload.terms import OffloadBackend
 from kvloom.transport.shm import ShmTransport
 from kvloom.types.clock import WallClock
 from kvloom.types.geometry import Geometry
-from kvloom.types.offload import Weaver
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
 from kvloom.types.transfer import Transport
@@ -161,11 +161,14 @@ class Plane(Transport, Protocol):
 
 @asynccontextmanager
 async def running(
-    executor: GpuExecutor, spec: EngineSpec, transport: Plane | None = None, weaver: Weaver | None = None
+    executor: GpuExecutor,
+    spec: EngineSpec,
+    transport: Plane | None = None,
+    offload: OffloadBackend | None = None,
 ) -> AsyncIterator[Engine]:
     """An engine over the executor while it runs; without a transport, apart from others."""
     plane = transport or ShmTransport(spec.unit, Arena(1, spec.block_bytes))
-    engine = Engine(executor, plane, spec, WallClock(), weaver)
+    engine = Engine(executor, plane, spec, WallClock(), offload)
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())
         try:

@@ -19,9 +19,9 @@ from kvloom.api.errors import error_response, on_http_error, on_kvloom_error
 from kvloom.api.generate_verb import GenerateVerb
 from kvloom.api.stream import while_connected
 from kvloom.api.wire import VERBS, Body, answer, decode, read_body
+from kvloom.offload.terms import Borrow, Loan
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
-from kvloom.types.offload import Borrow, Loan
 from kvloom.types.request import PROTOCOL
 from kvloom.types.verbs import (
     Held,

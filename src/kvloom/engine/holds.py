@@ -105,5 +105,6 @@ class Holds:
 
     def _publish(self, stream: Stream) -> None:
         for sequence in stream.live:
-            if sequence.status is Status.RUNNING:
-                self._queues[sequence.model].cache.keep(sequence.id, sequence.tokens.list())
+            queue = self._queues[sequence.model]
+            if sequence.status is Status.RUNNING and queue.planner.is_home(sequence):
+                queue.cache.keep(sequence.id, sequence.tokens.list())

@@ -29,8 +29,8 @@ class Llumlet:
 
     def offer(self, body: Offer) -> Offered:
         """Who waits where the first finds no room goes before all that run: nothing is copied. The paper
-        leaves them where they are, behind that first one. Then who is at home goes before who is away, whose
-        leaving frees no block here, and whose K and V are computed again."""
+        leaves them where they are, behind that first one. Then who is at home goes before who is offloaded,
+        whose leaving frees no block here, and whose K and V are computed again."""
         besides = frozenset(body.besides)
         for one in self._stuck():
             there = body.destination.models.get(one.model)
@@ -64,12 +64,12 @@ class Llumlet:
 
     def _candidates(self, *, home: bool) -> Iterator[Candidate]:
         """Requests of which every choice that has not ended decodes. home: those of which all are; else those
-        of which some are away."""
+        of which some are offloaded."""
         for stream in self._requests.streams:
             live = stream.live
             if not isinstance(stream.id, str) or not live or not all(map(_decodes, live)):
                 continue
-            if all(map(self._queues[stream.body.model].is_here, live)) == home:
+            if all(map(self._queues[stream.body.model].planner.is_home, live)) == home:
                 yield self._candidate(stream, live)
 
     def _candidate(self, stream: Stream, live: list[Sequence]) -> Candidate:

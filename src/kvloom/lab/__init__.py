@@ -1,0 +1,1 @@
+"""What is for finding out, beside the product: simulation, faults, workloads, benchmarks, reproduction."""

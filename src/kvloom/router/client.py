@@ -10,9 +10,9 @@ from typing import Final, Self, TypeVar
 import aiohttp
 import msgspec
 
+from kvloom.offload.terms import Borrow, Loan
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.load import UnitLoad
-from kvloom.types.offload import Borrow, Loan
 from kvloom.types.request import PROTOCOL, Event, ModelCard, StartGenerate
 from kvloom.types.verbs import (
     FrameParser,

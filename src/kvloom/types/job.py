@@ -11,8 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from kvloom.types.geometry import I64, U32, Geometry
-from kvloom.types.offload import Away
-from kvloom.types.plan import Plan
+from kvloom.types.plan import OffloadedRows, Plan
 from kvloom.types.request import ModelCard, SamplingParams, TokenLogprob
 
 
@@ -58,8 +57,8 @@ class Job:
 
     A decode job may take several `steps`, each of which gives every sequence a token and reads the one that
     the step before it has drawn; `tokens`, samples and plan are the first step's. No draw of such a job reads
-    `output` or `allowed`. away: rows after those of `plan` whose K and V another unit has. told: called on
-    the loop with this job and the tokens of each step but the last, as they come, by an executor that is
+    `output` or `allowed`. offloaded: rows after those of `plan` for which another unit attends. told: called
+    on the loop with this job and the tokens of each step but the last, as they come, by an executor that is
     `ahead`.
     """
 
@@ -71,7 +70,7 @@ class Job:
     samples: tuple[SampleRow, ...]
     prompts: tuple[PromptRow, ...] = ()
     steps: int = 1
-    away: Away | None = None
+    offloaded: OffloadedRows | None = None
     told: Callable[[Job, list[int]], None] | None = None
 
     @property
@@ -84,7 +83,7 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class JobResult:
     """tokens: one id a sample row, step by step; logprobs likewise, None where not asked for. seconds: on the
-    device. lost: why there is no output for the rows that were away, whose tokens mean nothing."""
+    device. lost: why there is no output for the offloaded rows, whose tokens mean nothing."""
 
     tokens: list[int]
     logprobs: list[TokenLogprob | None]

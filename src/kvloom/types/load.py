@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
 
 from kvloom.types.request import Level
+
+STEP_WINDOW: Final = 16  # decode steps of which `step_seconds` is the median
 
 
 class LevelLoad(Struct, frozen=True, kw_only=True):
@@ -64,10 +68,10 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
 
 class Waits(Struct, frozen=True, kw_only=True):
     """Of a unit that attends for another: how long the last tasks waited, in seconds, from being posted to
-    their begin, and by the queueing model should have (`core/splitting.py`). ahead: what the asking unit has
-    to do meanwhile, less `service`, what a task takes. wait: on average; beyond: of those that waited longer
-    than `ahead`; stall: by which they waited longer, on average over all. parts: that an iteration of own
-    models is split into, at most."""
+    their begin, and by the queueing model should have (`offload/queueing.py`). ahead: what the asking unit
+    has to do meanwhile, less `service`, what a task takes. wait: on average; beyond: of those that waited
+    longer than `ahead`; stall: by which they waited longer, on average over all. parts: that an iteration of
+    own models is split into, at most."""
 
     tasks_total: int
     ahead: float
