@@ -28,11 +28,11 @@ from kvloom.kv.arena import Arena
 from kvloom.router.client import HttpEngineClient
 from kvloom.transfer.fenced import FencedTransfer
 from kvloom.transfer.shared_memory import ShmTransport
+from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import WallClock
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.spec import EngineSpec
-from kvloom.types.transfer import Endpoint, KVAddress
 from kvloom.types.verbs import Prefix, PrepRecv, RemoteSend, Sent
 
 WANTED = {500: 1.7, 1500: 4.0, 2500: 6.0}  # context tokens → how much faster with migration

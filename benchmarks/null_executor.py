@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from tools.make_checkpoint import EOS, SHAPES
 
 from benchmarks.places import checkpoint
-from kvloom.core.transfer import Transfer
+from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
-from kvloom.types.transfer import Endpoint, KVAddress, Ticket
+from kvloom.types.transfer import Transfer
 
 BLOCK_BYTES = 16 << 10
 CATCH_UP = 0.5  # seconds

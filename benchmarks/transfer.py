@@ -22,12 +22,12 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.report import Finding, Report, this_machine
-from kvloom.core.transfer import BlockCopies
 from kvloom.kv.arena import Arena
 from kvloom.transfer.nixl import NixlTransport
 from kvloom.transfer.shared_memory import ShmPeer, ShmTransport
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.geometry import I32, Geometry
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.types.transfer import BlockCopies
 
 TOKENS = 2000
 DIGEST = 0  # of every address: what is measured comes after it

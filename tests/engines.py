@@ -12,14 +12,13 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from kvloom.core.transfer import Transport
 from kvloom.engine.engine import Engine
 from kvloom.exec.parallel.executor import load_executor
+from kvloom.offload.terms import OffloadBackend
 from kvloom.router.router import Router
 from kvloom.serve.engine_process import open_transport
 from kvloom.types.clock import WallClock
 from kvloom.types.job import Executor
-from kvloom.types.offload import Weaver
 from kvloom.types.request import (
     EndEvent,
     Event,
@@ -30,6 +29,7 @@ from kvloom.types.request import (
     TokenLogprob,
 )
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
+from kvloom.types.transfer import Transport
 
 _REQUESTS = itertools.count()
 
@@ -92,10 +92,10 @@ async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def running_over(
-    spec: EngineSpec, executor: RealExecutor, transport: RealTransport, weaver: Weaver | None = None
+    spec: EngineSpec, executor: RealExecutor, transport: RealTransport, offload: OffloadBackend | None = None
 ) -> AsyncIterator[Engine]:
     """The same over an executor and a transport that are there already; both are closed."""
-    engine = Engine(executor, transport, spec, WallClock(), weaver)
+    engine = Engine(executor, transport, spec, WallClock(), offload)
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())
         try:

@@ -10,15 +10,15 @@ import random
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from kvloom.core.transfer import Transport
 from kvloom.engine.engine import Engine
 from kvloom.lab.faults.witness import Witness, digest, lone_answer
+from kvloom.offload.terms import OffloadBackend
 from kvloom.types.clock import Clock
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult
-from kvloom.types.offload import Weaver
 from kvloom.types.request import Level, ModelCard, StartGenerate, TokenLogprob
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Quotas
+from kvloom.types.transfer import Transport
 from tests.engines import Answer
 from tests.plane import Plane
 
@@ -162,7 +162,7 @@ def engine_over(
     max_waiting: int = 64,
     chunk_tokens: int = 16,
     priorities: tuple[Level, ...] = (),
-    weaver: Weaver | None = None,
+    offload: OffloadBackend | None = None,
     quotas: Quotas = "adaptive",
 ) -> Engine:
     models = tuple(
@@ -181,7 +181,7 @@ def engine_over(
         quotas=quotas,
     )
     transport = transport or Plane().join("alone", executor)
-    return Engine(executor, transport, spec, clock or JobClock(executor), weaver)
+    return Engine(executor, transport, spec, clock or JobClock(executor), offload)
 
 
 @asynccontextmanager

@@ -9,12 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.woven import Woven
+from kvloom.engine.sequence import Sequence
 from kvloom.lab.faults.witness import EMPTY, Witness
+from kvloom.offload.offloaded import OffloadedSequences
+from kvloom.offload.terms import Borrow, Loan
+from kvloom.types.address import KVAddress, Ticket
 from kvloom.types.geometry import I32
 from kvloom.types.job import Job, JobResult
-from kvloom.types.offload import Away, Borrow, Loan
-from kvloom.types.transfer import KVAddress, Ticket
+from kvloom.types.plan import OffloadedRows
 from tests.modelled import VOCAB, ModelledExecutor, engine_over
 from tests.plane import Plane
 
@@ -51,16 +53,16 @@ class WeavingExecutor(ModelledExecutor):
         self._away.arena[:] = EMPTY
 
     def _write(self, job: Job) -> None:
-        if job.away is None:
+        if job.offloaded is None:
             super()._write(job)
             return
-        home, away = _parts(job, job.away)
+        home, away = _parts(job, job.offloaded)
         lost = self.woven in self.losing and self.woven % 2 == 1
-        for move in job.away.moves:
+        for move in job.offloaded.moves:
             if lost and move.out:
                 continue
             here = job.plan.page_map[move.home], self.witness.arena
-            there = job.away.plan.page_map[move.away], self._away.arena
+            there = job.offloaded.plan.page_map[move.lent], self._away.arena
             (blocks, source), (others, target) = (here, there) if move.out else (there, here)
             for own, other, tokens in zip(blocks, others, move.tokens, strict=True):
                 target[other] = EMPTY
@@ -70,13 +72,13 @@ class WeavingExecutor(ModelledExecutor):
             self._away.write(away, range(job.plan.page_map.shape[1]))
 
     def _read(self, job: Job) -> JobResult:
-        if job.away is None:
+        if job.offloaded is None:
             return super()._read(job)
         step, self.woven = self.woven, self.woven + 1
-        home, away = _parts(job, job.away)
+        home, away = _parts(job, job.offloaded)
         width = self.geometries[MODEL].tokens_per_block
         pages = sum(int(-(-plan.starts // width).sum()) for plan in (home.plan, away.plan))
-        self.moved.append((pages, [move.tokens.size for move in job.away.moves]))
+        self.moved.append((pages, [move.tokens.size for move in job.offloaded.moves]))
         result = super()._read(home)
         if step in self.losing:
             tokens = [0] * len(away.samples)
@@ -87,18 +89,18 @@ class WeavingExecutor(ModelledExecutor):
         return replace(result, tokens=tokens, logprobs=[None] * len(tokens))
 
 
-def _parts(job: Job, away: Away) -> tuple[Job, Job]:
+def _parts(job: Job, away: OffloadedRows) -> tuple[Job, Job]:
     """Its rows at home, and those away."""
     count = len(job.plan.sequences)
     home = replace(
-        job, tokens=job.tokens[:count], samples=tuple(s for s in job.samples if s.row < count), away=None
+        job, tokens=job.tokens[:count], samples=tuple(s for s in job.samples if s.row < count), offloaded=None
     )
     rest = tuple(replace(s, row=s.row - count) for s in job.samples if s.row >= count)
-    return home, replace(job, plan=away.plan, tokens=job.tokens[count:], samples=rest, away=None)
+    return home, replace(job, plan=away.plan, tokens=job.tokens[count:], samples=rest, offloaded=None)
 
 
-class ModelledWeaver:
-    """Satisfies Weaver. stuck: how often a recall is answered that the blocks are in use still."""
+class ModelledBackend:
+    """Satisfies OffloadBackend. stuck: how often a recall is answered that the blocks are in use still."""
 
     def __init__(self, executor: ModelledExecutor, stuck: int = 0) -> None:
         self._executor = executor
@@ -147,14 +149,14 @@ def hot_unit(
 ) -> tuple[Engine, WeavingExecutor]:
     """A pool of so many pages, and loans of so many at most. The longest request has 24."""
     executor = WeavingExecutor(pages * PAGE, lent * PAGE, seed=seed, losing=losing, failing=failing)
-    return engine_over(executor, weaver=ModelledWeaver(executor)), executor
+    return engine_over(executor, offload=ModelledBackend(executor)), executor
 
 
-def borrow(engine: Engine, share: float, pages: int) -> Woven:
+def borrow(engine: Engine, share: float, pages: int) -> OffloadedSequences[Sequence]:
     """A loan from nowhere."""
-    terms = engine.weaving.terms(MODEL, pages)
+    terms = engine.borrower.terms(MODEL, pages)
     count = pages * terms.form.layers * terms.form.kv_heads
-    engine.weaving.borrow(terms, loan_of(terms, np.arange(count, dtype=np.int32)), share)
-    found = engine.weaving.loan(MODEL)
+    engine.borrower.borrow(terms, loan_of(terms, np.arange(count, dtype=np.int32)), share)
+    found = engine.borrower.loan(MODEL)
     assert found is not None
     return found

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from kvloom.engine.engine import Engine
+from kvloom.offload.memory.borrower import BorrowedBlocks
+from kvloom.offload.terms import Borrow, Loan
 from kvloom.transfer.shared_memory import ShmPeer
-from kvloom.transport.loan import BorrowedBlocks
-from kvloom.types.offload import Borrow, Loan
-from kvloom.types.transfer import KVForm
+from kvloom.types.address import KVForm
 from tests.weaving import DEADLINE, FORKS
 
 
@@ -59,7 +59,7 @@ async def standing(cold: Engine, point: str) -> AsyncIterator[Any]:
     process.start()
     theirs.close()
     borrow = terms_of(cold, process.pid or 0)
-    ours.send_bytes(msgspec.msgpack.encode((borrow, cold.weaving.lend(borrow))))
+    ours.send_bytes(msgspec.msgpack.encode((borrow, cold.lender.lend(borrow))))
     assert await asyncio.to_thread(ours.poll, DEADLINE)
     try:
         yield process

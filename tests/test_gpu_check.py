@@ -27,7 +27,7 @@ from kvloom.exec.cuda.device import host_device
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
 from kvloom.kernels import mail_programs as mail_reference
-from kvloom.transport.mailbox import MailboxForm
+from kvloom.offload.memory.mailbox import MailboxForm
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of

@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.woven import Woven
+from kvloom.engine.sequence import Sequence
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.parallel.executor import load_executor
-from kvloom.model.weaving.weaver import TorchWeaver
+from kvloom.offload.cpu.backend import CpuOffloadBackend
+from kvloom.offload.offloaded import OffloadedSequences
+from kvloom.offload.terms import Borrow, Loan
 from kvloom.serve.engine_process import open_transport
 from kvloom.types.errors import KvloomError, WireError
-from kvloom.types.offload import Borrow, Loan
 from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of
 
@@ -37,8 +38,8 @@ async def weaving(spec: EngineSpec, patience: float = 20.0) -> AsyncIterator[Eng
     executor = load_executor(spec)
     assert isinstance(executor, TorchExecutor)
     transport = open_transport(spec, executor.arena)
-    weaver = TorchWeaver(executor, transport, patience)
-    async with running_over(spec, executor, transport, weaver) as engine:
+    backend = CpuOffloadBackend(executor, transport, patience)
+    async with running_over(spec, executor, transport, backend) as engine:
         yield engine
 
 
@@ -51,9 +52,9 @@ async def until(holds: Callable[[], bool], tries: int = 20_000) -> None:
     raise AssertionError("it never came to be")
 
 
-def woven_of(engine: Engine) -> Woven:
+def woven_of(engine: Engine) -> OffloadedSequences[Sequence]:
     """The hot model's loan."""
-    woven = engine.weaving.loan(MODEL)
+    woven = engine.borrower.loan(MODEL)
     assert woven is not None
     return woven
 
@@ -139,7 +140,7 @@ class Own:
 def _calls(engine: Engine, own: Own) -> dict[str, Callable[..., Awaitable[Any]]]:
     async def lend(borrow: Any) -> Loan | WireError:
         try:
-            return engine.weaving.lend(msgspec.convert(borrow, Borrow))
+            return engine.lender.lend(msgspec.convert(borrow, Borrow))
         except KvloomError as error:
             return error.to_wire()
 
@@ -154,7 +155,7 @@ def _calls(engine: Engine, own: Own) -> dict[str, Callable[..., Awaitable[Any]]]
         return engine.pool.lent
 
     async def recall() -> None:
-        engine.weaving.recall()
+        engine.lender.recall()
 
     async def check() -> int:
         """Law 1; what is lent."""

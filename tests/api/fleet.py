@@ -17,13 +17,13 @@ from kvloom.router.program import load_program
 from kvloom.router.rolling import Rolling
 from kvloom.router.roster import Roster
 from kvloom.router.router import Router
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.client import RemoteEngine
 from kvloom.types.clock import WallClock
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
 from kvloom.types.service import FleetState, Pairs, Steps
 from kvloom.types.spec import EngineSpec, ProgramSpec
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.verbs import (
     Abort,
     Answer,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket, resolve
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import Geometry
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket, resolve
 
 _FORM = KVForm(layers=2, kv_heads=3, head_dim=8, dtype="float32", block_bytes=256, tokens_per_block=4)
 _EACH = _FORM.layers * _FORM.kv_heads

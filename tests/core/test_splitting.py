@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.types.offload import Gap, conditional_wait, cut, expected_stall, split
+from kvloom.offload.queueing import Gap, conditional_wait, expected_stall, split
 
 # Llama-3-8B on an A100, batch 128, in microseconds: norm, qkv, rope, o, norm, gate and up, activation, down,
 # add, of 32 layers, and the head
@@ -17,6 +17,11 @@ LLAMA = [*LAYER * 32, 961.0]
 MOST = 0.05 * 25_000 / 32
 
 TIMES = st.lists(st.floats(1e-2, 1e3), min_size=1, max_size=40)
+
+
+def cut(times: list[float], parts: list[int]) -> list[float]:
+    """The times of all parts."""
+    return [t / n for t, n in zip(times, parts, strict=True) for _ in range(n)]
 
 
 @pytest.mark.parametrize(

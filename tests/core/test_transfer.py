@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from kvloom.core.transfer import NEXT, TransferState
+from kvloom.types.transfer import NEXT, TransferState
 from tests.kv.serving import PAGE
 from tests.kv.transfers import Shelf, address_of
 

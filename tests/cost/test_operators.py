@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvloom.offload.queueing import Exchange, cut_up, issued, parts_of
 from kvloom.plan.cost.devices import FITTED, find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import SHAPES
-from kvloom.plan.cost.work import Exchange, Work, cut_up, issued, parts_of
+from kvloom.plan.cost.work import Work
 
 LLAMA = "llama3-8b"
 UNHOSTED = Roofline(find_device("A100-80"), 1, SHAPES, replace(FITTED, host=1e-9))

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.engine.borrower import Borrower
+from kvloom.offload.loans import LoanKeeper
+from kvloom.offload.terms import Borrow, Loan
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable
 from kvloom.types.load import UnitLoad
-from kvloom.types.offload import Borrow, Loan
 from kvloom.types.spec import WeaveSpec
 from tests.fleet.loads import model, unit
 from tests.modelled import modelled, turns
-from tests.modelled_weaving import MODEL, hot_unit
+from tests.modelled_weaving import MODEL, ModelledBackend, hot_unit
 
 
 class Refusing:
@@ -42,20 +42,14 @@ class Refusing:
         raise self._why(self.asked)
 
 
-def played(refusing: Refusing, heads: Exception | None = None) -> bool:
-    """Whether the borrower has given up, within thirty turns. heads: why the model cannot be woven."""
+def played(refusing: Refusing) -> bool:
+    """Whether the borrower has given up, within thirty turns."""
     engine, executor = hot_unit(24, 24)
-    if heads is not None:
-
-        def heads_of(model: str) -> int:
-            raise heads
-
-        engine.weaving._able.heads = heads_of  # type: ignore[method-assign]
 
     async def play() -> bool:
         async with modelled(engine, executor):
             spec = WeaveSpec("unit-1", 0.5, 0.3)
-            task = asyncio.create_task(Borrower(engine.weaving, MODEL, spec, refusing, refusing).run())
+            task = asyncio.create_task(LoanKeeper(engine.borrower, MODEL, spec, refusing, refusing).run())
             while not task.done() and refusing.waited < 30:
                 await turns(1)
             given_up = task.done()
@@ -65,10 +59,16 @@ def played(refusing: Refusing, heads: Exception | None = None) -> bool:
     return asyncio.run(play())
 
 
-def test_a_model_that_cannot_be_woven_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_woven_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def heads(self: ModelledBackend, model: str) -> int:
+        raise BadRequest("weave: its layers differ")
+
+    monkeypatch.setattr(ModelledBackend, "heads", heads)
     refusing = Refusing(lambda _: Unavailable("never asked"))
     with caplog.at_level(logging.WARNING):
-        assert played(refusing, BadRequest("weave: its layers differ"))
+        assert played(refusing)
     assert (refusing.asked, refusing.waited) == (0, 0)
     assert [record.getMessage() for record in caplog.records] == [
         "unit-1 does not lend to wide: weave: its layers differ"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.engine.model_queue import WINDOW, Pace
-from kvloom.engine.share import CALM, FIRST, LONGEST, STEP, Look, Share, Slowdown, adapted
+from kvloom.offload.policy import CALM, FIRST, LONGEST, STEP, Look, Share, Slowdown, adapted
 from tests.fleet.loads import model, unit
 
 BOUND = 0.15

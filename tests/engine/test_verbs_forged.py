@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from kvloom.types.address import KVAddress
 from kvloom.types.errors import BadRequest
-from kvloom.types.transfer import KVAddress
 from kvloom.types.verbs import Prepared, PrepRecv
 from tests.modelled import ask, expected
 from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units

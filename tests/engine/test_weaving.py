@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from torch import Tensor
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.cpu.executor import TorchExecutor
+from kvloom.offload.cpu.attention import CpuLoans, Part
+from kvloom.offload.terms import Borrow
+from kvloom.types.address import KVForm
 from kvloom.types.errors import BadRequest, Conflict, OutOfBlocks
-from kvloom.types.geometry import I64
 from kvloom.types.job import Job
-from kvloom.types.offload import Away, Borrow
-from kvloom.types.transfer import KVForm
+from kvloom.types.plan import OffloadedRows
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
 from tests.oracle import Oracle
@@ -53,8 +52,8 @@ async def pair(paths: tuple[Path, Path], hot_bytes: int = 4 << 20) -> AsyncItera
 
 
 def lend(hot: Engine, cold: Engine, share: float, pages: int = PAGES) -> None:
-    terms = hot.weaving.terms(MODEL, pages)
-    hot.weaving.borrow(terms, cold.weaving.lend(terms), share)
+    terms = hot.borrower.terms(MODEL, pages)
+    hot.borrower.borrow(terms, cold.lender.lend(terms), share)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -76,7 +75,7 @@ async def generate(hot: Engine, asked: list[list[int]]) -> list[Answer]:
 async def stir(hot: Engine, rng: random.Random) -> None:
     """Another share after every frame of a request."""
     async for _ in hot.start_generate(body(MODEL, [1, 2], max_tokens=4 * COUNT)):
-        hot.weaving.set_share(MODEL, rng.choice((0.0, 0.2, 0.5, 0.8, 1.0)))
+        hot.borrower.set_share(MODEL, rng.choice((0.0, 0.2, 0.5, 0.8, 1.0)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,7 +91,7 @@ def test_calling_back_and_sending_away_at_any_step_changes_no_token(
             answers, _ = await asyncio.gather(generate(hot, asked), stir(hot, random.Random(family)))
             woven = woven_of(hot)
             assert min(woven.went, woven.came) > 10
-            assert woven.away == 0
+            assert woven.count == 0
             woven.pool.check()
             return answers
 
@@ -118,7 +117,7 @@ def test_where_nobody_is_away_a_step_is_like_any_other(
     def fails(*_: object) -> None:
         raise AssertionError("the loan has been used")
 
-    monkeypatch.setattr(TorchExecutor, "_woven", fails)
+    monkeypatch.setattr(CpuLoans, "offloaded", fails)
     asked = prompts(3)
 
     async def serve() -> list[Answer]:
@@ -176,10 +175,10 @@ def test_the_cold_unit_wants_its_blocks_back(paths: tuple[Path, Path], when: int
                 async for _ in hot.start_generate(body(MODEL, [5], max_tokens=COUNT)):
                     frames += 1
                     if frames == when:
-                        cold.weaving.recall()
+                        cold.lender.recall()
 
             answers, _ = await asyncio.gather(generate(hot, asked), recall())
-            assert hot.weaving.loan(MODEL) is None
+            assert hot.borrower.loan(MODEL) is None
             assert cold.pool.lent == 0
             lend(hot, cold, 1.0)  # and lends again
             await generate(hot, asked[:1])
@@ -191,23 +190,23 @@ def test_the_cold_unit_wants_its_blocks_back(paths: tuple[Path, Path], when: int
 def test_a_step_that_fails_ends_the_loan(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that it has posted may be done at any time, in blocks that others would have by then."""
     asked, steps = prompts(4), 0
-    real = TorchExecutor._woven
+    real = CpuLoans.offloaded
 
-    def fails_once(self: TorchExecutor, job: Job, away: Away, kept: I64) -> tuple[Tensor, str | None]:
+    def fails_once(self: CpuLoans, job: Job, rows: OffloadedRows) -> Part:
         nonlocal steps
         steps += 1
         if steps == 3:
             raise RuntimeError("a broken kernel")
-        return real(self, job, away, kept)
+        return real(self, job, rows)
 
-    monkeypatch.setattr(TorchExecutor, "_woven", fails_once)
+    monkeypatch.setattr(CpuLoans, "offloaded", fails_once)
 
     async def test() -> None:
         async with pair(paths) as (hot, cold):
             lend(hot, cold, 1.0)
             failed = await generate(hot, asked)
             assert {end.reason for answer in failed for end in answer.ends.values()} == {"error"}
-            assert hot.weaving.loan(MODEL) is None
+            assert hot.borrower.loan(MODEL) is None
             await until(lambda: cold.pool.lent == 0)
             lend(hot, cold, 1.0)
             check(paths[0], asked, await generate(hot, asked))
@@ -221,10 +220,10 @@ def test_a_request_that_is_aborted_while_it_is_away_leaves_nothing(paths: tuple[
             lend(hot, cold, 1.0)
             request = body(MODEL, [1, 2, 3] * 9, max_tokens=200)
             async for frame in hot.start_generate(request):
-                if frame and woven_of(hot).away:
+                if frame and woven_of(hot).count:
                     await hot.abort(request.request)
             woven = woven_of(hot)
-            await until(lambda: not woven.away)  # the step under way has to land
+            await until(lambda: not woven.count)  # the step under way has to land
             assert woven.went == 1
             woven.pool.check()
             assert woven.pool.available == woven.pool.total
@@ -243,7 +242,7 @@ def test_a_request_that_stands_still_while_it_is_away_goes_on(paths: tuple[Path,
                 if not held and woven_of(hot).tokens > 4:
                     held = True
                     await hot.hold(request.request)
-                    assert woven_of(hot).away == 0
+                    assert woven_of(hot).count == 0
                     await hot.resume(request.request)
             assert woven_of(hot).went == 2
             return [answer]
@@ -272,10 +271,10 @@ def test_what_is_lent_is_promised(paths: tuple[Path, Path]) -> None:
         async with pair(paths) as (hot, cold):
             whole = cold.pool.total // hot.pool.caches[MODEL].geometry.blocks_per_page
             with pytest.raises(OutOfBlocks, match=r"lend: .* would be promised"):
-                cold.weaving.lend(hot.weaving.terms(MODEL, whole))
+                cold.lender.lend(hot.borrower.terms(MODEL, whole))
             lend(hot, cold, 0.5)
             with pytest.raises(Conflict, match="lends already"):
-                cold.weaving.lend(hot.weaving.terms(MODEL, 1))
+                cold.lender.lend(hot.borrower.terms(MODEL, 1))
             cold.pool.check()
 
     asyncio.run(serve())
@@ -294,7 +293,7 @@ def test_a_form_that_is_not_of_these_blocks_is_refused(
             form = replace(KVForm.of(cold.pool.caches["cold"].geometry, "float32"), **change)
             terms = Borrow(model="m", pid=os.getpid(), form=form, heads=4, rows=2, width=2, pages=2)
             with pytest.raises(BadRequest, match="cannot be exchanged"):
-                cold.weaving.lend(terms)
+                cold.lender.lend(terms)
             assert cold.pool.lent == 0
 
     asyncio.run(serve())

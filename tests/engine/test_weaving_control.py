@@ -36,8 +36,8 @@ def test_tokens_of_both_are_their_own(family: str, terms: dict[str, Any], tmp_pa
 
     async def serve() -> tuple[list[Any], list[Any], Waits | None]:
         async with pair((hot_path, cold_path)) as (hot, cold):
-            wanted = replace(hot.weaving.terms(MODEL, PAGES), **terms)
-            hot.weaving.borrow(wanted, cold.weaving.lend(wanted), 0.6)
+            wanted = replace(hot.borrower.terms(MODEL, PAGES), **terms)
+            hot.borrower.borrow(wanted, cold.lender.lend(wanted), 0.6)
             own = asyncio.gather(*(ask(cold, body("cold", p, max_tokens=COUNT)) for p in asked))
             answers, others = await asyncio.gather(generate(hot, asked), own)
             assert woven_of(hot).tokens > COUNT
@@ -59,10 +59,10 @@ def test_nothing_is_told_of_waits_where_nothing_is_lent(tmp_path: Path) -> None:
     async def serve() -> None:
         async with pair(paths) as (hot, cold):
             assert (await cold.load()).waits is None
-            terms = hot.weaving.terms(MODEL, 4)
+            terms = hot.borrower.terms(MODEL, 4)
             with pytest.raises(BadRequest):
-                cold.weaving.lend(replace(terms, heads=terms.heads + 1))
-            cold.weaving.lend(terms)
+                cold.lender.lend(replace(terms, heads=terms.heads + 1))
+            cold.lender.lend(terms)
             waits = (await cold.load()).waits
             assert waits is not None
             assert waits.tasks_total == 0

@@ -43,17 +43,18 @@ class Stirred:
             self.asked.append((body, asyncio.create_task(ask(self.engine, body))))
             await turns(self.random.choice((0, 5, 40)))
         await asyncio.gather(*(task for _, task in self.asked))
+        assert not stirring.done()
         stirring.cancel()
 
     async def _stir(self) -> None:
         while True:
-            woven, roll = self.engine.weaving.loan(MODEL), self.random.random()
+            woven, roll = self.engine.borrower.loan(MODEL), self.random.random()
             if woven is None:
                 woven = borrow(self.engine, self.random.random(), self.lent)
             elif roll < 0.4:
-                self.engine.weaving.set_share(MODEL, self.random.choice((0.0, 0.3, 0.7, 1.0)))
+                self.engine.borrower.set_share(MODEL, self.random.choice((0.0, 0.3, 0.7, 1.0)))
             elif roll < 0.45:
-                self.engine.weaving.withdrawn(MODEL)
+                self.engine.borrower.withdraw(MODEL)
             elif roll < 0.5 and self.asked:
                 body, task = self.random.choice(self.asked)
                 if not task.done():

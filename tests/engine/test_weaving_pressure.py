@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvloom.cluster.freeness import virtual_usage
-from kvloom.engine.borrower import Borrower
 from kvloom.engine.engine import Engine
-from kvloom.engine.share import STEP
+from kvloom.offload.loans import LoanKeeper
+from kvloom.offload.policy import STEP
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import OutOfBlocks
 from kvloom.types.spec import WeaveSpec
@@ -51,8 +51,8 @@ def pages_of(cold: Engine, hot: Engine, most: float) -> int:
 
 
 def lend(hot: Engine, cold: Engine, share: float, pages: int) -> None:
-    terms = hot.weaving.terms(MODEL, pages)
-    hot.weaving.borrow(terms, cold.weaving.lend(terms), share)
+    terms = hot.borrower.terms(MODEL, pages)
+    hot.borrower.borrow(terms, cold.lender.lend(terms), share)
 
 
 def check(path: Path, prompt: list[int], answer: Answer) -> None:
@@ -79,7 +79,7 @@ def test_own_models_that_wait_have_back_what_is_lent(paths: tuple[Path, Path]) -
             assert cold.pool.lent == 0
             answers = await asyncio.gather(*hots)
             with pytest.raises(OutOfBlocks, match="have needed the blocks; ask again in"):
-                cold.weaving.lend(hot.weaving.terms(MODEL, 3))
+                cold.lender.lend(hot.borrower.terms(MODEL, 3))
             return answers, colds
 
     answers, colds = asyncio.run(serve())
@@ -97,8 +97,8 @@ def test_a_share_that_adapts_rises_where_blocks_are_short_and_ends_with_the_loan
     async def serve() -> list[tuple[list[int], Answer]]:
         async with pair(paths, hot_bytes=12 * 2048 * 6) as (hot, cold), asyncio.TaskGroup() as group:
             spec = WeaveSpec("unit-1", "auto", 0.3)
-            borrower = group.create_task(Borrower(hot.weaving, MODEL, spec, cold, WallClock()).run())
-            await until(lambda: hot.weaving.loan(MODEL) is not None)
+            borrower = group.create_task(LoanKeeper(hot.borrower, MODEL, spec, cold, WallClock()).run())
+            await until(lambda: hot.borrower.loan(MODEL) is not None)
             assert woven_of(hot).share == 0
             ends, answers = False, list[tuple[list[int], Answer]]()
 
@@ -113,8 +113,8 @@ def test_a_share_that_adapts_rises_where_blocks_are_short_and_ends_with_the_loan
             ends = True
             await asyncio.gather(*clients)
             old = woven_of(hot)
-            cold.weaving.recall()
-            await until(lambda: hot.weaving.loan(MODEL) not in (None, old))
+            cold.lender.recall()
+            await until(lambda: hot.borrower.loan(MODEL) not in (None, old))
             assert woven_of(hot).share == 0
             borrower.cancel()
             with suppress(asyncio.CancelledError):
@@ -130,17 +130,17 @@ def test_who_is_at_home_is_offered_before_who_is_away(paths: tuple[Path, Path]) 
     async def serve() -> None:
         async with pair(paths) as (hot, cold):
             lend(hot, cold, 1.0, pages_of(cold, hot, 0.3))
-            woven_of(hot).places.rows = 1  # no other goes
+            woven_of(hot).policy.rows = 1  # no other goes
             offer = Offer(destination=unit(model(size=4), names=[MODEL], blocks=100_000))
             away, home = (body(MODEL, [7] * n, max_tokens=4 * COUNT) for n in (3, 60))
             task = asyncio.create_task(ask(hot, away))
-            await until(lambda: woven_of(hot).away == 1)
+            await until(lambda: woven_of(hot).count == 1)
             assert (await hot.offer(offer)).request == away.request  # better than nobody
             frames = 0
             async for _ in hot.start_generate(home):
                 frames += 1
                 if frames == 3:
-                    assert woven_of(hot).away == 1
+                    assert woven_of(hot).count == 1
                     assert (await hot.offer(offer)).request == home.request  # though it is longer
             await task
 

@@ -22,7 +22,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> Gone:
     seen, real = Gone(), ModelQueue.put_back
 
     def put_back(self: ModelQueue, sequence: Sequence, now: int) -> None:
-        seen.append((sequence, self.is_here(sequence)))
+        seen.append((sequence, self.planner.is_home(sequence)))
         real(self, sequence, now)
 
     monkeypatch.setattr(ModelQueue, "put_back", put_back)

@@ -7,12 +7,16 @@ import asyncio
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.places import COPIED, KEPT
 from kvloom.engine.sequence import Sequence
+from kvloom.offload.policy import COPIED, KEPT
+from kvloom.types.job import Job
 from kvloom.types.request import StartGenerate
+from kvloom.types.verbs import PrepRecv
 from tests.engine.plays import check, order, serve, until
-from tests.modelled import ask
-from tests.modelled_weaving import MODEL, WeavingExecutor, borrow, hot_unit
+from tests.modelled import ModelledExecutor, ask, engine_over, modelled
+from tests.modelled_units import sending
+from tests.modelled_weaving import MODEL, PAGE, ModelledBackend, WeavingExecutor, borrow, hot_unit
+from tests.plane import Plane
 
 
 async def answered(engine: Engine, executor: WeavingExecutor, bodies: list[StartGenerate]) -> None:
@@ -31,10 +35,10 @@ def test_a_full_loan_is_not_gone_out_into_again_and_again() -> None:
         woven = borrow(engine, 1.0, 120)
         real = woven.land
 
-        def land(lost: str | None) -> tuple[set[int], list[Sequence]]:
+        def land(job: Job, lost: str | None) -> tuple[set[int], list[Sequence]]:
             if any(out for _, out in woven._moving):
                 left.append(woven.cache.pages.available)
-            return real(lost)
+            return real(job, lost)
 
         woven.land = land  # type: ignore[method-assign]
         await answered(engine, executor, [order("r" * i, MODEL, 16 + i, max_tokens=70) for i in range(1, 17)])
@@ -55,9 +59,9 @@ def test_those_that_move_do_so_a_few_at_a_time(share: float) -> None:
         bodies = [order(f"r{i}", MODEL, 17, max_tokens=70) for i in range(16)]
         asked = asyncio.create_task(answered(engine, executor, bodies))
         await until(lambda: woven.tokens > 150 if woven.share else len(executor.jobs) > 20)
-        before = woven.away
-        engine.weaving.set_share(MODEL, share)
-        await until(lambda: woven.away in (0, 16) and woven.away != before)
+        before = woven.count
+        engine.borrower.set_share(MODEL, share)
+        await until(lambda: woven.count in (0, 16) and woven.count != before)
         await asked
 
     serve(play(), engine, executor)
@@ -85,10 +89,10 @@ def test_what_is_lost_is_computed_again_from_what_is_cached_at_home() -> None:
     async def play() -> None:
         borrow(engine, 1.0, 60)
         await answered(engine, executor, [order("lost", MODEL, 48, max_tokens=20)])
-        assert engine.weaving.loan(MODEL) is None
+        assert engine.borrower.loan(MODEL) is None
 
     serve(play(), engine, executor)
-    computed = sum(job.tokens.size for job in executor.jobs if job.away is None)
+    computed = sum(job.tokens.size for job in executor.jobs if job.offloaded is None)
     assert computed < 48 + 20 + 8  # not the prompt again
 
 
@@ -100,7 +104,7 @@ def test_who_comes_home_is_copied_from_where_the_cache_ends() -> None:
         body = order("back", MODEL, 48, max_tokens=20)
         asked = asyncio.create_task(answered(engine, executor, [body]))
         await until(lambda: woven.tokens > 5)
-        engine.weaving.set_share(MODEL, 0.0)
+        engine.borrower.set_share(MODEL, 0.0)
         await asked
         assert woven.came == 1
 
@@ -138,3 +142,41 @@ def test_who_lacks_room_at_home_goes_where_there_is_some() -> None:
         assert (await engine.load()).models[MODEL].preemptions_total == 0
 
     serve(play(), engine, executor)
+
+
+def test_an_offloaded_sequence_is_in_the_loans_cache_alone() -> None:
+    engine, executor = hot_unit(60, 60)
+
+    async def play() -> None:
+        loan = borrow(engine, 1.0, 60)
+        asked = asyncio.create_task(answered(engine, executor, [order("one", MODEL, 20, max_tokens=30)]))
+        await until(lambda: loan.tokens > 5)
+        assert len(loan.cache.sequences) == 1
+        assert engine.pool.caches[MODEL].sequences == ()
+        await asked
+
+    serve(play(), engine, executor)
+
+
+def test_the_prompt_of_an_offloaded_request_can_be_sent() -> None:
+    """The verb caches what the request has at home first; it has nothing there."""
+    plane, other = Plane(), ModelledExecutor(60 * PAGE, compute=1, models=(MODEL,))
+    executor = WeavingExecutor(60 * PAGE, 60 * PAGE)
+    hot = engine_over(executor, plane.join("hot", executor), offload=ModelledBackend(executor))
+    target = engine_over(other, plane.join("target", other))
+    body = order("one", MODEL, 20, max_tokens=30)
+
+    async def play() -> None:
+        async with modelled(target, other):
+            loan = borrow(hot, 1.0, 60)
+            asked = asyncio.create_task(answered(hot, executor, [body]))
+            await until(lambda: loan.tokens > 5)
+            room = await target.prep_recv(
+                PrepRecv(model=MODEL, request="room", prompt=body.prompt, end=len(body.prompt))
+            )
+            sent = await hot.remote_send(sending(body.prompt, room, 0, room.end, body.request))
+            assert sent.cached + sent.computed == room.end == len(body.prompt)
+            await target.abort("room")
+            await asked
+
+    serve(play(), hot, executor)

@@ -7,25 +7,25 @@ import asyncio
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.weaving import SHORT
+from kvloom.offload.loans import SHORT
+from kvloom.offload.terms import Borrow
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import OutOfBlocks
-from kvloom.types.offload import Borrow
 from kvloom.types.verbs import PrepRecv
 from tests.engine.plays import check, order, serve
 from tests.modelled import ModelledExecutor, ask, engine_over
 from tests.modelled_units import ManualClock
-from tests.modelled_weaving import MODEL, PAGE, ModelledWeaver, hot_unit
+from tests.modelled_weaving import MODEL, PAGE, ModelledBackend, hot_unit
 
 
 def cold_unit(pages: int, clock: Clock | None = None, stuck: int = 0) -> tuple[Engine, ModelledExecutor]:
     executor = ModelledExecutor(pages * PAGE, compute=1, models=(MODEL,))
-    weaver = ModelledWeaver(executor, stuck)
-    return engine_over(executor, weaver=weaver, clock=clock or ManualClock()), executor
+    backend = ModelledBackend(executor, stuck)
+    return engine_over(executor, offload=backend, clock=clock or ManualClock()), executor
 
 
 def terms(pages: int) -> Borrow:
-    return hot_unit(24, 24)[0].weaving.terms(MODEL, pages)
+    return hot_unit(24, 24)[0].borrower.terms(MODEL, pages)
 
 
 async def answered(engine: Engine, executor: ModelledExecutor, count: int) -> None:
@@ -41,12 +41,12 @@ def test_a_wait_ends_a_loan_if_it_lasts(count: int, back: bool) -> None:
     engine, executor = cold_unit(60)
 
     async def play() -> None:
-        engine.weaving.lend(terms(30))
+        engine.lender.lend(terms(30))
         await answered(engine, executor, count)
         assert (engine.pool.lent == 0) == back
         if back:
             with pytest.raises(OutOfBlocks, match="own models have needed the blocks"):
-                engine.weaving.lend(terms(30))
+                engine.lender.lend(terms(30))
 
     serve(play(), engine, executor)
 
@@ -55,7 +55,7 @@ def test_short_waits_far_from_each_other_end_no_loan() -> None:
     engine, executor = cold_unit(60)
 
     async def play() -> None:
-        engine.weaving.lend(terms(30))
+        engine.lender.lend(terms(30))
         for _ in range(8):
             await answered(engine, executor, 4)
             lone = order("b", MODEL, 8, max_tokens=2 * SHORT)
@@ -70,7 +70,7 @@ def test_where_nothing_runs_for_whose_end_to_wait_it_ends_at_once() -> None:
     engine, executor = cold_unit(40)
 
     async def play() -> None:
-        engine.weaving.lend(terms(16))
+        engine.lender.lend(terms(16))
         await engine.prep_recv(PrepRecv(model=MODEL, request="peer", prompt=[1] * 40))
         body = order("a", MODEL, 90, max_tokens=4)
         check(executor, body, await ask(engine, body), whole=True)
@@ -85,7 +85,7 @@ def test_a_unit_that_is_told_to_leave_has_back_what_it_lends_before_it_ends() ->
     engine, executor = cold_unit(60, WallClock(), stuck=4)
 
     async def play() -> None:
-        engine.weaving.lend(terms(30))
+        engine.lender.lend(terms(30))
 
     serve(play(), engine, executor)
     assert not engine.pool.lent

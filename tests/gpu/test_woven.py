@@ -49,10 +49,10 @@ def test_no_share_changes_a_token_and_a_cold_unit_that_dies_is_not_waited_for(
     async def serve() -> list[Answer]:
         with cold_unit(paths[1], gpu=True) as (lend, process):
             async with weaving_on_gpu(gpu_spec(MODEL, paths[0], 8)) as hot:
-                terms = hot.weaving.terms(MODEL, PAGES)
-                hot.weaving.borrow(terms, await lend(terms), 0.5)
+                terms = hot.borrower.terms(MODEL, PAGES)
+                hot.borrower.borrow(terms, await lend(terms), 0.5)
                 answers = await generate(hot, asked)
-                hot.weaving.set_share(MODEL, 1.0)
+                hot.borrower.set_share(MODEL, 1.0)
                 answers += await generate(hot, asked)
                 tokens = woven_of(hot).tokens
                 assert tokens > COUNT  # and the loan is not over
@@ -60,7 +60,7 @@ def test_no_share_changes_a_token_and_a_cold_unit_that_dies_is_not_waited_for(
                 await until(lambda: woven_of(hot).tokens > tokens + 4)
                 process.kill()
                 answers += await asyncio.gather(*tasks)
-                assert hot.weaving.loan(MODEL) is None
+                assert hot.borrower.loan(MODEL) is None
                 return answers
 
     check(paths[0], 3 * asked, asyncio.run(serve()))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvloom.kernels.mail import SPAN, Desk, Lent, Mail, Pad
 from kvloom.kernels.reference import block_view
-from kvloom.transport.device_mailbox import BorrowedMailbox, MailDtype, OwnDeviceMailbox
-from kvloom.transport.mailbox import MailboxForm
+from kvloom.offload.memory.device import BorrowerDeviceMailbox, LenderDeviceMailbox, MailDtype
+from kvloom.offload.memory.mailbox import MailboxForm
 
 LAYERS, PAGES, WIDTH, SPARE = 2, 6, 3, 4
 WRAPS = (1 << 32) - 2
@@ -70,9 +70,9 @@ class Loaned:
         self.draws = torch.Generator(torch.get_default_device()).manual_seed(self.seed)
         shape, dtype = self.shape, getattr(torch, self.shape.dtype)
         here = torch.get_default_device()
-        self.box = OwnDeviceMailbox(shape.form, shape.dtype, here, self.start)
+        self.box = LenderDeviceMailbox(shape.form, shape.dtype, here, self.start)
         device = _Same(self.box.memory)
-        self.borrowed = BorrowedMailbox(self.box.place(device), "lender", device)  # type: ignore[arg-type]
+        self.borrowed = BorrowerDeviceMailbox(self.box.place(device), "lender", device)  # type: ignore[arg-type]
         self.desk = Desk(self.start, self.mail, self.span)
         count = PAGES * LAYERS * shape.kv_heads
         size = -(-2 * shape.tokens * shape.head_dim * dtype.itemsize // 64) * 64
@@ -97,7 +97,7 @@ class Loaned:
         page_map = page_map.reshape(PAGES, LAYERS, shape.kv_heads)
         order = np.random.default_rng(self.seed + 1).permutation(PAGES).astype(np.int32)
         tables = order[: 2 * len(lengths)].reshape(len(lengths), 2)
-        sheet = self.borrowed.sheet(
+        sheet = self.borrowed.describe(
             np.array(lengths, np.int32), tables, page_map, np.ones(PAGES, np.int64), first
         )
         here = self.pad.step.device

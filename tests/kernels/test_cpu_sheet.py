@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.kernels.cpu.offload_serve import check
-from kvloom.model.weaving.polling import Polling
-from kvloom.transport.attending import Task, TaskReceiver
+from kvloom.offload.cpu.polling import Polling
+from kvloom.offload.memory.lender import Task, TaskReceiver
 from kvloom.types.errors import BadRequest
 from tests.transport.loans import GEOMETRY, HEADS, LENT, begin, borrowed, lender_here, memory_of
 
@@ -47,7 +47,7 @@ def test_is_the_hosts_over_any_numbers(data: st.DataObject) -> None:
             assert (found is None) == (rows != len(lengths))  # a task is over as many rows as its sheet
             if found is None:
                 return
-            sheet, width = found.sheet, found.sheet.tables.shape[1]
+            sheet, width = found.descriptor, found.descriptor.tables.shape[1]
             assert rows == len(sheet.lengths)
             np.testing.assert_array_equal(own.lengths[:rows], sheet.lengths)
             used = np.arange(width) < -(-sheet.lengths // tokens)[:, None]

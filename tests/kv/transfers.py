@@ -6,9 +6,9 @@ import struct
 
 import numpy as np
 
-from kvloom.core.transfer import BlockCopies, PageCopies, Transfer
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.geometry import Geometry
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.types.transfer import BlockCopies, PageCopies, Transfer
 
 FIRST = 10_000  # a block of the peer: no block of a test's own pool
 

@@ -12,19 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvloom.exec.attention import ForwardState
 from kvloom.exec.cpu.decoder import Straight
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
-from kvloom.model.weaving.attender import Attender
-from kvloom.model.weaving.states import WovenState
+from kvloom.offload.cpu.attention import RemoteAttention
+from kvloom.offload.cpu.attention_server import AttentionServer
+from kvloom.offload.memory.borrower import BorrowedBlocks
+from kvloom.offload.memory.lender import Lending
+from kvloom.offload.terms import Borrow
 from kvloom.transfer.shared_memory import ShmTransport
-from kvloom.transport.lender import Lending
-from kvloom.transport.loan import BorrowedBlocks
+from kvloom.types.address import KVForm
 from kvloom.types.geometry import I64
-from kvloom.types.offload import Away, Borrow
 from kvloom.types.plan import Plan
-from kvloom.types.transfer import KVForm
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.model.batches import Batch, on_threads
 from tests.model.loading import load
@@ -34,7 +35,7 @@ _PAGES = 24
 _START = (1 << 32) - 20  # of counters: they wrap in each test
 
 
-class Woven:
+class Loaned:
     """The last `away` of some sequences have all their tokens at a lender in this process."""
 
     def __init__(self, model: LoadedModel, home: int, away: int, patience: float) -> None:
@@ -52,7 +53,7 @@ class Woven:
             pages=_PAGES,
         )
         self.lending = Lending(borrow, lent, self.transport, start=_START)
-        self.attender = Attender(self.lending, self.arena, borrow, lambda _: None)
+        self.server = AttentionServer(self.lending, self.arena, borrow, lambda _: None)
         self.tasks = BorrowedBlocks(borrow, self.lending.loan, patience).tasks
         self._forward = model.forward
         self._own = Arena(_PAGES * geometry.blocks_per_page, geometry.block_bytes)
@@ -72,24 +73,24 @@ class Woven:
         ]
         geometry = self._caches[0].geometry
         with torch.inference_mode():
-            state = WovenState(
-                plans[0], self._own.view(geometry.head_dim, torch.float32), Away(plans[1]), self.tasks
-            )
+            remote = RemoteAttention(self.tasks, len(plans[0].sequences), plans[1])
+            view = self._own.view(geometry.head_dim, torch.float32)
+            state = ForwardState(plans[0], view, remote)
             logits = self._forward(tokens, kept, state)
         for cache, plan in zip(self._caches, plans, strict=True):
             if plan.sequences:
                 cache.end_forward(plan)
-        return logits[: len(kept)], state.lost
+        return logits[: len(kept)], remote.lost
 
     def end(self) -> None:
-        self.attender.close()
+        self.server.close()
         assert self.lending.close()
         self.transport.close_all()
 
 
 @contextmanager
-def woven(model: LoadedModel, home: int, away: int, patience: float = 30.0) -> Iterator[Woven]:
-    made = Woven(model, home, away, patience)
+def loaned(model: LoadedModel, home: int, away: int, patience: float = 30.0) -> Iterator[Loaned]:
+    made = Loaned(model, home, away, patience)
     try:
         yield made
     finally:
@@ -113,7 +114,7 @@ def test_is_bit_for_bit_what_it_is_at_home(architecture: str, threads: int, tmp_
         rows = home + away
         kept = np.array([*range(0, rows, 2), rows - 1])
         plain = Batch(model.geometry, rows)
-        with on_threads(threads), woven(model, home, away) as made:
+        with on_threads(threads), loaned(model, home, away) as made:
             made.tasks.record.spins = spins
             for turn in range(12):
                 tokens = rng.integers(0, VOCAB, rows)
@@ -121,13 +122,13 @@ def test_is_bit_for_bit_what_it_is_at_home(architecture: str, threads: int, tmp_
                 assert lost is None
                 assert found.equal(plain.forward(model.forward, tokens, [1] * rows, kept)), turn
             posted = (made.tasks.record.count - _START) & 0xFFFFFFFF
-            assert posted == 12 * model.geometry.layers == made.attender.waits().tasks_total
+            assert posted == 12 * model.geometry.layers == made.server.waits().tasks_total
             made.tasks.begin(np.array([1], np.int32), *tables(made))
             told = made.lending.mailbox.memory.pace
             assert 0 < told[0] < told[1]
 
 
-def tables(made: Woven) -> tuple[np.ndarray, np.ndarray, I64]:
+def tables(made: Loaned) -> tuple[np.ndarray, np.ndarray, I64]:
     cache = made._caches[1]
     return np.zeros((1, 1), np.int32), cache.pages.map, cache.pages.versions
 
@@ -137,21 +138,21 @@ def test_a_lender_that_ends_the_loan_leaves_zeros_and_the_rows_at_home(model: Lo
     tokens, kept = np.array([5, 6, 7]), np.arange(3)
     plain = Batch(model.geometry, 3)
     expected = plain.forward(model.forward, tokens, [1] * 3, kept)
-    with woven(model, 2, 1) as made:
-        made.attender.close()
+    with loaned(model, 2, 1) as made:
+        made.server.close()
         found, lost = made.step(tokens, kept)
         assert lost is not None
         assert "wants its blocks back" in lost
         assert made.tasks.record.count == _START  # it was not even asked
         assert found[:2].equal(expected[:2])
         assert found.isfinite().all()
-    with woven(model, 2, 1) as made:
+    with loaned(model, 2, 1) as made:
         made.tasks.record.spins = 0
         answers = [made.step(tokens, kept) for _ in range(2)]
         assert answers[0][1] is None
         assert answers[0][0].equal(expected)
         post = made.tasks.record
-        with made.attender._polling.held():  # nobody does a task
+        with made.server._polling.held():  # nobody does a task
             post.spins = 5
             made.tasks._patience = 0.05
             found, lost = made.step(tokens, kept)
@@ -164,7 +165,7 @@ def test_a_lender_that_ends_the_loan_leaves_zeros_and_the_rows_at_home(model: Lo
 
 def test_a_lender_that_says_it_has_done_what_nobody_posted_is_left(model: LoadedModel) -> None:
     tokens, kept = np.array([5, 6, 7]), np.arange(3)
-    with woven(model, 2, 1) as made:
+    with loaned(model, 2, 1) as made:
         made.lending.mailbox.memory.done.set((_START + 7) & 0xFFFFFFFF)
         found, lost = made.step(tokens, kept)
         assert lost is not None

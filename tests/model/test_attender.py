@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.kernels import reference
-from kvloom.model.weaving import polling
-from kvloom.model.weaving.attender import Attender
+from kvloom.offload.cpu import polling
+from kvloom.offload.cpu.attention_server import AttentionServer
 from kvloom.types.errors import Unavailable
 from tests.transport.loans import (
     BLOCKS,
@@ -36,12 +36,12 @@ _TOTAL = HEADS + 2 * GEOMETRY.kv_heads
 
 
 @contextmanager
-def attending() -> Iterator[tuple[Lender, Attender, list[str]]]:
+def attending() -> Iterator[tuple[Lender, AttentionServer, list[str]]]:
     ends: list[str] = []
     with lender_here() as made:
         random = np.random.default_rng(3).standard_normal(made.arena.bytes.numel() // 4, np.float32)
         made.arena.bytes.view(torch.float32).copy_(torch.from_numpy(random))
-        attender = Attender(made.lending, made.arena, asked(os.getpid()), ends.append)
+        attender = AttentionServer(made.lending, made.arena, asked(os.getpid()), ends.append)
         try:
             yield made, attender, ends
         finally:
@@ -197,7 +197,7 @@ def test_nothing_is_done_for_who_has_forged_or_was_closed() -> None:
 def test_a_borrower_that_leaves_is_noticed() -> None:
     left = threading.Event()
     with lender_here() as made:
-        attender = Attender(made.lending, made.arena, asked(os.getpid()), lambda _: left.set())
+        attender = AttentionServer(made.lending, made.arena, asked(os.getpid()), lambda _: left.set())
         borrowed(made.lending.loan).tasks.close()
         assert left.wait(20)
         attender.close()

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from kvloom.core.transfer import BlockCopies, Transfer
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.job import Job, Phase, SampleRow
 from kvloom.types.request import SamplingParams, TokenLogprob
 from kvloom.types.spec import ModelSpec
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.types.transfer import BlockCopies, Transfer
 from tests.checkpoints import make_checkpoint
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 250, 37)]

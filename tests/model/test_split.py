@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvloom.exec.attention import ForwardState
 from kvloom.exec.cpu.decoder import Straight
-from kvloom.model.weaving.attender import Attender
-from kvloom.model.weaving.split import Split
-from kvloom.model.weaving.states import PolledState
-from kvloom.transport.loan import BorrowedBlocks
+from kvloom.offload.cpu.attention import Polls
+from kvloom.offload.cpu.attention_server import AttentionServer, OperatorSplit
+from kvloom.offload.memory.borrower import BorrowedBlocks
+from kvloom.offload.queueing import Rule, split
 from kvloom.types.geometry import F64
-from kvloom.types.offload import Rule, split
 from kvloom.types.plan import Plan
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.model.batches import Batch, on_threads
@@ -30,9 +30,9 @@ from tests.transport.loans import GEOMETRY, HEADS, begin, borrowed
 _TOTAL = HEADS + 2 * GEOMETRY.kv_heads
 
 
-def polls(attender: Attender) -> type:
+def polls(attender: AttentionServer) -> Callable[[Plan, Tensor], ForwardState]:
     """What a forward of the model `m` is given."""
-    return lambda plan, view: PolledState(plan, view, attender, attender.split("m"))  # type: ignore[return-value]
+    return lambda plan, view: ForwardState(plan, view, polls=Polls(attender, attender.split("m")))
 
 
 def post(loan: BorrowedBlocks, rows: int = 1) -> int:
@@ -137,21 +137,21 @@ def test_a_layer_by_layer_forward_looks_too(tmp_path: Path) -> None:
         loan = borrowed(made.lending.loan)
         begin(loan, [3])
         post(loan)
-        states: list[PolledState] = []
+        looked: list[Polls] = []
 
-        def state(plan: Plan, view: Tensor) -> PolledState:
-            states.append(PolledState(plan, view, attender, attender.split("m")))
-            return states[-1]
+        def state(plan: Plan, view: Tensor) -> ForwardState:
+            looked.append(Polls(attender, attender.split("m")))
+            return ForwardState(plan, view, polls=looked[-1])
 
         Batch(model.geometry, 1).forward(model.forward, np.arange(5), [5], np.array([4]), state)
         assert attender.waits().tasks_total == 1
-        assert len(states[0].pieces) == 2 * model.geometry.layers - 1
+        assert len(looked[0].pieces) == 2 * model.geometry.layers - 1
 
 
 def test_the_plan_is_algorithm_1s_over_what_was_measured() -> None:
     rule: list[Rule | None] = [None]
     told: list[F64] = []
-    step = Split(0, lambda: rule[0], told.append)
+    step = OperatorSplit(0, lambda: rule[0], told.append)
     limits = [8, 2, 8]
     for _ in range(40):
         step.begin(limits)
@@ -175,26 +175,26 @@ def test_many_rows_go_in_runs(tmp_path: Path) -> None:
     rows, lengths = 4, [40, 1, 47, 12]
     tokens, kept = np.random.default_rng(2).integers(0, VOCAB, 100), np.cumsum(lengths) - 1
     with attending() as (_, attender, _), attender.polled():
-        step = Split(attender.split("m").record.poll, lambda: Rule(0.0, 5e-6), lambda _: None)
-        states: list[PolledState] = []
+        step = OperatorSplit(attender.split("m").record.poll, lambda: Rule(0.0, 5e-6), lambda _: None)
+        looked: list[Polls] = []
 
-        def state(plan: Plan, view: Tensor) -> PolledState:
-            states.append(PolledState(plan, view, attender, step))
-            return states[-1]
+        def state(plan: Plan, view: Tensor) -> ForwardState:
+            looked.append(Polls(attender, step))
+            return ForwardState(plan, view, polls=looked[-1])
 
         given = (model.forward, tokens, lengths, kept, state)
         whole = Batch(model.geometry, rows).forward(*given)
         step.ran(100, 1.0, [])
         in_runs = Batch(model.geometry, rows).forward(*given)
         assert step.runs(100) == 3
-        assert len(states[1].pieces) > 2 * len(states[0].pieces)
-        assert 0 < states[0].longest <= max(states[0].pieces)
+        assert len(looked[1].pieces) > 2 * len(looked[0].pieces)
+        assert 0 < looked[0].longest <= max(looked[0].pieces)
         torch.testing.assert_close(in_runs, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_runs_are_as_many_as_the_longest_product_needs() -> None:
     rule: list[Rule | None] = [Rule(1e-3, 2e-3)]
-    step = Split(0, lambda: rule[0], lambda _: None)
+    step = OperatorSplit(0, lambda: rule[0], lambda _: None)
     assert step.runs(512) == 1
     step.ran(512, 0.019, [0.001, 0.019, 0.04])
     assert step.runs(512) == 4  # of 5 ms each

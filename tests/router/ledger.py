@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket, resolve
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable, UnknownModel
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import (
@@ -23,7 +24,6 @@ from kvloom.types.request import (
     TokenEvent,
     TokenLogprob,
 )
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket, resolve
 from kvloom.types.verbs import (
     Held,
     Lease,

@@ -37,8 +37,8 @@ def test_the_tokens_are_those_of_each_unit_alone(paths: tuple[Path, Path]) -> No
     async def serve() -> tuple[list[list[int]], list[list[int]]]:
         with cold_unit(cold_path) as cold:
             async with weaving(spec_of({MODEL: hot_path}, threads=1)) as hot:
-                terms = hot.weaving.terms(MODEL, PAGES)
-                hot.weaving.borrow(terms, await cold.lend(terms), 0.6)
+                terms = hot.borrower.terms(MODEL, PAGES)
+                hot.borrower.borrow(terms, await cold.lend(terms), 0.6)
                 asked = [ask(hot, body(MODEL, p, max_tokens=COUNT)) for p in prompts]
                 both = await asyncio.gather(cold.call("generate", prompts=others, count=COUNT), *asked)
                 found, answers = both[0], both[1:]
@@ -62,8 +62,8 @@ def test_a_cold_unit_that_stands_still_costs_no_token(paths: tuple[Path, Path]) 
     async def serve() -> list[list[int]]:
         with cold_unit(paths[1]) as cold:
             async with weaving(spec_of({MODEL: paths[0]}, threads=1), patience=0.5) as hot:
-                terms = hot.weaving.terms(MODEL, PAGES)
-                hot.weaving.borrow(terms, await cold.lend(terms), 1.0)
+                terms = hot.borrower.terms(MODEL, PAGES)
+                hot.borrower.borrow(terms, await cold.lend(terms), 1.0)
 
                 async def strike() -> None:
                     """When a first request has five tokens."""
@@ -75,7 +75,7 @@ def test_a_cold_unit_that_stands_still_costs_no_token(paths: tuple[Path, Path]) 
 
                 asked = [ask(hot, body(MODEL, p, max_tokens=COUNT)) for p in prompts]
                 answers = await asyncio.gather(*asked, strike())
-                assert hot.weaving.loan(MODEL) is None
+                assert hot.borrower.loan(MODEL) is None
             cold.process.kill()
         return [answer.tokens[0] for answer in answers if answer is not None]
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.model.weaving.asking import Asking
-from kvloom.transport import tasks
-from kvloom.transport.loan import BorrowedBlocks
-from kvloom.transport.tasks import TaskSender
+from kvloom.offload.cpu.attention import RemoteAttention
+from kvloom.offload.memory import borrower
+from kvloom.offload.memory.borrower import BorrowedBlocks, TaskSender
 from kvloom.types.errors import Conflict, Unavailable
 from kvloom.types.verbs import Prefix
 from tests.checkpoints import make_checkpoint
@@ -57,7 +56,7 @@ def before(target: type, method: str, nth: int) -> Callable[[pytest.MonkeyPatch,
 
 def before_waiting(patch: pytest.MonkeyPatch, kill: Kill) -> None:
     """By the host, which waits where the kernel has not looked often enough."""
-    patch.setattr(tasks, "_SPINS", 0)
+    patch.setattr(borrower, "_SPINS", 0)
     before(TaskSender, "collect", 2)(patch, kill)
 
 
@@ -65,7 +64,7 @@ POINTS = {
     "before the first copy": before(BorrowedBlocks, "put", 1),
     "before a later one": before(BorrowedBlocks, "put", 4),
     "before a sheet": before(TaskSender, "begin", 3),
-    "before a step's tasks": before(Asking, "enter", 3),
+    "before a step's tasks": before(RemoteAttention, "enter", 3),
     "before one is waited for": before_waiting,
     WAITING: before_waiting,
     BACK: before(BorrowedBlocks, "take", 1),
@@ -86,14 +85,14 @@ def test_a_cold_unit_that_dies_costs_no_token(paths: tuple[Path, Path]) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             POINTS[point](patch, kill)
-            terms = hot.weaving.terms(MODEL, PAGES)
-            hot.weaving.borrow(terms, await cold.lend(terms), 1.0)
+            terms = hot.borrower.terms(MODEL, PAGES)
+            hot.borrower.borrow(terms, await cold.lend(terms), 1.0)
             asked = [asyncio.create_task(ask(hot, body(MODEL, p, max_tokens=COUNT))) for p in PROMPTS]
             if point == BACK:
                 await until(lambda: woven_of(hot).tokens > 10)
-                hot.weaving.set_share(MODEL, 0.0)
+                hot.borrower.set_share(MODEL, 0.0)
             answers = await asyncio.gather(*asked)
-        assert hot.weaving.loan(MODEL) is None, point
+        assert hot.borrower.loan(MODEL) is None, point
         hot.pool.check()
         return [answer.tokens[0] for answer in answers]
 
@@ -116,12 +115,12 @@ def test_a_cold_unit_that_dies_when_it_has_lent_is_not_borrowed_from(paths: tupl
     async def serve() -> list[int]:
         with cold_unit(paths[1]) as cold:
             async with weaving(spec_of({MODEL: paths[0]}, threads=1)) as hot:
-                terms = hot.weaving.terms(MODEL, PAGES)
+                terms = hot.borrower.terms(MODEL, PAGES)
                 loan = await cold.lend(terms)
                 cold.process.kill()
                 cold.process.join()
                 with pytest.raises(Unavailable, match=r"cannot be reached|is gone"):
-                    hot.weaving.borrow(terms, loan, 1.0)
+                    hot.borrower.borrow(terms, loan, 1.0)
                 return (await ask(hot, body(MODEL, PROMPTS[0], max_tokens=COUNT))).tokens[0]
 
     Oracle(paths[0]).check_at_once(PROMPTS[0], asyncio.run(serve()))
@@ -139,7 +138,7 @@ def test_a_hot_unit_that_dies_leaves_the_cold_one_its_blocks(paths: tuple[Path, 
                         continue
                     assert cold.pool.lent, point
                     if point == "copies":
-                        cold.weaving.recall()
+                        cold.lender.recall()
                         assert cold.pool.lent
                     hot.kill()
                     await until(lambda: not cold.pool.lent)
@@ -156,13 +155,13 @@ def test_blocks_come_back_from_a_hot_unit_that_stands_still(paths: tuple[Path, P
         async with weaving(spec_of({"cold": paths[1]}, threads=1)) as cold:
             async with standing(cold, "posted") as hot:
                 os.kill(hot.pid, signal.SIGSTOP)
-                cold.weaving.recall()
+                cold.lender.recall()
                 assert not cold.pool.lent
             async with standing(cold, "copies") as hot:
                 os.kill(hot.pid, signal.SIGSTOP)
-                cold.weaving.recall()
+                cold.lender.recall()
                 with pytest.raises(Conflict, match="the last loan is not back yet"):
-                    cold.weaving.lend(terms_of(cold, hot.pid))
+                    cold.lender.lend(terms_of(cold, hot.pid))
                 hot.kill()
                 await until(lambda: not cold.pool.lent)
 

@@ -68,12 +68,12 @@ class Woven:
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
                 await self._places.acquire()
-                await until(lambda: self._hot.weaving.loan(MODEL) is not None, tries=60_000)
+                await until(lambda: self._hot.borrower.loan(MODEL) is not None, tries=60_000)
                 group.create_task(self._one())
         self._over = True
         await stirring
         self.tally.colds += await self._cold.call("found")
-        self._hot.weaving.give_back_all()
+        self._hot.borrower.give_back_all()
         while await self._cold.call("check"):  # noqa: ASYNC110 -- it is another process
             await asyncio.sleep(0.001)
         load = await self._hot.load()
@@ -107,20 +107,21 @@ class Woven:
                 await self._cold.call("recall")
             else:
                 with suppress(KvloomError):  # it has ended meanwhile
-                    self._hot.weaving.set_share(MODEL, self._dice.choice(SHARES))
+                    self._hot.borrower.set_share(MODEL, self._dice.choice(SHARES))
                     self.tally.shares += 1
             await self._steps(self._dice.choice((1, 2, 6)))
 
     async def _borrow(self) -> None:
-        if self._hot.weaving.loan(MODEL) is None:
-            terms = self._hot.weaving.terms(MODEL, self._dice.choice((8, 2 * PAGES)))
+        if self._hot.borrower.loan(MODEL) is None:
+            terms = self._hot.borrower.terms(MODEL, self._dice.choice((8, 2 * PAGES)))
             with suppress(KvloomError):  # the last loan is not back yet
-                self._hot.weaving.borrow(terms, await self._cold.lend(terms), self._dice.choice(SHARES))
+                self._hot.borrower.borrow(terms, await self._cold.lend(terms), self._dice.choice(SHARES))
 
     async def _steps(self, count: int) -> None:
         """Wait for so many of the hot unit, or until it has no loan."""
         end = await self._decoded() + count
-        while self._hot.weaving.loan(MODEL) and not self._over and await self._decoded() < end:  # noqa: ASYNC110
+        loan = self._hot.borrower.loan
+        while loan(MODEL) and not self._over and await self._decoded() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     async def _decoded(self) -> int:

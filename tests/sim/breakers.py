@@ -14,10 +14,10 @@ from kvloom.lab.faults.host import Host
 from kvloom.lab.faults.witness import Witness
 from kvloom.lab.sim.executor import Content
 from kvloom.lab.sim.links import Entry
+from kvloom.types.address import Ticket
 from kvloom.types.geometry import AnyArray
 from kvloom.types.job import Job, JobResult
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
-from kvloom.types.transfer import Ticket
 from kvloom.types.verbs import RemoteSend, Standing
 
 

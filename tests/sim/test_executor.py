@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvloom.core.transfer import BlockCopies, PageCopies, Transfer
 from kvloom.lab.sim.executor import JobFailed, ModelledExecutor
 from kvloom.lab.sim.unit import simulated_card
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Work
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult, Phase, SampleRow
 from kvloom.types.plan import Plan
 from kvloom.types.request import SamplingParams
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.types.transfer import BlockCopies, PageCopies, Transfer
 
 LAYERS = 4
 SHAPE = ModelShape(layers=LAYERS, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=64, vocab=100)

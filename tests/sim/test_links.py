@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from kvloom.core.transfer import BlockCopies
 from kvloom.lab.sim.links import ModelledPlane, ModelledTransfer, ModelledTransport, TimedLink
 from kvloom.lab.sim.virtual_time import run_virtual
+from kvloom.types.address import KVAddress, KVForm
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from kvloom.types.geometry import I32, Geometry
-from kvloom.types.transfer import KVAddress, KVForm
+from kvloom.types.transfer import BlockCopies
 
 FORM = KVForm.of(Geometry(layers=1, kv_heads=1, head_dim=16, itemsize=4, block_bytes=1024), "float32")
 TOKENS = FORM.tokens_per_block  # 8, of 128 bytes each

@@ -15,7 +15,7 @@ from kvloom.cli.main import main
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.links import ModelledPlane, ModelledTransport
-from kvloom.lab.sim.offload import Loom
+from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.run import play
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor, timed_link
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
@@ -81,10 +81,10 @@ def played(given: Sequence[SimulatedUnit], asks: Sequence[Ask]) -> dict[Ask, Out
             await clock.sleep(1.0)  # the hot unit has borrowed
             await play(fleet.router, asks, prompt_of, clock, tell)
             hot, cold = fleet.engines[HOT], fleet.engines[COLD]
-            loan = hot.weaving.loan(HOT)
+            loan = hot.borrower.loan(HOT)
             if loan is not None:
                 loan.pool.check()
-                assert loan.away == 0
+                assert loan.count == 0
                 assert loan.pool.available == loan.pool.total == cold.pool.lent
             engines = list(fleet.engines.values())
         for engine in engines:
@@ -177,7 +177,7 @@ def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
             async def look() -> None:
                 while True:
                     lent.append(cold.pool.lent)
-                    kept.append(not lent[-1] and hot.weaving.loan(HOT) is not None)
+                    kept.append(not lent[-1] and hot.borrower.loan(HOT) is not None)
                     await clock.sleep(0.05)
 
             looking = asyncio.get_running_loop().create_task(look())
@@ -198,28 +198,28 @@ def test_a_lender_that_dies_in_a_step_has_not_answered() -> None:
 
     async def run() -> None:
         given, plane = units(woven(1.0)), ModelledPlane()
-        loom, clock = Loom(one.spec for one in given), LoopClock(asyncio.get_running_loop())
+        offloading, clock = OffloadingUnits(one.spec for one in given), LoopClock(asyncio.get_running_loop())
         engines, transports = list[Engine](), list[ModelledTransport]()
         for one in given:
             executor = modelled_executor(one)
             transports.append(plane.join(one.spec.unit, executor.blocks, timed_link(one)))
-            weaver = loom.weaver(one, executor, transports[-1])
-            engines.append(Engine(executor, transports[-1], one.spec, clock, weaver))
+            backend = offloading.backend(one, executor, transports[-1])
+            engines.append(Engine(executor, transports[-1], one.spec, clock, backend))
         hot, cold = engines
         async with asyncio.TaskGroup() as group:
             for engine in engines:
                 group.create_task(engine.run())
-            terms = hot.weaving.terms(HOT, 20)
-            hot.weaving.borrow(terms, cold.weaving.lend(terms), 1.0)
+            terms = hot.borrower.terms(HOT, 20)
+            hot.borrower.borrow(terms, cold.lender.lend(terms), 1.0)
             answer = group.create_task(answered(hot, body(HOT, [1, 2, 3], max_tokens=60)))
             await clock.sleep(0.2)
-            loan = hot.weaving.loan(HOT)
+            loan = hot.borrower.loan(HOT)
             assert loan is not None
-            assert loan.away == 1
+            assert loan.count == 1
             plane.kill(transports[1])
-            loom.forget(transports[1])
+            offloading.forget(transports[1])
             await clock.sleep(0.02)
-            assert hot.weaving.loan(HOT) is None
+            assert hot.borrower.loan(HOT) is None
             assert len((await answer).tokens[0]) == 60
             for engine in engines:
                 await engine.stop()
@@ -242,7 +242,7 @@ def test_a_share_that_adapts_rises_in_need_and_falls_as_the_cold_unit_suffers() 
 
             async def look() -> None:
                 while True:
-                    loan = fleet.engines[HOT].weaving.loan(HOT)
+                    loan = fleet.engines[HOT].borrower.loan(HOT)
                     shares.append(loan.share if loan else 0.0)
                     await clock.sleep(0.25)
 
@@ -274,8 +274,8 @@ def test_a_config_weaves_on_a_machine_that_was_measured(
 
 def test_a_device_without_operators_cannot_weave() -> None:
     given = [replace(one, cost=Plain()) for one in units(woven(0.5))]
-    loom = Loom(one.spec for one in given)
+    offloading = OffloadingUnits(one.spec for one in given)
     executor = modelled_executor(given[0])
     transport = ModelledPlane().join(HOT, executor.blocks, timed_link(given[0]))
     with pytest.raises(ConfigError, match="small: weave: operators of its device are not known"):
-        loom.weaver(given[0], executor, transport)
+        offloading.backend(given[0], executor, transport)

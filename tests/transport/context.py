@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 from msgspec import structs
 
-from kvloom.core.transfer import BlockCopies, PageCopies, Transfer
 from kvloom.kernels import reference
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.geometry import I32, Geometry
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.types.transfer import BlockCopies, PageCopies, Transfer
 from tests.transport.units import Unit
 from tests.transport.wire import BLOCK_BYTES, BLOCKS
 

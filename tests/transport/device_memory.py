@@ -10,13 +10,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvloom.core.transfer import BlockCopies, DeviceEvent
 from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kv.arena import Arena
 from kvloom.transfer.cuda_ipc import DeviceMemory
 from kvloom.transfer.nixl_agent import HostPlace
 from kvloom.transfer.target import Target
 from kvloom.types.errors import Unavailable
+from kvloom.types.transfer import BlockCopies, DeviceEvent
 
 
 class Done:

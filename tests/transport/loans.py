@@ -13,14 +13,13 @@ import msgspec
 import numpy as np
 
 from kvloom.kv.arena import Arena
+from kvloom.offload.memory.borrower import BorrowedBlocks
+from kvloom.offload.memory.lender import Lending, Task
+from kvloom.offload.memory.mailbox import OffloadMailbox
+from kvloom.offload.terms import Borrow, Loan
 from kvloom.transfer.shared_memory import ShmTransport
-from kvloom.transport.attending import Task
-from kvloom.transport.lender import Lending
-from kvloom.transport.loan import BorrowedBlocks
-from kvloom.transport.mailbox import Mailbox
+from kvloom.types.address import KVForm
 from kvloom.types.geometry import I32, Geometry
-from kvloom.types.offload import Borrow, Loan
-from kvloom.types.transfer import KVForm
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=512)  # 8 tokens a page
 FORM = KVForm.of(GEOMETRY, "float32")
@@ -45,7 +44,7 @@ class Lender:
 
     def echo(self, task: Task) -> None:
         """In place of attention: q · (layer + 1), which shows what was seen and when."""
-        memory, rows = self.lending.mailbox.memory, len(task.sheet.lengths)
+        memory, rows = self.lending.mailbox.memory, len(task.descriptor.lengths)
         memory.out[task.slot, :rows] = memory.qkv[task.slot, :rows, :HEADS] * (task.layer + 1)
         self.lending.receiver.answer(task)
 
@@ -117,5 +116,5 @@ def lender_elsewhere(start: int = 0, answers: int = 1 << 30) -> Iterator[tuple[L
         process.join()
 
 
-def memory_of(made: Lender) -> Mailbox:
+def memory_of(made: Lender) -> OffloadMailbox:
     return made.lending.mailbox.memory

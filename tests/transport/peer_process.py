@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import torch
 
-from kvloom.core.transfer import BlockCopies, Transfer
 from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.kernels.cpu import block_copy
 from kvloom.kv.arena import Arena
@@ -26,9 +25,10 @@ from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory, CudaTransfer,
 from kvloom.transfer.nixl import NixlTransport
 from kvloom.transfer.nixl_agent import GpuPlace, HostPlace, Place
 from kvloom.transfer.shared_memory import ShmTransport
+from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest, KvloomError
 from kvloom.types.geometry import I32
-from kvloom.types.transfer import Endpoint, KVAddress, Ticket
+from kvloom.types.transfer import BlockCopies, Transfer
 from tests.transport.device_memory import GatedMemory, HostMemory, LikeAGpu
 from tests.transport.wire import BLOCK_BYTES, BLOCKS, GRANT, SLOTS, Answer, Call, Made, read
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest, QueueFull
-from kvloom.types.transfer import Endpoint, KVAddress, Ticket
 from tests.transport.context import HEADS, LAYERS, Context
 from tests.transport.units import Unit
 from tests.transport.wire import BLOCKS, SLOTS

@@ -15,11 +15,12 @@ from msgspec.structs import replace
 
 from kvloom.kernels.mail import End, Trouble
 from kvloom.kv.arena import Arena
+from kvloom.offload.memory.device import BorrowedDeviceBlocks, DeviceLending
+from kvloom.offload.terms import Borrow, Loan
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
-from kvloom.transport.device_loan import BorrowedDeviceBlocks, DeviceLending
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32
-from kvloom.types.offload import Borrow, Loan, Move
+from kvloom.types.plan import PageMove
 from tests.transport.device_memory import SharedMemory
 from tests.transport.loans import BLOCKS, FORM, GEOMETRY, LENT, PAGES, asked
 
@@ -66,13 +67,13 @@ def test_pages_go_there_and_back() -> None:
         there, here = (one.bytes for one in units.arenas)
         here[:] = torch.randint(256, here.shape, dtype=torch.uint8)
         before, untouched = here.clone(), there.clone()
-        loan.move(here, home, away, Move(pages, pages + 2, np.array([TOKENS, 3], np.int32), out=True))
+        loan.move(here, home, away, PageMove(pages, pages + 2, np.array([TOKENS, 3], np.int32), out=True))
         others = np.setdiff1d(np.arange(BLOCKS), LENT)
         cut = there.view(BLOCKS, -1)
         assert (cut[others] == untouched.view(BLOCKS, -1)[others]).all()
         assert (cut != untouched.view(BLOCKS, -1)).any(1).sum() == 2 * GEOMETRY.blocks_per_page
         here.zero_()
-        loan.move(here, home, away, Move(pages, pages + 2, np.array([TOKENS, 3], np.int32), out=False))
+        loan.move(here, home, away, PageMove(pages, pages + 2, np.array([TOKENS, 3], np.int32), out=False))
         view = [one.view(BLOCKS, 2, TOKENS, -1) for one in (here, before)]
         first, second = home[0].ravel(), home[1].ravel()
         assert (view[0][first] == view[1][first]).all()
@@ -90,7 +91,7 @@ def test_nothing_is_copied_once_the_loan_is_over() -> None:
         before = units.arenas[0].bytes.clone()
         for out in (True, False):
             with pytest.raises(BadRequest, match="is over"):
-                loan.move(units.arenas[1].bytes, home, home, Move(pages, pages, tokens, out=out))
+                loan.move(units.arenas[1].bytes, home, home, PageMove(pages, pages, tokens, out=out))
         assert (units.arenas[0].bytes == before).all()
 
 

@@ -16,8 +16,8 @@ from kvloom.kernels.mail import MASK, NOTE, End
 from kvloom.kernels.mail_programs import collect, post, serve
 from kvloom.kv import arena as memfd
 from kvloom.kv.arena import Arena
-from kvloom.transport.device_mailbox import BorrowedMailbox, DevicePlace, OwnDeviceMailbox, mail_of
-from kvloom.transport.mailbox import START, Mailbox, MailboxForm, size_of
+from kvloom.offload.memory.device import BorrowerDeviceMailbox, DevicePlace, LenderDeviceMailbox, mail_of
+from kvloom.offload.memory.mailbox import START, MailboxForm, OffloadMailbox, size_of
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from tests.kernels.loaned import WIDTH, Loaned, Shape
 from tests.transport.device_memory import HostMemory
@@ -30,7 +30,7 @@ def test_it_is_laid_out_as_the_hosts() -> None:
     """What one writes by the names of the one, the other reads by its own."""
     fd = memfd.create("mailbox")
     os.posix_fallocate(fd, 0, size_of(FORM))
-    host = Mailbox(fd, FORM)
+    host = OffloadMailbox(fd, FORM)
     memory = torch.frombuffer(mmap.mmap(fd, size_of(FORM)), dtype=torch.uint8)
     device = mail_of(memory, FORM, "float32")
     for i, name in enumerate(("posted", "done", "asleep", "waiting", "left", "over")):
@@ -71,9 +71,9 @@ def test_more_rows_or_pages_than_it_takes_are_refused_at_once() -> None:
     lengths, tables = np.ones(4, np.int32), np.zeros((4, 1), np.int32)
     page_map, versions = np.zeros((6, 2, 2), np.int32), np.ones(6, np.int64)
     with pytest.raises(BadRequest, match="4 rows of 1 pages; want 3 of 3"):
-        loan.borrowed.sheet(lengths, tables, page_map, versions, 0)
+        loan.borrowed.describe(lengths, tables, page_map, versions, 0)
     with pytest.raises(BadRequest, match=f"1 rows of {WIDTH + 1} pages"):
-        loan.borrowed.sheet(lengths[:1], np.zeros((1, WIDTH + 1), np.int32), page_map, versions, 0)
+        loan.borrowed.describe(lengths[:1], np.zeros((1, WIDTH + 1), np.int32), page_map, versions, 0)
 
 
 def _place(arena: Arena, form: MailboxForm) -> DevicePlace:
@@ -84,21 +84,21 @@ def _place(arena: Arena, form: MailboxForm) -> DevicePlace:
 def test_a_place_that_is_none_is_refused() -> None:
     arena = Arena(1, -(-size_of(FORM) // 64) * 64)
     memory, place = HostMemory(arena), _place(arena, FORM)
-    assert BorrowedMailbox(msgspec.msgpack.encode(place), "lender", memory).form == FORM
+    assert BorrowerDeviceMailbox(msgspec.msgpack.encode(place), "lender", memory).form == FORM
     with pytest.raises(BadRequest, match="that of lender cannot be read"):
-        BorrowedMailbox(b"nothing", "lender", memory)
+        BorrowerDeviceMailbox(b"nothing", "lender", memory)
     for change in ({"slots": 3}, {"slots": 0}, {"rows": 400}, {"dtype": "bfloat16"}):
         odd = replace(place, **change) if "dtype" in change else replace(place, form=replace(FORM, **change))
         with pytest.raises(BadRequest, match="mailbox: that of lender"):
-            BorrowedMailbox(msgspec.msgpack.encode(odd), "lender", memory)
+            BorrowerDeviceMailbox(msgspec.msgpack.encode(odd), "lender", memory)
     gone = replace(place, handle=msgspec.msgpack.encode((os.getpid(), 1 << 20, size_of(FORM))))
     with pytest.raises(Unavailable):
-        BorrowedMailbox(msgspec.msgpack.encode(gone), "lender", memory)
+        BorrowerDeviceMailbox(msgspec.msgpack.encode(gone), "lender", memory)
 
 
 def test_slots_that_would_not_wrap_are_refused() -> None:
     with pytest.raises(ConfigError, match="a mailbox of 6 slots; want a power of two"):
-        OwnDeviceMailbox(replace(FORM, slots=6), "float32", CPU)
+        LenderDeviceMailbox(replace(FORM, slots=6), "float32", CPU)
 
 
 def test_a_borrower_may_leave() -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core.transfer import BlockCopies, DeviceEvent
 from kvloom.kv.arena import Arena
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.transfer.fenced import FencedTransfer
+from kvloom.types.address import KVAddress, KVForm
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.geometry import Geometry
-from kvloom.types.transfer import KVAddress, KVForm
+from kvloom.types.transfer import BlockCopies, DeviceEvent
 from tests.transport.context import Context
 from tests.transport.device_memory import HostMemory
 from tests.transport.kinds import DEVICE

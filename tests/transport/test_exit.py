@@ -12,8 +12,8 @@ from tests.transport.kinds import CUDA, KINDS, NIXL_CUDA
 PROGRAM = """
 import asyncio, struct, sys
 import numpy as np
-from kvloom.core.address import KVAddress, KVForm
-from kvloom.core.transfer import BlockCopies
+from kvloom.types.address import KVAddress, KVForm
+from kvloom.types.transfer import BlockCopies
 from kvloom.kv.arena import Arena
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.transfer.nixl import NixlTransport

@@ -12,9 +12,9 @@ import pytest
 from msgspec import structs
 
 from kvloom.transfer.nixl_plane import NixlEndpoint
+from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32
-from kvloom.types.transfer import Endpoint, KVAddress
 from tests.transport.context import Context
 from tests.transport.units import Unit
 from tests.transport.wire import BLOCK_BYTES, BLOCKS

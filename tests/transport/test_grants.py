@@ -14,7 +14,7 @@ from kvloom.transfer.grants import (
     Refused,
     Renew,
 )
-from kvloom.types.transfer import Ticket
+from kvloom.types.address import Ticket
 
 GRANT = 2.0
 LONG = GRANT + GRACE

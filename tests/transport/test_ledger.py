@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvloom.transfer.ledger import Ledger, PeerLedger
+from kvloom.types.address import Ticket
 from kvloom.types.errors import BadRequest, QueueFull
-from kvloom.types.transfer import Ticket
 
 DIGEST = -(2**63)
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.transport.lender import Lending
-from kvloom.transport.loan import BorrowedBlocks
-from kvloom.transport.mailbox import End
+from kvloom.kernels.mail import End
+from kvloom.offload.memory.borrower import BorrowedBlocks
+from kvloom.offload.memory.lender import Lending
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from tests.transport.loans import (
     GEOMETRY,

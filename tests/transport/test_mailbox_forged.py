@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvloom.kernels.mail import HEAD, NOTE
 from kvloom.kv import arena as memfd
-from kvloom.transport.attending import Task
-from kvloom.transport.lender import Lending
-from kvloom.transport.loan import BorrowedBlocks
-from kvloom.transport.mailbox import HEAD, NOTE, Mailbox
+from kvloom.offload.memory.borrower import BorrowedBlocks
+from kvloom.offload.memory.lender import Lending, Task
+from kvloom.offload.memory.mailbox import OffloadMailbox
 from kvloom.types.errors import BadRequest
 from tests.transport.loans import (
     GEOMETRY,
@@ -41,21 +41,21 @@ def _post(made: Lender) -> None:
     loan.tasks.post(1, qkv, 1.0, 0, 0.0)
 
 
-def _set(name: str, value: int, *at: int) -> Callable[[Mailbox], None]:
-    def change(memory: Mailbox) -> None:
+def _set(name: str, value: int, *at: int) -> Callable[[OffloadMailbox], None]:
+    def change(memory: OffloadMailbox) -> None:
         getattr(memory, name)[at] = value
 
     return change
 
 
-def _field(name: str, field: str, value: int) -> Callable[[Mailbox], None]:
-    def change(memory: Mailbox) -> None:
+def _field(name: str, field: str, value: int) -> Callable[[OffloadMailbox], None]:
+    def change(memory: OffloadMailbox) -> None:
         getattr(memory, name)[field][0] = value
 
     return change
 
 
-FORGERIES: dict[str, Callable[[Mailbox], None]] = {
+FORGERIES: dict[str, Callable[[OffloadMailbox], None]] = {
     "a length of nothing": _set("lengths", 0, 0),
     "a negative length": _set("lengths", -(2**31), 1),
     "a length past its pages": _set("lengths", WIDTH * 8 + 1, 0),
@@ -91,7 +91,7 @@ def test_is_refused(name: str) -> None:
 
 def _confined(task: Task) -> None:
     """All that a task makes the kernel touch is lent."""
-    sheet = task.sheet
+    sheet = task.descriptor
     assert 0 <= task.layer < GEOMETRY.layers
     assert task.window >= 0
     assert len(sheet.lengths) == len(sheet.tables) <= ROWS

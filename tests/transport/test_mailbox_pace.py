@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from kvloom.transport.attending import Task
+from kvloom.offload.memory.lender import Task
 from tests.transport.loans import GEOMETRY, HEADS, Lender, begin, borrowed, lender_here, memory_of
 
 _QKV = np.ones((1, HEADS + 2 * GEOMETRY.kv_heads, GEOMETRY.head_dim), np.float32)

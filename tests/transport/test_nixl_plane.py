@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvloom.core.transfer import BlockCopies, DeviceEvent
 from kvloom.transfer.grants import (
     Claim,
     Delivered,
@@ -25,9 +24,10 @@ from kvloom.transfer.grants import (
 from kvloom.transfer.nixl_agent import Agent, HostPlace, Place, Spans
 from kvloom.transfer.nixl_plane import NixlEndpoint, NixlPlane, NixlTransfer
 from kvloom.transfer.target import Target
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.geometry import I32
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.types.transfer import BlockCopies, DeviceEvent
 
 GRANT = 2.0
 HOST = HostPlace()

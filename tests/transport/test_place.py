@@ -8,9 +8,9 @@ import pytest
 from kvloom.kv.arena import Arena
 from kvloom.transfer.nixl import NixlTransport
 from kvloom.transfer.nixl_agent import HostPlace
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.geometry import Geometry
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
 from tests.transport.kinds import NIXL
 
 BLOCKS, BLOCK_BYTES = 8, 4096

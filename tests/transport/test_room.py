@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.transfer.target import Target
+from kvloom.types.address import KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest
-from kvloom.types.transfer import KVAddress, KVForm, Ticket
 
 FORM = KVForm(layers=2, kv_heads=3, head_dim=16, dtype="float32", block_bytes=4096, tokens_per_block=32)
 ARENA = 64

@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from kvloom.core.transfer import BlockCopies, TransferState
 from kvloom.transfer.plane import PlaneTransfer, Worker
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.types.transfer import BlockCopies, TransferState
 
 NONE = np.zeros(0, np.int32)
 NOTHING = BlockCopies(NONE, NONE, NONE, NONE)

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import KvloomError
-from kvloom.types.transfer import Endpoint, KVAddress, Ticket
 from tests.transport import peer_process
 from tests.transport.wire import BLOCK_BYTES, BLOCKS, Answer, Call, Made
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from kvloom.types.address import Endpoint
 from kvloom.types.errors import WireError
-from kvloom.types.transfer import Endpoint
 
 BLOCKS: Final = 512
 BLOCK_BYTES: Final = 4096

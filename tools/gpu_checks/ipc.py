@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from tools.gpu_checks.report import Figure
 
-from kvloom.core.transfer import BlockCopies
 from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.transfer.cuda_ipc import CudaMemory
 from kvloom.transfer.target import Target
+from kvloom.types.transfer import BlockCopies
 
 _BLOCKS, _BLOCK_BYTES = 16384, 16 << 10
 _DEADLINE = 90

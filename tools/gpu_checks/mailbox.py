@@ -15,8 +15,8 @@ from kvloom.exec.cuda.device import Device, Lane
 from kvloom.kernels import mail_programs as mail_reference
 from kvloom.kernels.mail import Desk, Lent, Mail, Pad
 from kvloom.kernels.reference import block_view
-from kvloom.transport.device_mailbox import OwnDeviceMailbox
-from kvloom.transport.mailbox import START, MailboxForm
+from kvloom.offload.memory.device import LenderDeviceMailbox
+from kvloom.offload.memory.mailbox import START, MailboxForm
 
 _BLOCK = 16384
 _TASKS = 64
@@ -45,7 +45,7 @@ class Loan:
     """Of one layer: rows of `context` tokens, random."""
 
     def __init__(self, form: MailboxForm, dtype: Any, device: torch.device, context: int) -> None:
-        self.mail: Mail = OwnDeviceMailbox(form, dtype, device).mail
+        self.mail: Mail = LenderDeviceMailbox(form, dtype, device).mail
         kind = getattr(torch, dtype)
         self.desk, self.pad = Desk(START, self.mail), Pad(START, device)
         count = form.pages * form.kv_heads

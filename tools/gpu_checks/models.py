@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol
 import torch
 import transformers
 
-from kvloom.core.transfer import Transport
 from kvloom.engine.engine import Engine
 from kvloom.exec.attention import NAME
 from kvloom.exec.cpu.layer import Modular
@@ -23,12 +22,13 @@ from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena, Store
+from kvloom.offload.terms import OffloadBackend
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import WallClock
 from kvloom.types.geometry import Geometry
-from kvloom.types.offload import Weaver
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
+from kvloom.types.transfer import Transport
 
 BLOCK_BYTES: Final = 16 << 10
 CONTEXT: Final = 16384
@@ -161,11 +161,14 @@ class Plane(Transport, Protocol):
 
 @asynccontextmanager
 async def running(
-    executor: GpuExecutor, spec: EngineSpec, transport: Plane | None = None, weaver: Weaver | None = None
+    executor: GpuExecutor,
+    spec: EngineSpec,
+    transport: Plane | None = None,
+    offload: OffloadBackend | None = None,
 ) -> AsyncIterator[Engine]:
     """An engine over the executor while it runs; without a transport, apart from others."""
     plane = transport or ShmTransport(spec.unit, Arena(1, spec.block_bytes))
-    engine = Engine(executor, plane, spec, WallClock(), weaver)
+    engine = Engine(executor, plane, spec, WallClock(), offload)
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())
         try:

@@ -17,13 +17,13 @@ import torch
 from msgspec import Struct
 from tools.gpu_checks.report import Figure
 
-from kvloom.core.transfer import BlockCopies
 from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.kv.arena import Arena, Store
 from kvloom.transfer.nixl import NixlTransport
 from kvloom.transfer.nixl_agent import place_of
+from kvloom.types.address import Endpoint, KVAddress, KVForm
 from kvloom.types.geometry import Geometry
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm
+from kvloom.types.transfer import BlockCopies
 
 _BLOCK_BYTES = 16 << 10
 _FORM = KVForm.of(Geometry(32, 8, 128, 2, _BLOCK_BYTES), "bfloat16")

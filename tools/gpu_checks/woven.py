@@ -32,15 +32,15 @@ from tools.gpu_checks.models import (
 from tools.gpu_checks.report import Figure
 from torch import Tensor
 
-from kvloom.core.transfer import BlockCopies, DeviceEvent
 from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.device import Device, Lane, Partitions
-from kvloom.model.gpu.weaver import DeviceWeaver
+from kvloom.offload.cuda.backend import CudaOffloadBackend
 from kvloom.transfer.cuda_ipc import CudaIpcTransport, DeviceMemory
 from kvloom.transfer.target import Target
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import Control
+from kvloom.types.transfer import BlockCopies, DeviceEvent
 
 HOT, COLD = "hot", "cold"
 CONTROLS: Final[dict[Control, str]] = {
@@ -154,16 +154,16 @@ async def _measure(
         await _until(cold, effort, lambda load: _ready(load.models[COLD], effort.cold))
         found["all at home"] = await _span(hot, cold, effort)
         for control, name in CONTROLS.items():
-            terms = replace(hot.weaving.terms(HOT, effort.pages), control=control)
-            hot.weaving.borrow(terms, cold.weaving.lend(terms), 0.0)
+            terms = replace(hot.borrower.terms(HOT, effort.pages), control=control)
+            hot.borrower.borrow(terms, cold.lender.lend(terms), 0.0)
             await _settled(cold, effort)
-            hot.weaving.set_share(HOT, effort.share)
+            hot.borrower.set_share(HOT, effort.share)
             await _until(hot, effort, lambda load: load.models[HOT].away >= away)
             found[name] = await _span(hot, cold, effort)
-            if hot.weaving.loan(HOT) is None:
+            if hot.borrower.loan(HOT) is None:
                 raise RuntimeError("the loan has ended by itself; the log says why")
-            hot.weaving.withdrawn(HOT)
-            await hot.weaving.over(HOT)
+            hot.borrower.withdraw(HOT)
+            await hot.borrower.over(HOT)
             await _until(cold, effort, lambda load: not load.lent_blocks)
         for task in tasks:
             task.cancel()
@@ -183,7 +183,7 @@ async def _unit(
     )
     transport = CudaIpcTransport(name, arena, memory)
     spec = spec_of(executor, "adbs", max_running=effort.most_running, chunk=effort.chunk, unit=name)
-    async with running(executor, spec, transport, DeviceWeaver(executor, transport)) as engine:
+    async with running(executor, spec, transport, CudaOffloadBackend(executor, transport)) as engine:
         yield engine
     executor.close()
 

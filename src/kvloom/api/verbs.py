@@ -26,10 +26,10 @@ from kvloom.api.errors import (
 )
 from kvloom.api.generate_verb import GenerateVerb
 from kvloom.api.stream import while_connected
+from kvloom.offload.terms import Borrow, Loan
 from kvloom.router.client import LEND
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
-from kvloom.types.offload import Borrow, Loan
 from kvloom.types.request import PROTOCOL
 from kvloom.types.verbs import VERBS, Done, Verb
 

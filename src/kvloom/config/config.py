@@ -43,11 +43,11 @@ from kvloom.config.models import ModelConfig
 from kvloom.config.units import (
     Device,
     Engine,
+    PairedUnit,
     Rescheduling,
     ReschedulingConfig,
     UnitConfig,
     WeaveConfig,
-    WovenUnit,
     check_ranks,
     first,
     groups,
@@ -155,7 +155,7 @@ class Config(Section):
         woven = weave_units(
             self.weave or (),
             {
-                engine.name: WovenUnit(len(engine.unit.models), device, engine.unit.tensor_parallel)
+                engine.name: PairedUnit(len(engine.unit.models), device, engine.unit.tensor_parallel)
                 for engine, device in zip(engines, devices, strict=True)
             },
             self.transport,

@@ -306,8 +306,8 @@ class WeaveConfig(Section):
     waits: Part = 0.05
 
 
-class WovenUnit(NamedTuple):
-    """What matters of a unit that weaves."""
+class PairedUnit(NamedTuple):
+    """What matters of a unit that lends or borrows."""
 
     models: int
     device: str
@@ -315,7 +315,7 @@ class WovenUnit(NamedTuple):
 
 
 def weave_units(
-    relations: Sequence[WeaveConfig], units: Mapping[str, WovenUnit], transport: Plane
+    relations: Sequence[WeaveConfig], units: Mapping[str, PairedUnit], transport: Plane
 ) -> dict[str, WeaveSpec]:
     """Returns the relations by their hot unit. Raises ValueError if one cannot be."""
     for i, one in enumerate(relations):

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvloom.core.transfer import Transport
 from kvloom.engine.guide import Guides
 from kvloom.engine.leases import Leases, Pins, Promises
 from kvloom.engine.migration import Llumlet, Pauses
@@ -17,14 +16,15 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
 from kvloom.engine.scheduler import Flights
 from kvloom.engine.transfers import Transfers
-from kvloom.engine.weaving import Weaving
+from kvloom.offload.loans import Borrower, Lender
+from kvloom.offload.terms import Borrow, Loan, OffloadBackend
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.job import Executor
 from kvloom.types.load import UnitLoad
-from kvloom.types.offload import Borrow, Loan, Weaver
 from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
 from kvloom.types.spec import EngineSpec
+from kvloom.types.transfer import Transport
 from kvloom.types.verbs import (
     Held,
     Lease,
@@ -53,7 +53,7 @@ class Engine:
         transport: Transport,
         spec: EngineSpec,
         clock: Clock,
-        weaver: Weaver | None = None,
+        offload: OffloadBackend | None = None,
     ) -> None:
         self._spec = spec
         self.pool, self._queues = fit(executor, spec, reserved=MAX_RESERVED)
@@ -83,8 +83,10 @@ class Engine:
         self._pauses = Pauses(
             self._queues, self._requests, clock, spec.lease, jobs=lambda: self._flights.jobs
         )
-        self.weaving = Weaving(self._queues, self.pool, promises, weaver, clock, wake=self._called)
-        parts = (self._reservations, self._pins, self._pauses, self.weaving, self._arrivals)
+        queue = next(iter(self._queues.values()))
+        self.lender = Lender(queue, self.pool, promises, offload, clock, wake=self._called)
+        self.borrower = Borrower(self._queues, self.pool.total, offload, wake=self._called)
+        parts = (self._reservations, self._pins, self._pauses, self.lender, self._arrivals)
         self._leases = Leases(parts, clock)
         self._llumlet = Llumlet(self._queues, self.pool, self._requests, spec.priorities)
         self._stopping = False
@@ -97,18 +99,19 @@ class Engine:
             self._flights.take_in()
             await self._requests.errands.told()
             self._expire()
-            if self._stopping and self._flights.none and self.weaving.due is None:
-                self.weaving.give_back_all()
+            if self._stopping and self._flights.none and self.lender.due is None:
+                self.borrower.give_back_all()
                 return
             self._tuner.adapt()
             if not self._stopping:
-                self.weaving.look(self._flights.lacks, self._flights.jobs)
-            while not self._stopping and self._flights.begin(watched=self.weaving.watching):
+                for side in (self.lender, self.borrower):
+                    side.look(self._flights.lacks, self._flights.jobs)
+            while not self._stopping and self._flights.begin(watched=self.lender.watching):
                 pass
             if not self._flights.landed:
                 if self._flights.none and self._arrivals.due is None:
                     self._transfers.give_way()
-                    self.weaving.give_way()
+                    self.lender.give_way()
                 await self._rest()
             self._wake.clear()
 
@@ -132,7 +135,7 @@ class Engine:
             self._pauses.let_go(str(request))
         self._reservations.release_all()
         self._pins.unpin_all()
-        self.weaving.recall()
+        self.lender.recall()
         self._transfers.stop()
         self._called()
 
@@ -235,11 +238,11 @@ class Engine:
         return self._llumlet.select_migration(body)
 
     async def lend(self, body: Borrow) -> Loan:
-        """Not one of the router's verbs: units that weave ask each other."""
+        """Not one of the router's verbs: a unit that borrows asks its lender."""
         if self._stopping:
             raise Unavailable("the engine is stopping")
         self._called()
-        return self.weaving.lend(body)
+        return self.lender.lend(body)
 
     async def evict(self, body: Prefix) -> Held:
         self._requests.check_prompt(body.model, body.prompt)
@@ -247,7 +250,7 @@ class Engine:
 
     async def load(self) -> UnitLoad:
         self._flights.sync()
-        waits = self.weaving.waits()
+        waits = self.lender.waits()
         return unit_load(self._spec, self.pool, self._queues, waits, draining=self._stopping)
 
 

@@ -12,7 +12,6 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence
 from kvloom.types.geometry import I64
 from kvloom.types.job import Job, JobResult, Phase, PromptRow, SampleRow
-from kvloom.types.offload import Away
 from kvloom.types.request import PromptEvent, TokenEvent, TokenLogprob
 
 
@@ -58,14 +57,11 @@ def compose(
 ) -> Flight:
     """Plan and describe one job. steps: of a decode job. told: as in `Job`, of one that has the blocks for
     all its steps at once. Raises OutOfBlocks, with nothing changed, where the pool is short."""
-    away: Away | None = None
-    if queue.woven is not None and phase is Phase.DECODE:
-        batch, plan, away = queue.woven.plan(batch, queue.spare)
-        if not (away.plan.sequences or away.moves):
-            away = None  # the device may take its fastest way
+    if phase is Phase.DECODE:
+        batch, plan, offloaded = queue.planner.plan(batch, steps if told else 0)
     else:
-        ahead = steps if told else 0
-        plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch], ahead)
+        plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
+        offloaded = None
     tokens: list[I64] = []
     total = 0
     samples: list[SampleRow] = []
@@ -84,7 +80,8 @@ def compose(
                 drawers.append(drawer)
                 samples.append(drawer.sample_row(total - 1))
     inputs = np.concatenate(tokens)
-    job = Job(queue.card.name, phase, share, plan, inputs, tuple(samples), tuple(prompts), steps, away, told)
+    drawn = tuple(samples), tuple(prompts)
+    job = Job(queue.card.name, phase, share, plan, inputs, *drawn, steps, offloaded, told)
     return Flight(job, batch, drawers, asked)
 
 

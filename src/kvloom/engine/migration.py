@@ -111,8 +111,9 @@ class Pauses:
 
     def _publish(self, stream: Stream) -> None:
         for sequence in stream.live:
-            if sequence.status is Status.RUNNING:
-                self._queues[sequence.model].cache.keep(sequence.id, sequence.tokens.list())
+            queue = self._queues[sequence.model]
+            if sequence.status is Status.RUNNING and queue.planner.is_home(sequence):
+                queue.cache.keep(sequence.id, sequence.tokens.list())
 
 
 class Llumlet:
@@ -169,7 +170,7 @@ class Llumlet:
             live = stream.live
             if not isinstance(stream.id, str) or not live or not all(map(_decodes, live)):
                 continue
-            if all(map(self._queues[stream.body.model].is_here, live)) == home:
+            if all(map(self._queues[stream.body.model].planner.is_home, live)) == home:
                 yield self._candidate(stream, live)
 
     def _candidate(self, stream: Stream, live: list[Sequence]) -> Candidate:

@@ -14,13 +14,14 @@ from msgspec import structs
 
 from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status
-from kvloom.engine.woven import Woven
 from kvloom.kv.cache import ModelCache
+from kvloom.offload.offloaded import DecodePlanner
+from kvloom.types.address import KVForm
 from kvloom.types.job import Job, Phase
+from kvloom.types.load import STEP_WINDOW
 from kvloom.types.request import ModelCard
-from kvloom.types.transfer import KVForm
 
-WINDOW: Final = 16  # steps
+WINDOW: Final = STEP_WINDOW
 
 
 class Pace:
@@ -57,7 +58,6 @@ class Tally:
         self.cached_tokens = 0
         self.received_tokens = 0
         self.output_tokens = 0
-        self.away_tokens = 0
         self.preemptions = 0
         self.changes = 0
 
@@ -109,7 +109,7 @@ class ModelQueue:
         self.shares = shares
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.woven: Woven | None = None  # while it has a loan
+        self.planner: DecodePlanner[Sequence] = DecodePlanner(cache)
         self.tally = Tally()
         self.pace = Pace()
         self.changes = 0  # of who waits and who runs
@@ -149,12 +149,9 @@ class ModelQueue:
         self.changes += 1
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-            if self.woven is not None:
-                self.woven.remove(sequence)
             if sequence.transfer:
                 self.cache.sends.leave(sequence.id, sequence.transfer)
-            self.cache.keep(sequence.id, sequence.tokens.list(), tail=True)
-            self.cache.remove_sequence(sequence.id)
+            self.planner.release(sequence)
             sequence.computed = 0
         else:
             at = bisect_left(self.waiting, sequence.order, key=_ORDER)
@@ -176,18 +173,12 @@ class ModelQueue:
         self.running.append(child)
 
     def preempt(self, now: int) -> bool:
-        """Send one sequence back; its tokens are computed again later. Where there is room away it goes there
-        instead, or takes the place of some with a lower priority, which go back. False where all are in
-        jobs."""
+        """Takes the blocks of one sequence. It waits again and is computed again later, unless it can go
+        where others give way instead. Returns False if all are in jobs."""
         victim = self.victim()
-        if victim is None:
-            return False
-        others = self.woven.places.displaced(victim) if self.woven else None
-        for sequence in [victim] if others is None else others:
+        for sequence in [] if victim is None else self.planner.givers(victim):
             self.put_back(sequence, now)
-        if self.woven and others is not None:
-            self.woven.places.urge(victim)
-        return True
+        return victim is not None
 
     def put_back(self, sequence: Sequence, now: int) -> None:
         """A running sequence waits again, and has no K and V."""
@@ -196,56 +187,29 @@ class ModelQueue:
         self.release(sequence, Status.WAITING)
         self.enqueue(sequence, now)
 
-    def relieve(self, now: int) -> bool:
-        """Where some away have no room for their next token, neither there nor at home, send one back: the
-        last of them, or the last of all that have a lower priority. False where there are none."""
-        if self.woven is None:
-            return False
-        crowded = self.woven.crowded((s for s, _ in self.decode_batch()), self.spare)
+    def relieve(self, ready: list[Sequence], now: int) -> bool:
+        """Puts back one sequence if some of `ready` find room for their next token nowhere: the last of them,
+        or the last of all that have a lower priority. Returns False if all find room."""
+        crowded = self.planner.crowded(ready)
         if crowded:
             last, victim = crowded[-1], max((s for s in self.running if not s.in_job), key=_ORDER)
             self.put_back(victim if victim.order[0] > last.order[0] else last, now)
         return bool(crowded)
 
-    def decode_batch(self) -> list[tuple[Sequence, int]]:
-        """Those of the next step. Where some go out with it to make room for others, these wait for that."""
-        ready = [s for s in self.running if not s.in_job and s.decodes]
-        leaving = self._leaving(ready)
-        if not leaving:
-            return [(s, 1) for s in ready]
-        room, late = self.cache.pages.available * self.cache.geometry.blocks_per_page, set[int]()
-        for sequence in sorted(ready, key=_ORDER):
-            if self.is_here(sequence) and sequence not in leaving:
-                need = self.blocks([sequence])
-                if need <= room:
-                    room -= need
-                else:
-                    late.add(sequence.id)
-        return [(s, 1) for s in ready if s.id not in late]
-
-    def _leaving(self, ready: list[Sequence]) -> list[Sequence]:
-        """Those at home that take nothing there for their next token."""
-        return self.woven.places.urged(ready) if self.woven else []
-
-    def takers(self, ready: list[Sequence]) -> list[int]:
-        """Those at home that take blocks there for their next token."""
-        leaving = self._leaving(ready)
-        return [s.id for s in ready if self.is_here(s) and s not in leaving]
-
-    def victim(self) -> Sequence | None:
-        """Who is preempted next: lowest priority, then latest; never one in a job, nor one that is away."""
-        return max((s for s in self.running if not s.in_job and self.is_here(s)), key=_ORDER, default=None)
-
-    def is_here(self, sequence: Sequence) -> bool:
-        """Its K and V, as far as it has any, are this unit's."""
-        return self.woven is None or not self.woven.has(sequence)
+    def decodable(self) -> list[Sequence]:
+        """Returns the sequences of the next decode step."""
+        return self.planner.ready([s for s in self.running if not s.in_job and s.decodes])
 
     @property
-    def spare(self) -> int:
-        """Blocks that are left once each who is here, and ready, has those for the next token."""
-        here = self.takers([s for s, _ in self.decode_batch()])
-        available = self.cache.pages.available * self.cache.geometry.blocks_per_page
-        return available - self.cache.blocks_for_each(here, 1)
+    def decoding(self) -> bool:
+        """A decode job of the model is under way."""
+        return self.tally.active[Phase.DECODE] > 0
+
+    def victim(self) -> Sequence | None:
+        """Returns who is preempted next: the lowest priority, then the latest; never one in a job, nor one
+        that holds no blocks of this unit."""
+        held = (s for s in self.running if not s.in_job and self.planner.is_home(s))
+        return max(held, key=_ORDER, default=None)
 
     def blocks(self, sequences: Iterable[Sequence], *, to_end: bool = False) -> int:
         """Blocks that the sequences' next token, or all they have pending, would take."""
@@ -289,8 +253,8 @@ class View:
     def at(self, now: int) -> ModelView:
         """now: jobs that the unit has started."""
         queue = self._queue
-        places = queue.woven and queue.woven.places.mark
-        mark = queue.changes, queue.tally.changes, queue.cache.changes, queue.quota, places
+        counts = queue.changes, queue.tally.changes, queue.cache.changes
+        mark = *counts, queue.quota, queue.planner.mark
         if self._seen is None or self._seen[0] != mark:
             self._seen = mark, *look(queue)
         _, view, since = self._seen
@@ -301,8 +265,8 @@ class View:
 def look(queue: ModelQueue) -> tuple[ModelView, int | None]:
     """The view, and since when its head has waited."""
     idle = [s for s in queue.running if not s.in_job]
-    here = [s for s in idle if queue.is_here(s)]
-    ready = [s for s, _ in queue.decode_batch()]
+    here = [s for s in idle if queue.planner.is_home(s)]
+    ready = queue.decodable()
     begun = [s for s in idle if not s.decodes]
     room = len(queue.running) < queue.max_running
     head = begun[0] if begun else queue.waiting[0] if queue.waiting and room else None
@@ -314,12 +278,12 @@ def look(queue: ModelQueue) -> tuple[ModelView, int | None]:
         head_blocks=queue.blocks([head], to_end=True) if head else 0,
         head=head.order if head else _NOBODY,
         decodable=len(ready),
-        decode_blocks=queue.cache.blocks_for_each(queue.takers(ready), 1),
+        decode_blocks=queue.cache.blocks_for_each(queue.planner.takers(ready), 1),
         held=len(here),
         victim=max(map(_ORDER, here), default=_NOBODY),
         running=len(queue.running),
         prefilling=tally.active[Phase.PREFILL] > 0,
-        decoding=tally.active[Phase.DECODE] > 0,
+        decoding=queue.decoding,
         used=queue.cache.used_blocks,
         quota=queue.quota,
         page_blocks=queue.cache.geometry.blocks_per_page,

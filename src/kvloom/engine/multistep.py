@@ -44,7 +44,7 @@ class Strides:
     def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
         """For the decode job that the policy wants, having seen `view`."""
         most, queue = self._executor.stride, self._queues[action.model]
-        if most == 1 or not batch or queue.woven is not None or not self._takes_all(queue, len(batch)):
+        if most == 1 or not batch or not queue.planner.multi_step or not self._takes_all(queue, len(batch)):
             return 1
         if not all(self._settled(other) for other in self._queues.values() if other is not queue):
             return 1

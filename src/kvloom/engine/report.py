@@ -16,7 +16,7 @@ from kvloom.types.spec import EngineSpec
 def unit_load(
     spec: EngineSpec, pool: Pool, queues: Mapping[str, ModelQueue], waits: Waits | None, *, draining: bool
 ) -> UnitLoad:
-    """waits: as for those who weave with this unit."""
+    """waits: those of tasks that this unit does for another."""
     return UnitLoad(
         total_blocks=pool.total,
         free_blocks=pool.free,
@@ -54,9 +54,9 @@ def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
         preemptions_total=queue.tally.preemptions,
         prefill_jobs_total=queue.tally.jobs[Phase.PREFILL],
         decode_jobs_total=queue.tally.jobs[Phase.DECODE],
-        away=queue.woven.away if queue.woven else 0,
-        away_tokens_total=queue.tally.away_tokens,
-        away_share=queue.woven.share if queue.woven else 0.0,
+        away=queue.planner.count,
+        away_tokens_total=queue.planner.tokens_total,
+        away_share=queue.planner.share,
         step_seconds=queue.pace.seconds,
         levels=_running(queue, levels) if levels else (),
     )

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvloom.core.transfer import Transfer
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence, Status, StreamId, Tokens
@@ -24,6 +23,7 @@ from kvloom.types.request import (
     TokenEvent,
     TokenLogprob,
 )
+from kvloom.types.transfer import Transfer
 
 
 def check_prompt(prompt: list[int], card: ModelCard) -> None:

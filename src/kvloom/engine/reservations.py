@@ -9,14 +9,14 @@ from typing import Final
 
 from msgspec import structs
 
-from kvloom.core.transfer import Transport
 from kvloom.engine.leases import Promises
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.cache import ModelCache
+from kvloom.types.address import KVAddress, KVForm, digest_of, resolve
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, QueueFull
 from kvloom.types.request import StartGenerate
-from kvloom.types.transfer import KVAddress, KVForm, digest_of, resolve
+from kvloom.types.transfer import Transport
 from kvloom.types.verbs import Prepared, PrepRecv
 
 MOST_RESERVATIONS: Final = 255  # of one model

@@ -17,7 +17,6 @@ from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import Arrivals
 from kvloom.engine.sequence import Sequence
-from kvloom.engine.woven import Woven
 from kvloom.kv.pool import Pool
 from kvloom.types.job import Executor, Job, JobResult, Phase
 from kvloom.types.spec import EngineSpec
@@ -107,11 +106,12 @@ class Flights:
             running = len(queue.running)
             batch = queue.prefill_batch(action.blocks, self._spec.chunk_tokens, self.jobs)
             return self._start(queue, Phase.PREFILL, action.share, batch) or len(queue.running) > running
-        if queue.relieve(self.jobs):
+        ready = queue.decodable()
+        if queue.relieve(ready, self.jobs):
             return True
         if self._arrivals.waits(queue):
             return False
-        batch = queue.decode_batch()
+        batch = [(sequence, 1) for sequence in ready]
         steps = 1 if self._settling or watched else self._strides.steps(view, action, batch)
         return self._start(queue, Phase.DECODE, action.share, batch, steps)
 
@@ -164,9 +164,11 @@ class Flights:
                 result, running = future.result(), len(queue.running)
                 steps = flight.steps(result)
                 self.jobs += self._strides.landed(flight, steps)
-                queue.cache.end_forward(flight.job.plan)
-                if queue.woven is not None and flight.job.away is not None:
-                    flight, result = self._woven(queue.woven, flight, result)
+                void, gone = queue.planner.land(flight.job, result.lost)
+                if void:
+                    whole = flight
+                    flight, result = flight.without(void, result)
+                    self._landings.lose(whole, flight, gone, self.jobs)
                 if flight.job.phase is Phase.DECODE:
                     queue.pace.note(result.seconds / steps)
                 queue.tally.finished(flight.job, flight.drawn(result), steps, self.jobs)
@@ -175,10 +177,12 @@ class Flights:
                     self.cut()
             else:
                 self._strides.failed(flight)
-                queue.cache.abort_forward(flight.job.plan)
+                gone = queue.planner.fail(flight.job)
                 queue.tally.failed(flight.job)
-                if queue.woven is not None and flight.job.away is not None:
-                    self._put_back(queue, flight, queue.woven.fail())
+                failed = {sequence.id for sequence, _ in flight.batch}
+                for sequence in gone:
+                    if sequence.id not in failed:
+                        queue.put_back(sequence, self.jobs)
                 _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
                 self._landings.fail(flight, error)
                 self.cut()
@@ -191,24 +195,6 @@ class Flights:
             for future in settling:
                 if not future.done():
                     future.set_result(None)
-
-    def _woven(self, woven: Woven, flight: Flight, result: JobResult) -> tuple[Flight, JobResult]:
-        """What counts of a step that was done away in part."""
-        void, gone = woven.land(result.lost)
-        if result.lost is None and flight.job.away is not None:
-            self._queues[flight.job.model].tally.away_tokens += len(flight.job.away.plan.sequences)
-        if not void:
-            return flight, result
-        kept, less = flight.without(void, result)
-        self._landings.lose(flight, kept, gone, self.jobs)
-        return kept, less
-
-    def _put_back(self, queue: ModelQueue, flight: Flight, gone: list[Sequence]) -> None:
-        """Those of whom a failed step has taken K and V, though they were not in it."""
-        failed = {sequence.id for sequence, _ in flight.batch}
-        for sequence in gone:
-            if sequence.id not in failed:
-                queue.put_back(sequence, self.jobs)
 
     def _view(self) -> UnitView:
         return UnitView(

@@ -8,11 +8,11 @@ from enum import Enum
 
 import numpy as np
 
-from kvloom.core.transfer import Transfer
 from kvloom.engine.guide import GuideState
 from kvloom.types.geometry import I64
 from kvloom.types.job import PromptRow, SampleRow
 from kvloom.types.request import FinishReason, SamplingParams, TokenLogprob
+from kvloom.types.transfer import Transfer
 
 _ROOM = 16
 

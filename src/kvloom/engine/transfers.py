@@ -9,14 +9,14 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from kvloom.core.transfer import Transfer, Transport
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.stream import Stream
+from kvloom.types.address import Endpoint, Ticket, resolve
 from kvloom.types.clock import together
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.request import EndEvent, SamplingParams, StartGenerate
-from kvloom.types.transfer import Endpoint, Ticket, resolve
+from kvloom.types.transfer import Transfer, Transport
 from kvloom.types.verbs import RemoteSend, Sent
 
 _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvloom.kernels import cpu, reference
-from kvloom.model.weaving.asking import Asking
-from kvloom.model.weaving.split import Split
+from kvloom.offload.cpu.attention import Polls, RemoteAttention
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64
 from kvloom.types.plan import PageCopy, Plan
@@ -42,6 +42,10 @@ class ForwardState:
 
     plan: Plan
     arena: Tensor
+    remote: RemoteAttention | None = None
+    """Attends for rows after those of the plan, if some are offloaded."""
+    polls: Polls | None = None
+    """Does tasks of others between operators, if this unit lends."""
     page_map: Tensor = field(init=False)
     decode: bool = field(init=False)
     tables: Tensor = field(init=False)
@@ -60,21 +64,14 @@ class ForwardState:
 
     @property
     def positions(self) -> I64:
-        """[N] of the new tokens in their sequences."""
-        return self.plan.positions
-
-    @property
-    def asking(self) -> Asking | None:
-        """Where another unit is to attend for some rows."""
-        return None
-
-    @property
-    def polled(self) -> Split | None:
-        """Into what parts operators are split, so that others, who may have something to do, wait less."""
-        return None
+        """[N] positions of the new tokens in their sequences, those of `remote` last."""
+        own = self.plan.positions
+        return own if self.remote is None else np.concatenate((own, self.remote.positions))
 
     def poll(self) -> None:
-        """Between two operators, where others may have something to do."""
+        """Marks the end of an operator other than attention."""
+        if self.polls is not None:
+            self.polls.poll()
 
     @property
     def native(self) -> bool:
@@ -93,16 +90,27 @@ class ForwardState:
             send.put(self.plan.page_map, layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]. Rows past the plan's tokens are
-        padding, and get the last token's output."""
-        count = self.plan.positions.size
+        """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]. Rows past these tokens are
+        padding, and get the last token's output. Remote rows are posted first; those at home are computed
+        meanwhile."""
+        self.poll()
+        remote, home = self.remote, self.plan.positions.size
+        count = home if remote is None else home + remote.count
         out = torch.empty(q.shape, dtype=q.dtype)
-        self._write(layer, k[:count], v[:count])
-        if self.decode:
-            self._decode(layer, q[:count], out[:count], scoring)
-        else:
-            self._prefill(layer, q[:count], k[:count], v[:count], out[:count], scoring)
+        if remote is not None:
+            rows = torch.cat((q, k, v), 1)[home:count]
+            task = remote.post(layer, rows, scoring.scale, scoring.window, scoring.softcap)
+        if home:
+            self._write(layer, k[:home], v[:home])
+            if self.decode:
+                self._decode(layer, q[:home], out[:home], scoring)
+            else:
+                self._prefill(layer, q[:home], k[:home], v[:home], out[:home], scoring)
+        if remote is not None:
+            remote.collect(task, out[home:count])
         out[count:] = out[count - 1]
+        if self.polls is not None:
+            self.polls.attended()
         return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -9,11 +9,11 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.core.transfer import PageCopies, Transfer
 from kvloom.kv.pages import PageTable
 from kvloom.kv.prefix import PrefixTree
 from kvloom.types.geometry import I32, I64
 from kvloom.types.plan import PageCopy
+from kvloom.types.transfer import PageCopies, Transfer
 
 _FEW: Final = 6  # sequences, looked at one by one sooner than as arrays
 

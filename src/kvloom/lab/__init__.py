@@ -1,1 +1,1 @@
-"""What is for finding out: beside the product, and never imported by it."""
+"""What is for finding out, beside the product: simulation, faults, workloads, benchmarks, reproduction."""

@@ -13,10 +13,10 @@ from kvloom.router.progress import Progress
 from kvloom.router.renewals import Renewals
 from kvloom.router.replica import Replica
 from kvloom.router.spot import Spot
+from kvloom.types.address import resolve
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, OutOfBlocks, QueueFull
 from kvloom.types.request import Made, StartGenerate
-from kvloom.types.transfer import resolve
 from kvloom.types.verbs import Pin, PrepRecv, RemoteSend, Sent
 
 __all__ = ["Call", "Frames"]  # what programs are written with

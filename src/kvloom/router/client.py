@@ -10,9 +10,9 @@ from typing import Final, Self
 import aiohttp
 import msgspec
 
+from kvloom.offload.terms import Borrow, Loan
 from kvloom.types.client import RemoteEngine
 from kvloom.types.errors import KvloomError, Unavailable, WireError
-from kvloom.types.offload import Borrow, Loan
 from kvloom.types.request import PROTOCOL, Event, StartGenerate
 from kvloom.types.verbs import Answer, Body, FrameParser, Verb
 

@@ -13,9 +13,9 @@ from kvloom.router.fleet import Fleet
 from kvloom.router.holdings import Holdings
 from kvloom.router.progress import Progress, less_cached
 from kvloom.router.replica import Replica
+from kvloom.types.address import resolve
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.request import Event, Made, StartGenerate
-from kvloom.types.transfer import resolve
 
 Frames = AsyncGenerator[list[Event], None]
 

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
+from kvloom.types.address import KVForm
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import ModelCard
-from kvloom.types.transfer import KVForm
 
 if TYPE_CHECKING:
     from kvloom.router.report import Report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvloom.router.replica import Replica
-from kvloom.types.transfer import Endpoint, KVAddress
+from kvloom.types.address import Endpoint, KVAddress
 
 
 @dataclass(frozen=True, slots=True)

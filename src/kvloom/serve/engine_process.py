@@ -14,18 +14,18 @@ from kvloom.serve.orders import EngineOrder, Progress, Ready
 from kvloom.serve.parent import Parent, end_at_once, run_child
 
 if TYPE_CHECKING:
-    from kvloom.core.transfer import NoTransport
     from kvloom.engine.engine import Engine
     from kvloom.exec.cpu.executor import TorchExecutor
     from kvloom.exec.cuda.executor import GpuExecutor
     from kvloom.kv.arena import Store
-    from kvloom.model.gpu.weaver import DeviceWeaver
-    from kvloom.model.weaving.weaver import TorchWeaver
+    from kvloom.offload.cpu.backend import CpuOffloadBackend
+    from kvloom.offload.cuda.backend import CudaOffloadBackend
     from kvloom.transfer.cuda_ipc import CudaIpcTransport
     from kvloom.transfer.nixl import NixlTransport
     from kvloom.transfer.shared_memory import ShmTransport
     from kvloom.types.clock import Clock
     from kvloom.types.spec import EngineSpec, WeaveSpec
+    from kvloom.types.transfer import NoTransport
 
 GRACE_SECONDS = 1
 
@@ -57,7 +57,7 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     executor = load_unit(spec, folder, lambda text: parent.report(Progress(text)))
     transport = open_transport(spec, executor.arena)
     clock = WallClock()
-    engine = Engine(executor, transport, spec, clock, open_weaver(executor, transport))
+    engine = Engine(executor, transport, spec, clock, open_offload(executor, transport))
     chat = tuple(card.name for card in await engine.models() if card.chat_template is not None)
     server = Server(
         create_verbs(engine, secret=order.secret, lend=engine.lend),
@@ -100,31 +100,32 @@ async def _borrow(
     engine: Engine, spec: EngineSpec, weave: WeaveSpec, order: EngineOrder, clock: Clock
 ) -> None:
     """Of the unit whose socket lies beside this one's."""
-    from kvloom.engine.borrower import Borrower  # noqa: PLC0415
+    from kvloom.offload.loans import LoanKeeper  # noqa: PLC0415
     from kvloom.router.client import UNIX, HttpEngineClient  # noqa: PLC0415
 
     socket = Path(order.socket).with_name(f"{weave.cold}.sock")
     async with HttpEngineClient(f"{UNIX}{socket}", secret=order.secret) as lender:
-        await Borrower(engine.weaving, spec.models[0].name, weave, lender, clock).run()
+        await LoanKeeper(engine.borrower, spec.models[0].name, weave, lender, clock).run()
 
 
-def open_weaver(
+def open_offload(
     executor: TorchExecutor | GpuExecutor,
     transport: ShmTransport | NixlTransport | CudaIpcTransport | NoTransport,
-) -> TorchWeaver | DeviceWeaver | None:
-    """The unit's part in weaving; None where its device, its ranks or its transport have none."""
+) -> CpuOffloadBackend | CudaOffloadBackend | None:
+    """Returns the unit's part in lending and borrowing; None if its device, its ranks or its transport have
+    none."""
     from kvloom.exec.cpu.executor import TorchExecutor  # noqa: PLC0415
-    from kvloom.model.weaving.weaver import TorchWeaver  # noqa: PLC0415
+    from kvloom.offload.cpu.backend import CpuOffloadBackend  # noqa: PLC0415
     from kvloom.transfer.shared_memory import ShmTransport  # noqa: PLC0415
 
     if isinstance(executor, TorchExecutor) and isinstance(transport, ShmTransport):
-        return TorchWeaver(executor, transport)
+        return CpuOffloadBackend(executor, transport)
     from kvloom.exec.cuda.executor import GpuExecutor  # noqa: PLC0415
-    from kvloom.model.gpu.weaver import DeviceWeaver  # noqa: PLC0415
+    from kvloom.offload.cuda.backend import CudaOffloadBackend  # noqa: PLC0415
     from kvloom.transfer.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
 
     if isinstance(executor, GpuExecutor) and isinstance(transport, CudaIpcTransport):
-        return DeviceWeaver(executor, transport)
+        return CudaOffloadBackend(executor, transport)
     return None
 
 
@@ -140,7 +141,7 @@ def open_transport(
     from kvloom.kv.arena import Arena  # noqa: PLC0415
 
     if spec.tensor_parallel > 1:
-        from kvloom.core.transfer import NoTransport  # noqa: PLC0415
+        from kvloom.types.transfer import NoTransport  # noqa: PLC0415
 
         return NoTransport(spec.unit)
     if spec.transport == "nixl":

@@ -20,14 +20,14 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from kvloom.core.transfer import BlockCopies, DeviceEvent
 from kvloom.kernels.driver import Driver, DriverError, read_struct, write_struct
 from kvloom.kv.arena import Store
 from kvloom.transfer.fenced import FencedPlane, FencedTransfer, FencedTransport, Memory, PeerProcess
 from kvloom.transfer.ledger import ROW_BYTES
 from kvloom.transfer.target import Target
+from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable
-from kvloom.types.transfer import Endpoint, KVAddress
+from kvloom.types.transfer import BlockCopies, DeviceEvent
 
 PIECE = 32 << 20  # bytes copied between two looks at the ledger: a tenth of a millisecond on one GPU
 _HANDLE: Final = 64  # bytes

@@ -16,15 +16,15 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from kvloom.core.transfer import BlockCopies, TransferState
 from kvloom.kv import arena as memfd
 from kvloom.kv.arena import Store
 from kvloom.transfer.ledger import Ledger, PeerLedger
 from kvloom.transfer.plane import PlaneTransfer, Worker
 from kvloom.transfer.target import Target
+from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.clock import has_ended
 from kvloom.types.errors import KvloomError, Unavailable
-from kvloom.types.transfer import Endpoint, KVAddress, Ticket
+from kvloom.types.transfer import BlockCopies, TransferState
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 

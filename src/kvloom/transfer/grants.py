@@ -16,8 +16,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvloom.types.address import Digest, Position, Ticket, other_address
 from kvloom.types.errors import BadRequest, QueueFull
-from kvloom.types.transfer import Digest, Position, Ticket, other_address
 
 GRACE = 0.5  # seconds
 _OVER = "this reservation is over"

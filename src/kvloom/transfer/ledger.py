@@ -22,9 +22,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvloom.kv import arena as memfd
+from kvloom.types.address import Ticket, other_address
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from kvloom.types.geometry import I64
-from kvloom.types.transfer import Ticket, other_address
 
 ROW_BYTES = 32
 _GENERATION, _CLAIMED, _RECEIVED, _DIGEST = range(4)  # a row's words; an ended generation is negative

@@ -12,8 +12,8 @@ from kvloom.transfer.grants import Grants
 from kvloom.transfer.nixl_agent import Agent, Place
 from kvloom.transfer.nixl_plane import Clock, NixlEndpoint, NixlPlane, NixlTransfer
 from kvloom.transfer.target import Target
+from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest
-from kvloom.types.transfer import Endpoint, KVAddress, Ticket
 
 
 class NixlTransport:

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core.transfer import DeviceEvent
 from kvloom.kernels.driver import DriverError
 from kvloom.kv.arena import Store
 from kvloom.transfer.cuda_ipc import CudaEvent, open_driver
+from kvloom.types.address import Kind
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import I64
-from kvloom.types.transfer import Kind
+from kvloom.types.transfer import DeviceEvent
 
 Spans = npt.NDArray[np.uint64]  # [n, 3]: address, bytes, device
 Handle = int  # NIXL's, of one write

@@ -12,7 +12,6 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from kvloom.core.transfer import BlockCopies, DeviceEvent, TransferState
 from kvloom.transfer.grants import (
     Claim,
     Delivered,
@@ -30,8 +29,9 @@ from kvloom.transfer.grants import (
 from kvloom.transfer.nixl_agent import Agent, Handle, Place, Spans, spans
 from kvloom.transfer.plane import PlaneTransfer, Submit, Worker
 from kvloom.transfer.target import Target
+from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
-from kvloom.types.transfer import Endpoint, KVAddress
+from kvloom.types.transfer import BlockCopies, DeviceEvent, TransferState
 
 _SHORTEST, _BUSY, _IDLE = 50e-6, 1e-3, 20e-3  # seconds between two looks
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from kvloom.core.transfer import BlockCopies, DeviceEvent, Transfer, TransferState
+from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
-from kvloom.types.transfer import Endpoint, KVAddress
+from kvloom.types.transfer import BlockCopies, DeviceEvent, Transfer, TransferState
 
 _log = logging.getLogger(__name__)
 

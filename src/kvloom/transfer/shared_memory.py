@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from kvloom.core.transfer import BlockCopies
 from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kv.arena import Arena
 from kvloom.transfer.fenced import FencedPlane, FencedTransfer, FencedTransport, Memory, PeerProcess
 from kvloom.transfer.ledger import ROW_BYTES
 from kvloom.transfer.target import Target
+from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest
-from kvloom.types.transfer import Endpoint, KVAddress
+from kvloom.types.transfer import BlockCopies
 
 PIECE = 4 << 20  # bytes copied between two looks at the ledger: a millisecond or less
 _POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14): sixteen times fewer faults than by writing

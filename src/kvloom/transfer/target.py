@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core.transfer import BlockCopies
+from kvloom.types.address import KVAddress, KVForm
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32
-from kvloom.types.transfer import KVAddress, KVForm
+from kvloom.types.transfer import BlockCopies
 
 
 class Blocks(Protocol):

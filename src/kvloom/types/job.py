@@ -11,8 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from kvloom.types.geometry import I64, U32, Geometry
-from kvloom.types.offload import Away
-from kvloom.types.plan import Plan
+from kvloom.types.plan import OffloadedRows, Plan
 from kvloom.types.request import ModelCard, SamplingParams, TokenLogprob
 
 
@@ -68,7 +67,7 @@ class Job:
     samples: tuple[SampleRow, ...]
     prompts: tuple[PromptRow, ...] = ()
     steps: int = 1
-    away: Away | None = None  # rows after those of `plan` whose K and V another unit holds
+    offloaded: OffloadedRows | None = None  # rows after those of `plan` for which another unit attends
     # An executor that is `ahead` calls it on the loop with the tokens of each step but the last.
     told: Callable[[Job, list[int]], None] | None = None
 
@@ -87,7 +86,7 @@ class JobResult:
     logprobs: list[TokenLogprob | None]  # likewise; None for draws that did not ask for it
     prompt_logprobs: list[TokenLogprob]
     seconds: float  # on the device
-    lost: str | None = None  # why the rows that were away have no output; their tokens mean nothing then
+    lost: str | None = None  # why the offloaded rows have no output; their tokens mean nothing then
 
 
 class Executor(Protocol):

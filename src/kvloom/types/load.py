@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
 
 from kvloom.types.request import Level
+
+STEP_WINDOW: Final = 16  # decode steps of which `step_seconds` is the median
 
 
 class LevelLoad(Struct, frozen=True, kw_only=True):

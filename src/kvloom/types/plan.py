@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvloom.core.transfer import PageCopies
 from kvloom.types.geometry import I32, I64
+from kvloom.types.transfer import PageCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +43,24 @@ class Plan:
         """Returns the plan of a forward without sequences."""
         words, ids = np.zeros(0, np.int64), np.zeros(0, np.int32)
         return Plan(model, (), words, words, page_map, ids.reshape(0, 1), words, ids, ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """A copy of the first tokens[i] tokens of page home[i] to page lent[i] of a loan, in all layers and
+    heads; the way back if not `out`. All arrays are [n]."""
+
+    home: I32
+    lent: I32
+    tokens: I32
+    out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedRows:
+    """The rows of a decode step, after those at home, for which another unit attends."""
+
+    plan: Plan
+    """The plan over the loan's blocks; each sequence appends one token."""
+    moves: tuple[PageMove, ...] = ()
+    """Copies that come before the step, in this order."""

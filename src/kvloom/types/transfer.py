@@ -1,161 +1,229 @@
-"""Where in a peer's arena a run of tokens goes, as it crosses the verbs."""
+"""K and V on their way from one unit's arena into another's, from the verb `remote_send` to the thread that
+copies, and the plane on which they go."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from hashlib import blake2b
-from typing import Annotated, Literal
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol
 
 import numpy as np
-from msgspec import Meta, Struct, msgpack
 
+from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import I32, Geometry
-
-Position = Annotated[int, Meta(ge=0, lt=2**31)]
-Digest = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Kind = Literal["shm", "cuda", "nixl", "nixl-cuda", "modelled"]
-_Size = Annotated[int, Meta(ge=1, lt=2**31)]
-_RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
+from kvloom.types.geometry import I32
 
 
-class KVForm(Struct, frozen=True, kw_only=True):
-    """What two units must have in common to exchange a model's K and V. dtype: torch's name."""
+class TransferState(Enum):
+    """How far a transfer has come."""
 
-    layers: _Size
-    kv_heads: _Size
-    head_dim: _Size
-    dtype: str
-    block_bytes: _Size
-    tokens_per_block: _Size
-
-    @staticmethod
-    def of(geometry: Geometry, dtype: str) -> KVForm:
-        return KVForm(
-            layers=geometry.layers,
-            kv_heads=geometry.kv_heads,
-            head_dim=geometry.head_dim,
-            dtype=dtype,
-            block_bytes=geometry.block_bytes,
-            tokens_per_block=geometry.tokens_per_block,
-        )
-
-    def refuse_unlike(self, other: KVForm, *, model: str) -> None:
-        """Raises BadRequest that names what the two differ in."""
-        unlike = [
-            f"{name} {getattr(other, name)} instead of {getattr(self, name)}"
-            for name in self.__struct_fields__
-            if getattr(other, name) != getattr(self, name)
-        ]
-        if unlike:
-            raise BadRequest(f"the peer's {model} has {', '.join(unlike)}; K and V cannot be exchanged")
+    PLANNED = "planned"
+    """It is known what goes where; the receiver has not agreed yet."""
+    CLAIMED = "claimed"
+    """The receiver expects these tokens from this transfer alone; none has been copied."""
+    COPYING = "copying"
+    """The plane's thread has begun to copy."""
+    ARRIVED = "arrived"
+    """All tokens are in the receiver's blocks, and it knows. Nothing is copied any more."""
+    FAILED = "failed"
+    """Nothing counts, and nothing is copied any more."""
 
 
-class Endpoint(Struct, frozen=True, kw_only=True):
-    """How peers reach one unit's arena; a restarted unit has another. `where` is the transport's own."""
-
-    unit: str
-    kind: Kind
-    where: bytes
-
-
-class Ticket(Struct, frozen=True, array_like=True):
-    """A reservation as the receiver's ledger knows it. Tickets of one slot differ in generation."""
-
-    slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
-    generation: Annotated[int, Meta(ge=1, lt=1 << 62)]
+NEXT: Final[Mapping[TransferState, frozenset[TransferState]]] = {
+    TransferState.PLANNED: frozenset({TransferState.CLAIMED, TransferState.FAILED}),
+    TransferState.CLAIMED: frozenset({TransferState.COPYING, TransferState.ARRIVED, TransferState.FAILED}),
+    TransferState.COPYING: frozenset({TransferState.ARRIVED, TransferState.FAILED}),
+    TransferState.ARRIVED: frozenset(),
+    TransferState.FAILED: frozenset(),
+}
+"""The states that may follow each state."""
 
 
-class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
-    """Tokens [begin, end) of a sequence at the receiver.
+class Transfer(ABC):
+    """Tokens [begin, end) of a sequence, which one unit sends into the blocks of another's reservation.
 
-    blocks: runs of the receiver's block ids, in order [page, layer, head], for the pages that hold these
-    tokens: first and length of each, as little-endian int32 (base64 in JSON). Position p lies at offset
-    p mod tokens_per_block in its page, at both sides.
+    A transport makes one with each claim and moves it from state to state. Whoever holds one puts the copies
+    and then awaits `arrived`, or calls `abandon`.
     """
 
-    model: str
-    form: KVForm
-    begin: Position
-    end: Position
-    blocks: bytes
-    ticket: Ticket
+    def __init__(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> None:
+        """Tokens [begin, end) of `address` go to `peer`; the range may be empty."""
+        self.peer = peer
+        self.address = address
+        self.begin = begin
+        self.end = end
+        self.sent = begin
+        """The engine has put all tokens before this one."""
+        self.held: list[int] = []
+        """Pages that copies may still read after the sequence has let go of them, one entry for each hold."""
+        self.state = TransferState.PLANNED
 
     @property
-    def first_page(self) -> int:
-        """The sequence's page, counted from its start, that `blocks` begins with."""
-        return self.begin // self.form.tokens_per_block
+    def over(self) -> bool:
+        """Whether nothing is copied any more."""
+        return not NEXT[self.state]
 
-    @property
-    def pages(self) -> int:
-        return -(-self.end // self.form.tokens_per_block) - self.first_page if self.end > self.begin else 0
+    def become(self, state: TransferState) -> None:
+        """Raises ValueError if `state` cannot follow the present one."""
+        if state not in NEXT[self.state]:
+            raise ValueError(f"a transfer cannot go from {self.state.value} to {state.value}")
+        self.state = state
 
-    @cached_property
-    def block_map(self) -> I32:
-        """[pages, layers, kv_heads], not to be written to. Raises BadRequest where the runs do not make up as
-        many blocks."""
-        shape = (self.pages, self.form.layers, self.form.kv_heads)
-        if len(self.blocks) % _RUN.itemsize:
-            raise BadRequest("address: its blocks are no pairs of int32")
-        runs = np.frombuffer(self.blocks, _RUN)
-        firsts, lengths = runs["first"].astype(np.int64), runs["length"].astype(np.int64)
-        if (firsts < 0).any() or (lengths < 1).any() or (firsts + lengths > 2**31).any():
-            raise BadRequest("address: a run of blocks has no length, or ids that cannot be")
-        wanted, found = int(np.prod(shape)), int(lengths.sum())
-        if found != wanted:
-            raise BadRequest(f"address: {found} blocks for {self.pages} pages of {self.model}, not {wanted}")
-        steps = np.repeat(firsts - np.cumsum(lengths) + lengths, lengths)
-        blocks: I32 = (np.arange(wanted) + steps).astype(np.int32).reshape(shape)
-        blocks.flags.writeable = False
-        return blocks
+    def advance(self, computed: int) -> None:
+        """A forward has computed the sequence up to token `computed`, and has put what it owed."""
+        self.sent = max(self.sent, min(computed, self.end))
 
-    def digest(self, prompt: Sequence[int], peer: Endpoint) -> int:
-        """What the address takes, and where, as one word: its receiver keeps it, and each sender shows it.
-        peer: the receiver's endpoint."""
-        return digest_of(
-            model=self.model,
-            form=self.form,
-            begin=self.begin,
-            end=self.end,
-            blocks=self.blocks,
-            where=peer.where,
-            prompt=prompt,
+    def owed(self, row: I32, begin: int, end: int) -> PageCopies:
+        """Returns the part of it that lies in [begin, end) and has not been sent. row: [pages], all pages of
+        the sequence. Raises BadRequest if the address does not list the blocks of its pages."""
+        tokens, first = self.address.form.tokens_per_block, self.address.first_page
+        begin, end = max(begin, self.sent), min(end, self.end)
+        edges: I32 = np.arange(begin // tokens, -(-end // tokens), dtype=np.int32)
+        starts = np.maximum(begin - edges * tokens, 0)
+        stops = np.minimum(end - edges * tokens, tokens)
+        return PageCopies(self, row[edges], self.address.block_map[edges - first], starts, stops - starts)
+
+    @abstractmethod
+    def put(self, copies: BlockCopies) -> None:
+        """Copies this, on the transport's thread. Any thread may call it; it never waits and never raises:
+        `arrived` tells what goes wrong."""
+
+    @abstractmethod
+    async def arrived(self) -> None:
+        """Waits, after the last `put`, for all copies and for the tokens that were claimed before these, and
+        tells the receiver's ledger. Raises Unavailable if the peer is gone, BadRequest if its reservation
+        is."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Ends the copies, and lets others claim these tokens. At most one piece is copied after it,
+        milliseconds long. It has no effect once `arrived` has returned."""
+
+
+class DeviceEvent(Protocol):
+    """A point in what a thread has asked its device for."""
+
+    def wait(self) -> None:
+        """Returns once everything before the point is done. Raises RuntimeError if that failed."""
+
+    def done(self) -> bool:
+        """Whether everything before the point is done. Raises RuntimeError if that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Copies of one transfer: for each i, tokens [offsets[i], offsets[i] + counts[i]) of K and of V of own
+    block own[i] go into the peer's block peer[i]. All four are [n]."""
+
+    own: I32
+    peer: I32
+    offsets: I32
+    counts: I32
+    after: DeviceEvent | None = None
+    """The copies may begin once it is done; None: at once."""
+
+    def part(self, rows: slice) -> BlockCopies:
+        return BlockCopies(self.own[rows], self.peer[rows], self.offsets[rows], self.counts[rows], self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopies:
+    """What a forward owes a transfer after each layer's write: for each i, tokens [offsets[i],
+    offsets[i] + counts[i]) of our page pages[i] go to the peer's blocks targets[i]."""
+
+    transfer: Transfer
+    pages: I32
+    """[n]"""
+    targets: I32
+    """[n, layers, kv_heads]"""
+    offsets: I32
+    """[n]"""
+    counts: I32
+    """[n]"""
+
+    def put(self, page_map: I32, layer: int) -> None:
+        """Puts one layer's part. page_map: [pages, layers, kv_heads], our blocks."""
+        self.transfer.put(self.of_layer(page_map, layer))
+
+    def put_all(self, page_map: I32) -> None:
+        """Puts all layers at once, for pages that are computed already."""
+        self.transfer.put(self.whole(page_map))
+
+    def of_layer(self, page_map: I32, layer: int) -> BlockCopies:
+        return self._blocks(page_map[self.pages, layer], self.targets[:, layer])
+
+    def whole(self, page_map: I32) -> BlockCopies:
+        heads = self.targets.shape[2]
+        return self._blocks(
+            page_map[self.pages].reshape(-1, heads), self.targets.reshape(-1, heads), self.targets.shape[1]
         )
 
-    @staticmethod
-    def compress(block_map: I32) -> bytes:
-        """[pages, layers, kv_heads] → the shortest run list in that order."""
-        ids = block_map.ravel()
-        if not ids.size:
-            return b""
-        starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
-        runs = np.empty(starts.size, _RUN)
-        runs["first"], runs["length"] = ids[starts], np.diff(starts, append=ids.size)
-        return runs.tobytes()
+    def _blocks(self, own: I32, peer: I32, layers: int = 1) -> BlockCopies:
+        each = layers * own.shape[1]
+        offsets, counts = np.repeat(self.offsets, each), np.repeat(self.counts, each)
+        return BlockCopies(own.ravel(), peer.ravel(), offsets, counts)
 
 
-def digest_of(
-    *, model: str, form: KVForm, begin: int, end: int, blocks: bytes, where: bytes, prompt: Sequence[int]
-) -> int:
-    """64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, over `where` of the receiver's
-    endpoint, from which a sender counts the blocks, and over prompt[:end]: what comes after the address does
-    not change its K and V."""
-    whole = msgpack.encode((model, form, begin, end, blocks, where, prompt[:end]))
-    return int.from_bytes(blake2b(whole, digest_size=8).digest(), "little", signed=True)
+class Transport(Protocol):
+    """One unit's end of the KV plane: its arena, which peers write without its doing. Its methods are called
+    on one event loop, and none of them waits."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    # receiving
+
+    def open(self, begin: int, digest: int) -> Ticket:
+        """Begins a reservation in which nothing has arrived past token `begin`, for whoever shows `digest`,
+        that of its address, this endpoint and the prompt. Raises QueueFull if there are too many, Unavailable
+        if nothing can arrive any more."""
+
+    def received(self, ticket: Ticket) -> int:
+        """Returns the position up to which everything has arrived. Raises BadRequest if the ticket is
+        closed."""
+
+    def close(self, ticket: Ticket) -> bool:
+        """From here on no sender begins to write for this ticket, and what has not arrived never does. True:
+        nobody is writing either, and its blocks may be used again. False: a sender is, for milliseconds (for
+        as long as its grant if it cannot be asked); ask again."""
+
+    # sending
+
+    def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Transfer:
+        """Claims tokens [begin, end) of the address, which have to be the next ones that nobody has claimed,
+        and returns their transfer. digest: of the address, `peer` and the prompt that is sent. Raises
+        BadRequest if that is not the reservation's, so that one of them is another than at `open`, if the
+        reservation is over, and if another transfer has claimed the tokens; Unavailable if the peer cannot be
+        reached, or nothing can be sent any more. What only the peer can tell, the transfer's `arrived` raises
+        instead; nothing is written before."""
 
 
-def other_address(unit: str) -> str:
-    """What a sender is told whose digest is not the reservation's."""
-    return (
-        f"address: the reservation at {unit} is for other blocks, tokens, or another model, prompt or "
-        "endpoint; send to the address and peer that prep_recv answered, and the prompt that it was asked for"
-    )
+class NoTransport:
+    """The `Transport` of a tensor-parallel unit, whose K and V lie in several arenas: it takes none and sends
+    none. `open` and `claim` raise BadRequest."""
 
+    def __init__(self, unit: str) -> None:
+        self.endpoint = Endpoint(unit=unit, kind="shm", where=b"")
 
-def resolve(position: int | None, length: int, name: str) -> int:
-    """Negative positions count from the back, None is the whole. Raises BadRequest naming `name`."""
-    found = length if position is None else position + length if position < 0 else position
-    if not 0 <= found <= length:
-        raise BadRequest(f"{name}: {position} is outside a prompt of {length} tokens", param=name)
-    return found
+    def open(self, begin: int, digest: int) -> Ticket:
+        raise self._refusal()
+
+    def received(self, ticket: Ticket) -> int:
+        raise self._refusal()
+
+    def close(self, ticket: Ticket) -> bool:
+        return True
+
+    def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Transfer:
+        raise self._refusal()
+
+    def close_all(self) -> None:
+        """Nothing is open."""
+
+    def _refusal(self) -> BadRequest:
+        return BadRequest(
+            f"unit {self.endpoint.unit} is tensor-parallel: its K and V are neither sent nor received; a "
+            "router program that computes a request at one unit, as data_parallel, is right"
+        )

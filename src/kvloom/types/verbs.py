@@ -16,10 +16,10 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
+from kvloom.types.address import Endpoint, KVAddress, KVForm
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Event, Int64, Made, ModelCard, Prompt, RequestId, TokenId
-from kvloom.types.transfer import Endpoint, KVAddress, KVForm
 
 LONGEST_PIN: Final = 3600  # seconds
 LONGEST_DUE: Final = 60  # seconds

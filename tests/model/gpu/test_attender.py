@@ -24,7 +24,7 @@ from kvloom.exec.cuda.operations import Operations, plain_operations, triton_ope
 from kvloom.exec.cuda.streams import HostMark, HostStream
 from kvloom.kernels import mail_programs as mail_reference
 from kvloom.kernels.mail import End
-from kvloom.model.gpu.attender import DeviceAttender
+from kvloom.offload.cuda.attention_server import CudaAttentionServer
 from tests import interpreter
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of
@@ -55,11 +55,19 @@ def attending(
     borrower: int | None = None,
     ended: Callable[[str], None] = lambda why: None,
     stream: HostStream | None = None,
-) -> Iterator[DeviceAttender]:
+) -> Iterator[CudaAttentionServer]:
     """The lender's end of a loan; nobody waits long for its idle thread."""
     lanes, idle = device.partitions.lanes, Lane(COMPUTE, stream or _Slow())
-    made = DeviceAttender(
-        loan.mail, loan.lent, loan.start, lanes, idle, operations, borrower or os.getpid(), ended, looks=0
+    made = CudaAttentionServer(
+        loan.mail,
+        loan.lent,
+        loan.start,
+        lanes,
+        idle,
+        operations.serve,
+        borrower or os.getpid(),
+        ended,
+        looks=0,
     )
     try:
         yield made
@@ -108,7 +116,7 @@ def test_tasks_are_done_on_the_way(
     tmp_path: Path, operations: Operations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By forwards alone: the thread is kept from it."""
-    monkeypatch.setattr(DeviceAttender, "_rest", lambda self: time.sleep(0.01))
+    monkeypatch.setattr(CudaAttentionServer, "_rest", lambda self: time.sleep(0.01))
     path = make_checkpoint(tmp_path, "mistral", num_hidden_layers=1)
     device, loan = one_lane(), Loaned(Shape())
     decoding = Decoding(loan)
@@ -190,7 +198,7 @@ def test_a_borrower_that_never_opens_the_mailbox_ends_the_loan() -> None:
         told.set()
 
     given = loan.mail, loan.lent, loan.start, device.partitions.lanes, Lane(COMPUTE, _Slow())
-    made = DeviceAttender(*given, plain_operations(), os.getpid(), ended, looks=0, comes=0.05)
+    made = CudaAttentionServer(*given, plain_operations().serve, os.getpid(), ended, looks=0, comes=0.05)
     assert told.wait(DEADLINE)
     made.close()
     assert reasons == ["the borrower has not come"]

@@ -17,9 +17,9 @@ import torch
 from msgspec import structs
 
 from kvloom.engine.engine import Engine
+from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.operations import Operations
-from kvloom.model.gpu.loans import Loans
-from kvloom.model.gpu.weaver import DeviceWeaver
+from kvloom.offload.cuda.backend import CudaOffloadBackend
 from tests import interpreter
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
@@ -64,14 +64,16 @@ async def pair(
 
 
 def lend(hot: Engine, cold: Engine, share: float, **how: Any) -> None:
-    terms = structs.replace(hot.weaving.terms(MODEL, PAGES), **how)
-    hot.weaving.borrow(terms, cold.weaving.lend(terms), share)
+    terms = structs.replace(hot.borrower.terms(MODEL, PAGES), **how)
+    hot.borrower.borrow(terms, cold.lender.lend(terms), share)
 
 
-def loans_of(engine: Engine) -> Loans:
-    weaver = engine.weaving._weaver
-    assert isinstance(weaver, DeviceWeaver)
-    return weaver._executor.loans
+def loans_of(engine: Engine) -> CudaLoans:
+    backend = engine.borrower._backend
+    assert isinstance(backend, CudaOffloadBackend)
+    loans = backend._executor.loans
+    assert isinstance(loans, CudaLoans)
+    return loans
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -96,7 +98,7 @@ def check(path: Path, asked: list[list[int]], answers: list[Answer]) -> None:
 async def stir(hot: Engine, rng: random.Random) -> None:
     """Another share after every frame of a request."""
     async for _ in hot.start_generate(body(MODEL, [1, 2], max_tokens=2 * COUNT)):
-        hot.weaving.set_share(MODEL, rng.choice((0.0, 0.5, 1.0)))
+        hot.borrower.set_share(MODEL, rng.choice((0.0, 0.5, 1.0)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,7 +114,7 @@ def test_no_share_changes_a_token(tmp_path: Path, cold: Path, family: str) -> No
             )
             woven = woven_of(hot)
             assert min(woven.went, woven.came, woven.tokens) > 3
-            assert woven.away == 0
+            assert woven.count == 0
             woven.pool.check()
             return answers, others
 
@@ -180,10 +182,10 @@ def test_the_cold_unit_wants_its_blocks_back(path: Path, cold: Path) -> None:
                 async for _ in hot.start_generate(body(MODEL, [5], max_tokens=COUNT)):
                     frames += 1
                     if frames == 3:
-                        lender.weaving.recall()
+                        lender.lender.recall()
 
             answers, _ = await asyncio.gather(generate(hot, asked), recall())
-            assert hot.weaving.loan(MODEL) is None
+            assert hot.borrower.loan(MODEL) is None
             await until(lambda: not lender.pool.lent)
             lend(hot, lender, 1.0)  # and lends again
             await generate(hot, asked[:1])
@@ -206,7 +208,7 @@ def test_a_cold_unit_that_never_answers_is_waited_for_so_long(
         ):
             lend(hot, lender, 1.0)
             answers = await generate(hot, asked)
-            assert hot.weaving.loan(MODEL) is None
+            assert hot.borrower.loan(MODEL) is None
             await until(lambda: not lender.pool.lent)  # the borrower has left
             return answers
 
@@ -223,13 +225,13 @@ def test_a_cold_unit_that_dies_is_not_waited_for(
     async def serve() -> list[Answer]:
         with cold_unit(cold) as (unit, process):
             async with weaving_on_device(spec_of({MODEL: path}, max_running=4)) as hot:
-                terms = hot.weaving.terms(MODEL, PAGES)
-                hot.weaving.borrow(terms, await unit(terms), 1.0)
+                terms = hot.borrower.terms(MODEL, PAGES)
+                hot.borrower.borrow(terms, await unit(terms), 1.0)
                 tasks = [asyncio.create_task(ask(hot, body(MODEL, p, max_tokens=COUNT))) for p in asked]
                 await until(lambda: woven_of(hot).tokens > 2)
                 process.kill()
                 answers = await asyncio.gather(*tasks)
-                assert hot.weaving.loan(MODEL) is None
+                assert hot.borrower.loan(MODEL) is None
                 return answers
 
     check(path, asked, asyncio.run(serve()))
@@ -249,9 +251,9 @@ def test_two_units_that_borrow_of_each_other(path: Path) -> None:
             lend(second, first, 1.0)
             found = await asyncio.gather(generate(first, asked), generate(second, asked))
             assert all(woven_of(one).tokens > COUNT for one in (first, second))
-            steps = loans_of(first)._woven[MODEL]._steps
+            steps = loans_of(first)._borrowed[MODEL]._steps
             assert steps
-            first.weaving.recall()
+            first.lender.recall()
             await until(lambda: not first.pool.lent)
             assert not steps  # what was recorded would go on to poll
             return [*found[0], *found[1]]

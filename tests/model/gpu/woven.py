@@ -24,10 +24,10 @@ from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
 from kvloom.exec.cuda.streams import HostStream
 from kvloom.kernels.mail import Desk, Lent, Mail, Pad, signed
-from kvloom.model.gpu.weaver import DeviceWeaver
-from kvloom.serve.engine_process import load_unit, open_transport, open_weaver
+from kvloom.offload.cuda.backend import CudaOffloadBackend
+from kvloom.offload.terms import Borrow, Loan
+from kvloom.serve.engine_process import load_unit, open_offload, open_transport
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
-from kvloom.types.offload import Borrow, Loan
 from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of
 from tests.transport.device_memory import SharedMemory
@@ -49,8 +49,8 @@ async def weaving_on_device(
     """An engine that can lend and borrow; afterwards laws 1 and 4 hold."""
     executor = load_executor(spec, one_lane(), operations or twins())
     transport = CudaIpcTransport(spec.unit, executor.arena, SharedMemory())
-    weaver = DeviceWeaver(executor, transport, looks)
-    async with running_over(spec, executor, transport, weaver) as engine:
+    backend = CudaOffloadBackend(executor, transport, looks)
+    async with running_over(spec, executor, transport, backend) as engine:
         yield engine
 
 
@@ -64,7 +64,7 @@ async def weaving_on_gpu(spec: EngineSpec) -> AsyncIterator[Engine]:
     """The same on a device, put together as a unit's process does it."""
     executor = load_unit(spec, Path(), lambda _: None)
     transport = open_transport(spec, executor.arena)
-    async with running_over(spec, executor, transport, open_weaver(executor, transport)) as engine:
+    async with running_over(spec, executor, transport, open_offload(executor, transport)) as engine:
         yield engine
 
 
@@ -140,7 +140,7 @@ async def _serve(end: Connection, path: Path, gpu: bool) -> None:
     spec = gpu_spec("cold", path, 1) if gpu else spec_of({"cold": path}, max_running=1)
     async with weaving_on_gpu(spec) if gpu else weaving_on_device(spec) as engine:
         borrow = msgspec.msgpack.decode(await asyncio.to_thread(end.recv_bytes), type=Borrow)
-        end.send_bytes(msgspec.msgpack.encode(engine.weaving.lend(borrow)))
+        end.send_bytes(msgspec.msgpack.encode(engine.lender.lend(borrow)))
         over = asyncio.create_task(asyncio.to_thread(end.recv_bytes))
         while not over.done():
             await ask(engine, body("cold", [5, 7, 9], max_tokens=32))

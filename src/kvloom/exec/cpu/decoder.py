@@ -47,15 +47,15 @@ class Straight:
         cos, sin = self._angles(state)
         threads, few = torch.get_num_threads(), self._few
         if state.decode and few is not None and few.takes(tokens, kept):
-            split = state.polled
+            split = state.polls.split if state.polls else None
             if split is not None:
                 split.begin(few.limits(state.lengths, state.arena.shape[2], threads), threads)
             now = turns.of_forward(self._turns, state, cos, sin, threads)
-            logits = few(tokens, kept, now, threads, split, state.asking)
+            logits = few(tokens, kept, now, threads, split, state.remote)
             for layer in self._parts.layers:
                 state.send(layer.index)
             return logits
-        if not state.decode or state.asking is not None or state.polled is not None:
+        if not state.decode or state.remote is not None or state.polls is not None:
             return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state)
         now = turns.of_forward(self._turns, state, cos, sin, threads)
         return self._decode(torch.from_numpy(tokens), padded(kept), now, threads, state)
@@ -68,7 +68,7 @@ class Straight:
     def _layers(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
         parts = self._parts
         x = parts.embedding(tokens)
-        runs = 1 if state.polled is None else state.polled.runs(len(x))
+        runs = 1 if state.polls is None else state.polls.split.runs(len(x))
         for layer in parts.layers[:-1]:
             x = layer.prefill(x, cos, sin, state, runs=runs)
         x = parts.layers[-1].prefill(x, cos, sin, state, kept, runs)

@@ -15,13 +15,10 @@ from kvloom.exec.attention import ForwardState
 from kvloom.exec.loader import LoadedModel, load_models
 from kvloom.exec.sampler import prompt_logprobs, sample
 from kvloom.kv.arena import Arena
-from kvloom.model.weaving.attender import Attender
-from kvloom.model.weaving.states import PolledState, WovenState
-from kvloom.transport.loan import BorrowedBlocks
-from kvloom.types.errors import ConfigError, KvloomError
+from kvloom.offload.cpu.attention import CpuLoans
+from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64, Geometry
 from kvloom.types.job import Job, JobResult
-from kvloom.types.offload import Away
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import ModelSpec
 
@@ -30,8 +27,7 @@ class TorchExecutor:
     """One thread a job that may run at the same time; a job's share is the number of cores it uses.
 
     The lowest free slot is taken first, so that whole-machine jobs keep to one thread, whose team of
-    workers stays warm. loans: what models have borrowed, and what their jobs' rows that are away lie in.
-    attender: the one that forwards are to poll, where this unit lends."""
+    workers stays warm."""
 
     def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
         self._models = models
@@ -41,8 +37,7 @@ class TorchExecutor:
         }
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
-        self.loans: dict[str, BorrowedBlocks] = {}
-        self.attender: Attender | None = None
+        self.loans = CpuLoans(arena)
         self.compute = threads
         self.stride, self.ahead = 1, 0
         self.blocks = arena.blocks
@@ -102,48 +97,19 @@ class TorchExecutor:
         started = time.perf_counter()
         torch.set_num_threads(job.share)
         kept = job.kept
-        lost = None
         with torch.inference_mode():
-            if job.away is None:
-                logits = self._forward(slot, job, kept)
-            else:
-                logits, lost = self._woven(job, job.away, kept)
+            with self.loans.attend(job) as part:
+                state = ForwardState(job.plan, self._views[job.model], part.remote, part.polls)
+                logits = self._forward(slot, job, kept, state)
             count = len(job.samples)
             tokens, reports = sample(logits[:count], job.samples)
             prompts = prompt_logprobs(logits[count : len(kept)], job.prompts)
-        return JobResult(tokens, reports, prompts, time.perf_counter() - started, lost)
+        return JobResult(tokens, reports, prompts, time.perf_counter() - started, part.lost)
 
-    def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
-        """Logits of the rows `kept` [R]: [R or more, V]. slot: of the thread that this is."""
-        attender = self.attender
-        if attender is None or not (attender.launches or attender.lively()):
-            return self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
-        if attender.launches:
-            with attender.operator():
-                return self._through(job, kept, ForwardState(job.plan, self._views[job.model]))
-        state = PolledState(job.plan, self._views[job.model], attender, attender.split(job.model))
-        try:
-            logits = self._through(job, kept, state)
-        finally:
-            state.leave()
-        if state.pieces:
-            state.split.ran(len(job.tokens), state.longest, state.pieces)
-        return logits
-
-    def _through(self, job: Job, kept: I64, state: ForwardState) -> Tensor:
+    def _forward(self, slot: int, job: Job, kept: I64, state: ForwardState) -> Tensor:
+        """Returns the logits of the rows `kept` [R]: [R or more, V]. slot: of the thread that this is."""
         state.copy_pages(job.plan.copies)
         return self._models[job.model].forward(job.tokens, kept, state)
-
-    def _woven(self, job: Job, away: Away, kept: I64) -> tuple[Tensor, str | None]:
-        """Logits, and why those of the rows away, and of what was moved, mean nothing."""
-        loan, lost = self.loans[job.model], None
-        try:
-            for move in away.moves:
-                loan.move(self.arena.bytes.numpy(), job.plan.page_map, away.plan.page_map, move)
-        except KvloomError as error:
-            lost = error.message
-        state = WovenState(job.plan, self._views[job.model], away, loan.tasks, lost)
-        return self._through(job, kept, state), state.lost
 
 
 def commit_arena(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: int, ranks: int = 1) -> Arena:

@@ -17,8 +17,8 @@ from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention import TILE
 from kvloom.kernels.cpu.decode_step import COUNTERS, FIRST, STAGES, LayerArguments, StepArguments, step
 from kvloom.kernels.cpu.products import GELU, PANEL, SWISH
-from kvloom.model.weaving.asking import Asking
-from kvloom.model.weaving.split import Split
+from kvloom.offload.cpu.attention import RemoteAttention
+from kvloom.offload.cpu.attention_server import OperatorSplit
 from kvloom.types.geometry import I64
 
 FEW_ROWS = 96  # more are faster by oneDNN's products, layer by layer
@@ -118,12 +118,12 @@ class FewRows:
         kept: I64,
         now: turns.Turns,
         threads: int,
-        split: Split | None = None,
-        asking: Asking | None = None,
+        split: OperatorSplit | None = None,
+        remote: RemoteAttention | None = None,
     ) -> Tensor:
         """tokens [B], kept [R]; `now`, the attention's records of this forward → logits [R, V]. split: where
-        others' tasks may come, and was told of this step's limits. asking: where the rows that are not in
-        `now`, the last ones, are away."""
+        others' tasks may come, and was told of this step's limits. remote: attends for the last rows, which
+        are not in `now`."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
@@ -141,15 +141,15 @@ class FewRows:
         if split is not None:
             call.poll, call.threads = split.address, threads
             call.parts, call.ends = split.parts.ctypes.data, split.ends.ctypes.data
-        if asking is not None:
-            call.ask = asking.enter()
+        if remote is not None:
+            call.ask = remote.enter()
         step(call, threads)
-        while asking is not None and asking.paused:
-            asking.resume(qkv, mixed, now)
+        while remote is not None and remote.paused:
+            remote.resume(qkv, mixed, now)
             counters[FIRST // 8] = 0
             step(call, threads)
-        if asking is not None:
-            asking.leave(len(now))
+        if remote is not None:
+            remote.leave(len(now))
         if split is not None:
             split.end()
         return logits[:, : self._vocab]

@@ -16,13 +16,13 @@ from torch import Tensor
 from kvloom.exec.cuda.device import Device, Lane
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, buckets_up_to
 from kvloom.exec.cuda.model import DeviceModel
-from kvloom.exec.cuda.operations import Operations
+from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, ask_prefill, rehearse
 from kvloom.exec.cuda.staging import Sent, Slots, Staging
 from kvloom.exec.cuda.streams import Mark, Progress
 from kvloom.exec.sampler import prompt_logprobs
 from kvloom.kv.arena import Store
-from kvloom.model.gpu.loans import Loans
+from kvloom.offload.cuda.attention_server import Serve
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult, Phase
@@ -52,7 +52,7 @@ class GpuExecutor:
         self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
         self._buffers: dict[Lane, Buffers] = {}
         self._plain: set[str] = set()  # models whose steps cannot be recorded
-        self.loans = Loans(models, self._buffers, device.partitions.lanes, self._plain)
+        self.loans = CudaLoans(models, self._buffers, device.partitions.lanes, self._plain)
         self._reason = ""
         self._breaks = asyncio.Event()
 
@@ -92,9 +92,22 @@ class GpuExecutor:
         return self._device
 
     @property
-    def operations(self) -> Operations:
-        """All models have the same."""
-        return next(iter(self._models.values())).operations
+    def lanes(self) -> Sequence[Lane]:
+        """The lanes that jobs run on."""
+        return self._device.partitions.lanes
+
+    @property
+    def serve(self) -> Serve:
+        """The operation by which a lane does tasks of another unit; all models have the same."""
+        return next(iter(self._models.values())).operations.serve
+
+    def beside(self) -> Lane:
+        """Returns a new lane beside those of jobs."""
+        return self._device.beside()
+
+    def enter(self) -> None:
+        """Lets the calling thread use the device."""
+        self._device.enter()
 
     def heads(self, model: str) -> int:
         """Of q, in all its layers; 0 where they differ."""
@@ -153,10 +166,10 @@ class GpuExecutor:
     ) -> JobResult:
         started = time.perf_counter()
         self._device.enter()
-        woven = self.loans.woven(job)
+        offloaded = self.loans.offloaded(job)
         try:
-            if woven is not None:
-                woven.move(self.arena.bytes, job)
+            if offloaded is not None:
+                offloaded.move(self.arena.bytes, job)
             tokens, reports, prompts = self._ask(job, lane, staging, progress, tell)
         except torch.OutOfMemoryError as error:
             _settle(lane)
@@ -170,7 +183,7 @@ class GpuExecutor:
         except BaseException:
             _settle(lane)
             raise
-        lost = woven.lost() if woven is not None else None
+        lost = offloaded.lost() if offloaded is not None else None
         return JobResult(tokens, list(reports), prompts, time.perf_counter() - started, lost)
 
     def _ask(
@@ -205,7 +218,7 @@ class GpuExecutor:
     @contextmanager
     def _turn(self, job: Job, lane: Lane) -> Iterator[None]:
         """What this thread asks for goes to the lane, and nothing of others comes between."""
-        with lane.lock, lane.entered(), self.loans.polling(job, lane):
+        with lane.lock, lane.entered(), self.loans.attend(job, lane):
             yield
 
     def _told(self, job: Job) -> AbstractContextManager[None]:

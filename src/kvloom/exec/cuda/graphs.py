@@ -130,8 +130,8 @@ class DecodeSteps:
         step = self._step(job)
         rows = step.rows if step else job.tokens.size
         positions = plan.positions
-        if job.away is not None:  # rows of their own, which have no place here
-            positions = np.concatenate((positions, job.away.plan.positions))
+        if job.offloaded is not None:  # rows of their own, which have no place here
+            positions = np.concatenate((positions, job.offloaded.plan.positions))
         fixed = {
             "tokens": padded(job.tokens, rows),
             "positions": padded(positions, rows),

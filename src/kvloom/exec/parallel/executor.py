@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvloom.exec.attention import ForwardState
 from kvloom.exec.cpu.executor import TorchExecutor, commit_arena
 from kvloom.exec.loader import LoadedModel, load_models
 from kvloom.exec.parallel.ranks import Ranks
@@ -54,10 +55,10 @@ class ParallelExecutor(TorchExecutor):
         self._ranks.close()
         super().close()
 
-    def _forward(self, slot: int, job: Job, kept: I64) -> Tensor:
+    def _forward(self, slot: int, job: Job, kept: I64, state: ForwardState) -> Tensor:
         try:
             self._ranks.step(slot, job, kept)
-            return super()._forward(slot, job, kept)
+            return super()._forward(slot, job, kept, state)
         except Exception as error:
             raise self._ranks.failed(error) from error
 

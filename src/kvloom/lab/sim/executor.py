@@ -48,32 +48,20 @@ class NoContent:
         return [(sample.key + 7919 * (sample.index + step)) % size for sample in job.samples]
 
 
-class Evenly:
-    """Satisfies `CostModel`: so many seconds a job and a token, more with less of the device or beside
-    others."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
-        tokens = work.tokens if work.phase is Phase.PREFILL else work.batch
-        return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
-
-
 class Loans(Protocol):
-    """What weaving does to jobs."""
+    """What lending and borrowing do to jobs."""
 
     def begin(self, job: Job, then: Callable[[], None]) -> None:
-        """Do what comes before the job, and call `then`."""
+        """Does what comes before the job, and calls `then`."""
 
     def seconds(self, job: Job, work: Work, alone: float) -> float:
-        """Of a job that would take `alone` without weaving, as things are."""
+        """Returns what a job takes, as things are, that would take `alone` without loans."""
 
     def over(self, job: Job) -> str | None:
-        """The job has ended; why what was away of it does not count."""
+        """Ends the job. Returns why what was offloaded of it does not count."""
 
     def changed(self) -> None:
-        """Other jobs run here than before: let all whom it concerns find their pace."""
+        """Lets all whom it concerns find their pace: other jobs run here than before."""
 
 
 class HostCpu(Protocol):
@@ -170,10 +158,10 @@ class ModelledExecutor:
         return running.future
 
     def _work(self, job: Job) -> Work:
-        """Of rows that are away only what is done here: all but their attention."""
+        """Counts of offloaded rows only what is done here: all but their attention."""
         plan, share = job.plan, min(1.0, job.share / self.compute)
         work = Work.of(job.model, job.phase, share, plan.appends, plan.starts, len(job.samples))
-        rows = len(job.away.plan.sequences) if job.away else 0
+        rows = len(job.offloaded.plan.sequences) if job.offloaded else 0
         return replace(work, batch=work.batch + rows, tokens=work.tokens + rows) if rows else work
 
     def _begin(self, running: _Running) -> None:
@@ -284,3 +272,15 @@ class ModelledExecutor:
 
     def _find(self, job: Job) -> _Running | None:
         return next((running for running in self._running if running.job is job), None)
+
+
+class Evenly:
+    """Satisfies `CostModel`: so many seconds a job and a token, more with less of the device or beside
+    others."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
+        tokens = work.tokens if work.phase is Phase.PREFILL else work.batch
+        return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)

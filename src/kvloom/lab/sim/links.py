@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvloom.core.transfer import BlockCopies, Transfer, TransferState
+from kvloom.types.address import Endpoint, KVAddress, Ticket, other_address
 from kvloom.types.errors import BadRequest, KvloomError, QueueFull, Unavailable
 from kvloom.types.geometry import AnyArray
-from kvloom.types.transfer import Endpoint, KVAddress, Ticket, other_address
+from kvloom.types.transfer import BlockCopies, Transfer, TransferState
 
 SLOTS: Final = 4096  # reservations that a unit may have open
 

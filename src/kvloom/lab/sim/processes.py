@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvloom.core.transfer import NoTransport
-from kvloom.engine.borrower import Borrower
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.hosting import HostedMachine, HostedUnit, HostedWire, Worker
 from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
-from kvloom.lab.sim.offload import LenderWire, Loom
+from kvloom.lab.sim.offload import OffloadingUnits, SimulatedLenderClient
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
 from kvloom.lab.sim.wire import ModelledWire
+from kvloom.offload.loans import LoanKeeper
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, WeaveSpec
+from kvloom.types.transfer import NoTransport
 
 
 class Census:
@@ -106,7 +106,7 @@ class ModelledProcesses:
         self._link = link
         self._machine = machine
         self._plane = ModelledPlane()
-        self._loom = Loom(unit.spec for unit in units.values())
+        self._offloading = OffloadingUnits(unit.spec for unit in units.values())
         self._processes: dict[str, Process] = {}
         self._preempted = 0  # by engines that have ended
 
@@ -137,7 +137,7 @@ class ModelledProcesses:
         await asyncio.wait([process.running])
         self._preempted += await _preemptions(process.engine)
         self._plane.kill(process.transport)
-        self._loom.forget(process.transport)
+        self._offloading.forget(process.transport)
         if process.host is not None:
             process.host.leave()
         del self._processes[unit]
@@ -175,17 +175,17 @@ class ModelledProcesses:
         host = self._machine.unit(unit.overhead) if self._machine else None
         executor = modelled_executor(unit, host=host)
         transport = self._plane.join(name, executor.blocks, self._link(unit))
-        weaver = self._loom.weaver(unit, executor, transport)
+        offload = self._offloading.backend(unit, executor, transport)
         whole = unit.spec.tensor_parallel == 1
-        engine = Engine(executor, transport if whole else NoTransport(name), unit.spec, self._clock, weaver)
+        engine = Engine(executor, transport if whole else NoTransport(name), unit.spec, self._clock, offload)
         running, weave = self._tasks.create_task(engine.run()), unit.spec.weave
         borrowing = self._tasks.create_task(self._borrow(engine, unit.spec, weave)) if weave else None
         self._processes[name] = Process(engine, transport, host, running, borrowing)
 
     async def _borrow(self, engine: Engine, spec: EngineSpec, weave: WeaveSpec) -> None:
         """For ever."""
-        lender = LenderWire(lambda: self._reached(weave.cold).engine, self._clock, self._delay)
-        await Borrower(engine.weaving, spec.models[0].name, weave, lender, self._clock).run()
+        lender = SimulatedLenderClient(lambda: self._reached(weave.cold).engine, self._clock, self._delay)
+        await LoanKeeper(engine.borrower, spec.models[0].name, weave, lender, self._clock).run()
 
     def _reached(self, unit: str) -> Process:
         process = self._processes.get(unit)

@@ -133,7 +133,7 @@ class _Play:
                     self._seen[model].running.append(told.running)
                     self._seen[model].tokens.append(told.output_tokens_total)
                 used = sum(told.used_blocks for told in load.models.values())
-                loan = engine.weaving.loan(HOT) if name == HOT else None
+                loan = engine.borrower.loan(HOT) if name == HOT else None
                 self._filled.setdefault(name, []).append(used / load.total_blocks)
                 if loan is not None:
                     away = loan.pool.total - loan.pool.available

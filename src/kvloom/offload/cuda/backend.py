@@ -1,75 +1,108 @@
-"""A GPU's part in weaving: puts mailboxes, attenders and executor together."""
+"""A GPU's part in lending and borrowing: puts mailboxes, attention servers and executor together."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from typing import Final, Protocol
 
 import torch
 
-from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.kernels.mail import Lent, Trouble
-from kvloom.model.gpu.attender import DeviceAttender
-from kvloom.model.gpu.woven import LOOKS
-from kvloom.model.weaving.terms import on_this_loop, one_number, watched
+from kvloom.kv.arena import Store
+from kvloom.offload.cuda.attention_server import CudaAttentionServer, Lane, Serve
+from kvloom.offload.memory.device import BorrowedDeviceBlocks, DeviceLending
+from kvloom.offload.terms import Borrow, Loan, on_this_loop, one_number, watched
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
-from kvloom.transport.device_loan import BorrowedDeviceBlocks, DeviceLending
 from kvloom.types.errors import Conflict, Unavailable
 from kvloom.types.geometry import I32
 from kvloom.types.load import Waits
-from kvloom.types.offload import Borrow, Loan
 
+LOOKS: Final = 20_000_000  # of a `collect`, some ten seconds: a lender's first task finds its kernel compiled
 _log = logging.getLogger(__name__)
 
 
-class _Service:
-    """A loan to another unit. What has to wait for jobs is done on a thread of its own."""
+class Loans(Protocol):
+    """What the executor's forwards have to do with loans."""
 
-    def __init__(self, executor: GpuExecutor, lending: DeviceLending, attender: DeviceAttender) -> None:
+    def lend(self, server: CudaAttentionServer | None) -> None: ...
+    def borrow(self, model: str, loan: BorrowedDeviceBlocks, looks: int) -> None: ...
+    def give_back(self, model: str) -> BorrowedDeviceBlocks: ...
+
+
+class CudaExecutor(Protocol):
+    """What lending and borrowing need of the executor."""
+
+    arena: Store
+
+    @property
+    def loans(self) -> Loans: ...
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """The lanes that forwards run on."""
+
+    @property
+    def serve(self) -> Serve: ...
+
+    def beside(self) -> Lane:
+        """Returns a new lane beside those of forwards."""
+
+    def enter(self) -> None:
+        """Lets the calling thread use the device."""
+
+    def heads(self, model: str) -> int:
+        """Returns the heads of q in all layers; 0 if they differ."""
+
+
+class _Service:
+    """A loan to another unit, with a thread of its own for what has to wait for jobs."""
+
+    def __init__(self, executor: CudaExecutor, lending: DeviceLending, server: CudaAttentionServer) -> None:
         self.lending = lending
         self._executor = executor
-        self._attender = attender
+        self._server = server
         self._thread = ThreadPoolExecutor(1, "weave-end")
         self._thread.submit(self._begin)
         self._ended: Future[None] | None = None
 
     def end(self) -> bool:
-        """True: no task is done any more, and the borrower copies nothing. False: ask again."""
+        """Returns True once no task is done any more and the borrower copies nothing; before, ask again."""
         if self._ended is None:
             self._ended = self._thread.submit(self._end)
             self._thread.shutdown(wait=False)
         return self._ended.done() and self.lending.close()
 
     def _begin(self) -> None:
-        self._set(self._attender)
+        self._set(self._server)
 
     def _end(self) -> None:
         try:
-            self._executor.device.enter()
-            self._attender.close()
+            self._executor.enter()
+            self._server.close()
         finally:
             self._set(None)
 
-    def _set(self, attender: DeviceAttender | None) -> None:
+    def _set(self, server: CudaAttentionServer | None) -> None:
         try:
-            self._executor.device.enter()
-            self._executor.loans.lend(attender)
+            self._executor.enter()
+            self._executor.loans.lend(server)
         except Exception:  # noqa: BLE001 -- a device that has failed; its unit is about to end
             _log.exception("weave: what forwards poll for could not be changed")
 
 
-class DeviceWeaver:
-    """Implements Weaver: one loan to another unit, and one to each own model."""
+class CudaOffloadBackend:
+    """Satisfies `OffloadBackend`: one loan to another unit, and one to each own model."""
 
-    def __init__(self, executor: GpuExecutor, transport: CudaIpcTransport, looks: int = LOOKS) -> None:
-        """looks: of a step, for a layer's attention."""
+    def __init__(self, executor: CudaExecutor, transport: CudaIpcTransport, looks: int = LOOKS) -> None:
+        """looks: those of a step for a layer's attention."""
         self._executor = executor
         self._transport = transport
         self._looks = looks
-        self._beside = executor.device.beside()
+        self._beside = executor.beside()
         self._service: _Service | None = None
         self._kept: list[DeviceLending] = []  # over, but their borrowers may still write to the mailbox
 
@@ -77,7 +110,7 @@ class DeviceWeaver:
         return one_number(model, self._executor.heads(model))
 
     def borrow(self, borrow: Borrow, loan: Loan) -> int:
-        self._executor.device.enter()
+        self._executor.enter()
         with self._beside.entered(), _room("borrow"):
             borrowed = BorrowedDeviceBlocks(borrow, loan, self._transport)
             self._beside.mark().wait()
@@ -89,7 +122,7 @@ class DeviceWeaver:
         borrowed = self._executor.loans.give_back(model)
         with suppress(RuntimeError):  # the loop is closed
             asyncio.get_running_loop().remove_reader(borrowed.process)
-        self._executor.device.enter()
+        self._executor.enter()
         with self._beside.entered():
             borrowed.close()
             self._beside.mark().wait()
@@ -98,7 +131,7 @@ class DeviceWeaver:
         if self._service is not None:
             raise Conflict("weave: this unit lends already; one loan at a time")
         executor = self._executor
-        executor.device.enter()
+        executor.enter()
         self._kept = [one for one in self._kept if not one.unused]
         form = borrow.form
         arena = executor.arena.view(form.head_dim, getattr(torch, form.dtype))
@@ -106,13 +139,13 @@ class DeviceWeaver:
             lent = Lent(torch.from_numpy(blocks).to(arena.device), arena)
             lending = DeviceLending(borrow, blocks, self._transport, executor.arena.bytes)
             try:
-                attender = DeviceAttender(
+                server = CudaAttentionServer(
                     lending.mailbox.mail,
                     lent,
                     lending.start,
-                    executor.device.partitions.lanes,
-                    executor.device.beside(),
-                    executor.operations,
+                    executor.lanes,
+                    executor.beside(),
+                    executor.serve,
                     borrow.pid,
                     on_this_loop(ended),
                     launches=borrow.control == "iterations",
@@ -120,11 +153,11 @@ class DeviceWeaver:
             except BaseException:
                 lending.close()  # nobody has been told of it
                 raise
-        self._service = _Service(executor, lending, attender)
+        self._service = _Service(executor, lending, server)
         return lending.loan
 
     def waits(self) -> Waits | None:
-        """Nobody measures them: they are over before a host could look."""
+        """Returns None: tasks are over before a host could look."""
         return None
 
     def recall(self) -> bool:
@@ -137,16 +170,16 @@ class DeviceWeaver:
         return True
 
     def _gone(self, borrowed: BorrowedDeviceBlocks) -> None:
-        """The lender's process has ended: who waits for it need not."""
+        """Lets nobody wait for a lender whose process has ended."""
         asyncio.get_running_loop().remove_reader(borrowed.process)
-        self._executor.device.enter()
+        self._executor.enter()
         with self._beside.entered():
             borrowed.mailbox.fail(Trouble.GONE)
 
 
 @contextmanager
 def _room(what: str) -> Iterator[None]:
-    """For what a loan needs of the device's memory."""
+    """Goes around taking device memory for a loan. Raises Unavailable if there is none."""
     try:
         yield
     except torch.OutOfMemoryError as error:

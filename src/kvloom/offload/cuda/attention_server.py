@@ -8,10 +8,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol
 
-from kvloom.exec.cuda.device import Lane
-from kvloom.exec.cuda.operations import Operations
 from kvloom.kernels.mail import Desk, End, Lent, Mail
 from kvloom.types.clock import has_ended
 
@@ -23,7 +22,26 @@ _PAUSE = 0.002  # seconds between those after them
 _COMES = 30.0  # seconds for the borrower to map the mailbox: it may be unable to
 
 
-class DeviceAttender:
+Serve = Callable[..., None]
+"""Has the current stream look for a task in (Mail, Desk, Lent), and again as often as said, and do it."""
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self) -> None: ...
+
+
+class Lane(Protocol):
+    """A stream of the device. Who asks it for something holds the lock."""
+
+    lock: threading.Lock
+
+    def entered(self) -> AbstractContextManager[object]: ...
+    def mark(self) -> Mark: ...
+
+
+class CudaAttentionServer:
     """One loan's tasks, each done on the device by whichever launch finds it: one of a forward of our own
     models, which polls between its operators (`polled`), or, while none runs, one of a thread's.
 
@@ -37,7 +55,7 @@ class DeviceAttender:
         start: int,
         lanes: Sequence[Lane],
         idle: Lane,
-        operations: Operations,
+        serve: Serve,
         borrower: int,
         ended: Callable[[str], None],
         looks: int = _LOOKS,
@@ -48,13 +66,13 @@ class DeviceAttender:
         """start: what the mailbox' counters begin with. lanes: of forwards. idle: of the thread. borrower:
         its process' id. comes: seconds until it has mapped the mailbox, or the loan ends. launches:
         tasks wait until the host launches them, between two forwards (the paper's baseline, control by the
-        CPU). Raises OSError where the borrower is gone."""
+        CPU). Raises OSError if the borrower is gone."""
         self.launches = launches
         self._mail = mail
         self._lent = lent
         self._lanes = list(lanes)
         self._idle = idle
-        self._operations = operations
+        self._serve = serve
         self._ended = ended
         self._looks = looks
         self._desk = Desk(start, mail)
@@ -71,12 +89,12 @@ class DeviceAttender:
         self._thread.start()
 
     def poll(self) -> None:
-        """Look for a task once, on the current stream; may be recorded."""
-        self._operations.serve(self._mail, self._desk, self._lent)
+        """Looks for a task once, on the current stream; may be recorded."""
+        self._serve(self._mail, self._desk, self._lent)
 
     @contextmanager
     def polled(self) -> Iterator[None]:
-        """While in it, the caller's forward polls."""
+        """Goes around a forward that polls."""
         with self._free:
             self._working += 1
         with self._resting:
@@ -90,11 +108,11 @@ class DeviceAttender:
 
     @property
     def over(self) -> End:
-        """Why no more tasks are taken, as the device has it."""
+        """The reason that no more tasks are taken, as the device has it."""
         return End(int(self._desk.over))
 
     def close(self) -> None:
-        """Take no more tasks; when it returns, none is under way. Waits for what lanes have been asked
+        """Takes no more tasks; when it returns, none is under way. Waits for what lanes have been asked
         for."""
         self._end(End.CLOSED, None)
         self._thread.join()
@@ -116,7 +134,7 @@ class DeviceAttender:
             self._end(End.FAILED, "this unit failed to look for tasks")
 
     def _rest(self) -> None:
-        """While no forward runs, poll, with a pause where no task has come lately; else give it time."""
+        """Polls while no forward runs, with a pause if no task has come lately; else gives it time."""
         with self._free:
             if self._working or not self._lively:
                 self._free.wait(_SLICE if self._working else _PAUSE)
@@ -124,14 +142,14 @@ class DeviceAttender:
             if self._working or self._over:
                 return
             with self._idle.entered():
-                self._operations.serve(self._mail, self._desk, self._lent, self._looks)
+                self._serve(self._mail, self._desk, self._lent, self._looks)
             self._idle.mark().wait()
         claim = int(self._desk.claim)
         self._lively = max(0, self._lively - 1) if claim == self._claim else _LIVELY
         self._claim = claim
 
     def _end(self, why: End, reason: str | None) -> None:
-        """A device that has failed does no more tasks either."""
+        """Ends the loan. A device that has failed does no more tasks either."""
         with self._ending:
             if self._over:
                 return
@@ -143,7 +161,7 @@ class DeviceAttender:
                 self._ended(reason)
 
     def _settle(self, why: End) -> None:
-        """The device takes no more tasks, and does none; then the borrower is told."""
+        """Waits until the device takes and does no tasks; then tells the borrower."""
         if self.over is End.NONE:
             self._desk.over.fill_(why)
         over = self.over  # the device has it

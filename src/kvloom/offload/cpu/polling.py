@@ -16,17 +16,17 @@ from kvloom.kernels.cpu.offload_serve import (
     AWAITED,
     PollArguments,
     PollOnce,
+    SheetArguments,
     WatchArguments,
     enter_once,
     leave_once,
     poll_once,
     watch,
 )
+from kvloom.kernels.mail import NOTE
 from kvloom.kv.arena import Arena
-from kvloom.model.weaving.records import mailbox_places, sheet_record
-from kvloom.transport.attending import Sheet, Task, TaskReceiver
-from kvloom.transport.mailbox import Mailbox
-from kvloom.transport.word import Word, futex_number
+from kvloom.offload.memory.lender import Task, TaskDescriptor, TaskReceiver
+from kvloom.offload.memory.mailbox import OffloadMailbox, SharedCounter, futex_number
 from kvloom.types.geometry import I64
 
 _KEPT = 512  # tasks of which waits and service are told
@@ -36,30 +36,33 @@ _Host = ctypes.CFUNCTYPE(ctypes.c_int64)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The last tasks, in seconds: from being posted to being found, and from there to their end."""
+    """The last tasks, in seconds."""
 
     waits: list[float]
+    """From being posted to being found."""
     services: list[float]
+    """From there to the end."""
 
 
 class Polling:
-    """`address` is what kernels are given. Whoever does a task, in a kernel or here, holds the lock."""
+    """The records that kernels are given, by `address`. Whoever does a task, in a kernel or here, holds the
+    lock."""
 
     def __init__(
-        self, mailbox: Mailbox, arena: Arena, receiver: TaskReceiver, check: Callable[[], int]
+        self, mailbox: OffloadMailbox, arena: Arena, receiver: TaskReceiver, check: Callable[[], int]
     ) -> None:
-        """check: called with the lock where a task is not one that a kernel takes: 0 once it has called
-        `prepare`. It raises nothing."""
+        """check: called with the lock if a task is not one that a kernel takes; it returns 0 once it has
+        called `prepare`, and raises nothing."""
         self._mailbox = mailbox
         self._arena = arena
         self._host = _Host(check)
         self._words = np.zeros(9, np.int64)  # the lock; three clocks; how long to sleep
         self._words[7:] = divmod(int(_SLICE * 1e9), 10**9)
-        self._lock = Word(self._words.ctypes.data)
+        self._lock = SharedCounter(self._words.ctypes.data)
         self._waits: I64 = np.zeros(_KEPT, np.int64)
         self._services: I64 = np.zeros(_KEPT, np.int64)
         form = mailbox.form
-        self._own = Sheet(
+        self._own = TaskDescriptor(
             np.zeros(form.rows, np.int32),
             np.zeros((form.rows, form.width), np.int32),
             receiver.map,
@@ -68,7 +71,7 @@ class Polling:
         )
         self._task = self._over(self._own, 0, 1)
         self._lent = receiver.lent, receiver.known
-        self._sheet = sheet_record(mailbox, receiver, self._own)
+        self._descriptor = _descriptor_record(mailbox, receiver, self._own)
         self.record = self._record(receiver)
         self.address = ctypes.addressof(self.record)
         clock = self._words.ctypes.data + 8
@@ -79,11 +82,11 @@ class Polling:
         mailbox, form, clocks = self._mailbox, self._mailbox.form, self._words[1:].ctypes.data
         return PollArguments(
             lock=self._words.ctypes.data,
-            **mailbox_places(mailbox),
+            **_mailbox_places(mailbox),
             layers=form.layers,
             map=receiver.map.ctypes.data,
             map_layer=form.kv_heads * 4,
-            sheet=ctypes.addressof(self._sheet),
+            sheet=ctypes.addressof(self._descriptor),
             task=ctypes.addressof(self._task),
             host=ctypes.cast(self._host, ctypes.c_void_p).value,
             clock=clocks,
@@ -96,25 +99,26 @@ class Polling:
         )
 
     def once(self) -> None:
-        """Do what is there on this thread alone, without the GIL, unless another is at it."""
+        """Does what is there on this thread alone, without the GIL, unless another is at it."""
         poll_once(self._once, 1)
 
     def watch(self) -> None:
-        """While no forward looks for tasks, sleep until one comes, and do it; for a moment. Of one thread."""
+        """Sleeps until a task comes, and does it, while no forward looks for tasks; for a moment. For one
+        thread."""
         watch(self._watch, 1)
 
     def enter(self) -> None:
-        """The caller looks for tasks from here on, so nobody is woken for them; it does what is there."""
+        """Does what is there. The caller looks for tasks from here on, so nobody is woken for them."""
         clock = np.zeros(2, np.int64)
         enter_once(PollOnce(self.address, clock.ctypes.data), 1)
 
     def leave(self) -> None:
-        """It does what is there, and does not look any more."""
+        """Does what is there. The caller looks no more."""
         clock = np.zeros(2, np.int64)
         leave_once(PollOnce(self.address, clock.ctypes.data), 1)
 
     def taken(self) -> bool:
-        """Take the lock, if nobody has it; then `free` is to follow."""
+        """Takes the lock if nobody has it, and returns whether; then `free` is to follow."""
         return self._lock.try_take()
 
     def free(self) -> None:
@@ -123,7 +127,7 @@ class Polling:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """With the lock."""
+        """Holds the lock."""
         if not self._lock.try_take():
             while self._lock.swap(AWAITED) != 0:
                 self._lock.sleep(AWAITED, _SLICE)
@@ -133,37 +137,37 @@ class Polling:
             self.free()
 
     def prepare(self, task: Task) -> None:
-        """Its iteration is checked: other tasks of it need not be."""
-        sheet, own = task.sheet, self._own
-        rows, width = sheet.tables.shape
-        own.tables[:rows, :width] = sheet.tables
-        for told, kept in zip(
-            (sheet.lengths, sheet.slot_page, sheet.slot_offset),
+        """Gives kernels the descriptor of a task that is checked: others of its iteration need not be."""
+        told, own = task.descriptor, self._own
+        rows, width = told.tables.shape
+        own.tables[:rows, :width] = told.tables
+        for theirs, kept in zip(
+            (told.lengths, told.slot_page, told.slot_offset),
             (own.lengths, own.slot_page, own.slot_offset),
             strict=True,
         ):
-            kept[:rows] = told
+            kept[:rows] = theirs
         self._task.batch = self.record.rows = rows
         self.record.iteration = task.iteration
 
     def close(self) -> None:
-        """With the lock: kernels do no task any more."""
+        """Lets kernels do no task any more. The caller has the lock."""
         self.record.closed, self.record.iteration = 1, -1
 
     def arguments(self, task: Task, threads: int) -> AttentionArguments:
-        """Append and attend in one: q and k come turned and normalised."""
-        found = self._over(task.sheet, task.layer, threads)
+        """Returns those of a task, which appends and attends in one; q and k come turned and normalised."""
+        found = self._over(task.descriptor, task.layer, threads)
         qkv, out, record = self._mailbox.qkv[task.slot], self._mailbox.out[task.slot], self.record
         found.q, found.out = qkv.ctypes.data, out.ctypes.data
         found.k, found.v = found.q + record.k_bytes, found.q + record.v_bytes
         found.window, found.scale, found.softcap = task.window, task.scale, task.softcap
         return found
 
-    def _over(self, sheet: Sheet, layer: int, threads: int) -> AttentionArguments:
-        """Of any task over the sheet; its q, k, v and output, and how they are scored, are to be added."""
+    def _over(self, told: TaskDescriptor, layer: int, threads: int) -> AttentionArguments:
+        """Returns those of any task over `told`, but for its q, k, v, output and scoring."""
         form, size = self._mailbox.form, self._mailbox.form.head_dim * 4
         view = self._arena.view(form.head_dim, torch.float32)
-        rows, span = len(sheet.lengths), span_of(len(sheet.lengths), form.kv_heads, threads)
+        rows, span = len(told.lengths), span_of(len(told.lengths), form.kv_heads, threads)
         return AttentionArguments(
             out_row=self._mailbox.out.strides[1],
             out_head=size,
@@ -173,22 +177,22 @@ class Polling:
             block_bytes=self._arena.block_bytes,
             page_tokens=view.shape[2],
             head_dim=form.head_dim,
-            map=sheet.map.ctypes.data + layer * form.kv_heads * 4,
-            map_page=sheet.map.strides[0],
-            tables=sheet.tables.ctypes.data,
-            table_row=sheet.tables.strides[0],
-            lengths=sheet.lengths.ctypes.data,
+            map=told.map.ctypes.data + layer * form.kv_heads * 4,
+            map_page=told.map.strides[0],
+            tables=told.tables.ctypes.data,
+            table_row=told.tables.strides[0],
+            lengths=told.lengths.ctypes.data,
             batch=rows,
             kv_heads=form.kv_heads,
             group=form.heads // form.kv_heads,
             span=span,
             spans=-(-form.kv_heads // span),
-            slot_page=sheet.slot_page.ctypes.data,
-            slot_offset=sheet.slot_offset.ctypes.data,
+            slot_page=told.slot_page.ctypes.data,
+            slot_offset=told.slot_offset.ctypes.data,
         )
 
     def note(self, task: Task, found: int) -> None:
-        """A task that was not done by a kernel has ended. found: nanoseconds of the monotonic clock."""
+        """Counts a task that was not done by a kernel. found: nanoseconds of the monotonic clock."""
         record, at = self.record, self.record.tasks % _KEPT
         took = time.monotonic_ns() - found
         self._waits[at] = min(max(0, found - task.posted), 10**10)
@@ -198,7 +202,7 @@ class Polling:
 
     @property
     def tasks(self) -> int:
-        """Done, ever."""
+        """Tasks that were ever done."""
         return int(self.record.tasks)
 
     def served(self) -> Served:
@@ -207,10 +211,59 @@ class Polling:
 
     @property
     def gaps(self) -> float:
-        """Seconds in which no forward looked for tasks, ever, less what tasks took of them."""
+        """Seconds in which no forward looked for tasks, less what tasks took of them."""
         return float(self.record.gaps) / 1e9
 
     @property
     def wake(self) -> float:
-        """Seconds until a task that comes then is found, on average; 0 where nobody knows."""
+        """Mean seconds until a task that comes then is found; 0 if nobody knows."""
         return self.record.delay / self.record.met / 1e9 if self.record.met else 0.0
+
+
+def _mailbox_places(mailbox: OffloadMailbox) -> dict[str, int]:
+    """Returns the addresses of what both ends see, by the names of PollArguments."""
+    form, size = mailbox.form, mailbox.form.head_dim * 4
+    return {
+        "posted": mailbox.posted.address,
+        "left": mailbox.left.address,
+        "finished": mailbox.done.address,
+        "waiting": mailbox.waiting.address,
+        "asleep": mailbox.asleep.address,
+        "notes": mailbox.notes.ctypes.data,
+        "note_bytes": NOTE.itemsize,
+        "stamp": NOTE.fields["posted"][1],  # type: ignore[index]
+        "slots": form.slots,
+        "qkv": mailbox.qkv.ctypes.data,
+        "qkv_slot": mailbox.qkv.strides[0],
+        "out": mailbox.out.ctypes.data,
+        "out_slot": mailbox.out.strides[0],
+        "k_bytes": form.heads * size,
+        "v_bytes": (form.heads + form.kv_heads) * size,
+    }
+
+
+def _descriptor_record(
+    mailbox: OffloadMailbox, receiver: TaskReceiver, own: TaskDescriptor
+) -> SheetArguments:
+    """Returns the arguments of the check. own: gets the rows of an iteration that are checked."""
+    form = mailbox.form
+    return SheetArguments(
+        head=mailbox.head.ctypes.data,
+        their_lengths=mailbox.lengths.ctypes.data,
+        their_tables=mailbox.tables.ctypes.data,
+        changed=mailbox.changed.ctypes.data,
+        told=mailbox.map.ctypes.data,
+        lent=receiver.lent.ctypes.data,
+        blocks=len(receiver.lent),
+        map=receiver.map.ctypes.data,
+        known=receiver.known.ctypes.data,
+        lengths=own.lengths.ctypes.data,
+        tables=own.tables.ctypes.data,
+        slot_page=own.slot_page.ctypes.data,
+        slot_offset=own.slot_offset.ctypes.data,
+        rows=form.rows,
+        width=form.width,
+        pages=form.pages,
+        page_blocks=form.layers * form.kv_heads,
+        page_tokens=receiver.page_tokens,
+    )

@@ -1,13 +1,15 @@
-"""Attends for another unit, over blocks of ours that it has borrowed."""
+"""Attends for another unit, over blocks of ours that it has borrowed, and splits the operators of own decode
+steps so that its tasks wait less (Weaver, sections 4.1 and 4.2)."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from statistics import fmean
 
@@ -15,24 +17,92 @@ import numpy as np
 import torch
 
 from kvloom.kernels.cpu.attention import attend_all
+from kvloom.kernels.cpu.offload_serve import LookArguments
+from kvloom.kernels.mail import End
 from kvloom.kv.arena import Arena
-from kvloom.model.weaving.polling import Polling
-from kvloom.model.weaving.split import Split
-from kvloom.transport.lender import Lending
-from kvloom.transport.mailbox import End
+from kvloom.offload.cpu.polling import Polling
+from kvloom.offload.memory.lender import Lending
+from kvloom.offload.queueing import Gap, Rule, conditional_wait, expected_stall, split
+from kvloom.offload.terms import Borrow
 from kvloom.types.clock import has_ended
 from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import F64
+from kvloom.types.geometry import F64, I64
 from kvloom.types.load import Waits
-from kvloom.types.offload import Borrow, Gap, Rule, conditional_wait, expected_stall
 
 _log = logging.getLogger(__name__)
 _LIVELY = 64  # forwards that poll after a task has come
 _SECONDS = 5.0  # for the thread to end: it has nothing to do any more
 _RECENT = 64  # forwards whose operators the expected wait is told of: as long as a few hundred tasks take
+_AGAIN = 32  # steps after which the plan is made anew
+_NEW = 0.1  # weight of a step in the mean of an operator's time
+_FEWEST = 32  # rows of a run: fewer would have the weights read too often
 
 
-class Attender:
+class OperatorSplit:
+    """Splits the operators of one model's forwards, which are the step kernel's stages."""
+
+    def __init__(self, poll: int, rule: Callable[[], Rule | None], landed: Callable[[F64], None]) -> None:
+        """poll: the address of the loan's PollArguments. rule: returns None while nothing is to be split.
+        landed: called after each step with the times of all parts, in seconds."""
+        self.record = LookArguments(poll=poll)
+        self.address = ctypes.addressof(self.record)
+        self._rule = rule
+        self._landed = landed
+        self._means: list[float] = []
+        self._left = 1
+        self._limits: Sequence[int] = ()
+        self._longest = 0.0  # seconds a row, of the longest product of forwards that go layer by layer
+        self._runs = 1  # of the last such forward
+        self.parts: I64 = np.ones(0, np.int64)
+        """[S] parts of each operator."""
+        self.pieces: I64 = np.zeros(0, np.int64)
+        """Nanoseconds that each part took, as the kernel says."""
+        self.ends: I64 = np.zeros(0, np.int64)
+        """[S] pieces that there are after each operator."""
+
+    def runs(self, rows: int) -> int:
+        """Returns into how many runs of rows a forward of many, which goes layer by layer, cuts its products:
+        so many that the longest, did all take as long, would stall by no more than is allowed."""
+        rule = self._rule()
+        bound = rule.ahead + 2 * rule.most if rule else 0.0
+        wanted = -(-self._longest * rows // bound) if bound else 1
+        self._runs = int(max(1, min(wanted, rows // _FEWEST)))
+        return self._runs
+
+    def ran(self, rows: int, longest: float, times: list[float]) -> None:
+        """Notes such a forward; it looked for tasks after each of these times, in seconds. longest: the time
+        of the longest of its products."""
+        self._longest = longest * self._runs / rows
+        self._landed(np.array(times))
+
+    def begin(self, limits: Sequence[int], threads: int = 1) -> None:
+        """Begins a step of operators that can have so many parts each, of which the thread that looks may do
+        all, and looks `threads` times as often then."""
+        self._limits = limits
+        if len(self.parts) != len(limits):
+            self.parts = np.ones(len(limits), np.int64)
+            self.ends = np.zeros(len(limits), np.int64)
+            self._means = []
+        most = int(self.parts.sum()) * threads
+        if most > len(self.pieces):
+            self.pieces = np.zeros(2 * most, np.int64)
+        self.record.pieces, self.record.most = self.pieces.ctypes.data, len(self.pieces)
+
+    def end(self) -> None:
+        """Ends the step. Now and then its operators are split anew."""
+        pieces = np.maximum(self.pieces[: self.ends[-1]], 0) / 1e9
+        took: list[float] = np.diff(np.append(0.0, pieces.cumsum())[self.ends], prepend=0.0).tolist()
+        means = self._means or took
+        self._means = [(1 - _NEW) * mean + _NEW * new for mean, new in zip(means, took, strict=True)]
+        self._left -= 1
+        if not self._left:
+            self._left = _AGAIN
+            rule = self._rule()
+            self.parts[:] = split(self._means, *rule, self._limits) if rule else 1
+        self._landed(pieces)
+
+
+class AttentionServer:
     """One loan's tasks, each done by whoever finds it: a forward of our own models, which polls between its
     operators or their parts (`polled`), or, while none does, a thread that sleeps until there is a task.
 
@@ -50,7 +120,7 @@ class Attender:
         self._over = False  # set with the polling's lock
         self._lively = self._seen = 0
         self._counting = threading.Lock()
-        self._splits: dict[str, Split] = {}  # by own model
+        self._splits: dict[str, OperatorSplit] = {}  # by own model
         self._recent: deque[F64] = deque(maxlen=_RECENT)  # seconds of each part, by forward
         self._gaps: deque[float] = deque([0.0], maxlen=_RECENT + 1)  # seconds of all, when it landed
         self._thread = threading.Thread(target=self._idle, name="weave", daemon=True)
@@ -58,24 +128,25 @@ class Attender:
 
     @property
     def launches(self) -> bool:
-        """Tasks wait for the host: forwards do not poll (the paper's baseline, control by the CPU)."""
+        """Whether tasks wait for the host: then no forward polls (the paper's baseline, control by the
+        CPU)."""
         return self._terms.control == "iterations"
 
-    def split(self, model: str) -> Split:
-        """Of an own model's steps."""
+    def split(self, model: str) -> OperatorSplit:
+        """Returns the split of an own model's steps."""
         found = self._splits.get(model)
         if found is None:
-            found = self._splits[model] = Split(self._polling.address, self._rule, self.landed)
+            found = self._splits[model] = OperatorSplit(self._polling.address, self._rule, self.landed)
         return found
 
     def landed(self, times: F64) -> None:
-        """A forward has polled after each of these times, in seconds."""
+        """Notes a forward that has polled after each of these times, in seconds."""
         self._recent.append(times)
         self._gaps.append(self._polling.gaps)
 
     def lively(self) -> bool:
-        """Whether the forward that is to begin had better poll: a task has come lately. Without, a forward
-        takes the fastest way there is, and what comes meanwhile the thread does beside it."""
+        """Returns whether the forward that is to begin had better poll: a task has come lately. Otherwise it
+        takes the fastest way there is, and the thread does what comes meanwhile."""
         with self._counting:
             if self._seen != self._polling.tasks:
                 self._seen, self._lively = self._polling.tasks, _LIVELY
@@ -83,7 +154,7 @@ class Attender:
             return self._lively > 0
 
     def poll(self) -> None:
-        """Do what is there, unless another thread is at it."""
+        """Does what is there, unless another thread is at it."""
         threads = torch.get_num_threads()
         if threads == 1:
             self._polling.once()
@@ -99,16 +170,16 @@ class Attender:
         return int(self._polling.record.busy)
 
     def enter(self) -> None:
-        """The caller polls from here on; what is there is done."""
+        """Does what is there. The caller polls from here on."""
         self._polling.enter()
 
     def leave(self) -> None:
-        """What is there is done, and the caller polls no more: the thread does."""
+        """Does what is there. The caller polls no more: the thread does."""
         self._polling.leave()
 
     @contextmanager
     def polled(self) -> Iterator[None]:
-        """While in it, the caller polls."""
+        """Goes around what the caller does while it polls."""
         self.enter()
         try:
             yield
@@ -117,14 +188,15 @@ class Attender:
 
     @contextmanager
     def operator(self) -> Iterator[None]:
-        """A forward that does not poll: all of it is one operator, before and after which there is a look."""
+        """Goes around a forward that does not poll: it is one operator, before and after which there is a
+        look."""
         with self.polled():
             began, busy = time.monotonic_ns(), self.busy
             yield
             self.landed(np.array([max(0, time.monotonic_ns() - began - (self.busy - busy)) / 1e9]))
 
     def waits(self) -> Waits:
-        """How long the last tasks have waited, and how long by the model they should have."""
+        """Returns how long the last tasks have waited, and how long by the model they should have."""
         served, ahead = self._polling.served(), self._ahead()
         recent = tuple(self._recent)
         times, gap = np.concatenate(recent) if recent else np.zeros(0), self._gap()
@@ -143,19 +215,19 @@ class Attender:
         )
 
     def _gap(self) -> Gap:
-        """Between the last forwards."""
+        """Returns the gap between the last forwards."""
         gaps = tuple(self._gaps)
         return Gap(gaps[-1] - gaps[0], self._polling.wake)
 
     def close(self) -> None:
-        """Take no more tasks; when it returns, none is under way, and the thread has ended."""
+        """Takes no more tasks; when it returns, none is under way, and the thread has ended."""
         with self._polling.held():
             self._end(End.CLOSED, None)
         self._mailbox.posted.wake()
         self._thread.join(_SECONDS)
 
     def _ahead(self) -> float:
-        """K − N of the paper, not below 0."""
+        """Returns K − N of the paper, not below 0."""
         return max(0.0, self._receiver.meanwhile - _mean(self._polling.served().services))
 
     def _rule(self) -> Rule | None:
@@ -178,7 +250,7 @@ class Attender:
                     self._end(End.CLOSED, "the borrower has left")
 
     def _check(self) -> int:
-        """Under the lock, called by a kernel: what is there is not what it takes. Mostly it is forged."""
+        """Checks what a kernel does not take, which calls this with the lock. Mostly it is forged."""
         self._receiver.done = self._polling.record.done
         with self._guarded():
             task = None if self._over else self._receiver.next()
@@ -188,7 +260,7 @@ class Attender:
         return 1
 
     def _serve(self, threads: int) -> None:
-        """Under the lock: what kernels do, but on all threads of a forward."""
+        """Does with the lock what kernels do, but on all threads of a forward."""
         self._receiver.done = self._polling.record.done
         with self._guarded():
             for _ in range(2 * self._mailbox.form.slots):  # who posts without end does not keep the lock
@@ -203,7 +275,7 @@ class Attender:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Under the lock. Whatever goes wrong ends the loan."""
+        """Goes around work with the lock: whatever goes wrong ends the loan."""
         try:
             yield
         except BadRequest as error:

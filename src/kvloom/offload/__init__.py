@@ -1,0 +1,7 @@
+"""Offloaded attention (Weaver, section 4): one unit lends blocks to another unit's model and attends over
+them.
+
+The half in this folder needs no torch and is what the engine imports. It begins at two seams: `DecodePlanner`
+in `offloaded.py` plans which rows of a decode step are computed elsewhere, and `CpuLoans.attend`
+in `cpu/attention.py` (`CudaLoans` in `cuda/steps.py`) gets their output. `memory/` is what both units see.
+"""

@@ -1,0 +1,1 @@
+"""Offloaded attention between two CPU units of one host."""

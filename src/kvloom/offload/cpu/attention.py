@@ -1,0 +1,188 @@
+"""The seam `attend`: gets the output of a forward's offloaded rows, and lets a forward of a unit that lends
+do the tasks of others between its operators."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kvloom.kernels.cpu.decode_step import NOWHERE
+from kvloom.kv.arena import Arena
+from kvloom.offload.cpu.attention_server import AttentionServer, OperatorSplit
+from kvloom.offload.memory.borrower import BorrowedBlocks, TaskSender
+from kvloom.types.errors import KvloomError
+from kvloom.types.job import Job
+from kvloom.types.plan import OffloadedRows, Plan
+
+
+class RemoteAttention:
+    """Attention of the last rows of one forward, done by a lender."""
+
+    def __init__(self, tasks: TaskSender, home: int, plan: Plan, lost: str | None = None) -> None:
+        """home: the number of rows before these. plan: over the loan's blocks. lost: why nobody is to be
+        asked. Raises ValueError if the plan is not one of a decode step."""
+        if plan.versions is None or plan.copies or plan.sends or (plan.appends != 1).any():
+            raise ValueError("offloaded rows: want a plain decode step, with the versions of its page map")
+        self.home = home
+        self.count = len(plan.sequences)
+        self.positions = plan.positions
+        self.lost = lost
+        """Why the lender has not attended, from where it failed on; these rows' attention is zeros then."""
+        self._tasks = tasks
+        if self.count and lost is None:
+            lengths = (plan.starts + 1).astype(np.int32)
+            tasks.begin(lengths, plan.tables, plan.page_map, plan.versions)
+
+    def post(self, layer: int, qkv: Tensor, scale: float, window: int, softcap: float) -> int | None:
+        """Posts a task for qkv [count, heads + 2 kv_heads, D], normalised and rotated. Returns its number."""
+        if self.lost is None and self.count:
+            try:
+                return self._tasks.post(layer, qkv.numpy(), scale, window, softcap)
+            except KvloomError as error:
+                self.lost = error.message
+        return None
+
+    def collect(self, task: int | None, out: Tensor) -> None:
+        """Waits for the output of a task, into out [count, heads, D]."""
+        if task is not None:
+            try:
+                self._tasks.collect(task, out.numpy())
+                return
+            except KvloomError as error:
+                self.lost = error.message
+        out.zero_()
+
+    # -- of a step in one kernel, which posts and collects by itself ----------------------------------
+
+    def enter(self) -> int:
+        """Returns the address of the AskArguments for a step that begins."""
+        record = self._tasks.record
+        record.rows, record.first, record.lost = self.count, self.home, self.lost is not None
+        record.paused, record.resume, record.refused = NOWHERE, NOWHERE, 0
+        self._tasks.spent[:] = 0
+        return ctypes.addressof(record)
+
+    @property
+    def paused(self) -> bool:
+        """The step has ended before its end: somebody is to wait for an output."""
+        return bool(self._tasks.record.paused != NOWHERE)
+
+    def resume(self, qkv: Tensor, mixed: Tensor, turns: npt.NDArray[Any]) -> None:
+        """Waits for that output, into the rows of mixed [B, heads · D], and lets the step go on from there.
+        qkv [B, (heads + 2 kv_heads) · D or more]; turns: the attention's records of all layers."""
+        record = self._tasks.record
+        layer = int(record.paused)
+        turn, form = turns[layer], self._tasks.form
+        task: int | None = record.count
+        if record.refused:
+            width = (form.heads + 2 * form.kv_heads) * form.head_dim
+            rows = qkv[self.home :, :width].view(self.count, -1, form.head_dim)
+            scoring = float(turn["scale"]), int(turn["window"]), float(turn["softcap"])
+            task = self.post(layer, rows, *scoring)
+        out = mixed[self.home :, : form.heads * form.head_dim]
+        self.collect(task, out.view(self.count, form.heads, form.head_dim))
+        record.lost = self.lost is not None
+        record.paused, record.resume, record.refused = NOWHERE, layer, 0
+
+    def leave(self, layers: int) -> None:
+        """Ends the step."""
+        if self.lost is None:
+            self._tasks.settle(layers)
+
+
+class Polls:
+    """One forward of a unit that lends, which does what tasks there are between its operators or their
+    parts."""
+
+    def __init__(self, server: AttentionServer, split: OperatorSplit) -> None:
+        self.split = split
+        self.pieces: list[float] = []
+        """Seconds between two looks for tasks, less what tasks have taken."""
+        self.longest = 0.0
+        """The longest piece that is no attention, which has no parts."""
+        self._server = server
+        self._last: tuple[int, int] | None = None
+
+    def poll(self) -> None:
+        """Looks for tasks after a product, or what else is no attention."""
+        self.longest = max(self.longest, self.attended())
+
+    def attended(self) -> float:
+        """Looks for tasks after attention. Returns the seconds since the last look."""
+        began = self._last
+        if began is None:
+            self._server.enter()
+        else:
+            self._server.poll()
+        now, busy = self._last = time.monotonic_ns(), self._server.busy
+        if began is None:
+            return 0.0
+        self.pieces.append(max(0, now - began[0] - (busy - began[1])) / 1e9)
+        return self.pieces[-1]
+
+    def leave(self) -> None:
+        """Ends the forward."""
+        if self._last is not None:
+            self._server.leave()
+
+
+@dataclass(slots=True)
+class Part:
+    """What one forward has to do with other units."""
+
+    remote: RemoteAttention | None = None
+    polls: Polls | None = None
+    lost: str | None = None
+    """Why offloaded rows, and copies before the forward, do not count; known when it has ended."""
+
+
+class CpuLoans:
+    """What the forwards of a unit have to do with loans; any thread may run one."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.borrowed: dict[str, BorrowedBlocks] = {}
+        """What the unit's models have borrowed."""
+        self.server: AttentionServer | None = None
+        """The server of the loan to another unit, if there is one."""
+
+    @contextmanager
+    def attend(self, job: Job) -> Iterator[Part]:
+        """Goes around the one forward of a job."""
+        server = self.server
+        if job.offloaded is not None:
+            part = self.offloaded(job, job.offloaded)
+            yield part
+            part.lost = part.lost or (part.remote.lost if part.remote else None)
+        elif server is None or not (server.launches or server.lively()):
+            yield Part()
+        elif server.launches:
+            with server.operator():
+                yield Part()
+        else:
+            polls = Polls(server, server.split(job.model))
+            try:
+                yield Part(polls=polls)
+            finally:
+                polls.leave()
+            if polls.pieces:
+                polls.split.ran(len(job.tokens), polls.longest, polls.pieces)
+
+    def offloaded(self, job: Job, rows: OffloadedRows) -> Part:
+        """Copies what moves, and begins the attention of the offloaded rows."""
+        loan, lost = self.borrowed[job.model], None
+        try:
+            for move in rows.moves:
+                loan.move(self._arena.bytes.numpy(), job.plan.page_map, rows.plan.page_map, move)
+        except KvloomError as error:
+            lost = error.message
+        remote = RemoteAttention(loan.tasks, len(job.plan.sequences), rows.plan, lost)
+        return Part(remote if remote.count else None, lost=remote.lost)

@@ -1,0 +1,1 @@
+"""Offloaded attention between two units of one GPU."""

@@ -1,0 +1,305 @@
+"""The seam `plan`: what a model's decode step computes at home, and what of it is offloaded to a lender
+(Weaver, sections 4.1 and 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Generic
+
+import numpy as np
+
+from kvloom.kv.cache import ModelCache
+from kvloom.kv.pool import Pool
+from kvloom.offload.policy import CopyBudget, OffloadPolicy, S
+from kvloom.types.job import Job
+from kvloom.types.plan import OffloadedRows, PageMove, Plan
+
+Batch = list[tuple[S, int]]  # sequences with the tokens that each appends
+
+
+class DecodePlanner(Generic[S]):
+    """Plans the decode steps of a model that has borrowed nothing: all sequences and all rows are at home."""
+
+    multi_step = True
+    """Whether a decode job may take several steps."""
+
+    def __init__(self, home: ModelCache, tokens_total: int = 0) -> None:
+        """tokens_total: tokens that were ever computed elsewhere, under earlier loans too."""
+        self.home = home
+        self.tokens_total = tokens_total
+
+    @property
+    def share(self) -> float:
+        """The part of the sequences that is to be offloaded."""
+        return 0.0
+
+    @property
+    def count(self) -> int:
+        """Sequences that are offloaded now."""
+        return 0
+
+    @property
+    def mark(self) -> object:
+        """Another value whenever `ready` or `takers` may answer otherwise although the cache is the same."""
+        return None
+
+    def is_home(self, sequence: S) -> bool:
+        """Returns whether the sequence's K and V, as far as it has any, are this unit's."""
+        return True
+
+    def ready(self, sequences: list[S]) -> list[S]:
+        """Returns those of the sequences, which all have one token pending, that the next step takes."""
+        return sequences
+
+    def takers(self, ready: Sequence[S]) -> list[int]:
+        """Returns the ids of those that take blocks at home for their next token."""
+        return [s.id for s in ready]
+
+    def givers(self, victim: S) -> list[S]:
+        """Returns who is computed again so that the blocks of `victim`, which is at home, become free."""
+        return [victim]
+
+    def crowded(self, ready: Sequence[S]) -> list[S]:
+        """Returns those that find room for their next token nowhere, the most urgent first, although the step
+        takes nothing more at home."""
+        return []
+
+    def release(self, sequence: S) -> None:
+        """Gives up what the sequence holds. Its K and V at home stay cached while nobody needs the blocks."""
+        self.home.keep(sequence.id, sequence.tokens.list(), tail=True)
+        self.home.remove_sequence(sequence.id)
+
+    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], Plan, OffloadedRows | None]:
+        """Plans one decode step of `batch`, of whom none is crowded: returns the batch in the order of its
+        rows, and what is computed at home and elsewhere. ahead: as in `ModelCache.begin_forward`. Raises
+        OutOfBlocks, with nothing changed, if the pool is short."""
+        return batch, self.home.begin_forward([s.id for s, _ in batch], [n for _, n in batch], ahead), None
+
+    def land(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
+        """Ends the forward of a job. lost: why what was offloaded of it does not count. Returns the ids of
+        the sequences for which the step does not count, and those of them whose K and V are lost."""
+        self.home.end_forward(job.plan)
+        return set(), []
+
+    def fail(self, job: Job) -> list[S]:
+        """Aborts the forward of a job that has failed. Returns all sequences that have lost their K and V by
+        that, of whom some were not in the job."""
+        self.home.abort_forward(job.plan)
+        return []
+
+
+class OffloadedSequences(DecodePlanner[S]):
+    """A model's loan at the unit that borrows.
+
+    An offloaded sequence is registered with the loan's cache alone; while a step copies it, with both caches.
+    Its number and `share`, which may be set at any time, say whether it is to be offloaded: the steps after
+    that move those that it concerns, as far as there is room where they go, and a few at a time."""
+
+    multi_step = False
+
+    def __init__(
+        self,
+        home: ModelCache,
+        blocks: int,
+        share: float,
+        *,
+        rows: int,
+        max_tokens: int,
+        ended: Callable[[str], None],
+        tokens_total: int = 0,
+    ) -> None:
+        """blocks: those of the loan. rows: the most sequences that may be offloaded. ended: called with the
+        reason when the loan is over."""
+        super().__init__(home, tokens_total)
+        self.pool = Pool(
+            blocks, {home.model: home.geometry}, max_sequences=rows, max_tokens={home.model: max_tokens}
+        )
+        self.cache = self.pool.caches[home.model]
+        self.policy = OffloadPolicy[S](self.cache, share, rows)
+        self.went = self.came = 0  # sequences that moved out, and back
+        self.tokens = 0  # computed elsewhere under this loan
+        self.short = False  # requests have waited for blocks since this was last unset
+        self.withdrawn = False  # the lender says that it has its blocks back
+        self._ended = ended
+        self._step: Plan | None = None  # over the loan's blocks, of the step that runs
+        self._moving: list[tuple[S, bool]] = []  # in that step; True: out
+
+    @property
+    def share(self) -> float:
+        return self.policy.share
+
+    @share.setter
+    def share(self, share: float) -> None:
+        self.policy.set_share(share)
+
+    @property
+    def count(self) -> int:
+        return len(self.policy.offloaded)
+
+    @property
+    def mark(self) -> object:
+        return self.policy.mark
+
+    def is_home(self, sequence: S) -> bool:
+        return not self.policy.has(sequence)
+
+    def ready(self, sequences: list[S]) -> list[S]:
+        """If some move out with the step to make room for others, these wait for that."""
+        leaving = self.policy.urged(sequences)
+        if not leaving:
+            return sequences
+        room, late = self._available, set[int]()
+        for sequence in sorted(sequences, key=attrgetter("order")):
+            if self.is_home(sequence) and sequence not in leaving:
+                need = self.home.blocks_for(sequence.id, 1)
+                if need <= room:
+                    room -= need
+                else:
+                    late.add(sequence.id)
+        return [s for s in sequences if s.id not in late]
+
+    def takers(self, ready: Sequence[S]) -> list[int]:
+        leaving = self.policy.urged(ready)
+        return [s.id for s in ready if self.is_home(s) and s not in leaving]
+
+    def givers(self, victim: S) -> list[S]:
+        """If the loan has room for `victim`, or some there have a lower priority, it goes there instead."""
+        others = self.policy.displaced(victim)
+        if others is None:
+            return [victim]
+        self.policy.urge(victim)
+        return others
+
+    def crowded(self, ready: Sequence[S]) -> list[S]:
+        return self.policy.divide(ready, self._spare(ready), self.home.geometry)[2]
+
+    def release(self, sequence: S) -> None:
+        """K and V in the loan are not cached anywhere."""
+        if self.is_home(sequence):
+            super().release(sequence)
+        self._forget(sequence)
+
+    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], Plan, OffloadedRows | None]:
+        """Whoever would have to come back, when as much as a step may copy is copied already, is not in the
+        step. No other is planned until it has landed or failed."""
+        policy, form, sequences = self.policy, self.home.geometry, [s for s, _ in batch]
+        room = self._spare(sequences)
+        here, first = [s for s in sequences if self.is_home(s)], policy.urged(sequences)
+        budget = CopyBudget(sum(map(policy.length, sequences)))
+        stay, back, _ = policy.divide(sequences, room, form)
+        back = [s for s in back if budget.takes(policy.length(s))]
+        room -= sum(form.blocks(s.computed + 1) for s in back)
+        called = policy.called_back(stay, room, form, budget)
+        go = policy.going(here, first, stay, budget)
+        stay, back = [s for s in stay if s not in called], back + called
+        self._moving, moves = [], list[PageMove]()
+        for sequence in back + go:
+            out = sequence not in back
+            move = self._move(sequence, out=out)
+            if move.tokens.size:
+                self._moving.append((sequence, out))
+                moves.append(move)
+            else:  # all of it is cached at home: it is there now
+                self._arrived(sequence, out=out)
+        here, there = [s for s in here if s not in go] + back, stay + go
+        home, lent = _step(self.home, here), _step(self.cache, there)
+        self._step = lent if there else None
+        # without offloaded rows the device may take its fastest way
+        offloaded = OffloadedRows(lent, tuple(moves)) if there or moves else None
+        return [(s, 1) for s in here + there], home, offloaded
+
+    def land(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
+        """If something is lost the loan is over."""
+        super().land(job, lost)
+        if job.offloaded is None:
+            return set(), []
+        if lost is not None:
+            void = set(self.policy.offloaded)
+            gone = self._undo()
+            self._ended(lost)
+            return void, gone
+        if self._step is not None:
+            self.cache.end_forward(self._step)
+            self.tokens += len(self._step.sequences)
+            self.tokens_total += len(self._step.sequences)
+        for sequence, out in self._moving:
+            if out:  # cached for the next that begins like it, and for itself if the loan ends
+                self.home.keep(sequence.id, sequence.tokens.list(), tail=True)
+            self._arrived(sequence, out=out)
+        self._step, self._moving = None, []
+        return set(), []
+
+    def fail(self, job: Job) -> list[S]:
+        """The loan is over too: what nobody collects of a task may still be written to its blocks."""
+        super().fail(job)
+        if job.offloaded is None:
+            return []
+        gone = self._undo()
+        self._ended("a step has failed")
+        return gone
+
+    @property
+    def _available(self) -> int:
+        """Blocks that can be had at home."""
+        return self.home.pages.available * self.home.geometry.blocks_per_page
+
+    def _spare(self, ready: Sequence[S]) -> int:
+        """Blocks left at home once each that is there, and ready, has those for its next token."""
+        return self._available - self.home.blocks_for_each(self.takers(ready), 1)
+
+    def _undo(self) -> list[S]:
+        """Forgets all offloaded sequences. Those on their way out are still at home; the others are there
+        without K and V, and are returned."""
+        if self._step is not None:
+            self.cache.abort_forward(self._step)
+        leaving = {s.id for s, out in self._moving if out}
+        for sequence, out in self._moving:
+            if not out:
+                self.home.remove_sequence(sequence.id)
+        gone = [s for s in self.policy.offloaded.values() if s.id not in leaving]
+        self._step, self._moving = None, []
+        for sequence in list(self.policy.offloaded.values()):
+            self._forget(sequence)
+        for sequence in gone:
+            self.home.add_sequence(sequence.id)
+        return gone
+
+    def _arrived(self, sequence: S, *, out: bool) -> None:
+        """Gives up what the sequence holds where it was."""
+        if out:
+            self.home.remove_sequence(sequence.id)
+        else:
+            self._forget(sequence)
+        self.went, self.came = self.went + out, self.came + (not out)
+
+    def _forget(self, sequence: S) -> None:
+        """Gives up the sequence's pages of the loan, if it has any."""
+        self.policy.forget(sequence)
+        if self.policy.offloaded.pop(sequence.id, None) is not None:
+            self.cache.remove_sequence(sequence.id)
+
+    def _move(self, sequence: S, *, out: bool) -> PageMove:
+        """Takes room where the sequence goes; what it leaves it keeps until the step has landed. At home it
+        begins with what is cached there of it."""
+        id_, count, width = sequence.id, sequence.computed, self.cache.geometry.tokens_per_block
+        target, found = self.cache if out else self.home, 0
+        if out:
+            self.policy.offloaded[id_] = sequence
+            target.add_sequence(id_)
+        else:
+            found = target.adopt(id_, sequence.tokens.list(), count, whole_pages=True)
+        if count > found:
+            target.prepare_receive(id_, count - found)
+            target.commit_receive(id_, count - found)
+        firsts = np.arange(found, count, width, dtype=np.int32)
+        pages = (np.array(cache.page_list(id_), np.int32) for cache in (self.home, self.cache))
+        home, lent = (each[firsts // width] for each in pages)
+        return PageMove(home, lent, np.minimum(width, count - firsts).astype(np.int32), out)
+
+
+def _step(cache: ModelCache, sequences: list[S]) -> Plan:
+    if sequences:
+        return cache.begin_forward([s.id for s in sequences], [1] * len(sequences))
+    return replace(Plan.none(cache.model, cache.pages.map), versions=cache.pages.versions)

@@ -1,0 +1,111 @@
+"""What a unit that lends blocks and a unit that borrows them agree on (Weaver, section 4)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Protocol
+
+from msgspec import Meta, Struct
+
+from kvloom.types.address import Endpoint, KVForm, Ticket
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.geometry import I32
+from kvloom.types.load import Waits
+from kvloom.types.spec import Control, Splitting
+
+_Size = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class Borrow(Struct, frozen=True, kw_only=True):
+    """A model's request for blocks for its sequences, and for attention over them."""
+
+    model: str
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
+    """The process that borrows."""
+    form: KVForm
+    """The form of the model's K and V."""
+    heads: _Size
+    """Heads of q, a multiple of form.kv_heads."""
+    rows: _Size
+    """The most sequences of a decode step."""
+    width: _Size
+    """Pages of the longest sequence."""
+    pages: _Size
+    """Pages that are wanted."""
+    control: Control = "operators"
+    split: Splitting = "auto"
+    waits: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    """`control`, `split` and `waits` mean what they mean in WeaveSpec."""
+
+
+class Loan(Struct, frozen=True, kw_only=True):
+    """The answer to a `Borrow`: the blocks that are lent, and where tasks go."""
+
+    peer: Endpoint
+    ticket: Ticket
+    """The ticket fences whoever copies into or out of the blocks."""
+    pages: _Size
+    blocks: bytes
+    """`pages` × layers × kv_heads blocks of the lender's arena, as runs like a KVAddress'. The borrower
+    counts them from 0 in this order."""
+    mailbox: bytes
+    """The place of the mailbox, in the encoding of the device."""
+
+
+class OffloadBackend(Protocol):
+    """A device's part in lending and borrowing; its methods are called on one event loop."""
+
+    def heads(self, model: str) -> int:
+        """Returns the heads of q. Raises BadRequest if the model cannot be offloaded."""
+
+    def borrow(self, borrow: Borrow, loan: Loan) -> int:
+        """Lets rows of the model's decode steps be offloaded from here on. Returns the number of blocks.
+        Raises BadRequest if the loan is not what was asked for, Unavailable if the lender is gone."""
+
+    def give_back(self, model: str) -> None:
+        """Ends the model's loan. No step of it has offloaded rows any more."""
+
+    def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
+        """Attends for another unit over these own blocks. ended: called once on this loop, with the reason,
+        if that unit ends the loan. Raises BadRequest if `borrow` makes no sense, Conflict if there is a loan,
+        Unavailable if the borrower's process is gone."""
+
+    def waits(self) -> Waits | None:
+        """Returns how long tasks of the other unit have waited; None if this unit lends nothing."""
+
+    def recall(self) -> bool:
+        """Ends the loan to the other unit. Returns True once nobody uses its blocks any more; False means
+        that the caller has to ask again, in milliseconds."""
+
+
+# -- what backends of all devices say alike ---------------------------------------------------------------
+
+
+def one_number(model: str, heads: int) -> int:
+    """Returns `heads`, those of q in all layers of the model. Raises BadRequest for 0: layers differ."""
+    if not heads:
+        raise BadRequest(f"weave: the layers of {model} differ in their heads, so no one mailbox fits them")
+    return heads
+
+
+@contextmanager
+def watched(borrow: Borrow) -> Iterator[None]:
+    """Goes around opening the borrower's process. Raises Unavailable if that fails with OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(
+            f"weave: process {borrow.pid}, which wants to borrow, cannot be watched: {error.strerror}"
+        ) from error
+
+
+def on_this_loop(ended: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a function that any thread may call, and that calls `ended` on the loop that runs now."""
+    loop = asyncio.get_running_loop()
+
+    def call(why: str) -> None:
+        loop.call_soon_threadsafe(ended, why)
+
+    return call

@@ -1,1 +1,0 @@
-"""The KV plane: one unit writes K and V straight into another's arena."""

@@ -1,0 +1,161 @@
+"""Where in a peer's arena a run of tokens goes, as it crosses the verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import Annotated, Literal
+
+import numpy as np
+from msgspec import Meta, Struct, msgpack
+
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import I32, Geometry
+
+Position = Annotated[int, Meta(ge=0, lt=2**31)]
+Digest = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Kind = Literal["shm", "cuda", "nixl", "nixl-cuda", "modelled"]
+_Size = Annotated[int, Meta(ge=1, lt=2**31)]
+_RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
+
+
+class KVForm(Struct, frozen=True, kw_only=True):
+    """What two units must have in common to exchange a model's K and V. dtype: torch's name."""
+
+    layers: _Size
+    kv_heads: _Size
+    head_dim: _Size
+    dtype: str
+    block_bytes: _Size
+    tokens_per_block: _Size
+
+    @staticmethod
+    def of(geometry: Geometry, dtype: str) -> KVForm:
+        return KVForm(
+            layers=geometry.layers,
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+            dtype=dtype,
+            block_bytes=geometry.block_bytes,
+            tokens_per_block=geometry.tokens_per_block,
+        )
+
+    def refuse_unlike(self, other: KVForm, *, model: str) -> None:
+        """Raises BadRequest that names what the two differ in."""
+        unlike = [
+            f"{name} {getattr(other, name)} instead of {getattr(self, name)}"
+            for name in self.__struct_fields__
+            if getattr(other, name) != getattr(self, name)
+        ]
+        if unlike:
+            raise BadRequest(f"the peer's {model} has {', '.join(unlike)}; K and V cannot be exchanged")
+
+
+class Endpoint(Struct, frozen=True, kw_only=True):
+    """How peers reach one unit's arena; a restarted unit has another. `where` is the transport's own."""
+
+    unit: str
+    kind: Kind
+    where: bytes
+
+
+class Ticket(Struct, frozen=True, array_like=True):
+    """A reservation as the receiver's ledger knows it. Tickets of one slot differ in generation."""
+
+    slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
+    generation: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
+    """Tokens [begin, end) of a sequence at the receiver.
+
+    blocks: runs of the receiver's block ids, in order [page, layer, head], for the pages that hold these
+    tokens: first and length of each, as little-endian int32 (base64 in JSON). Position p lies at offset
+    p mod tokens_per_block in its page, at both sides.
+    """
+
+    model: str
+    form: KVForm
+    begin: Position
+    end: Position
+    blocks: bytes
+    ticket: Ticket
+
+    @property
+    def first_page(self) -> int:
+        """The sequence's page, counted from its start, that `blocks` begins with."""
+        return self.begin // self.form.tokens_per_block
+
+    @property
+    def pages(self) -> int:
+        return -(-self.end // self.form.tokens_per_block) - self.first_page if self.end > self.begin else 0
+
+    @cached_property
+    def block_map(self) -> I32:
+        """[pages, layers, kv_heads], not to be written to. Raises BadRequest where the runs do not make up as
+        many blocks."""
+        shape = (self.pages, self.form.layers, self.form.kv_heads)
+        if len(self.blocks) % _RUN.itemsize:
+            raise BadRequest("address: its blocks are no pairs of int32")
+        runs = np.frombuffer(self.blocks, _RUN)
+        firsts, lengths = runs["first"].astype(np.int64), runs["length"].astype(np.int64)
+        if (firsts < 0).any() or (lengths < 1).any() or (firsts + lengths > 2**31).any():
+            raise BadRequest("address: a run of blocks has no length, or ids that cannot be")
+        wanted, found = int(np.prod(shape)), int(lengths.sum())
+        if found != wanted:
+            raise BadRequest(f"address: {found} blocks for {self.pages} pages of {self.model}, not {wanted}")
+        steps = np.repeat(firsts - np.cumsum(lengths) + lengths, lengths)
+        blocks: I32 = (np.arange(wanted) + steps).astype(np.int32).reshape(shape)
+        blocks.flags.writeable = False
+        return blocks
+
+    def digest(self, prompt: Sequence[int], peer: Endpoint) -> int:
+        """What the address takes, and where, as one word: its receiver keeps it, and each sender shows it.
+        peer: the receiver's endpoint."""
+        return digest_of(
+            model=self.model,
+            form=self.form,
+            begin=self.begin,
+            end=self.end,
+            blocks=self.blocks,
+            where=peer.where,
+            prompt=prompt,
+        )
+
+    @staticmethod
+    def compress(block_map: I32) -> bytes:
+        """[pages, layers, kv_heads] → the shortest run list in that order."""
+        ids = block_map.ravel()
+        if not ids.size:
+            return b""
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+        runs = np.empty(starts.size, _RUN)
+        runs["first"], runs["length"] = ids[starts], np.diff(starts, append=ids.size)
+        return runs.tobytes()
+
+
+def digest_of(
+    *, model: str, form: KVForm, begin: int, end: int, blocks: bytes, where: bytes, prompt: Sequence[int]
+) -> int:
+    """64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, over `where` of the receiver's
+    endpoint, from which a sender counts the blocks, and over prompt[:end]: what comes after the address does
+    not change its K and V."""
+    whole = msgpack.encode((model, form, begin, end, blocks, where, prompt[:end]))
+    return int.from_bytes(blake2b(whole, digest_size=8).digest(), "little", signed=True)
+
+
+def other_address(unit: str) -> str:
+    """What a sender is told whose digest is not the reservation's."""
+    return (
+        f"address: the reservation at {unit} is for other blocks, tokens, or another model, prompt or "
+        "endpoint; send to the address and peer that prep_recv answered, and the prompt that it was asked for"
+    )
+
+
+def resolve(position: int | None, length: int, name: str) -> int:
+    """Negative positions count from the back, None is the whole. Raises BadRequest naming `name`."""
+    found = length if position is None else position + length if position < 0 else position
+    if not 0 <= found <= length:
+        raise BadRequest(f"{name}: {position} is outside a prompt of {length} tokens", param=name)
+    return found
