@@ -81,8 +81,8 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def run_page(options: argparse.Namespace) -> int:
-    from kvloom.workload.page import page  # noqa: PLC0415
-    from kvloom.workload.results import read_results, write_text  # noqa: PLC0415
+    from kvloom.lab.workload.page import page  # noqa: PLC0415
+    from kvloom.lab.workload.results import read_results, write_text  # noqa: PLC0415
 
     write_text(options.output, page(read_results(options.results)))
     return 0

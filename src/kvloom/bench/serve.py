@@ -15,18 +15,18 @@ from rich.console import Console
 from rich.text import Text
 
 from kvloom.bench.command import KEY_VARIABLE
-from kvloom.bench.endpoint import ServerError
-from kvloom.bench.run import ALL, Bench, Run
 from kvloom.bench.tables import results_table
+from kvloom.lab.bench.endpoint import ServerError
+from kvloom.lab.bench.run import ALL, Bench, Run
+from kvloom.lab.workload.make import open_workload
+from kvloom.lab.workload.page import page
+from kvloom.lab.workload.request import Within
+from kvloom.lab.workload.results import Results, show_upheaval, write_text
 from kvloom.serve.ground import raise_open_files
 from kvloom.sizes import parse_seconds
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
-from kvloom.workload.objectives import Within
-from kvloom.workload.page import page
-from kvloom.workload.results import Results, write_text
-from kvloom.workload.shown import show_seconds, show_upheaval
-from kvloom.workload_source import open_workload
+from kvloom.types.numbers import show_seconds
 
 SERVER_ERROR, INTERRUPTED = 1, 130
 MOST_ERRORS: Final = 5  # kinds shown

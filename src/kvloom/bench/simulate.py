@@ -19,6 +19,12 @@ from kvloom.config_rescheduling import ReschedulingConfig
 from kvloom.lab.sim.fleet import Rescheduling, rescheduling
 from kvloom.lab.sim.run import check_models, scaled, simulate
 from kvloom.lab.sim.unit import SimulatedUnit, measured_hosting, measured_units, planned_units
+from kvloom.lab.workload.make import faster, open_workload
+from kvloom.lab.workload.page import page
+from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
+from kvloom.lab.workload.results import Results, write_text
+from kvloom.lab.workload.summary import Summary, Traffic
+from kvloom.lab.workload.traces import Workload
 from kvloom.machine import Machine
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import read_profile
@@ -27,15 +33,6 @@ from kvloom.router.program import load_program
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import ProgramSpec
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.files import Workload
-from kvloom.workload.page import page
-from kvloom.workload.prompts import Prompts
-from kvloom.workload.replay import faster
-from kvloom.workload.results import Results, write_text
-from kvloom.workload.summary import Summary
-from kvloom.workload.traffic import Traffic
-from kvloom.workload_source import open_workload
 
 
 def simulate_command(options: argparse.Namespace) -> int:
@@ -112,8 +109,8 @@ def _configured(options: argparse.Namespace, path: Path) -> _Fleet:
 
 
 def _run(options: argparse.Namespace, fleet: _Fleet, workload: Workload, console: Console) -> Results:
-    def asks() -> Iterator[Ask]:
-        found = workload.asks()
+    def asks() -> Iterator[WorkloadRequest]:
+        found = workload.requests()
         return found if options.rate_scale == 1.0 else faster(found, options.rate_scale)
 
     traffic = Traffic(asks())
@@ -127,7 +124,7 @@ def _run(options: argparse.Namespace, fleet: _Fleet, workload: Workload, console
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as progress:
         step = progress.add_task("", total=traffic.total.requests)
 
-        def tell(_: Outcome) -> None:
+        def tell(_: RequestResult) -> None:
             progress.advance(step)
 
         return simulate(

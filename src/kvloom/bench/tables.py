@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from kvloom.workload.histogram import Histogram
-from kvloom.workload.results import Latency, Results, Tally
-from kvloom.workload.shown import show_number, show_seconds
-from kvloom.workload.traffic import ModelTraffic, Traffic
+from kvloom.lab.workload.results import Latency, Results, Tally
+from kvloom.lab.workload.summary import Histogram, ModelTraffic, Traffic
+from kvloom.types.numbers import show_number, show_seconds
 
 MOST_ROWS = 40
 

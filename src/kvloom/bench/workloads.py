@@ -14,12 +14,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvloom.bench.serve import INTERRUPTED, WIDTH
 from kvloom.bench.tables import traffic_table
+from kvloom.lab.workload.make import SPECS, open_workload
+from kvloom.lab.workload.request import WorkloadRequest
+from kvloom.lab.workload.summary import Traffic
+from kvloom.lab.workload.traces import write_workload
 from kvloom.types.errors import ConfigError
-from kvloom.workload.ask import Ask
-from kvloom.workload.files import write_workload
-from kvloom.workload.shown import show_seconds
-from kvloom.workload.traffic import Traffic
-from kvloom.workload_source import SPECS, open_workload
+from kvloom.types.numbers import show_seconds
 
 _STEP: Final = 1000  # requests from one look at the screen to the next
 
@@ -31,7 +31,7 @@ def make(options: argparse.Namespace) -> int:
     workload = open_workload(options.spec, **({} if options.seed is None else {"seed": options.seed}))
     console = Console()
     try:
-        with _counted(console, workload.asks()) as asks:
+        with _counted(console, workload.requests()) as asks:
             count = write_workload(options.output, workload.header, asks)
     except KeyboardInterrupt:
         print("kvloom: interrupted; nothing was written", file=sys.stderr)
@@ -45,7 +45,7 @@ def show(options: argparse.Namespace) -> int:
     workload = open_workload(options.file)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     try:
-        with _counted(console, workload.asks()) as asks:
+        with _counted(console, workload.requests()) as asks:
             traffic = Traffic(asks)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -58,13 +58,13 @@ def _title(path: Path, traffic: Traffic) -> str:
 
 
 @contextmanager
-def _counted(console: Console, asks: Iterable[Ask]) -> Iterator[Iterator[Ask]]:
+def _counted(console: Console, asks: Iterable[WorkloadRequest]) -> Iterator[Iterator[WorkloadRequest]]:
     """The same, counted on the screen."""
     columns = SpinnerColumn(), TextColumn("{task.completed:,.0f} requests"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         step = progress.add_task("", total=None)
 
-        def stream() -> Iterator[Ask]:
+        def stream() -> Iterator[WorkloadRequest]:
             for number, ask in enumerate(asks):
                 if number % _STEP == 0:
                     progress.update(step, completed=number)

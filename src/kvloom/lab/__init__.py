@@ -1,0 +1,1 @@
+"""Workloads, benchmarks, profiles and reproduced papers: for finding out. The product never imports it."""

@@ -11,6 +11,9 @@ from typing import Final
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvloom.lab.workload.make import open_workload
+from kvloom.lab.workload.summary import Traffic
+from kvloom.lab.workload.traces import NAMELESS
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.board import Placement
 from kvloom.plan.cluster import Nodes
@@ -19,11 +22,9 @@ from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import shortfalls
 from kvloom.plan.plan import Demand, Plan, write_plan
 from kvloom.plan.planner import plan_placement, write_down
-from kvloom.planning.inputs import DeviceCosts, read_cluster, read_demands
+from kvloom.planning.inputs import DeviceCosts, PastTraffic, read_cluster, read_demands
 from kvloom.planning.table import plan_table, summary
 from kvloom.types.errors import ConfigError
-from kvloom.workload.traffic import Traffic
-from kvloom.workload_source import open_workload
 
 INTERRUPTED: Final = 130
 WIDTH: Final = 140  # of a table that goes to no terminal
@@ -39,7 +40,7 @@ def conduct(
         raise ConfigError(f"--output: {output} is no file in a folder; a path that can be written is right")
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     try:
-        traffic = None if workload is None else Traffic(open_workload(workload).asks())
+        traffic = None if workload is None else _past(workload)
         demands = read_demands(cluster, traffic, measured)
         costs = DeviceCosts(cluster.nodes, demands, measured)
         with _estimator(console, demands, costs) as estimator:
@@ -54,6 +55,22 @@ def conduct(
     if output is not None:
         write_plan(output, plan)
     return 0
+
+
+def _past(workload: Path) -> PastTraffic:
+    """Returns what the workload asks for. Raises ConfigError."""
+    traffic = Traffic(open_workload(workload).requests())
+    total = traffic.total
+    return PastTraffic(
+        seconds=traffic.seconds,
+        models={
+            name: (traffic.rate(model), model.prompt.mean, model.output.mean)
+            for name, model in traffic.models.items()
+        },
+        prompt=total.prompt.mean,
+        output=total.output.mean,
+        nameless=traffic.models.keys() == {NAMELESS},
+    )
 
 
 def _planned(estimator: Estimator, nodes: Sequence[Nodes], baseline: str | None) -> tuple[Plan, Placement]:

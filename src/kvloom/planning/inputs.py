@@ -22,8 +22,6 @@ from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
 from kvloom.plan.cost.work import CostModel
 from kvloom.plan.plan import Demand
 from kvloom.types.errors import ConfigError
-from kvloom.workload.traces import NAMELESS
-from kvloom.workload.traffic import Traffic
 
 MOST_DEVICES: Final = 4096
 _CPU_ITEMSIZE: Final = 4  # kvloom computes in float32 on a CPU
@@ -104,7 +102,26 @@ def _nodes(key: str, config: NodesConfig) -> Nodes:
     return Nodes(device.name, memory, config.gpus, config.count)
 
 
-def read_demands(cluster: Cluster, traffic: Traffic | None, profile: Profile | None) -> list[Demand]:
+Wanted = tuple[float, float, float]
+"""Requests a second, and mean tokens of prompts and outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastTraffic:
+    """What was asked."""
+
+    seconds: float
+    """From the start to the last arrival."""
+    models: Mapping[str, Wanted]
+    prompt: float
+    """The mean tokens of all prompts."""
+    output: float
+    """The mean tokens of all outputs."""
+    nameless: bool = False
+    """Whether the requests named no model. Then `models` has one entry, under any name."""
+
+
+def read_demands(cluster: Cluster, traffic: PastTraffic | None, profile: Profile | None) -> list[Demand]:
     """The models' demands, with the traffic's rates and lengths where there is some. Raises ConfigError."""
     demands = []
     try:
@@ -118,15 +135,11 @@ def read_demands(cluster: Cluster, traffic: Traffic | None, profile: Profile | N
     return demands
 
 
-Wanted = tuple[float, float, float]
-"""Requests a second, and mean tokens of prompts and outputs."""
-
-
-def _seen(traffic: Traffic, names: Sequence[str]) -> Callable[[str, DemandConfig], Wanted]:
+def _seen(traffic: PastTraffic, names: Sequence[str]) -> Callable[[str, DemandConfig], Wanted]:
     """What was seen of a model. Raises ConfigError where that says nothing of these models."""
     found = dict(traffic.models)
-    if len(names) == 1 and found.keys() == {NAMELESS}:  # of a trace without names
-        found = {names[0]: found[NAMELESS]}
+    if len(names) == 1 and traffic.nameless:
+        found = {names[0]: next(iter(found.values()))}
     for name in found:
         if name not in names:
             raise ConfigError(f"models: the workload asks for {name!r}; {nearest(name, names)}")
@@ -135,9 +148,8 @@ def _seen(traffic: Traffic, names: Sequence[str]) -> Callable[[str, DemandConfig
 
     def wanted(name: str, model: DemandConfig) -> Wanted:
         if name in found:
-            return traffic.rate(found[name]), found[name].prompt.mean, found[name].output.mean
-        total = traffic.total
-        return 0.0, model.prompt or total.prompt.mean, model.output or total.output.mean
+            return found[name]
+        return 0.0, model.prompt or traffic.prompt, model.output or traffic.output
 
     return wanted
 

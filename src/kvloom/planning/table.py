@@ -8,7 +8,7 @@ from rich.table import Table
 
 from kvloom.plan.explain import Shortfall, gigabytes, more_devices
 from kvloom.plan.plan import Plan, PlannedUnit
-from kvloom.workload.shown import show_number
+from kvloom.types.numbers import show_number
 
 _FEW = 10
 

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from kvloom.config import Config
+from kvloom.lab.profile.serving import measure_serving, serving_loads
+from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
+from kvloom.lab.profile.stepping import WatchedExecutor
 from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, Hosted, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
-from kvloom.profiling.serving import measure_serving, serving_loads
-from kvloom.profiling.session import QUICK, Effort, measure, this_computer
-from kvloom.profiling.watched import WatchedExecutor
 from kvloom.serve.hub import require_hub
 from kvloom.types.spec import EngineSpec
 

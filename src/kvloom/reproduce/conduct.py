@@ -14,10 +14,9 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvloom.reproduce.report import Experiment, Report, Scale
-from kvloom.reproduce.table import markdown, show_report, verdicts
+from kvloom.lab.reproduce.report import Experiment, Report, Scale, markdown, show_report, verdicts
+from kvloom.lab.workload.results import write_text
 from kvloom.types.errors import ConfigError
-from kvloom.workload.results import write_text
 
 INTERRUPTED: Final = 130
 WIDTH: Final = 160  # of a table that goes to no terminal
@@ -58,7 +57,7 @@ def _quiet(log: logging.Logger) -> Iterator[None]:
 
 def _chosen(paper: str, figures: Sequence[str]) -> list[Experiment]:
     """All, or those that are named, in the paper's order. Raises ConfigError."""
-    known: tuple[Experiment, ...] = import_module(f"kvloom.reproduce.{paper}").EXPERIMENTS
+    known: tuple[Experiment, ...] = import_module(f"kvloom.lab.reproduce.{paper}").EXPERIMENTS
     names = [experiment.name for experiment in known]
     for figure in figures:
         if figure not in names:

@@ -1,1 +1,1 @@
-"""Words every layer shares: requests, sampling, jobs, errors, time."""
+"""Words that cross the borders of packages."""
