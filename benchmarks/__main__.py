@@ -9,6 +9,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   fleet          how long a period of the fleet scheduler takes, in CPU time
   planner        how long planning takes, in CPU time
   simulator      how long simulating takes, in CPU time
+  scaling        how own work grows with models, requests, units and contexts
   memory-start   memory, and the time to ready
   transfer       the KV plane's rate against memcpy's
   streaming      what the gateway adds, and how many tokens it streams
@@ -41,6 +42,7 @@ from benchmarks import (
     migration,
     multimodel,
     planner,
+    scaling,
     shared_prefix,
     simulator,
     streaming,
@@ -81,6 +83,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "fleet": lambda: asyncio.to_thread(fleet.measure, [*fleet.MOST], 4 if quick else fleet.PERIODS),
         "planner": lambda: asyncio.to_thread(planner.measure, [32] if quick else [*planner.SIZES]),
         "simulator": lambda: asyncio.to_thread(simulator.measure, 200 if quick else simulator.REQUESTS),
+        "scaling": lambda: scaling.measure(scaling.QUICK if quick else scaling.FULL, console),
         "memory-start": lambda: memory_start.measure(1 if quick else 3, console),
         "transfer": lambda: asyncio.to_thread(transfer.measure, 2 if quick else 30),
         "streaming": lambda: streaming.measure(streams, console),

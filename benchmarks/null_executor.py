@@ -66,8 +66,10 @@ class NullExecutor:
         compute: int,
         period: float = 0.0,
         clockwork: Clockwork | None = None,
+        context: int | None = None,
     ) -> None:
-        self.cards = {name: _card(name, shape) for name, shape in shapes.items()}
+        """context: tokens of the models' longest sequence, if it is not the checkpoints'."""
+        self.cards = {name: _card(name, shape, context) for name, shape in shapes.items()}
         self.geometries = {name: _geometry(shape) for name, shape in shapes.items()}
         self.blocks = blocks
         self.compute = compute
@@ -126,7 +128,7 @@ def null_spec(shapes: Mapping[str, str], *, blocks: int, policy: Policy = "adbs"
         block_bytes=BLOCK_BYTES,
         policy=policy,
         max_running=256,
-        max_waiting=1024,
+        max_waiting=1 << 16,
         chunk_tokens=512,
         threads=2,
     )
@@ -137,12 +139,12 @@ def _geometry(shape: str) -> Geometry:
     return Geometry(sizes.layers, sizes.kv_heads, sizes.hidden // sizes.heads, 4, BLOCK_BYTES)
 
 
-def _card(name: str, shape: str) -> ModelCard:
+def _card(name: str, shape: str, context: int | None) -> ModelCard:
     path = checkpoint(shape)
     return ModelCard(
         name=name,
         path=str(path),
-        context_length=SHAPES[shape].context,
+        context_length=context or SHAPES[shape].context,
         vocab_size=SHAPES[shape].vocab,
         tokenizer=(path / "tokenizer.json").read_text("utf-8"),
         chat_template=None,

@@ -37,6 +37,12 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def peak_memory(pid: int) -> float:
+    """Returns the most MiB that were ever resident."""
+    lines = (PROC / str(pid) / "status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / _MIB
+
+
 def memory(pid: int) -> Memory:
     found = dict.fromkeys(("rss", "pss", "arena", "files"), 0)
     mapping = ""

@@ -16,16 +16,16 @@ from benchmarks.report import Cell, Finding, Report, this_machine
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.run import simulate
 from kvloom.lab.sim.unit import planned_units
+from kvloom.lab.workload.make import make_requests
+from kvloom.lab.workload.request import Prompts
+from kvloom.lab.workload.results import Results
+from kvloom.lab.workload.spec import WorkloadSpec
+from kvloom.lab.workload.summary import Summary
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
 from kvloom.router.program import load_program
 from kvloom.types.spec import Policy
-from kvloom.workload.make import make_asks
-from kvloom.workload.prompts import Prompts
-from kvloom.workload.results import Results
-from kvloom.workload.spec import WorkloadSpec
-from kvloom.workload.summary import Summary
 
 POLICIES: tuple[Policy, ...] = ("fcfs", "adbs")
 INSTANCES, REQUESTS, RATE = 16, 10_000, 8.0
@@ -74,7 +74,7 @@ def play(policy: Policy, requests: int) -> Run:
     results = simulate(
         planned_units(fleet(), policy),
         load_program("least_loaded"),
-        make_asks(spec),
+        make_requests(spec),
         Prompts(find_shape(SHAPE).vocab),
         Summary(),
         title=policy,

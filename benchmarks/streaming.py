@@ -26,6 +26,7 @@ from statistics import median
 from rich.console import Console
 
 from benchmarks.load import Load
+from benchmarks.null_engine import Shape
 from benchmarks.procfs import cpu_seconds
 from benchmarks.report import Finding, Report, this_machine
 from benchmarks.workload import Ask
@@ -40,6 +41,7 @@ from kvloom.types.spec import ProgramSpec
 MOST_MS, LEAST_PACE = 3.0, 5000.0
 KEPT = 0.95
 PROMPT = [300] * 128
+ONE = Shape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +66,27 @@ class Front:
 
 
 @asynccontextmanager
-async def front(period: float) -> AsyncIterator[Front]:
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
-        path, secret = str(Path(folder) / "engine.sock"), secrets.token_urlsafe(16)
+async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
+    """Yields null engines, all in one process, and their gateway."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0), backlog=4096) as listener,
+    ):
+        secret = secrets.token_urlsafe(16)
+        urls = {unit: f"unix://{Path(folder) / name}" for unit, name in shape.sockets.items()}
+        argv = ["--folder", folder, "--secret", secret, "--period", str(period)]
+        argv += ["--units", str(shape.units), "--models", str(shape.models)]
+        argv += [] if shape.context is None else ["--context", str(shape.context)]
         engine = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.null_engine",
-            "--socket", path, "--secret", secret, "--period", str(period),
-            stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            sys.executable, "-m", "benchmarks.null_engine", *argv, stdout=asyncio.subprocess.PIPE
+        )
         assert engine.stdout is not None
         gateway = await Component.start("gateway", GATEWAY, [listener.fileno()])
         try:
             if await engine.stdout.readline() != b"ready\n":
                 raise RuntimeError("the null engine did not start")
             order = GatewayOrder(
-                engines={"unit-0": f"unix://{path}"},
+                engines=urls,
                 secret=secret,
                 listener=listener.fileno(),
                 api_keys={},
@@ -90,7 +98,7 @@ async def front(period: float) -> AsyncIterator[Front]:
             await gateway.order(order, Begin())
             await _ready(gateway)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            yield Front(f"unix://{path}", secret, url, gateway.pid, engine.pid)
+            yield Front(urls["unit-0"], secret, url, gateway.pid, engine.pid)
         finally:
             gateway.terminate()
             engine.terminate()

@@ -28,7 +28,7 @@ from benchmarks.process import Command, free_port, running
 from benchmarks.report import Cell, Finding, Report, this_machine
 from benchmarks.servers import KVLOOM_PATIENCE
 from kvloom.config.config import demo_settings
-from kvloom.workload.results import Results, read_results
+from kvloom.lab.workload.results import Results, read_results
 
 TRUTH = BENCH / "truth"
 MEDIANS_WITHIN, TAILS_WITHIN = 0.10, 0.25

@@ -25,9 +25,8 @@ from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL, Apart, Sta
 from tools.gpu_checks.unit import MODEL, units
 
 from kvloom.kernels.driver import DriverError
+from kvloom.lab.workload.request import Alone, RequestResult, WorkloadRequest
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.objectives import Alone
 from tests.gpu_host import TINY, ground
 from tests.model.gpu.woven import twins
 from tests.transport.device_memory import SharedMemory
@@ -141,18 +140,19 @@ def test_what_is_wrong_with_a_split_costs_nothing_else(monkeypatch: pytest.Monke
 
 def played(*ends: tuple[float, float | None]) -> Played:
     """When requests were due, and how long they took."""
-    asks = [(Ask(at=at, model="m", prompt=10, output=11), end) for at, end in ends]
+    asks = [(WorkloadRequest(at=at, model="m", prompt=10, output=11), end) for at, end in ends]
     outcomes = [
-        Outcome(ask=ask, first=0.1, end=end, tokens=11, error="" if end else "full") for ask, end in asks
+        RequestResult(request=ask, first=0.1, end=end, tokens=11, error="" if end else "full")
+        for ask, end in asks
     ]
     return Played(outcomes, 11 * len(ends))
 
 
 def test_a_request_is_in_time_or_late_or_cannot_be_judged() -> None:
     judge = Judge(4.0, {"m": Alone(start=0.5, per_prompt=0.05, per_token=0.1)}, 10.0)
-    assert judge.takes(Ask(at=0, model="m", prompt=10, output=11)) == 2.0
+    assert judge.takes(WorkloadRequest(at=0, model="m", prompt=10, output=11)) == 2.0
     some = played((0.0, 7.9), (1.0, 8.1), (1.5, None), (1.9, 0.5), (2.1, 0.5))
-    assert [judge.judged(one.ask) for one in some.outcomes] == [True, True, True, True, False]
+    assert [judge.judged(one.request) for one in some.outcomes] == [True, True, True, True, False]
     assert judge.met(some) == 2
 
 

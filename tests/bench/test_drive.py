@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from kvloom.bench.drive import drive
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.histogram import Histogram
+from kvloom.lab.bench.run import drive
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
+from kvloom.lab.workload.summary import Histogram
 
 
 class Jumping:
@@ -33,21 +33,21 @@ class Server:
         self.sent: list[tuple[bytes, float]] = []
         self.every = asyncio.Event()
 
-    def body(self, number: int, ask: Ask) -> bytes:
+    def body(self, number: int, ask: WorkloadRequest) -> bytes:
         self.clock.time += self.effort
         return b"%d" % number
 
-    async def ask(self, ask: Ask, body: bytes, due: float) -> Outcome:
+    async def ask(self, ask: WorkloadRequest, body: bytes, due: float) -> RequestResult:
         self.sent.append((body, self.clock.now() - 100.0))
         if len(self.sent) == self.last:
             self.every.set()
         await self.every.wait()
-        return Outcome(ask=ask, first=0.0, end=self.clock.now() - due, tokens=1)
+        return RequestResult(request=ask, first=0.0, end=self.clock.now() - due, tokens=1)
 
 
-def driven(times: list[float], effort: float) -> tuple[Server, Histogram, list[Outcome], int]:
-    asks = [Ask(at=at, model="a", prompt=1, output=1) for at in times]
-    outcomes: list[Outcome] = []
+def driven(times: list[float], effort: float) -> tuple[Server, Histogram, list[RequestResult], int]:
+    asks = [WorkloadRequest(at=at, model="a", prompt=1, output=1) for at in times]
+    outcomes: list[RequestResult] = []
     sent = 0
 
     def count() -> None:
@@ -75,5 +75,5 @@ def test_a_body_is_written_before_it_is_due_and_lateness_is_told() -> None:
     """The third has no time left for it; the others have."""
     server, late, outcomes, _ = driven([0.0, 1.0, 1.25, 3.0], effort=0.5)
     assert server.sent == [(b"0", 0.5), (b"1", 1.5), (b"2", 2.0), (b"3", 3.5)]
-    assert sorted(outcome.ask.at for outcome in outcomes) == [0.0, 1.0, 1.25, 3.0]
+    assert sorted(outcome.request.at for outcome in outcomes) == [0.0, 1.0, 1.25, 3.0]
     assert (late.most, late.total) == (0.25, 0.25)

@@ -8,20 +8,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvloom.bench.endpoint import Asking, Endpoint, ServerError
+from kvloom.lab.bench.endpoint import Asking, Endpoint, ServerError
+from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.prompts import Prompts
 from tests.bench.server import Answer, chunks, event, serving, stream, whole
 
-ASK = Ask(at=0.0, model="a", prompt=6, output=4, priority=-1)
+ASK = WorkloadRequest(at=0.0, model="a", prompt=6, output=4, priority=-1)
 ASKING = Asking(Prompts(99), {"a": "remote-a"}, "tokens", exact=True)
 
 
 async def asked(
     answer: Answer, asking: Asking = ASKING, seconds: float = 30.0
-) -> tuple[Outcome, dict[str, Any]]:
+) -> tuple[RequestResult, dict[str, Any]]:
     """What became of ASK, and the body that came."""
     async with serving(answer) as seen:
         clock = WallClock()
@@ -164,7 +163,7 @@ def test_what_is_served() -> None:
 
 
 def test_nobody_is_there() -> None:
-    async def ask() -> Outcome:
+    async def ask() -> RequestResult:
         async with Endpoint("http://127.0.0.1:9", None, 5.0, ASKING, WallClock()) as endpoint:
             with pytest.raises(
                 ServerError, match=r"127\.0\.0\.1:9: cannot be reached: Connection refused; --url"

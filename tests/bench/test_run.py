@@ -10,16 +10,15 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from kvloom.bench.endpoint import ServerError
-from kvloom.bench.run import ALL, Bench, Run
-from kvloom.lab.workload_source import open_workload
+from kvloom.lab.bench.endpoint import ServerError
+from kvloom.lab.bench.run import ALL, Bench, Run
+from kvloom.lab.workload.make import open_workload
+from kvloom.lab.workload.request import Prompts, Within
+from kvloom.lab.workload.results import Results
+from kvloom.lab.workload.spec import VOCAB
+from kvloom.lab.workload.traces import VERSION, Header, write_workload
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
-from kvloom.workload.files import VERSION, Header, write_workload
-from kvloom.workload.objectives import Within
-from kvloom.workload.prompts import Prompts
-from kvloom.workload.results import Results
-from kvloom.workload.spec import VOCAB
 from tests.bench.server import Answer, Seen, serving, stream, whole
 from tests.workload.specs import asks
 
@@ -63,12 +62,12 @@ def asked(seen: Seen, workload: Path) -> list[dict[str, Any]]:
     """The bodies in the order of the workload; those that were sent close to each other may come in any."""
     prompts = Prompts(VOCAB)
     by_prompt = {tuple(body["prompt"]): body for body in seen.bodies}
-    return [by_prompt[tuple(prompts(i, ask))] for i, ask in enumerate(open_workload(workload).asks())]
+    return [by_prompt[tuple(prompts(i, ask))] for i, ask in enumerate(open_workload(workload).requests())]
 
 
 def test_all_is_asked_and_answered(workload: Path) -> None:
     results, seen = bench(workload)
-    sent = list(open_workload(workload).asks())
+    sent = list(open_workload(workload).requests())
     bodies = asked(seen, workload)
     assert len(seen.bodies) == 20
     assert [body["max_tokens"] for body in bodies] == [ask.output for ask in sent]
@@ -101,7 +100,7 @@ def test_nobody_waits_for_an_answer(workload: Path) -> None:
 def test_models_by_the_names_that_the_server_has(workload: Path) -> None:
     _, seen = bench(workload, whole, ("x", "y"), models={"a": "x", ALL: "y"})
     names = [body["model"] for body in asked(seen, workload)]
-    assert names == [{"a": "x", "b": "y"}[ask.model] for ask in open_workload(workload).asks()]
+    assert names == [{"a": "x", "b": "y"}[ask.model] for ask in open_workload(workload).requests()]
 
 
 def test_objectives(workload: Path) -> None:

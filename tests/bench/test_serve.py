@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from kvloom.cli.main import main
-from kvloom.workload.results import read_results
+from kvloom.lab.workload.results import read_results
 from tests.bench.server import serving
 
 SPEC = """\

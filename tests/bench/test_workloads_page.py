@@ -10,14 +10,19 @@ import pytest
 from pydantic import BaseModel
 
 from kvloom.cli.main import main
-from kvloom.lab.workload_source import open_workload
-from kvloom.workload.files import read_workload
-from kvloom.workload.lengths import Lengths
-from kvloom.workload.popularity import Drift
-from kvloom.workload.prompts import LOWEST
-from kvloom.workload.sharing import Conversations, SystemPrompts
-from kvloom.workload.spec import ModelSpec, ReplaySpec, WorkloadSpec
-from kvloom.workload.stand_ins import STAND_INS
+from kvloom.lab.workload.lengths import STAND_INS
+from kvloom.lab.workload.make import open_workload
+from kvloom.lab.workload.request import LOWEST
+from kvloom.lab.workload.spec import (
+    Conversations,
+    Drift,
+    Lengths,
+    ModelSpec,
+    ReplaySpec,
+    SystemPrompts,
+    WorkloadSpec,
+)
+from kvloom.lab.workload.traces import read_workload
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "workloads.md").read_text("utf-8")
 SPECS = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", PAGE, re.M | re.S)
@@ -47,7 +52,7 @@ def test_the_commands(folder: Path, url: str, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("name", [name for name, _ in SPECS])
 def test_the_specs(folder: Path, name: str) -> None:
-    asks = list(open_workload(folder / name).asks())
+    asks = list(open_workload(folder / name).requests())
     assert len(asks) > 3
     models = {"chat.yaml": {"sums", "guide", "stories"}, "busy.yaml": {"chat", "code", "batch"}}
     assert {ask.model for ask in asks} <= models.get(name, {"sums", "guide"})
@@ -57,7 +62,7 @@ def test_the_file(tmp_path: Path) -> None:
     [text] = re.findall(r'^```\n(\{"kvloom_workload".*?)^```', PAGE, re.M | re.S)
     (tmp_path / "w.jsonl").write_text(text.replace('"requests":60', '"requests":1'))
     workload = read_workload(tmp_path / "w.jsonl")
-    assert [ask.shared[0].tokens for ask in workload.asks()] == [32]
+    assert [ask.shared[0].tokens for ask in workload.requests()] == [32]
 
 
 def rows(heading: str, table: int = 0) -> list[list[str]]:

@@ -15,10 +15,10 @@ from kvloom.cli.plan_inputs import read_cluster, read_demands
 from kvloom.config.config import DEMO
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
+from kvloom.lab.workload.request import WorkloadRequest
+from kvloom.lab.workload.traces import Header, write_workload
 from kvloom.plan.cost.profile import write_profile
 from kvloom.plan.plan import read_plan
-from kvloom.workload.ask import Ask
-from kvloom.workload.files import Header, write_workload
 from tests.commands import kvloom
 from tests.cost.profiles import make_profile
 from tests.plan.clusters import check_plan
@@ -116,7 +116,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(
 
 
 def test_rates_and_lengths_of_past_traffic(tmp_path: Path) -> None:
-    asks = [Ask(at=n / 4, model="chat", prompt=100 + n % 2, output=30) for n in range(401)]
+    asks = [WorkloadRequest(at=n / 4, model="chat", prompt=100 + n % 2, output=30) for n in range(401)]
     log = tmp_path / "log.jsonl"
     write_workload(log, Header(kvloom_workload=1, models=("chat",)), asks)
     assert run(tmp_path, PAIR.replace("rate: 8, ", ""), log) == 0
@@ -129,13 +129,15 @@ def test_rates_and_lengths_of_past_traffic(tmp_path: Path) -> None:
 
 def test_traffic_of_models_that_are_not_there(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    ask = Ask(at=1.0, model="chta", prompt=1, output=1)
+    ask = WorkloadRequest(at=1.0, model="chta", prompt=1, output=1)
     write_workload(log, Header(kvloom_workload=1, models=("chta",)), [ask])
     done = plan(tmp_path, PAIR, "--workload", "log.jsonl")
     assert done.returncode == 2
     assert "models: the workload asks for 'chta'; did you mean `chat`?" in done.stderr
     write_workload(
-        log, Header(kvloom_workload=1, models=("chat",)), [Ask(at=0.0, model="chat", prompt=1, output=1)]
+        log,
+        Header(kvloom_workload=1, models=("chat",)),
+        [WorkloadRequest(at=0.0, model="chat", prompt=1, output=1)],
     )
     assert "all come at once" in plan(tmp_path, PAIR, "--workload", "log.jsonl").stderr
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvloom.lab.profile.beside import MOST_PAIRS, pairs
+from kvloom.lab.profile.jobs import Limits, Setting, decode, grid, prefill, shares
 from kvloom.plan.cost.work import Work
-from kvloom.profiling.crowding import MOST_PAIRS, pairs
-from kvloom.profiling.setting import Limits, Setting, decode, grid, prefill, shares
 from kvloom.types.job import Phase
 
 ROOMY = Limits(context=4096, page=32, tokens=1 << 20, chunk=512, batch=256)

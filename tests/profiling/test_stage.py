@@ -10,12 +10,10 @@ import pytest
 
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
+from kvloom.lab.profile.beside import measure_pair
+from kvloom.lab.profile.jobs import Setting, Stage, decode, prefill
+from kvloom.lab.profile.stepping import WatchedExecutor, measure_steps
 from kvloom.plan.cost.profile import Doing
-from kvloom.profiling.crowding import measure_pair
-from kvloom.profiling.setting import Setting, decode, prefill
-from kvloom.profiling.stage import Stage
-from kvloom.profiling.stepping import measure_steps
-from kvloom.profiling.watched import WatchedExecutor
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.spec import ModelSpec
 from tests.checkpoints import make_checkpoint

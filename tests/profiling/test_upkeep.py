@@ -10,13 +10,22 @@ import time
 
 import pytest
 
+from kvloom.lab.profile.beside import busy_processes
+from kvloom.lab.profile.serving import (
+    LONGEST,
+    PROMPT,
+    SHORTEST,
+    Load,
+    Loaded,
+    all_threads_seconds,
+    children,
+    main_thread_seconds,
+    parts,
+    serving_loads,
+)
+from kvloom.lab.profile.session import Effort
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.work import Work
-from kvloom.profiling.pressing import busy_processes
-from kvloom.profiling.serving import LONGEST, PROMPT, SHORTEST, Load, serving_loads
-from kvloom.profiling.session import Effort
-from kvloom.profiling.threads import all_threads_seconds, children, main_thread_seconds
-from kvloom.profiling.upkeep import Loaded, parts
 from tests.cost.profiles import make_profile
 
 COSTS = {"client": (4e-4, 3e-5, 1e-5), "gateway": (7e-4, 7e-5, 5e-5), "engine": (3e-4, 2e-5, 0.0)}

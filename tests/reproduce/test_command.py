@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from kvloom.cli.main import main
-from kvloom.reproduce import microserving
-from kvloom.reproduce.report import Experiment, Report, Scale, Tell
+from kvloom.lab.reproduce import microserving
+from kvloom.lab.reproduce.report import Experiment, Report, Scale, Tell
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproduction.md"
 BAD = [

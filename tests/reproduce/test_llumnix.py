@@ -7,19 +7,41 @@ from pathlib import Path
 
 import pytest
 
+from kvloom.lab.reproduce.llumnix.downtime import RECOMPUTED, downtime, figure_10
+from kvloom.lab.reproduce.llumnix.serving import (
+    TRAFFICS,
+    Found,
+    PriorityRun,
+    Run,
+    Seconds,
+    figure_11,
+    report_11,
+    report_64,
+    section_64,
+    told_apart,
+)
+from kvloom.lab.reproduce.llumnix.setup import (
+    BY_REPORTS,
+    HOST,
+    INFAAS,
+    LLUMNIX,
+    LONG,
+    MODEL,
+    POOL,
+    ROUND_ROBIN,
+    SHAREGPT,
+    SHORT,
+    Curves,
+    Point,
+    Times,
+    make_units,
+    read_curves,
+)
+from kvloom.lab.workload.arrivals import gamma
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Work
-from kvloom.reproduce.llumnix.downtime import RECOMPUTED, downtime, figure_10
-from kvloom.reproduce.llumnix.point import BY_REPORTS, INFAAS, LLUMNIX, ROUND_ROBIN, Point, Times
-from kvloom.reproduce.llumnix.priorities import Found, Seconds, section_64, told_apart
-from kvloom.reproduce.llumnix.priorities import Run as PriorityRun
-from kvloom.reproduce.llumnix.priorities import report_of as report_of_64
-from kvloom.reproduce.llumnix.published import Curves, read_curves
-from kvloom.reproduce.llumnix.serving import TRAFFICS, Run, figure_11, report_of
-from kvloom.reproduce.llumnix.setup import HOST, LONG, MODEL, POOL, SHAREGPT, SHORT, make_units
 from kvloom.types.errors import ConfigError
-from kvloom.workload.arrivals import gamma
-from kvloom.workload.ask import Ask, Outcome
 
 CURVES = """{"source": "a test", "figures": {"ShareGPT": {"prefill_p99_s": {"Llumnix": [[7.0, 1.5]]}}}}"""
 
@@ -46,12 +68,12 @@ def test_a_prefill_takes_what_the_paper_has_and_a_step_waits_for_the_host() -> N
 
 
 def test_the_same_requests_come_at_every_rate_only_faster() -> None:
-    slow, fast = (list(SHAREGPT.asks(rate, 50)) for rate in (7.0, 14.0))
+    slow, fast = (list(SHAREGPT.requests(rate, 50)) for rate in (7.0, 14.0))
     assert [(one.prompt, one.output) for one in slow] == [(one.prompt, one.output) for one in fast]
     assert slow[-1].at == pytest.approx(2 * fast[-1].at)
-    bursts = list(replace(SHORT, gaps=gamma(8), urgent=0.1).asks(26.0, 500))
+    bursts = list(replace(SHORT, gaps=gamma(8), urgent=0.1).requests(26.0, 500))
     assert 20 < sum(ask.priority == -1 for ask in bursts) < 90
-    assert max(ask.prompt + ask.output for traffic in TRAFFICS for ask in traffic.asks(7.0, 500)) < POOL
+    assert max(ask.prompt + ask.output for traffic in TRAFFICS for ask in traffic.requests(7.0, 500)) < POOL
 
 
 def test_curves_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +106,7 @@ def test_claims_say_at_which_rate_they_hold() -> None:
         run("Llumnix", 3.0, 2.0, 0.10),
     ]
     curves = Curves({"L-L": {"decode_p99_s": {"Llumnix": [(3.0, 0.1209)]}}})
-    report = report_of(runs, curves)
+    report = report_11(runs, curves)
     assert [claim.verdict for claim in report.claims] == [
         "fails",
         "holds",
@@ -99,7 +121,7 @@ def test_claims_say_at_which_rate_they_hold() -> None:
     assert (told.column, told.ours) == ("P99 decode, ms", 100.0)
     assert told.paper == pytest.approx(120.9)
     assert len(report.grids[0].rows) == 6
-    drawn = report_of(runs, Curves({"L-L": {"prefill_p99_s": {"INFaaS++": [(3.0, 41.0)]}}})).cells
+    drawn = report_11(runs, Curves({"L-L": {"prefill_p99_s": {"INFaaS++": [(3.0, 41.0)]}}})).cells
     assert [cell.row for cell in drawn if cell.paper == 41.0] == [
         "L-L, 3 req/s, INFaaS++ by reports",
         "L-L, 3 req/s, INFaaS++",
@@ -107,9 +129,9 @@ def test_claims_say_at_which_rate_they_hold() -> None:
 
 
 def test_urgent_requests_are_told_apart_from_others_that_come_with_them() -> None:
-    asks = [Ask(at=1.0, model=MODEL, prompt=8, output=9, priority=0) for _ in range(3)]
+    asks = [WorkloadRequest(at=1.0, model=MODEL, prompt=8, output=9, priority=0) for _ in range(3)]
     ends = zip(asks, (2.0, 4.0, 6.0), strict=True)
-    outcomes = [Outcome(ask=ask, first=1.0, end=end, tokens=9) for ask, end in ends]
+    outcomes = [RequestResult(request=ask, first=1.0, end=end, tokens=9) for ask, end in ends]
     found = told_apart(outcomes, asks[1:2])
     assert (found.urgent.request, found.others.request) == (4.0, 4.0)
     assert told_apart(outcomes, asks[2:]).urgent.request == 6.0
@@ -117,13 +139,13 @@ def test_urgent_requests_are_told_apart_from_others_that_come_with_them() -> Non
 
 def test_priorities_are_worth_it_only_where_the_others_hardly_lose() -> None:
     slow, fast, slower = (Seconds(mean, 0.1, 0.6, 0.05) for mean in (7.8, 6.0, 8.3))
-    report = report_of_64([PriorityRun(8, Found(slow, slow), Found(fast, slower))])
+    report = report_64([PriorityRun(8, Found(slow, slow), Found(fast, slower))])
     assert [claim.verdict for claim in report.claims] == ["holds", "fails"]
     assert report.cells[0].paper == pytest.approx(8.54 / 5.68)
     assert report.cells[0].ours == pytest.approx(1.3)
     assert [row[:3] for row in report.grids[0].rows][1] == ("8", "urgent", "no")
     runs = [PriorityRun(2, Found(slow, slow), Found(fast, slow)), PriorityRun(8, *[Found(slow, slow)] * 2)]
-    claim = report_of_64(runs).claims[0]
+    claim = report_64(runs).claims[0]
     assert (claim.verdict, claim.found) == ("fails", "1.00× at CV 8; 1.00× at the least, 1.30× at the most")
 
 

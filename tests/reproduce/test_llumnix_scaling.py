@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from kvloom.lab.reproduce.llumnix.scaling import (
+    LOADS,
+    LOW,
+    STRESSED,
+    SWEPT,
+    Load,
+    Run,
+    elastic,
+    report_65,
+    section_65,
+    section_66,
+)
+from kvloom.lab.reproduce.llumnix.setup import INFAAS, LLUMNIX, MODEL, Point, Times, make_units
 from kvloom.lab.sim.unit import LOADING, STARTING
 from kvloom.plan.cost.shapes import find_shape
-from kvloom.reproduce.llumnix.point import INFAAS, LLUMNIX, Point, Times
-from kvloom.reproduce.llumnix.scaling import LOADS, LOW, SWEPT, Load, Run, elastic, report_of, section_65
-from kvloom.reproduce.llumnix.setup import MODEL, make_units
-from kvloom.reproduce.llumnix.stress import STRESSED, section_66
 
 
 def test_a_system_begins_with_eight_instances_and_scales_by_its_own_load() -> None:
@@ -58,14 +67,14 @@ def test_what_is_saved_is_saved_where_p99_is_no_longer() -> None:
         run(SWEPT, "i", 5, 300.0, 10.0),
         run(SWEPT, "l", 5, 80.0, 9.5),
     ]
-    report = report_of(runs)
+    report = report_65(runs)
     assert [claim.verdict for claim in report.claims] == ["fails", "fails"]
     assert "0.80 times as much at the least (2 req/s), 3.00 at the most (CV 4)" in report.claims[0].found
     saved = report.cells[-1]
     assert (saved.row, saved.paper) == ("CV 4, P99 no longer", 36.0)
     assert saved.ours == pytest.approx(100 * (1 - 12.5 / 16.0))
     assert len(report.grids[0].rows) == len(runs)
-    assert "P99 no longer" not in report_of(runs[:4]).cells[-1].row
+    assert "P99 no longer" not in report_65(runs[:4]).cells[-1].row
 
 
 def test_calls_are_metered_while_many_instances_are_asked() -> None:

@@ -7,11 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from kvloom.lab.sim.unit import LATENCY
-from kvloom.plan.cost.shapes import find_shape
-from kvloom.reproduce.microserving.load import Points, jct, sweep, tpot, ttft
-from kvloom.reproduce.microserving.migration import CONTEXTS, UNIQUE, Move, move
-from kvloom.reproduce.microserving.setup import (
+from kvloom.lab.reproduce.microserving.load import Points, jct, sweep, tpot, ttft
+from kvloom.lab.reproduce.microserving.migration import CONTEXTS, UNIQUE, Move, move
+from kvloom.lab.reproduce.microserving.setup import (
     DATA_PARALLEL,
     LINK,
     MODEL,
@@ -25,7 +23,9 @@ from kvloom.reproduce.microserving.setup import (
     synthetic,
     units,
 )
-from kvloom.workload.ask import Ask, Outcome
+from kvloom.lab.sim.unit import LATENCY
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
+from kvloom.plan.cost.shapes import find_shape
 
 LAYER_BYTES = find_shape(MODEL).kv_bytes // find_shape(MODEL).layers  # of a token
 
@@ -54,10 +54,10 @@ def test_the_pool_is_what_a_gpu_of_40_gb_has_beside_the_weights() -> None:
     assert unit.spec.kv_bytes + find_shape(MODEL).weight_bytes < 40e9
 
 
-def asked(pattern: Pattern, rate: float) -> list[Ask]:
-    outcomes: list[Outcome] = []
+def asked(pattern: Pattern, rate: float) -> list[WorkloadRequest]:
+    outcomes: list[RequestResult] = []
     run_point(pattern, SHAREGPT, rate, 20, outcomes.append)
-    return sorted((outcome.ask for outcome in outcomes), key=lambda ask: ask.at)
+    return sorted((outcome.request for outcome in outcomes), key=lambda ask: ask.at)
 
 
 def test_all_patterns_and_rates_are_asked_the_same() -> None:

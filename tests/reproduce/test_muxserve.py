@@ -8,17 +8,31 @@ from dataclasses import replace
 
 import pytest
 
+from kvloom.lab.reproduce.muxserve.ablation import figure_3
+from kvloom.lab.reproduce.muxserve.end_to_end import CHAT, GPUS, SYNTHETIC, figure_5
+from kvloom.lab.reproduce.muxserve.point import Load, Point, play_point
+from kvloom.lab.reproduce.muxserve.setup import (
+    ALONE,
+    DEVICE,
+    HOST,
+    MUXSERVE,
+    PUBLISHED,
+    SPATIAL,
+    TEMPORAL,
+    Served,
+    System,
+    falling,
+    host_seconds,
+    make_units,
+    requests,
+    served,
+    together,
+)
+from kvloom.lab.reproduce.setup import Hosted, UnderMPS
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Work
-from kvloom.reproduce.muxserve.end_to_end import CHAT, GPUS, SYNTHETIC, figure_5
-from kvloom.reproduce.muxserve.latencies import figure_3
-from kvloom.reproduce.muxserve.point import Load, Point, play_point
-from kvloom.reproduce.muxserve.published import PUBLISHED
-from kvloom.reproduce.muxserve.runtime import HOST, Hosted, UnderMPS
-from kvloom.reproduce.muxserve.setup import ALONE, DEVICE, Served, asks, falling, served
-from kvloom.reproduce.muxserve.systems import MUXSERVE, SPATIAL, TEMPORAL, System, make_units, together
 from kvloom.types.job import Phase
 
 PAIR = (Served("7b", "7b", 2.0), Served("13b", "13b", 1.0))
@@ -48,10 +62,10 @@ def test_rates_fall_by_a_power_law_and_20_percent_have_half_or_most() -> None:
 
 
 def test_what_a_model_is_asked_depends_on_no_other() -> None:
-    both, one = list(asks(PAIR, 50.0)), list(asks(PAIR[:1], 50.0))
+    both, one = list(requests(PAIR, 50.0)), list(requests(PAIR[:1], 50.0))
     assert [ask.at for ask in both] == sorted(ask.at for ask in both)
     assert [ask for ask in both if ask.model == "7b"] == one
-    assert Counter(ask.model for ask in asks(PAIR, 500.0))["7b"] == pytest.approx(1000, rel=0.1)
+    assert Counter(ask.model for ask in requests(PAIR, 500.0))["7b"] == pytest.approx(1000, rel=0.1)
 
 
 # -- the runtime ------------------------------------------------------------------------------------------
@@ -63,7 +77,7 @@ def device() -> Roofline:
 
 
 def test_a_decode_step_waits_for_the_host_by_its_batch(device: Roofline) -> None:
-    cost = Hosted(device, {"7b": "7b"})
+    cost = Hosted(device, host_seconds({"7b": "7b"}))
     for batch in (1, 64):
         step, prompt = Work.decode("7b", 1.0, [256] * batch), Work.prefill("7b", 1.0, [256] * batch)
         assert cost.seconds(step) == pytest.approx(device.seconds(step) + batch * HOST["7b"])
@@ -149,7 +163,7 @@ def test_figure_3_follows_the_papers_measurements() -> None:
 
 
 def test_figure_5_in_small_has_its_cells_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvloom.reproduce.muxserve.end_to_end.SECONDS", {"small": 1.5})
+    monkeypatch.setattr("kvloom.lab.reproduce.muxserve.end_to_end.SECONDS", {"small": 1.5})
     told: list[float] = []
     report = figure_5("small", lambda what, part: told.append(part))
     assert told == sorted(told)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from kvloom.reproduce.report import Cell, Claim, Grid, Report
-from kvloom.reproduce.table import markdown, show_report, verdicts
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, markdown, show_report, verdicts
 
 REPORT = Report(
     name="figure 9",

@@ -5,16 +5,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvloom.lab.reproduce.weaver.point import Load, Point, play_point
+from kvloom.lab.reproduce.weaver.sensitivity import figure_5, figure_7
+from kvloom.lab.reproduce.weaver.serving import DEDICATED_BATCH, FILLED, figure_4
+from kvloom.lab.reproduce.weaver.setup import (
+    AZURE,
+    BURSTGPT,
+    COLD,
+    DEDICATED,
+    HOT,
+    LONGEST,
+    MODEL,
+    MUXSERVE,
+    SHARES,
+    TEMPORAL,
+    WEAVER,
+    System,
+    Trace,
+    pool_bytes,
+    requests,
+)
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Work
-from kvloom.reproduce.weaver import published
-from kvloom.reproduce.weaver.ablation import figure_7
-from kvloom.reproduce.weaver.point import Load, Point, play_point
-from kvloom.reproduce.weaver.sensitivity import figure_5
-from kvloom.reproduce.weaver.serving import figure_4
-from kvloom.reproduce.weaver.setup import AZURE, BURSTGPT, COLD, HOT, LONGEST, MODEL, Trace, asks, pool_bytes
-from kvloom.reproduce.weaver.systems import DEDICATED, MUXSERVE, SHARES, TEMPORAL, WEAVER, System
 from kvloom.types.job import Phase
 
 A100 = "A100-40"
@@ -26,18 +39,18 @@ def quiet(_: float) -> None:
 
 @pytest.mark.parametrize("trace", [AZURE, BURSTGPT])
 def test_traces_have_the_papers_means_and_no_sequence_is_too_long(trace: Trace) -> None:
-    found = list(asks(trace, 40.0, 0.0, 100.0))
+    found = list(requests(trace, 40.0, 0.0, 100.0))
     assert np.mean([one.prompt for one in found]) == pytest.approx(trace.prompt, rel=0.05)
     assert np.mean([one.output for one in found]) == pytest.approx(trace.output, rel=0.05)
     assert max(one.prompt + one.output for one in found) <= LONGEST
 
 
 def test_the_pool_is_as_full_as_the_papers_with_as_many_sequences() -> None:
-    found = list(asks(AZURE, 40.0, 0.0, 100.0))
+    found = list(requests(AZURE, 40.0, 0.0, 100.0))
     held = sum(one.output * (one.prompt + one.output / 2) for one in found)
-    tokens = published.DEDICATED_BATCH * held / sum(one.output for one in found)
+    tokens = DEDICATED_BATCH * held / sum(one.output for one in found)
     room = pool_bytes(find_device(A100), 1, 1) / find_shape(MODEL).kv_bytes
-    assert 100 * tokens / room == pytest.approx(published.FILLED["dedicated"], rel=0.03)
+    assert 100 * tokens / room == pytest.approx(FILLED["dedicated"], rel=0.03)
 
 
 def test_systems_have_the_same_memory_and_muxserve_its_runtime() -> None:
@@ -80,8 +93,8 @@ def test_a_point_is_the_same_every_time(points: dict[str, Point]) -> None:
 
 
 def test_figures_in_small_have_their_cells_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvloom.reproduce.weaver.serving.SECONDS", {"small": 1.6})
-    monkeypatch.setattr("kvloom.reproduce.weaver.ablation.BATCH", 24)
+    monkeypatch.setattr("kvloom.lab.reproduce.weaver.serving.SECONDS", {"small": 1.6})
+    monkeypatch.setattr("kvloom.lab.reproduce.weaver.sensitivity.BATCH", 24)
     told: list[float] = []
     for figure in (figure_4, figure_5, figure_7):
         told.clear()

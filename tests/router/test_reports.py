@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.cluster.freeness import Arrival
-from kvloom.reproduce.llumnix import by_reports
+from kvloom.lab.reproduce.llumnix.setup import infaas_by_reports
 from kvloom.router import units
 from kvloom.router.report import LINGER, PERIOD, Report
 from kvloom.types.load import UnitLoad
@@ -153,7 +153,8 @@ def test_infaas_goes_by_memory_whatever_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "went"), [("infaas", "abcabc"), (f"{by_reports.__name__}:infaas_by_reports", "aaaaaa")]
+    ("program", "went"),
+    [("infaas", "abcabc"), (f"{infaas_by_reports.__module__}:infaas_by_reports", "aaaaaa")],
 )
 def test_what_was_sent_counts_but_for_who_goes_by_reports_alone(program: str, went: str) -> None:
     """A burst between two reports."""

@@ -12,13 +12,13 @@ from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.run import Prompts, play
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.lab.workload.request import RequestResult, Segment, WorkloadRequest
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
 from kvloom.types.load import UnitLoad
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
-from kvloom.workload.ask import Ask, Outcome, Segment
 
 SHAPES = {
     "small": ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=500),
@@ -60,16 +60,18 @@ def unit(
     return SimulatedUnit(spec, {model: SHAPES[model] for model in models}, compute, Plain())
 
 
-def asks(count: int, *, seed: int, rate: float, models: Sequence[str] = tuple(SHAPES)) -> list[Ask]:
+def asks(
+    count: int, *, seed: int, rate: float, models: Sequence[str] = tuple(SHAPES)
+) -> list[WorkloadRequest]:
     draw, at, made = random.Random(seed), 0.0, []
     for _ in range(count):
         at += draw.expovariate(rate)
         prompt, output = draw.randint(1, 120), draw.randint(1, 90)
-        made.append(Ask(at=at, model=draw.choice(models), prompt=prompt, output=output))
+        made.append(WorkloadRequest(at=at, model=draw.choice(models), prompt=prompt, output=output))
     return made
 
 
-def talks(count: int, *, seed: int, rate: float, kinds: int = 4) -> list[Ask]:
+def talks(count: int, *, seed: int, rate: float, kinds: int = 4) -> list[WorkloadRequest]:
     """As `asks`, but each prompt begins as many others of its model do."""
     draw, made = random.Random(seed), []
     for ask in asks(count, seed=seed, rate=rate):
@@ -79,27 +81,27 @@ def talks(count: int, *, seed: int, rate: float, kinds: int = 4) -> list[Ask]:
     return made
 
 
-def prompt_of(number: int, ask: Ask) -> list[int]:
+def prompt_of(number: int, ask: WorkloadRequest) -> list[int]:
     draw = random.Random(number)
     return [draw.randrange(SHAPES[ask.model].vocab) for _ in range(ask.prompt)]
 
 
 def outcomes(
     units: Sequence[SimulatedUnit],
-    played: Sequence[Ask],
+    played: Sequence[WorkloadRequest],
     *,
     program: str = "data_parallel",
     seed: int = 0,
     prompts: Prompts = prompt_of,
-) -> tuple[dict[Ask, Outcome], dict[str, UnitLoad]]:
+) -> tuple[dict[WorkloadRequest, RequestResult], dict[str, UnitLoad]]:
     """By ask, and every unit's load at the end, when laws 1 and 4 hold."""
 
-    async def main() -> tuple[dict[Ask, Outcome], dict[str, UnitLoad]]:
-        found: dict[Ask, Outcome] = {}
+    async def main() -> tuple[dict[WorkloadRequest, RequestResult], dict[str, UnitLoad]]:
+        found: dict[WorkloadRequest, RequestResult] = {}
         clock = LoopClock(asyncio.get_running_loop())
 
-        def tell(outcome: Outcome) -> None:
-            found[outcome.ask] = outcome
+        def tell(outcome: RequestResult) -> None:
+            found[outcome.request] = outcome
 
         async with simulated(units, load_program(program)) as fleet:
             await play(fleet.router, played, prompts, clock, tell)

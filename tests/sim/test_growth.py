@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvloom.engine.batching.view import ModelView
-from kvloom.reproduce.llumnix.point import INFAAS, Point, play_point
-from kvloom.reproduce.llumnix.setup import SHAREGPT, make_units
+from kvloom.lab.reproduce.llumnix.setup import INFAAS, SHAREGPT, Point, make_units, play_point
 
 
 def near_the_limit() -> Point:
     """An instance that has a little more to do than its memory is for."""
-    return play_point(INFAAS, make_units(1), SHAREGPT.asks(0.7, 90), lambda _: None)
+    return play_point(INFAAS, make_units(1), SHAREGPT.requests(0.7, 90), lambda _: None)
 
 
 def test_fewer_give_way_near_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

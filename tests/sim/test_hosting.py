@@ -13,12 +13,12 @@ from kvloom.lab.sim.hosting import HostedMachine
 from kvloom.lab.sim.run import play
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import Hosted, Role, Stalled
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
-from kvloom.workload.ask import Ask, Outcome
 from tests.cost.test_hosting import doing, hosting, pressed
 from tests.sim.fleets import asks, outcomes, prompt_of, unit
 
@@ -39,27 +39,27 @@ def upkeep(role: Role, *, request: float = 0.0, token: float = 0.0, turn: float 
 
 def played(
     found: Hosting,
-    given: Sequence[Ask],
+    given: Sequence[WorkloadRequest],
     *,
     each: float = 0.001,
     between: float = 0.0,
     client_here: bool = False,
-) -> list[Outcome]:
+) -> list[RequestResult]:
     """In the order of the asks. The unit has one core of the machine's four."""
     one: SimulatedUnit = replace(unit(compute=1), cost=Fixed(each), overhead=lambda _: between)
 
-    async def main() -> list[Outcome]:
-        clock, told = LoopClock(asyncio.get_running_loop()), list[Outcome]()
+    async def main() -> list[RequestResult]:
+        clock, told = LoopClock(asyncio.get_running_loop()), list[RequestResult]()
         machine = HostedMachine(found, client_here=client_here)
         async with simulated([one], load_program("data_parallel"), machine=machine) as fleet:
             await play(fleet.server, given, prompt_of, clock, told.append)
-        return sorted(told, key=lambda outcome: given.index(outcome.ask))
+        return sorted(told, key=lambda outcome: given.index(outcome.request))
 
     return run_virtual(main())
 
 
-def one_ask(at: float = 0.0, output: int = 1) -> Ask:
-    return Ask(at=at, model="small", prompt=10, output=output)
+def one_ask(at: float = 0.0, output: int = 1) -> WorkloadRequest:
+    return WorkloadRequest(at=at, model="small", prompt=10, output=output)
 
 
 def test_a_request_and_its_tokens_pass_all_who_work_on_them() -> None:
@@ -146,12 +146,16 @@ def test_where_nothing_costs_anything_all_is_as_without() -> None:
     given = asks(40, seed=3, rate=40.0)
     plain, _ = outcomes([unit()], given)
 
-    async def main() -> dict[Ask, Outcome]:
-        clock, told = LoopClock(asyncio.get_running_loop()), dict[Ask, Outcome]()
+    async def main() -> dict[WorkloadRequest, RequestResult]:
+        clock, told = LoopClock(asyncio.get_running_loop()), dict[WorkloadRequest, RequestResult]()
         machine = HostedMachine(hosting(), client_here=True)
         async with simulated([unit()], load_program("data_parallel"), machine=machine) as fleet:
             await play(
-                fleet.server, given, prompt_of, clock, lambda outcome: told.__setitem__(outcome.ask, outcome)
+                fleet.server,
+                given,
+                prompt_of,
+                clock,
+                lambda outcome: told.__setitem__(outcome.request, outcome),
             )
         return told
 

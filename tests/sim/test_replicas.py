@@ -15,12 +15,12 @@ from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
 from kvloom.lab.sim.run import MOVING_FRAMES, simulate, upheaval
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
+from kvloom.lab.workload.results import Upheaval
+from kvloom.lab.workload.summary import Summary
 from kvloom.router.program import load_program
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.service import GroupSpec, Scale
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.results import Upheaval
-from kvloom.workload.summary import Summary
 from tests.cost.test_hosting import hosting
 from tests.sim.fleets import asks, prompt_of, unit
 from tests.sim.test_hosting import upkeep
@@ -41,15 +41,15 @@ def rescheduling(scale: Scale = SCALE) -> Rescheduling:
     return Rescheduling(0.05, Thresholds(24, 48), {"all": GroupSpec(names, scale)}, frozenset(names[1:]))
 
 
-def crowd(count: int = 80) -> list[Ask]:
+def crowd(count: int = 80) -> list[WorkloadRequest]:
     """A rush, and a few stragglers."""
     rush = asks(count, seed=5, rate=250.0, models=["small"])
     calm = [replaced(ask, 1.0 + ask.at) for ask in asks(4, seed=6, rate=6.0, models=["small"])]
     return [*rush, *calm]
 
 
-def replaced(ask: Ask, at: float) -> Ask:
-    return Ask(at=at, model=ask.model, prompt=ask.prompt, output=ask.output)
+def replaced(ask: WorkloadRequest, at: float) -> WorkloadRequest:
+    return WorkloadRequest(at=at, model=ask.model, prompt=ask.prompt, output=ask.output)
 
 
 @dataclass
@@ -65,11 +65,11 @@ class Seen:
     left: int = 0
 
 
-def streamed(asked: Sequence[Ask], given: Rescheduling | None, seed: int = 0) -> Seen:
+def streamed(asked: Sequence[WorkloadRequest], given: Rescheduling | None, seed: int = 0) -> Seen:
     """Every stream is read to its end, and all pools are whole afterwards."""
     seen = Seen()
 
-    async def stream(fleet: SimulatedFleet, number: int, ask: Ask) -> None:
+    async def stream(fleet: SimulatedFleet, number: int, ask: WorkloadRequest) -> None:
         await asyncio.sleep(ask.at)
         body = StartGenerate(
             model=ask.model,
@@ -131,7 +131,7 @@ def test_units_come_for_a_rush_and_go_after_it_and_no_stream_sees_it() -> None:
 
 def test_what_runs_at_a_unit_that_is_one_too_many_moves() -> None:
     """It need not wait for the end of what runs there."""
-    long = [Ask(at=0.0, model="small", prompt=9, output=240) for _ in range(MOST)]
+    long = [WorkloadRequest(at=0.0, model="small", prompt=9, output=240) for _ in range(MOST)]
     fewer = Scale(least=1, most=MOST, low=0.0, high=1.0, seconds=0.0)
     given = replace(rescheduling(fewer), period=0.02, away=frozenset())
     streams = streamed(long, given)
@@ -149,7 +149,7 @@ def test_a_model_goes_to_none_and_comes_back_when_it_is_asked_for() -> None:
         replaced(ask, at)
         for ask, at in zip(asks(2, seed=1, rate=1.0, models=["small"]), (0.0, 5.0), strict=True)
     ]
-    found: list[Outcome] = []
+    found: list[RequestResult] = []
     results = simulate(
         units(start=7.0)[:1],
         load_program("freest"),
@@ -172,7 +172,7 @@ def test_a_model_goes_to_none_and_comes_back_when_it_is_asked_for() -> None:
 
 def test_requests_that_wait_for_longer_than_their_patience_are_told() -> None:
     gone = GroupSpec(("unit-0",), Scale(least=0, most=1, seconds=0.04, idle=0.3))
-    late = [Ask(at=at, model="small", prompt=9, output=3) for at in (0.0, 5.0)]
+    late = [WorkloadRequest(at=at, model="small", prompt=9, output=3) for at in (0.0, 5.0)]
     results = simulate(
         units(start=7.0)[:1],
         load_program("freest"),

@@ -11,13 +11,12 @@ import pytest
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.run import scaled, simulate
 from kvloom.lab.sim.virtual_time import run_virtual
+from kvloom.lab.workload.request import Prompts, WorkloadRequest
+from kvloom.lab.workload.summary import Summary
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
 from kvloom.types.errors import BadRequest
 from kvloom.types.verbs import PrepRecv
-from kvloom.workload.ask import Ask
-from kvloom.workload.prompts import Prompts
-from kvloom.workload.summary import Summary
 from tests.sim.fleets import outcomes, talks, unit
 
 SHARING = {"cache_aware", "cache_aware_disaggregate", "migrate_context"}
@@ -53,19 +52,21 @@ def test_units_of_ranks_neither_send_nor_receive() -> None:
 
 
 def test_an_answer_that_the_context_cuts_short_is_an_error() -> None:
-    fits, too_long = (Ask(at=at, model="small", prompt=200, output=at + 56) for at in (0, 1))
+    fits, too_long = (WorkloadRequest(at=at, model="small", prompt=200, output=at + 56) for at in (0, 1))
     found, _ = outcomes([unit()], [fits, too_long])
     assert (found[fits].tokens, found[fits].error) == (56, "")
     assert (found[too_long].tokens, found[too_long].error) == (56, "fewer tokens than were asked for")
 
 
-def sparse(count: int) -> Iterator[Ask]:
+def sparse(count: int) -> Iterator[WorkloadRequest]:
     """One after the other, in turn of both models, no two at once."""
     for number in range(count):
-        yield Ask(at=number * 0.1, model=("small", "deep")[number % 2], prompt=8 + number % 5, output=2)
+        yield WorkloadRequest(
+            at=number * 0.1, model=("small", "deep")[number % 2], prompt=8 + number % 5, output=2
+        )
 
 
-def marked(asks: Iterator[Ask], at: int, peaks: list[int]) -> Iterator[Ask]:
+def marked(asks: Iterator[WorkloadRequest], at: int, peaks: list[int]) -> Iterator[WorkloadRequest]:
     """Notes what Python has held at most when `at` of them have been asked for, and begins anew."""
     for number, ask in enumerate(asks):
         if number == at:

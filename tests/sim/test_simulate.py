@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli.main import main
-from kvloom.lab.workload_source import read_spec
+from kvloom.lab.workload.make import make_requests, read_spec
+from kvloom.lab.workload.request import WorkloadRequest
+from kvloom.lab.workload.results import Results, read_results
+from kvloom.lab.workload.traces import Header, write_workload
 from kvloom.router.programs import PROGRAMS
-from kvloom.workload.ask import Ask
-from kvloom.workload.files import Header, write_workload
-from kvloom.workload.make import make_asks
-from kvloom.workload.results import Results, read_results
 from tests.sim.plans import write_files
 
 BAD = [
@@ -70,7 +69,7 @@ def simulated(*arguments: str, workload: str = "small.yaml") -> Results:
 
 
 def output_tokens(workload: str) -> int:
-    return sum(ask.output for ask in make_asks(read_spec(Path(workload))))
+    return sum(ask.output for ask in make_requests(read_spec(Path(workload))))
 
 
 def check_all(results: Results, workload: str = "small.yaml") -> None:
@@ -192,7 +191,9 @@ def test_the_same_seed_gives_the_same_bytes(folder: Path) -> None:
 
 def test_the_seed_draws_the_order_of_what_happens_at_one_moment() -> None:
     header = Header(kvloom_workload=1, models=("a", "b"))
-    at_once = [Ask(at=0.0, model="ab"[i % 2], prompt=10 + 150 * i, output=2 + i) for i in range(12)]
+    at_once = [
+        WorkloadRequest(at=0.0, model="ab"[i % 2], prompt=10 + 150 * i, output=2 + i) for i in range(12)
+    ]
     write_workload(Path("at_once.jsonl"), header, at_once)
     runs = [simulated("plan.json", "--seed", seed, workload="at_once.jsonl") for seed in ("1", "1", "2")]
     assert runs[0] == runs[1] != runs[2]

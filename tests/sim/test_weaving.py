@@ -19,13 +19,13 @@ from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.run import play
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor, timed_link
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
+from kvloom.lab.workload.results import read_results
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Operator, Work
 from kvloom.router.program import load_program
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import WeaveSpec
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.results import read_results
 from tests.engines import ask as answered
 from tests.engines import body
 from tests.sim.fleets import SHAPES, Plain, prompt_of, unit
@@ -67,15 +67,17 @@ def units(weave: WeaveSpec, *, hot: int = 400, cold: int = 400) -> list[Simulate
     return [replace(made[0], spec=spec, cost=Slow()), replace(made[1], cost=Slow())]
 
 
-def played(given: Sequence[SimulatedUnit], asks: Sequence[Ask]) -> dict[Ask, Outcome]:
+def played(
+    given: Sequence[SimulatedUnit], asks: Sequence[WorkloadRequest]
+) -> dict[WorkloadRequest, RequestResult]:
     """Laws 1 and 4 hold afterwards, over both pools and the loan's."""
 
-    async def run() -> dict[Ask, Outcome]:
-        found: dict[Ask, Outcome] = {}
+    async def run() -> dict[WorkloadRequest, RequestResult]:
+        found: dict[WorkloadRequest, RequestResult] = {}
         clock = LoopClock(asyncio.get_running_loop())
 
-        def tell(outcome: Outcome) -> None:
-            found[outcome.ask] = outcome
+        def tell(outcome: RequestResult) -> None:
+            found[outcome.request] = outcome
 
         async with simulated(given, load_program("data_parallel")) as fleet:
             await clock.sleep(1.0)  # the hot unit has borrowed
@@ -91,21 +93,21 @@ def played(given: Sequence[SimulatedUnit], asks: Sequence[Ask]) -> dict[Ask, Out
             engine.pool.check()
             assert engine.pool.lent == 0
             assert engine.pool.available == engine.pool.total
-        assert all(not one.error and one.tokens == one.ask.output for one in found.values())
+        assert all(not one.error and one.tokens == one.request.output for one in found.values())
         return found
 
     return run_virtual(run())
 
 
-def pace(weave: WeaveSpec, asks: Sequence[Ask]) -> float:
+def pace(weave: WeaveSpec, asks: Sequence[WorkloadRequest]) -> float:
     """Seconds a token of the first of these."""
     found = played(units(weave), asks)[asks[0]].per_token
     assert found is not None
     return found
 
 
-def ask(model: str, at: float, prompt: int, output: int) -> Ask:
-    return Ask(at=at, model=model, prompt=prompt, output=output)
+def ask(model: str, at: float, prompt: int, output: int) -> WorkloadRequest:
+    return WorkloadRequest(at=at, model=model, prompt=prompt, output=output)
 
 
 def woven(share: float) -> WeaveSpec:
@@ -153,7 +155,7 @@ def test_under_cpu_control_a_task_waits_for_the_whole_of_what_is_issued() -> Non
     assert slow - quick == pytest.approx(LAYERS * (11.8e-3 - 1.17e-3) / 2, rel=0.02)
 
 
-def busy(count: int, output: int = 80) -> list[Ask]:
+def busy(count: int, output: int = 80) -> list[WorkloadRequest]:
     return [ask(HOT, 0.02 * n, 60 + n, output) for n in range(count)]
 
 
@@ -168,7 +170,7 @@ def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
     crowd = [ask(COLD, 0.6, 100, 100) for _ in range(6)]  # the pool holds two of them
 
     async def run() -> None:
-        clock, lent, found = LoopClock(asyncio.get_running_loop()), list[int](), list[Outcome]()
+        clock, lent, found = LoopClock(asyncio.get_running_loop()), list[int](), list[RequestResult]()
         kept = list[bool]()  # by the hot unit, what is not lent any more
         async with simulated(units(woven(1.0)), load_program("data_parallel")) as fleet:
             await clock.sleep(1.0)
@@ -186,7 +188,7 @@ def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
             looking.cancel()
         assert lent[0] > 0 == min(lent) < lent[-1]
         assert not any(one and other for one, other in pairwise(kept))  # a step takes 30 ms
-        assert all(not one.error and one.tokens == one.ask.output for one in found)
+        assert all(not one.error and one.tokens == one.request.output for one in found)
         cold.pool.check()
         assert cold.pool.available == cold.pool.total
 
@@ -232,7 +234,7 @@ def test_a_share_that_adapts_rises_in_need_and_falls_as_the_cold_unit_suffers() 
     shares = list[float]()
 
     async def run(bound: float) -> None:
-        clock, found = LoopClock(asyncio.get_running_loop()), list[Outcome]()
+        clock, found = LoopClock(asyncio.get_running_loop()), list[RequestResult]()
         given = units(WeaveSpec(COLD, "auto", 0.3, bound), hot=100)
         hot = [ask(HOT, 1.0 + 0.05 * n, 60, 80) for n in range(40)]
         cold = [ask(COLD, 2.0 * n, 20, 200) for n in range(4)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvloom.workload.ask import Ask
-from kvloom.workload.make import make_asks
-from kvloom.workload.spec import WorkloadSpec
+from kvloom.lab.workload.make import make_requests
+from kvloom.lab.workload.request import WorkloadRequest
+from kvloom.lab.workload.spec import WorkloadSpec
 
 Settings = dict[str, object]
 
@@ -22,5 +22,5 @@ def spec(**settings: object) -> WorkloadSpec:
     )
 
 
-def asks(**settings: object) -> list[Ask]:
-    return list(make_asks(spec(**settings)))
+def asks(**settings: object) -> list[WorkloadRequest]:
+    return list(make_requests(spec(**settings)))

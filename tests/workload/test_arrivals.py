@@ -7,8 +7,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from kvloom.workload.arrivals import Gaps, Steps, arrivals, constant, gamma, poisson
-from kvloom.workload.popularity import STEPS, Drift, power_law
+from kvloom.lab.workload.arrivals import Gaps, Steps, arrivals, constant, gamma, poisson, power_law
+from kvloom.lab.workload.spec import STEPS, Drift
 
 
 def first(count: int, gaps: Gaps, rate: Steps, seed: int = 0) -> list[float]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvloom.lab.workload.lengths import coupled
 from kvloom.types.geometry import I64
-from kvloom.workload.coupling import coupled
 
 
 def spearman(a: I64, b: I64) -> float:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvloom.lab.workload.request import Segment, WorkloadRequest
+from kvloom.lab.workload.traces import VERSION, Header, read_workload, write_workload
 from kvloom.types.errors import ConfigError
-from kvloom.workload.ask import Ask, Segment
-from kvloom.workload.files import VERSION, Header, read_workload, write_workload
 from tests.workload.specs import asks as made_asks
 
 HEADER = Header(kvloom_workload=VERSION, name="w", seed=4, vocab=99, models=("a", "b"))
@@ -20,7 +20,7 @@ GOOD = b'{"at":1.0,"model":"a","prompt":5,"output":2}\n'
 
 asks = st.lists(
     st.builds(
-        Ask,
+        WorkloadRequest,
         at=st.floats(0, 1e6),
         model=st.sampled_from(["a", "b"]),
         prompt=st.integers(50, 2**31 - 1),
@@ -36,13 +36,15 @@ asks = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(asks)
-def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, given_asks: list[Ask]) -> None:
+def test_what_was_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, given_asks: list[WorkloadRequest]
+) -> None:
     path = tmp_path_factory.mktemp("files") / "w.jsonl"
     assert write_workload(path, HEADER, given_asks) == len(given_asks)
     workload = read_workload(path)
     assert workload.header == msgspec.structs.replace(HEADER, requests=len(given_asks))
     for _ in range(2):
-        assert list(workload.asks()) == given_asks
+        assert list(workload.requests()) == given_asks
     assert [found.name for found in path.parent.iterdir()] == ["w.jsonl"]
 
 
@@ -54,7 +56,7 @@ def test_the_same_spec_is_the_same_file(tmp_path: Path) -> None:
 
 def test_a_writer_that_fails_leaves_no_file(tmp_path: Path) -> None:
     def broken() -> object:
-        yield Ask(at=0.0, model="a", prompt=1, output=1)
+        yield WorkloadRequest(at=0.0, model="a", prompt=1, output=1)
         raise ConfigError("lengths: no")
 
     with pytest.raises(ConfigError, match="lengths: no"):
@@ -68,7 +70,7 @@ def test_reading_is_a_stream(tmp_path: Path) -> None:
     """The good lines before a bad one are there."""
     path = tmp_path / "w.jsonl"
     path.write_bytes(HEAD + 3 * GOOD + b"nonsense\n" + GOOD)
-    stream = read_workload(path).asks()
+    stream = read_workload(path).requests()
     assert [next(stream).prompt for _ in range(3)] == [5, 5, 5]
     with pytest.raises(ConfigError, match="line 5: "):
         next(stream)
@@ -104,7 +106,7 @@ def test_bad_files_are_one_line(tmp_path: Path, content: bytes, said: str) -> No
     path = tmp_path / "w.jsonl"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=said) as caught:
-        list(read_workload(path).asks())
+        list(read_workload(path).requests())
     assert "\n" not in caught.value.message
     assert caught.value.message.startswith(f"{path}: ")
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.workload.histogram import Histogram
-from kvloom.workload.series import MOST, Series
+from kvloom.lab.workload.summary import MOST_STRETCHES, Histogram, Series
 
 RELATIVE = 0.005
 AT = (0.0, 0.01, 0.5, 0.8, 0.95, 0.99, 0.999, 1.0)
@@ -61,7 +60,7 @@ def test_merged_is_as_if_added_to_one(ones: list[float], others: list[float]) ->
 def test_memory_is_bounded_in_the_number_of_values() -> None:
     histogram = filled([1e-9 * 1.0003**i for i in range(115_000)])
     assert histogram.most > 9e5
-    assert len(histogram._buckets) < 4400
+    assert histogram.buckets < 4400
 
 
 def test_nothing() -> None:
@@ -76,7 +75,7 @@ def test_a_series_loses_nothing_and_stays_small(spans: list[tuple[float, float, 
     for begin, length, amount in spans:
         series.add(begin, begin + length, amount)
     sums = series.sums(series.width)
-    assert len(sums) <= MOST
+    assert len(sums) <= MOST_STRETCHES
     assert math.fsum(sums) == pytest.approx(math.fsum(amount for _, _, amount in spans), abs=1e-6)
     wider = series.sums(4 * series.width)
     assert len(wider) == -(-len(sums) // 4)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from kvloom.lab.workload.spec import Lengths
 from kvloom.types.errors import ConfigError
-from kvloom.workload.lengths import Lengths
 
 COUNT = 200_000
 # stand-in, side: mean, then percentiles; the tolerance of a percentile

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 from pydantic import ValidationError
 
-from kvloom.workload.ask import Ask
-from kvloom.workload.prompts import Prompts
+from kvloom.lab.workload.request import Prompts, WorkloadRequest
 from tests.workload.specs import asks, spec
 
 TRACE = {"replay": {"file": "x.csv"}, "rate": ..., "lengths": ...}
@@ -41,7 +40,7 @@ def test_the_same_spec_makes_the_same_requests() -> None:
 
 
 def test_a_models_requests_do_not_depend_on_the_others() -> None:
-    def of_a(**settings: object) -> list[Ask]:
+    def of_a(**settings: object) -> list[WorkloadRequest]:
         return [ask for ask in asks(rate=None, **settings) if ask.model == "a"]
 
     both = {"a": {"rate": 9}, "b": {"rate": 5}}
@@ -80,7 +79,7 @@ def test_system_prompts_come_first_and_are_few() -> None:
 
 def test_a_turn_begins_with_all_that_was_said_before() -> None:
     made = asks(**TALKS, system={"tokens": 8}, seconds=200)
-    talks: dict[int, list[Ask]] = defaultdict(list)
+    talks: dict[int, list[WorkloadRequest]] = defaultdict(list)
     for ask in made:
         talks[ask.shared[1].id].append(ask)  # the first is the system prompt
         assert ask.prompt == sum(segment.tokens for segment in ask.shared)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.workload.ask import Ask, Segment
-from kvloom.workload.prompts import LOWEST, Prompts
+from kvloom.lab.workload.request import LOWEST, Prompts, Segment, WorkloadRequest
 
 segments = st.lists(st.builds(Segment, st.integers(-5, 1 << 53), st.integers(1, 20)), max_size=5)
 
 
-def an_ask(shared: list[Segment], own: int) -> Ask:
-    return Ask(
+def an_ask(shared: list[Segment], own: int) -> WorkloadRequest:
+    return WorkloadRequest(
         at=0.0,
         model="m",
         prompt=sum(one.tokens for one in shared) + own or 1,

@@ -9,19 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.lab.workload_source import open_workload
+from kvloom.lab.workload.make import faster, longer, open_workload, replay
+from kvloom.lab.workload.request import Prompts, Segment, WorkloadRequest
+from kvloom.lab.workload.traces import NAMELESS
 from kvloom.types.errors import ConfigError
-from kvloom.workload.ask import Ask, Segment
-from kvloom.workload.prompts import Prompts
-from kvloom.workload.replay import faster, longer, replay
-from kvloom.workload.traces import NAMELESS
 from tests.workload.specs import spec
 
 
-def trace(count: int = 2000) -> list[Ask]:
+def trace(count: int = 2000) -> list[WorkloadRequest]:
     """Two requests a second; each fourth begins a conversation of four."""
     return [
-        Ask(
+        WorkloadRequest(
             at=i / 2,
             model=NAMELESS,
             prompt=100 + i % 7,
@@ -33,7 +31,7 @@ def trace(count: int = 2000) -> list[Ask]:
     ]
 
 
-def replayed(asks: list[Ask], **settings: object) -> list[Ask]:
+def replayed(asks: list[WorkloadRequest], **settings: object) -> list[WorkloadRequest]:
     plain = {"rate": ..., "lengths": ..., "seconds": ..., "replay": {"file": "x"}}
     return list(replay(iter(asks), spec(**(plain | settings))))
 
@@ -46,7 +44,7 @@ def test_faster_is_the_same_in_less_time() -> None:
 @given(st.floats(0.01, 20), st.lists(st.integers(1, 600), max_size=4), st.integers(0, 600))
 def test_longer_keeps_what_is_shared(length: float, shared: list[int], own: int) -> None:
     segments = tuple(Segment(i, tokens) for i, tokens in enumerate(shared))
-    ask = Ask(at=0.0, model="a", prompt=sum(shared) + own or 1, output=7, shared=segments)
+    ask = WorkloadRequest(at=0.0, model="a", prompt=sum(shared) + own or 1, output=7, shared=segments)
     [one] = longer([ask], length)
     held = sum(segment.tokens for segment in one.shared)
     assert [segment.id for segment in one.shared] == list(range(len(shared)))
@@ -80,7 +78,7 @@ def test_scales_limits_and_ends() -> None:
 
 def test_a_workload_of_other_models() -> None:
     with pytest.raises(ConfigError, match="asks for `c`; models: names a, b"):
-        replayed([Ask(at=0.0, model="c", prompt=1, output=1)])
+        replayed([WorkloadRequest(at=0.0, model="c", prompt=1, output=1)])
 
 
 def test_a_trace_lies_beside_its_spec(tmp_path: Path) -> None:
@@ -88,4 +86,4 @@ def test_a_trace_lies_beside_its_spec(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text("models: [m]\nreplay: {file: t.csv, length_scale: 0.5}\n")
     workload = open_workload(tmp_path / "s.yaml", seed=3)
     assert (workload.header.name, workload.header.seed) == ("s", 3)
-    assert list(workload.asks()) == [Ask(at=0.0, model="m", prompt=187, output=22)]
+    assert list(workload.requests()) == [WorkloadRequest(at=0.0, model="m", prompt=187, output=22)]

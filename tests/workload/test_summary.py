@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import re
+import base64
+import hashlib
+import json
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvloom.lab.workload.page import page
+from kvloom.lab.workload.request import Alone, RequestResult, Scaled, Within, WorkloadRequest
+from kvloom.lab.workload.results import Results, read_results
+from kvloom.lab.workload.summary import MOST_ERRORS, NO_TOKEN, OTHER_ERRORS, Histogram, Summary
 from kvloom.types.errors import ConfigError
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.histogram import Histogram
-from kvloom.workload.objectives import Alone, Scaled, Within
-from kvloom.workload.page import page
-from kvloom.workload.results import Results, read_results
-from kvloom.workload.summary import MOST_ERRORS, NO_TOKEN, OTHER_ERRORS, Summary
-from kvloom.workload.svg import HEIGHT, WIDTH
 
 
 def outcome(
     at: float = 0.0, model: str = "a", first: float | None = 0.1, end: float | None = 1.1, **more: object
-) -> Outcome:
-    ask = Ask(at=at, model=model, prompt=100, output=11)
-    given: dict[str, object] = {"ask": ask, "first": first, "end": end, "tokens": 11} | more
-    return Outcome(**given)  # type: ignore[arg-type]
+) -> RequestResult:
+    ask = WorkloadRequest(at=at, model=model, prompt=100, output=11)
+    given: dict[str, object] = {"request": ask, "first": first, "end": end, "tokens": 11} | more
+    return RequestResult(**given)  # type: ignore[arg-type]
 
 
-def many(models: int = 3, seed: int = 0) -> list[Outcome]:
+def many(models: int = 3, seed: int = 0) -> list[RequestResult]:
     rng = np.random.default_rng(seed)
     found = []
     for i in range(3000):
@@ -37,7 +36,7 @@ def many(models: int = 3, seed: int = 0) -> list[Outcome]:
     return found
 
 
-def summed(outcomes: list[Outcome], **objectives: object) -> Results:
+def summed(outcomes: list[RequestResult], **objectives: object) -> Results:
     summary = Summary(objectives)  # type: ignore[arg-type]
     for one in outcomes:
         summary.add(one)
@@ -48,15 +47,15 @@ def test_latencies_and_rates() -> None:
     outcomes = many()
     results = summed(outcomes)
     ends = np.array([one.end for one in outcomes])
-    assert results.seconds == pytest.approx(max(one.ask.at + (one.end or 0) for one in outcomes))
+    assert results.seconds == pytest.approx(max(one.request.at + (one.end or 0) for one in outcomes))
     assert results.total.end is not None
     assert results.total.end.mean == pytest.approx(ends.mean())
     for name, percentile in (("p50", 50), ("p80", 80), ("p95", 95), ("p99", 99)):
         found = getattr(results.total.end, name)
         assert found == pytest.approx(np.percentile(ends, percentile, method="lower"), rel=0.005)
     assert results.total.end.curve[-1] == results.total.end.most == ends.max()
-    firsts = [one.first for one in outcomes if one.ask.model == "m1"]
-    per_token = [one.per_token for one in outcomes if one.ask.model == "m1"]
+    firsts = [one.first for one in outcomes if one.request.model == "m1"]
+    per_token = [one.per_token for one in outcomes if one.request.model == "m1"]
     tally = results.models["m1"]
     assert tally.first is not None
     assert tally.per_token is not None
@@ -126,27 +125,42 @@ def test_results_are_read_as_written(tmp_path: Path) -> None:
 
 
 class Reader(HTMLParser):
-    """Tags that are closed as they were opened; no script, and no link to anywhere."""
+    """Reads a page whose tags are closed as they were opened, and which loads nothing from elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, html: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.text = ""
+        self.scripts: list[str] = []
+        self.charts: list[dict[str, Any]] = []
+        self.policy = ""
+        self.figures = 0
+        self._in: str | None = None
+        self.feed(html)
+        assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in ("script", "link", "img", "iframe", "a")
-        assert not {"src", "href", "onload", "onclick"} & {name for name, _ in attrs}
+        assert tag not in ("link", "img", "iframe", "a")
+        given = dict(attrs)
+        assert not {"src", "href", "onload", "onclick"} & given.keys()
+        if given.get("http-equiv") == "Content-Security-Policy":
+            self.policy = given["content"] or ""
+        self.figures += tag == "figure"
         if tag != "meta":
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
+        self._in = given.get("type") or "script" if tag == "script" else None
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        self._in = None
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self._in == "script":
+            self.scripts.append(data)
+        elif self._in == "application/json":
+            self.charts = json.loads(data)
+        else:
+            self.text += data
 
 
 @pytest.mark.parametrize("models", [1, 3, 8, 19])
@@ -156,10 +170,7 @@ def test_the_page_is_whole_and_its_curves_lie_within_their_charts(models: int) -
     summary = Summary({"≤ 5×": Within(end=1.0)})
     for one in [*many(models), outcome(model="m0", error="<b>no</b>")]:
         summary.add(one)
-    html = page(summary.results("benchmark", "a <test> & more", lateness=late))
-    reader = Reader()
-    reader.feed(html)
-    assert reader.open == []
+    reader = Reader(page(summary.results("benchmark", "a <test> & more", lateness=late)))
     for words in (
         "a <test> & more",
         "≤ 5×",
@@ -169,31 +180,49 @@ def test_the_page_is_whole_and_its_curves_lie_within_their_charts(models: int) -
         "prefers-color-scheme",
     ):
         assert words in reader.text
-    charts = re.findall(r"<svg.*?</svg>", html, re.S)
-    assert len(charts) == 5
-    for chart in charts:
-        root = ElementTree.fromstring(chart)
-        shapes = [*root.iter("polyline"), *root.iter("polygon")]
-        assert shapes
-        for shape in shapes:
-            places = [tuple(map(float, place.split(","))) for place in shape.attrib["points"].split()]
-            assert len(places) > 2
-            assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
-    [first, *_] = charts
-    assert first.count("<polyline") == (models if models <= 8 else 7)
-    assert ("others" in reader.text) == (models > 8)
+    assert len(reader.charts) == reader.figures == 5
+    for chart in reader.charts:
+        (left, right), (low, high) = chart["x"]["range"], chart["y"]["range"]
+        assert chart["series"]
+        assert chart["places"] == sorted(set(chart["places"]))
+        assert left <= chart["places"][0] < chart["places"][-1] <= right
+        for series in chart["series"]:
+            assert len(series["values"]) == len(chart["places"]) > 2
+            assert all(low <= value <= high for value in series["values"] if value is not None)
+    names = {series["name"] for chart in reader.charts for series in chart["series"]}
+    assert len(reader.charts[0]["series"]) == (models if models <= 8 else 7)
+    assert ("others" in names) == (models > 8)
+
+
+def test_only_the_pages_own_scripts_may_run() -> None:
+    hostile = summed([outcome(model="</script><script>alert(1)</script>", error="<script>alert(2)</script>")])
+    reader = Reader(page(hostile))
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in reader.scripts]
+    assert len(hashes) == 2
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    assert reader.policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    assert "uPlot" in reader.scripts[0]
 
 
 def test_a_distributions_curve_rises() -> None:
-    [first, *_] = re.findall(r"<svg.*?</svg>", page(summed(many(1))), re.S)
-    [curve] = ElementTree.fromstring(first).iter("polyline")
-    places = [tuple(map(float, place.split(","))) for place in curve.attrib["points"].split()]
-    assert places == sorted(places, key=lambda place: (place[0], -place[1]))
-    assert places[0][1] > places[-1][1]
+    chart = Reader(page(summed(many(1)))).charts[0]
+    [curve] = chart["series"]
+    assert curve["values"] == sorted(curve["values"])
+    assert (curve["values"][-1], chart["x"]["log"]) == (1.0, True)
+
+
+def test_models_are_stacked_and_keep_their_own_tokens() -> None:
+    chart = Reader(page(summed(many(3)))).charts[3]
+    top, _, bottom = chart["series"]
+    assert chart["filled"]
+    assert bottom["values"] == bottom["own"]
+    assert top["values"] == pytest.approx(
+        [sum(own) for own in zip(*(series["own"] for series in chart["series"]), strict=True)]
+    )
+    width = 2 * chart["places"][0]
+    assert sum(sum(series["own"]) for series in chart["series"]) * width == pytest.approx(33_000)
 
 
 @pytest.mark.parametrize("outcomes", [[], [outcome(error="no")], [outcome()]])
-def test_a_page_of_next_to_nothing(outcomes: list[Outcome]) -> None:
-    reader = Reader()
-    reader.feed(page(summed(outcomes)))
-    assert reader.open == []
+def test_a_page_of_next_to_nothing(outcomes: list[RequestResult]) -> None:
+    assert len(Reader(page(summed(outcomes))).charts) == 5

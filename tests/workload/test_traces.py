@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvloom.lab.workload.request import Segment
+from kvloom.lab.workload.summary import Traffic
+from kvloom.lab.workload.traces import NAMELESS, read_workload
 from kvloom.types.errors import ConfigError
-from kvloom.workload.ask import Segment
-from kvloom.workload.files import read_workload
-from kvloom.workload.traces import NAMELESS
-from kvloom.workload.traffic import Traffic
 
 AZURE = """\
 TIMESTAMP,ContextTokens,GeneratedTokens\r
@@ -33,7 +32,7 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_azure(tmp_path: Path) -> None:
     workload = read_workload(write(tmp_path, AZURE))
     assert workload.header.models == (NAMELESS,)
-    asks = list(workload.asks())
+    asks = list(workload.requests())
     assert [ask.at for ask in asks] == pytest.approx([0, 4.314579, 64.314579])
     assert [(ask.prompt, ask.output, ask.shared) for ask in asks] == [
         (374, 44, ()),
@@ -43,7 +42,7 @@ def test_azure(tmp_path: Path) -> None:
 
 
 def test_mooncake_blocks_are_segments_and_the_last_is_cut(tmp_path: Path) -> None:
-    first, second = read_workload(write(tmp_path, MOONCAKE)).asks()
+    first, second = read_workload(write(tmp_path, MOONCAKE)).requests()
     assert (first.at, first.prompt, first.output) == (0, 1030, 5)
     assert first.shared == (Segment(0, 512), Segment(1, 512), Segment(2, 6))
     assert second.at == 1.5
@@ -69,7 +68,7 @@ def test_mooncake_blocks_are_segments_and_the_last_is_cut(tmp_path: Path) -> Non
 def test_bad_traces_are_one_line(tmp_path: Path, text: str, said: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=said) as caught:
-        list(read_workload(path).asks())
+        list(read_workload(path).requests())
     assert "\n" not in caught.value.message
 
 
@@ -81,7 +80,7 @@ def real(name: str) -> Path:
 
 
 def test_the_real_azure_trace_is_as_published() -> None:
-    traffic = Traffic(read_workload(real("azure_llm_2023_conv.csv")).asks())
+    traffic = Traffic(read_workload(real("azure_llm_2023_conv.csv")).requests())
     model = traffic.models[NAMELESS]
     assert (model.requests, round(traffic.seconds)) == (19366, 3502)
     assert (round(model.prompt.mean), round(model.output.mean)) == (1155, 211)
@@ -90,6 +89,6 @@ def test_the_real_azure_trace_is_as_published() -> None:
 
 
 def test_the_real_mooncake_trace_is_read() -> None:
-    traffic = Traffic(read_workload(real("mooncake_conversation.jsonl")).asks())
+    traffic = Traffic(read_workload(real("mooncake_conversation.jsonl")).requests())
     assert traffic.total.requests == 12031
     assert traffic.total.prompt.most == 126195

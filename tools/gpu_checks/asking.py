@@ -9,11 +9,10 @@ from contextlib import aclosing
 import msgspec
 
 from kvloom.engine.engine import Engine
+from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, TokenEvent
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.prompts import Prompts
 
 _INTERVAL = 8  # tokens of a frame: this process reads them all
 
@@ -38,7 +37,7 @@ async def answered(engine: Engine, body: StartGenerate, token: Callable[[], None
 
 
 class InProcess:
-    """Satisfies the `Asked` of `bench/drive.py`. engines: by model. tokens: that have come, of all."""
+    """Satisfies the `Asked` of `lab/bench/run.py`. engines: by model. tokens: that have come, of all."""
 
     def __init__(self, engines: Mapping[str, Engine], prompts: Prompts, clock: Clock) -> None:
         self.tokens = 0
@@ -46,7 +45,7 @@ class InProcess:
         self._prompts = prompts
         self._clock = clock
 
-    def body(self, number: int, ask: Ask) -> bytes:
+    def body(self, number: int, ask: WorkloadRequest) -> bytes:
         params = SamplingParams(max_tokens=ask.output, seed=0)
         prompt = self._prompts(number, ask)
         made = StartGenerate(
@@ -54,7 +53,7 @@ class InProcess:
         )
         return msgspec.msgpack.encode(made)
 
-    async def ask(self, ask: Ask, body: bytes, due: float) -> Outcome:
+    async def ask(self, ask: WorkloadRequest, body: bytes, due: float) -> RequestResult:
         asked = msgspec.msgpack.decode(body, type=StartGenerate)
         first: float | None = None
         count = 0
@@ -69,8 +68,8 @@ class InProcess:
             await answered(self._engines[ask.model], asked, came)
         except (KvloomError, Failed) as error:
             said = f"{type(error).__name__}: {error}"
-            return Outcome(ask=ask, first=first, end=None, tokens=count, error=said)
-        return Outcome(ask=ask, first=first, end=self._clock.now() - due, tokens=count)
+            return RequestResult(request=ask, first=first, end=None, tokens=count, error=said)
+        return RequestResult(request=ask, first=first, end=self._clock.now() - due, tokens=count)
 
 
 async def many(count: int, engine: Engine, make: Callable[[int, int], StartGenerate]) -> None:

@@ -10,8 +10,7 @@ from typing import Final
 from tools.gpu_checks.report import Figure
 from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL
 
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.objectives import Alone, Scaled
+from kvloom.lab.workload.request import Alone, RequestResult, Scaled, WorkloadRequest
 
 FLATTERED: Final = "spatial's engines share one process and GIL, which flatters this"
 
@@ -20,7 +19,7 @@ FLATTERED: Final = "spatial's engines share one process and GIL, which flatters 
 class Played:
     """By one system. tokens: that came while it was watched. lag: of the loop that all its engines share."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestResult]
     tokens: int
     lag: str = ""
 
@@ -33,19 +32,19 @@ class Judge:
     alone: Mapping[str, Alone]
     end: float
 
-    def takes(self, ask: Ask) -> float:
+    def takes(self, ask: WorkloadRequest) -> float:
         return self.alone[ask.model].seconds(ask)
 
-    def judged(self, ask: Ask) -> bool:
+    def judged(self, ask: WorkloadRequest) -> bool:
         return ask.at + self.scale * self.takes(ask) <= self.end
 
     def met(self, played: Played) -> int:
         within = Scaled(self.scale, self.takes)
-        return sum(self.judged(o.ask) and not o.error and within(o) for o in played.outcomes)
+        return sum(self.judged(o.request) and not o.error and within(o) for o in played.outcomes)
 
 
 def figures(
-    where: str, asks: Sequence[Ask], played: Played, judges: Sequence[Judge], note: str
+    where: str, asks: Sequence[WorkloadRequest], played: Played, judges: Sequence[Judge], note: str
 ) -> Iterator[Figure]:
     errors = sum(bool(outcome.error) for outcome in played.outcomes)
     for judge in judges:
@@ -61,7 +60,7 @@ def figures(
     yield Figure(name=name, value=rate, unit="tokens/s", note=played.lag)
 
 
-def _by_model(judge: Judge, asks: Sequence[Ask]) -> str:
+def _by_model(judge: Judge, asks: Sequence[WorkloadRequest]) -> str:
     """Who is judged, of those that were asked for: long requests are judged less often."""
     asked = Counter(ask.model for ask in asks)
     judged = Counter(ask.model for ask in asks if judge.judged(ask))

@@ -22,15 +22,12 @@ from tools.gpu_checks.models import LLAMA_1B, LLAMA_8B, QWEN_4B, Ground, Shape
 from tools.gpu_checks.report import Figure, reasons
 from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, Serving, Stage
 
-from kvloom.bench.alone import fit
-from kvloom.bench.drive import drive
+from kvloom.lab.bench.run import drive, fit
+from kvloom.lab.workload.arrivals import power_law
+from kvloom.lab.workload.make import make_requests
+from kvloom.lab.workload.request import Alone, Prompts, RequestResult, WorkloadRequest
+from kvloom.lab.workload.spec import WorkloadSpec
 from kvloom.types.clock import WallClock
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.make import make_asks
-from kvloom.workload.objectives import Alone
-from kvloom.workload.popularity import power_law
-from kvloom.workload.prompts import Prompts
-from kvloom.workload.spec import WorkloadSpec
 
 MODELS: Final = {"8B": LLAMA_8B, "4B": QWEN_4B, "1B-a": LLAMA_1B, "1B-b": LLAMA_1B}
 WANTED: Final = 1.5  # × the better of the others, at the steepest law
@@ -81,7 +78,9 @@ def _several(stage: Stage, models: list[str], effort: Effort) -> Iterator[Figure
             if not alone:
                 alone = asyncio.run(_alone(systems[MULTIPLEXING], models, prompts, effort))
                 half = effort.longest // 2
-                seconds = alone[models[0]].seconds(Ask(at=0, model=models[0], prompt=half, output=half))
+                seconds = alone[models[0]].seconds(
+                    WorkloadRequest(at=0, model=models[0], prompt=half, output=half)
+                )
                 yield Figure(name=f"{effort.longest} tokens alone, {models[0]}", value=seconds, unit="s")
             most = asyncio.run(_capacity(systems[MULTIPLEXING], models, alpha, prompts, effort))
             judges = [Judge(scale, alone, effort.seconds) for scale in effort.scales]
@@ -114,12 +113,12 @@ def _asks(
     rate: float,
     seconds: float | None = None,
     most: int = 0,
-) -> list[Ask]:
+) -> list[WorkloadRequest]:
     """The same rate, the same requests."""
     lengths = {"prompt": "sharegpt", "output": "sharegpt", "max_total": effort.longest}
     given = {"models": models, "rate": rate, "alpha": alpha, "lengths": lengths}
     end = {"requests": most} if seconds is None else {"seconds": seconds}
-    return list(make_asks(WorkloadSpec.model_validate(given | end)))
+    return list(make_requests(WorkloadSpec.model_validate(given | end)))
 
 
 async def _alone(serving: Serving, models: list[str], prompts: Prompts, effort: Effort) -> dict[str, Alone]:
@@ -130,9 +129,9 @@ async def _alone(serving: Serving, models: list[str], prompts: Prompts, effort: 
         endpoint = InProcess(engines, prompts, clock)
         number = _PROBES
         for name in models:
-            best: list[Outcome] = []
+            best: list[RequestResult] = []
             for prompt in (16, effort.longest - 32):
-                ask, outcomes = Ask(at=0.0, model=name, prompt=prompt, output=32), []
+                ask, outcomes = WorkloadRequest(at=0.0, model=name, prompt=prompt, output=32), []
                 for _ in range(2):
                     number += 1
                     outcomes.append(await endpoint.ask(ask, endpoint.body(number, ask), clock.now()))
@@ -160,8 +159,10 @@ async def _capacity(
     return max(tokens, 1) / max(took, 1e-3) / mean(ask.output for ask in asks)
 
 
-async def _play(serving: Serving, asks: Sequence[Ask], prompts: Prompts, seconds: float) -> Played:
-    clock, outcomes = WallClock(), list[Outcome]()
+async def _play(
+    serving: Serving, asks: Sequence[WorkloadRequest], prompts: Prompts, seconds: float
+) -> Played:
+    clock, outcomes = WallClock(), list[RequestResult]()
     async with serving() as engines:
         endpoint, lag = InProcess(engines, prompts, clock), Lag()
         with lag.watched():

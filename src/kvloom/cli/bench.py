@@ -14,22 +14,21 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvloom.bench.endpoint import Form, ServerError
-from kvloom.bench.run import ALL, Bench, Run
 from kvloom.cli.app import DEFAULT_URL, FAILED, CommandFailed, Output, Url, check_outputs, interruptible
 from kvloom.cli.tables import console_for, show_results, traffic_table
 from kvloom.config.fields import parse_seconds
-from kvloom.lab.workload_source import SPECS, open_workload
+from kvloom.lab.bench.endpoint import Form, ServerError
+from kvloom.lab.bench.run import ALL, Bench, Run
+from kvloom.lab.workload.make import SPECS, open_workload
+from kvloom.lab.workload.page import page
+from kvloom.lab.workload.request import Within, WorkloadRequest
+from kvloom.lab.workload.results import Results, read_results, write_text
+from kvloom.lab.workload.summary import Traffic
+from kvloom.lab.workload.traces import write_workload
 from kvloom.serve.ground import raise_open_files
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
-from kvloom.workload.ask import Ask
-from kvloom.workload.files import write_workload
-from kvloom.workload.objectives import Within
-from kvloom.workload.page import page
-from kvloom.workload.results import Results, read_results, write_text
-from kvloom.workload.shown import show_seconds
-from kvloom.workload.traffic import Traffic
+from kvloom.types.numbers import show_seconds
 
 KEY_VARIABLE: Final = "KVLOOM_API_KEY"
 _BOUNDS: Final = ("first", "per_token", "end")
@@ -80,7 +79,7 @@ def serve(
     json: JsonFile = None,
     html: HtmlFile = None,
 ) -> int:
-    """Ask an OpenAI endpoint, kvloom's or another's, what a workload asks for.
+    """WorkloadRequest an OpenAI endpoint, kvloom's or another's, what a workload asks for.
 
     Each request is sent at its time, whatever became of those before. Prompts are sent to /v1/completions as
     token ids; answers are streamed, and as long as the workload has them. Latencies count from when a request
@@ -196,7 +195,7 @@ def make(
         raise ConfigError(f"{spec}: the path of a spec, in YAML or JSON, is right")
     made = open_workload(spec, **({} if seed is None else {"seed": seed}))
     console = Console()
-    with interruptible("nothing was written"), _counted(console, made.asks()) as asks:
+    with interruptible("nothing was written"), _counted(console, made.requests()) as asks:
         count = write_workload(output, made.header, asks)
     console.print(f"{output}: {count:,} requests", soft_wrap=True, markup=False, highlight=False)
 
@@ -207,20 +206,20 @@ def show(file: WorkloadFile, /) -> None:
 
     The table tells rates, and tokens as mean: P50 / P80 / P95 / P99."""
     console = console_for()
-    with _counted(console, open_workload(file).asks()) as asks:
+    with _counted(console, open_workload(file).requests()) as asks:
         traffic = Traffic(asks)
     title = f"{file.name}: {traffic.total.requests:,} requests in {show_seconds(traffic.seconds)}"
     console.print(traffic_table(traffic, title))
 
 
 @contextmanager
-def _counted(console: Console, asks: Iterable[Ask]) -> Iterator[Iterator[Ask]]:
+def _counted(console: Console, asks: Iterable[WorkloadRequest]) -> Iterator[Iterator[WorkloadRequest]]:
     """Gives the same requests, which are counted on the screen."""
     columns = SpinnerColumn(), TextColumn("{task.completed:,.0f} requests"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         step = progress.add_task("", total=None)
 
-        def stream() -> Iterator[Ask]:
+        def stream() -> Iterator[WorkloadRequest]:
             for number, ask in enumerate(asks):
                 if number % _STEP == 0:
                     progress.update(step, completed=number)

@@ -15,7 +15,8 @@ from rich.table import Table
 from kvloom.cli.app import interruptible
 from kvloom.cli.plan_inputs import read_cluster, read_demands
 from kvloom.cli.tables import console_for
-from kvloom.lab.workload_source import open_workload
+from kvloom.lab.workload.make import open_workload
+from kvloom.lab.workload.summary import Traffic
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.board import Placement
 from kvloom.plan.cluster import DeviceCosts, Nodes
@@ -25,8 +26,7 @@ from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
 from kvloom.plan.plan import Demand, Plan, PlannedUnit, write_plan
 from kvloom.plan.planner import plan_placement, write_down
 from kvloom.types.errors import ConfigError
-from kvloom.workload.shown import show_number
-from kvloom.workload.traffic import Traffic
+from kvloom.types.numbers import show_number
 
 EXAMPLE: Final = """\
 CLUSTER.yaml:
@@ -69,7 +69,7 @@ def plan_command(
         raise ConfigError(f"--output: {output} is no file in a folder; a path that can be written is right")
     console = console_for(width=140)
     with interruptible("no plan is written"):
-        traffic = None if workload is None else Traffic(open_workload(workload).asks())
+        traffic = None if workload is None else Traffic(open_workload(workload).requests())
         demands = read_demands(read, traffic, measured)
         costs = DeviceCosts(read.nodes, demands, measured)
         with _estimator(console, demands, costs) as estimator:

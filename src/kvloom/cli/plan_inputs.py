@@ -12,14 +12,14 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from kvloom.config.fields import Section, Size, Some, explain, nearest, no_bool
 from kvloom.config.file import read_yaml
 from kvloom.config.models import resolve_model
+from kvloom.lab.workload.summary import Traffic
+from kvloom.lab.workload.traces import NAMELESS
 from kvloom.plan.cluster import CPU, Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
 from kvloom.plan.plan import Demand
 from kvloom.types.errors import ConfigError
-from kvloom.workload.traces import NAMELESS
-from kvloom.workload.traffic import Traffic
 
 MOST_DEVICES: Final = 4096
 _CPU_ITEMSIZE: Final = 4  # kvloom computes in float32 on a CPU

@@ -41,7 +41,7 @@ def profile(
     require_writable(output)
     loaded = load_config(config, {}, parse_models(model), Machine.here())
     with interruptible("no profile is written"):
-        from kvloom.profiling.conduct import conduct  # noqa: PLC0415  (with torch, unlike the rest of cli)
+        from kvloom.lab.profile.conduct import conduct  # noqa: PLC0415  (with torch, unlike the rest of cli)
 
         conduct(
             loaded, output, temperature=temperature, quick=quick, arguments=serve_arguments(config, model)

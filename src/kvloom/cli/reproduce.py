@@ -16,10 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvloom.cli.app import check_outputs, interruptible
 from kvloom.cli.tables import console_for
-from kvloom.reproduce.report import Experiment, Report, Scale
-from kvloom.reproduce.table import markdown, show_report, verdicts
+from kvloom.lab.reproduce.report import Experiment, Report, Scale, markdown, show_report, verdicts
+from kvloom.lab.workload.results import write_text
 from kvloom.types.errors import ConfigError
-from kvloom.workload.results import write_text
 
 app = App(name="reproduce")
 Paper = Literal["llumnix", "microserving", "muxserve", "weaver"]
@@ -68,7 +67,7 @@ def _quiet(log: logging.Logger) -> Iterator[None]:
 
 def _chosen(paper: str, figures: Sequence[str]) -> list[Experiment]:
     """Returns all experiments, or those that are named, in the paper's order. Raises ConfigError."""
-    known: tuple[Experiment, ...] = import_module(f"kvloom.reproduce.{paper}").EXPERIMENTS
+    known: tuple[Experiment, ...] = import_module(f"kvloom.lab.reproduce.{paper}").EXPERIMENTS
     names = [experiment.name for experiment in known]
     for figure in figures:
         if figure not in names:

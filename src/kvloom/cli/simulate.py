@@ -30,7 +30,9 @@ from kvloom.lab.sim.fleet import Rescheduling, rescheduling
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.run import simulate as play
 from kvloom.lab.sim.unit import SimulatedUnit, measured_hosting, measured_units, planned_units
-from kvloom.lab.workload_source import open_workload
+from kvloom.lab.workload.make import faster, open_workload
+from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
+from kvloom.lab.workload.summary import Summary, Traffic
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.plan import read_plan
@@ -39,11 +41,6 @@ from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import Policy, ProgramSpec
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.prompts import Prompts
-from kvloom.workload.replay import faster
-from kvloom.workload.summary import Summary
-from kvloom.workload.traffic import Traffic
 
 app = App(name="simulate")
 
@@ -100,8 +97,8 @@ def simulate(
     asked = open_workload(workload)
     console = console_for()
 
-    def asks() -> Iterator[Ask]:
-        return asked.asks() if rate_scale == 1.0 else faster(asked.asks(), rate_scale)
+    def asks() -> Iterator[WorkloadRequest]:
+        return asked.requests() if rate_scale == 1.0 else faster(asked.requests(), rate_scale)
 
     with interruptible("nothing was written"):
         traffic, units = Traffic(asks()), found.units
@@ -112,7 +109,7 @@ def simulate(
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as progress:
             step = progress.add_task("", total=traffic.total.requests)
 
-            def tell(_: Outcome) -> None:
+            def tell(_: RequestResult) -> None:
                 progress.advance(step)
 
             results = play(

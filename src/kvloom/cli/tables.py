@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvloom.workload.histogram import Histogram
-from kvloom.workload.results import Latency, Results, Tally
-from kvloom.workload.shown import show_number, show_seconds, show_upheaval
-from kvloom.workload.traffic import ModelTraffic, Traffic
+from kvloom.lab.workload.results import Latency, Results, Tally, show_upheaval
+from kvloom.lab.workload.summary import Histogram, ModelTraffic, Traffic
+from kvloom.types.numbers import show_number, show_seconds
 
 Row = TypeVar("Row", ModelTraffic, Tally)
 MOST_ROWS: Final = 40

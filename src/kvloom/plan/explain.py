@@ -13,7 +13,7 @@ from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.plan import Demand, fixed_bytes, request_bytes, usable_bytes
 from kvloom.plan.replicas import MOST
 from kvloom.types.errors import ConfigError
-from kvloom.workload.shown import show_number
+from kvloom.types.numbers import show_number
 
 _LARGEST: Final = 64  # devices of a mesh that are thought of
 _MORE: Final = 1.05  # times as much must be answered with endless memory, for memory to be what is short

@@ -13,6 +13,9 @@ from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
 from kvloom.lab.sim.hosting import HostedMachine
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.lab.workload.request import RequestResult, Scaled, WorkloadRequest
+from kvloom.lab.workload.results import Results, Upheaval
+from kvloom.lab.workload.summary import Summary
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import Program
@@ -21,23 +24,19 @@ from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError, KvloomError
 from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.service import PATIENCE
-from kvloom.workload.ask import Ask, Outcome
-from kvloom.workload.objectives import Scaled
-from kvloom.workload.results import Results, Upheaval
-from kvloom.workload.summary import Summary
 
 FEW_FRAMES: Final = 1024  # tokens a frame: only the first and the last one's times are told
 MOVING_FRAMES: Final = 16  # where requests move: a router knows of one what it was told
 
-Prompts = Callable[[int, Ask], list[int]]  # the token ids of an ask, by its number
+Prompts = Callable[[int, WorkloadRequest], list[int]]  # the token ids of an ask, by its number
 
 
 async def play(
     server: Generator,
-    asks: Iterable[Ask],
+    asks: Iterable[WorkloadRequest],
     prompts: Prompts,
     clock: Clock,
-    tell: Callable[[Outcome], None],
+    tell: Callable[[RequestResult], None],
     *,
     interval: int = FEW_FRAMES,
 ) -> None:
@@ -55,10 +54,10 @@ async def play(
 async def _play(
     server: Generator,
     number: int,
-    ask: Ask,
+    ask: WorkloadRequest,
     prompts: Prompts,
     clock: Clock,
-    tell: Callable[[Outcome], None],
+    tell: Callable[[RequestResult], None],
     interval: int,
 ) -> None:
     body = StartGenerate(
@@ -82,10 +81,10 @@ async def _play(
                         cached, problem = event.cached_tokens, event.message or _missing(tokens, ask)
     except KvloomError as error:
         problem = error.message
-    tell(Outcome(ask=ask, first=first, end=last, tokens=tokens, cached=cached, error=problem))
+    tell(RequestResult(request=ask, first=first, end=last, tokens=tokens, cached=cached, error=problem))
 
 
-def _missing(tokens: int, ask: Ask) -> str:
+def _missing(tokens: int, ask: WorkloadRequest) -> str:
     """As `kvloom bench serve` says it: a context was too short."""
     return "fewer tokens than were asked for" if tokens < ask.output else ""
 
@@ -93,13 +92,13 @@ def _missing(tokens: int, ask: Ask) -> str:
 def simulate(
     units: Sequence[SimulatedUnit],
     program: Program,
-    asks: Iterable[Ask],
+    asks: Iterable[WorkloadRequest],
     prompts: Prompts,
     summary: Summary,
     *,
     title: str,
     seed: int | None = None,
-    tell: Callable[[Outcome], None] = lambda _: None,
+    tell: Callable[[RequestResult], None] = lambda _: None,
     hosting: Hosting | None = None,
     client_here: bool = False,
     rescheduling: Rescheduling | None = None,
@@ -109,7 +108,7 @@ def simulate(
     the work besides jobs of the one machine that all units are on; client_here: the asking too. rescheduling:
     of the fleet scheduler; None where there is none. patience: the router's."""
 
-    def add(outcome: Outcome) -> None:
+    def add(outcome: RequestResult) -> None:
         summary.add(outcome)
         tell(outcome)
 
@@ -143,13 +142,13 @@ async def upheaval(fleet: SimulatedFleet) -> Upheaval:
 def scaled(units: Sequence[SimulatedUnit], scale: float) -> Scaled:
     """Within `scale` times what a request takes alone on the best of the units that serve its model."""
 
-    def alone(ask: Ask) -> float:
+    def alone(ask: WorkloadRequest) -> float:
         return min(_alone(unit, ask) for unit in units if ask.model in unit.shapes)
 
     return Scaled(scale, alone)
 
 
-def _alone(unit: SimulatedUnit, ask: Ask) -> float:
+def _alone(unit: SimulatedUnit, ask: WorkloadRequest) -> float:
     """One prefill and the decode steps, as MuxServe adds them up (section 4.2)."""
     prefill = unit.cost.seconds(Work.prefill(ask.model, 1.0, [ask.prompt]))
     step = unit.cost.seconds(Work.decode(ask.model, 1.0, [ask.prompt + ask.output // 2]))

@@ -1,0 +1,1 @@
+"""Benchmarks that ask a server."""

@@ -1,0 +1,1 @@
+"""How long the real executor of this machine takes for jobs."""

@@ -1,0 +1,213 @@
+"""Jobs beside other work: a second job, busy processes, and the loop of their own process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Final
+
+from kvloom.lab.profile.jobs import Limits, Setting, Stage, decode, prefill
+from kvloom.plan.cost.profile import Crowded, Doing, Pressed, Stalled
+
+PROMPT_TOKENS, CONTEXT = 256, 128
+FEW, MANY = 4, 32  # sequences of a decode step
+MOST_PAIRS = 24
+
+
+def pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> list[tuple[Setting, Setting]]:
+    """Prefills beside decodes, and decodes beside decodes of another model, on half of the cores each; with
+    many models, not all of them with each other."""
+    found = [pair for pair in _pairs(models, cores, limits) if _fit(pair, limits)]
+    every = -(-len(found) // MOST_PAIRS) if found else 1
+    return found[::every]
+
+
+def _pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> Iterator[tuple[Setting, Setting]]:
+    half, rest = (cores + 1) // 2, cores // 2
+    if rest == 0:
+        return
+    for one, other in itertools.product(models, repeat=2):
+        tokens, context = min(PROMPT_TOKENS, limits[one].chunk), min(CONTEXT, limits[other].context // 2)
+        for batch in (FEW, MANY):
+            yield prefill(one, half, 1, tokens), decode(other, rest, batch, context)
+    for one, other in itertools.combinations(models, 2):
+        contexts = [min(CONTEXT, limits[model].context // 2) for model in (one, other)]
+        yield decode(one, rest, MANY, contexts[0]), decode(other, rest, FEW, contexts[1])
+
+
+def _fit(pair: tuple[Setting, Setting], limits: dict[str, Limits]) -> bool:
+    """Returns whether each fits in half of the pool."""
+    return all(
+        setting.fits(limits[setting.model])
+        and 2 * sum(a + b for a, b in zip(setting.starts, setting.appends, strict=True))
+        <= limits[setting.model].tokens
+        for setting in pair
+    )
+
+
+async def measure_pair(stage: Stage, pair: tuple[Setting, Setting], repeats: int) -> list[Crowded]:
+    """Measures both of them, each beside the other."""
+    first, second = pair
+    with stage.placed(first) as these, stage.placed(second) as those:
+        alone = [await _alone(stage, first, these, repeats), await _alone(stage, second, those, repeats)]
+        enough = asyncio.Event()
+        counts = [0, 0]
+
+        async def again(which: int, setting: Setting, ids: list[int]) -> list[float]:
+            """Runs it until both have been measured often enough. The first job began before the other did,
+            and the last may have ended after it."""
+            seconds = []
+            while not enough.is_set():
+                seconds.append(await stage.run(setting, ids))
+                counts[which] += 1
+                if min(counts) >= repeats + 2:
+                    enough.set()
+            return seconds[1:-1]
+
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(again(0, first, these)), group.create_task(again(1, second, those))]
+    found = []
+    for i, (setting, beside) in enumerate(((first, second), (second, first))):
+        found.append(
+            Crowded(
+                doing=_doing(setting),
+                beside=_doing(beside),
+                alone=alone[i],
+                seconds=median(running[i].result()),
+            )
+        )
+    return found
+
+
+async def _alone(stage: Stage, setting: Setting, ids: list[int], repeats: int) -> float:
+    await stage.run(setting, ids)
+    return median([await stage.run(setting, ids) for _ in range(repeats)])
+
+
+def _doing(setting: Setting) -> Doing:
+    return Doing.of(setting.work(setting.cores), setting.cores)
+
+
+OVER: Final = (1, 2)  # threads more than there are cores
+BURST: Final = 0.001  # seconds of the loop's work at a time, at most
+ENOUGH: Final = 0.3  # seconds of a job's runs, within its repeats and MOST
+MOST: Final = 40
+_BUSY: Final = "print(flush=True)\nwhile True: pass"
+
+
+def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
+    """A prefill and two decode steps, on one core, half of them and all. quick: one step, all cores alone."""
+    context = min(CONTEXT, limits.context // 2)
+    found = []
+    for share in sorted({cores} if quick else {1, (cores + 1) // 2, cores}):
+        found.append(prefill(model, share, 1, min(PROMPT_TOKENS, limits.chunk)))
+        found += [decode(model, share, batch, context) for batch in ((FEW,) if quick else (FEW, MANY))]
+    return [setting for setting in found if setting.fits(limits)]
+
+
+async def measure_pressed(
+    stage: Stage, settings: Sequence[Setting], cores: int, repeats: int
+) -> list[Pressed]:
+    """Measures each of them beside as many busy processes as want `OVER` threads more than the machine's
+    cores, and alone just before, because the machine's own pace changes."""
+    found = []
+    wanted = sorted(itertools.product(settings, OVER), key=lambda pair: cores - pair[0].cores + pair[1])
+    for busy, group in itertools.groupby(wanted, key=lambda pair: cores - pair[0].cores + pair[1]):
+        with busy_processes(busy) as crowd:
+            for setting, over in group:
+                crowd.rest()
+                alone = median(await _runs(stage, setting, repeats))
+                crowd.work()
+                seconds = fmean(await _runs(stage, setting, repeats))
+                found.append(Pressed(doing=_doing(setting), over=over, alone=alone, seconds=seconds))
+    return found
+
+
+async def measure_stalled(stage: Stage, settings: Sequence[Setting], repeats: int) -> list[Stalled]:
+    """Measures each of them while this process's loop works by turns in the first half of the job's time, as
+    an engine does that sends what the job before has drawn."""
+    found = []
+    for setting in settings:
+        alone = median(await _runs(stage, setting, repeats))
+        with stage.placed(setting) as ids:
+            stalled = [await _beside_loop(stage, setting, ids, alone) for _ in range(_count(alone, repeats))]
+        found.append(
+            Stalled(
+                doing=_doing(setting),
+                busy=median(busy for busy, _ in stalled),
+                alone=alone,
+                seconds=median(seconds for _, seconds in stalled),
+            )
+        )
+    return found
+
+
+async def _runs(stage: Stage, setting: Setting, repeats: int) -> list[float]:
+    with stage.placed(setting) as ids:
+        first = await stage.run(setting, ids)
+        return [await stage.run(setting, ids) for _ in range(_count(first, repeats))]
+
+
+def _count(seconds: float, repeats: int) -> int:
+    return max(repeats, min(MOST, int(ENOUGH / seconds)))
+
+
+async def _beside_loop(stage: Stage, setting: Setting, ids: list[int], alone: float) -> tuple[float, float]:
+    """Returns the seconds that the loop worked, and those of the job."""
+    job = asyncio.ensure_future(stage.run(setting, ids))
+    await asyncio.sleep(0)  # it is launched
+    began, busy = time.perf_counter(), 0.0
+    burst = min(BURST, alone / 2)
+    while not job.done() and time.perf_counter() - began < alone / 2:
+        busy += _work(burst)
+        await asyncio.sleep(burst)
+    return busy, await job
+
+
+def _work(seconds: float) -> float:
+    """Works in Python for about so long and returns how long it was."""
+    began = now = time.perf_counter()
+    while now - began < seconds:
+        now = time.perf_counter()
+    return now - began
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Processes that each keep a core busy while they have one, and may rest."""
+
+    processes: list[subprocess.Popen[bytes]]
+
+    def rest(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def work(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(number)
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[Crowd]:
+    """So many, at work, until the block ends."""
+    with ExitStack() as stack:
+        running = []
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-S", "-c", _BUSY], stdout=subprocess.PIPE)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            running.append(process)
+        for process in running:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield Crowd(running)

@@ -1,0 +1,153 @@
+"""A profile from a config: models loaded, jobs measured, the file written, its fit's error told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+import uvloop
+from huggingface_hub import try_to_load_from_cache
+from msgspec.structs import replace
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvloom.config.config import Config
+from kvloom.lab.profile.serving import measure_serving, serving_loads
+from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
+from kvloom.lab.profile.stepping import WatchedExecutor
+from kvloom.plan.cost.measured import Measured, cross_validate
+from kvloom.plan.cost.profile import Computer, Hosted, Profile, write_profile
+from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
+from kvloom.serve.hub import require_hub
+from kvloom.types.spec import EngineSpec
+
+POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
+QUIET = 0.5  # load average above which the machine is not
+
+
+def conduct(
+    config: Config, output: Path, *, temperature: float, quick: bool, arguments: Sequence[str]
+) -> Profile:
+    """arguments: of `kvloom serve`, for the same. Raises ConfigError for models that cannot be served."""
+    spec, effort = whole_machine(config), QUICK if quick else Effort()
+    require_hub(spec.models)
+    transformers.logging.disable_progress_bar()
+    console, computer = Console(highlight=False), this_computer()
+    if computer.load > QUIET:
+        console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
+    profile = measured_jobs(spec, effort, temperature, computer, console)
+    hosted = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
+    profile = replace(profile, hosted=hosted)
+    write_profile(profile, output)
+    console.print(errors(profile))
+    console.print(upkeep(profile))
+    console.print(f"{output}: {len(profile.jobs)} jobs, {len(profile.crowded)} of them beside another")
+    return profile
+
+
+def measured_jobs(
+    spec: EngineSpec, effort: Effort, temperature: float, computer: Computer, console: Console
+) -> Profile:
+    """All but what the server does besides; the models are gone afterwards."""
+    executor = WatchedExecutor.load(
+        list(spec.models),
+        kv_bytes=spec.kv_bytes,
+        block_bytes=spec.block_bytes,
+        threads=spec.threads,
+        progress=lambda text: console.print(text, style="dim"),
+    )
+    try:
+        shapes = {model.name: shape_of(executor, model.name, model.path) for model in spec.models}
+        with _bar(console) as bar, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            task = bar.add_task("", total=1.0)
+            return runner.run(
+                measure(
+                    executor,
+                    spec,
+                    shapes,
+                    computer,
+                    effort,
+                    temperature,
+                    lambda what, done: bar.update(task, description=what, completed=done),
+                )
+            )
+    finally:
+        executor.close()
+
+
+async def measured_hosting(
+    config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
+) -> tuple[Hosted, ...]:
+    """What `kvloom serve` does besides jobs. Raises ConfigError where it does not answer."""
+    cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
+    loads = serving_loads(cost, list(profile.shapes), effort, most=longest)
+    return await measure_serving(
+        arguments,
+        min(config.api_keys(), default=None),
+        list(profile.shapes),
+        cost.between,
+        loads,
+        lambda text: console.print(f"serving: {text}", style="dim"),
+    )
+
+
+def whole_machine(config: Config) -> EngineSpec:
+    """One engine with the models of all, on the cores of all."""
+    engines = config.engines
+    models = {model.name: model for engine in engines for model in engine.models}
+    return replace(
+        engines[0],
+        models=tuple(models.values()),
+        kv_bytes=min(POOL, sum(engine.kv_bytes for engine in engines)),
+        threads=sum(engine.threads for engine in engines),
+        policy="adbs",
+        transport="shm",
+    )
+
+
+def shape_of(executor: WatchedExecutor, name: str, path: str) -> ModelShape:
+    """What the checkpoint's config says, and what attention was seen to keep."""
+    geometry = executor.geometries[name]
+    config = try_to_load_from_cache(path, CONFIG) if not Path(path).is_dir() else None
+    folder = Path(config).parent if isinstance(config, str) else Path(path)
+    return replace(
+        read_shape(folder, geometry.itemsize),
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+    )
+
+
+def errors(profile: Profile) -> Table:
+    """How far the fit is from jobs that it has not seen."""
+    table = Table(title="Error on jobs that a fit has not seen", title_justify="left")
+    for column in ("", "jobs", "median", "P90", "bias"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for key, spread in cross_validate(profile).items():
+        numbers = (f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
+        table.add_row(key, str(spread.rows), *numbers)
+    return table
+
+
+def upkeep(profile: Profile) -> Table:
+    """What each thread does besides jobs."""
+    table = Table(title="Microseconds of CPU besides jobs", title_justify="left")
+    for column in ("", "a request", "a token", "each time tokens come"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for hosted in profile.hosted:
+        numbers = [f"{1e6 * seconds:,.0f}" for seconds in (hosted.request, hosted.token, hosted.turn)]
+        table.add_row(hosted.role, *numbers)
+    return table
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+    )

@@ -1,0 +1,203 @@
+"""The jobs that are measured, and the real executor on which they run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvloom.engine.quotas import fitted
+from kvloom.exec.cpu.executor import TorchExecutor
+from kvloom.kv.pool import Pool
+from kvloom.plan.cost.work import Work
+from kvloom.types.job import Job, Phase, SampleRow
+from kvloom.types.request import SamplingParams
+
+BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+CONTEXTS: Final = (16, 128, 512, 2048)
+SPLITS: Final = (4, 16)  # prompts of a prefill job
+SEED: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A job to be. starts, appends: tokens that each sequence has, and computes."""
+
+    model: str
+    phase: Phase
+    cores: int
+    starts: tuple[int, ...]
+    appends: tuple[int, ...]
+
+    def work(self, cores: int) -> Work:
+        """Returns the job as a cost model sees it, on a machine of so many cores."""
+        appends, starts = np.asarray(self.appends), np.asarray(self.starts)
+        return Work.of(self.model, self.phase, self.cores / cores, appends, starts, len(self.starts))
+
+    def fits(self, limits: Limits) -> bool:
+        lengths = [start + append for start, append in zip(self.starts, self.appends, strict=True)]
+        pages = sum(-(-length // limits.page) for length in lengths)
+        return (
+            len(lengths) <= limits.batch
+            and max(lengths) <= limits.context
+            and pages * limits.page <= limits.tokens
+            and (self.phase is Phase.DECODE or sum(self.appends) <= limits.chunk)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of one model in its pool: tokens of the longest sequence, of a page and of the whole pool,
+    tokens that a prefill job takes, sequences that run together."""
+
+    context: int
+    page: int
+    tokens: int
+    chunk: int
+    batch: int
+
+
+def prefill(model: str, cores: int, prompts: int, tokens: int, context: int = 0) -> Setting:
+    """`tokens` new tokens in all, shared evenly among prompts that have `context` tokens each."""
+    appends = tuple(tokens // prompts + (i < tokens % prompts) for i in range(prompts))
+    return Setting(model, Phase.PREFILL, cores, (context,) * prompts, appends)
+
+
+def decode(model: str, cores: int, batch: int, context: int) -> Setting:
+    """A step of sequences that have `context` tokens on average, the longest three times the shortest."""
+    spread = np.linspace(0.5, 1.5, batch) if batch > 1 else np.ones(1)
+    starts = tuple(max(1, round(context * float(part))) for part in spread)
+    return Setting(model, Phase.DECODE, cores, starts, (1,) * batch)
+
+
+def shares(cores: int) -> list[int]:
+    """Cores that a job is measured on: each number up to 4, then powers of two, half of all, and all."""
+    return sorted({*range(1, min(cores, 4) + 1), *_doubling(4, cores), (cores + 1) // 2, cores})
+
+
+def grid(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
+    """Settings that fit: of a grid, and some between its lines. quick: a quarter of them."""
+    rng = random.Random(SEED)
+    found = [*_prefills(model, cores, limits), *_decodes(model, cores, limits)]
+    found += [_between(rng, model, cores, limits) for _ in range(24)]
+    fitting = [setting for setting in dict.fromkeys(found) if setting.fits(limits)]
+    every = 4 if quick else 1
+    prefills = [setting for setting in fitting if setting.phase is Phase.PREFILL]
+    decodes = [setting for setting in fitting if setting.phase is Phase.DECODE]
+    return prefills[::every] + decodes[::every]
+
+
+def _prefills(model: str, cores: int, limits: Limits) -> Iterator[Setting]:
+    sizes = [*_doubling(4, limits.chunk), limits.chunk]
+    for tokens in sizes:
+        yield prefill(model, cores, 1, tokens)
+    for tokens in sizes:
+        for prompts in SPLITS:
+            if tokens >= 8 * prompts:
+                yield prefill(model, cores, prompts, tokens)
+    for tokens in sizes[2::2]:
+        for context in CONTEXTS[1:]:
+            yield prefill(model, cores, 1, tokens, context)
+
+
+def _decodes(model: str, cores: int, limits: Limits) -> Iterator[Setting]:
+    for batch in BATCHES:
+        for context in (*CONTEXTS, 2 * limits.context // 3 - 1):
+            yield decode(model, cores, batch, context)
+
+
+def _between(rng: random.Random, model: str, cores: int, limits: Limits) -> Setting:
+    """A job such as the engine makes."""
+    if rng.random() < 0.5:
+        batch = round(limits.batch ** rng.random())
+        return decode(model, cores, batch, round(limits.context ** rng.uniform(0.4, 0.9)))
+    tokens = max(2, round(limits.chunk ** rng.uniform(0.3, 1.0)))
+    context = round(limits.context ** rng.uniform(0.4, 0.8)) if rng.random() < 0.4 else 0
+    return prefill(model, cores, min(tokens // 2, rng.choice((1, 1, 2, 3, 5, 8))), tokens, context)
+
+
+def _doubling(begin: int, end: int) -> list[int]:
+    """begin, 2·begin, … less than end."""
+    return [begin << i for i in range(32) if begin << i < end]
+
+
+MOST_SEQUENCES: Final = 1024
+
+
+class Stage:
+    """Jobs of a setting, again and again over the same sequences: none of them grows, and what they have is
+    taken as computed, because time does not depend on what K and V are."""
+
+    def __init__(self, executor: TorchExecutor, *, temperature: float) -> None:
+        self._executor = executor
+        self._cards = {
+            name: fitted(card, executor.geometries[name], executor.blocks)
+            for name, card in executor.cards.items()
+        }
+        self.pool = Pool(
+            executor.blocks,
+            executor.geometries,
+            max_sequences=MOST_SEQUENCES,
+            max_tokens={name: card.context_length for name, card in self._cards.items()},
+        )
+        self._params = SamplingParams(max_tokens=1, seed=0, temperature=temperature)
+        self._ids = itertools.count()
+        self._tokens = np.random.default_rng(0)
+        executor.arena.bytes.zero_()  # so that no page of it is touched for the first time while time runs
+
+    def limits(self, model: str, chunk: int, batch: int) -> Limits:
+        """chunk, batch: of the engine; they bound what a job is asked to do."""
+        geometry = self._executor.geometries[model]
+        width = geometry.tokens_per_block
+        tokens = self._executor.blocks // geometry.blocks_per_page * width
+        context = self._cards[model].context_length
+        return Limits(context, width, tokens, min(chunk, context), min(batch, MOST_SEQUENCES))
+
+    @contextmanager
+    def placed(self, setting: Setting) -> Iterator[list[int]]:
+        """Sequences that have the setting's tokens, and are gone afterwards."""
+        cache = self.pool.caches[setting.model]
+        ids = [next(self._ids) for _ in setting.starts]
+        for number in ids:
+            cache.add_sequence(number)
+        try:
+            held = [(one, start) for one, start in zip(ids, setting.starts, strict=True) if start]
+            if held:
+                cache.end_forward(cache.begin_forward([one for one, _ in held], [n for _, n in held]))
+            yield ids
+        finally:
+            for number in ids:
+                cache.remove_sequence(number)
+
+    async def run(self, setting: Setting, ids: list[int]) -> float:
+        """Returns the seconds of one job, from launch to result."""
+        cache = self.pool.caches[setting.model]
+        plan = cache.begin_forward(ids, setting.appends)
+        tokens = self._tokens.integers(self._cards[setting.model].vocab_size, size=int(plan.appends.sum()))
+        last = np.cumsum(plan.appends) - 1
+        samples = tuple(
+            SampleRow(row=int(row), key=number, index=0, params=self._params)
+            for number, row in zip(ids, last, strict=True)
+        )
+        job = Job(setting.model, setting.phase, setting.cores, plan, tokens, samples)
+        began = time.perf_counter()
+        try:
+            await self._executor.launch(job)
+            return time.perf_counter() - began
+        finally:
+            cache.abort_forward(plan)  # the sequences are as before
+
+    @staticmethod
+    def told(setting: Setting) -> str:
+        """Returns the setting in words, for a progress bar."""
+        context = sum(setting.starts) // len(setting.starts)
+        what = f"{len(setting.starts)} sequences of {context}"
+        if setting.phase is Phase.PREFILL:
+            what = f"{sum(setting.appends)} tokens after {context}"
+        return f"{setting.model} {setting.phase.value} {what}, {setting.cores} cores"

@@ -1,0 +1,234 @@
+"""The real server under calibrating loads: what its processes do besides jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import resource
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvloom.lab.profile.session import Effort
+from kvloom.lab.workload.request import WorkloadRequest
+from kvloom.lab.workload.results import read_results
+from kvloom.lab.workload.traces import VERSION, Header, write_workload
+from kvloom.plan.cost.fit import fit_positive
+from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.profile import Hosted, Role
+from kvloom.plan.cost.work import Work
+from kvloom.serve.roles import ENGINE, GATEWAY
+from kvloom.types.errors import ConfigError
+
+PROC: Final = Path("/proc")
+NANOSECOND: Final = 1e-9
+
+
+def children(pid: int) -> dict[int, str]:
+    """Returns the command lines of all children of the process, by pid."""
+    tasks = (PROC / str(pid) / "task").iterdir()
+    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return {child: _command(child) for child in found}
+
+
+def main_thread_seconds(pid: int) -> float:
+    """CPU time of the thread that a process began with."""
+    return _seconds(PROC / str(pid) / "task" / str(pid))
+
+
+def all_threads_seconds(pid: int) -> float:
+    """CPU time of the threads that a process has now."""
+    return sum(_seconds(task) for task in (PROC / str(pid) / "task").iterdir())
+
+
+def _seconds(task: Path) -> float:
+    """Returns CPU time by the scheduler's own count, if the kernel keeps it, or else by its ticks."""
+    try:
+        return int((task / "schedstat").read_text().split()[0]) * NANOSECOND
+    except FileNotFoundError:
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _command(pid: int) -> str:
+    return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+
+
+LEAST: Final = 1e-9  # seconds; a fit by ratios wants more than 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that was asked, and answered. turns: times that tokens came, about. cpu: seconds by role; the
+    client's from its start to its end."""
+
+    requests: int
+    tokens: int
+    turns: float
+    cpu: dict[Role, float]
+
+
+def parts(loads: Sequence[Loaded]) -> tuple[Hosted, ...]:
+    """Parts the CPU time by least squares. The client has a part for its start, which is nobody's cost."""
+    return tuple(_part(role, loads) for role in ("client", "gateway", "engine"))
+
+
+def _part(role: Role, loads: Sequence[Loaded]) -> Hosted:
+    features = np.array([[load.requests, load.tokens, load.turns] for load in loads], float)
+    if role == "client":
+        features = np.column_stack([features, np.ones(len(loads))])
+    seconds = np.array([max(load.cpu[role], LEAST) for load in loads])
+    request, token, turn, *_ = fit_positive(features, seconds).tolist()
+    return Hosted(role=role, request=request, token=token, turn=turn)
+
+
+KEY_VARIABLE: Final = "KVLOOM_API_KEY"  # that `kvloom bench serve` reads
+READY: Final = re.compile(r"Ready in .*?(http://\S+)")
+PATIENCE: Final = 600.0  # seconds for the server to start
+PROMPT: Final = 48  # tokens
+SHORTEST, LONGEST = 16, 96  # answers, in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """at_once: requests of each model; each is answered with `output` tokens."""
+
+    at_once: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked and answered."""
+
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """gateway, engines: their processes."""
+
+    url: str
+    gateway: int
+    engines: tuple[int, ...]
+
+    def cpu(self) -> dict[Role, float]:
+        loops = sum(main_thread_seconds(pid) for pid in self.engines)
+        return {"gateway": all_threads_seconds(self.gateway), "engine": loops, "client": _children_seconds()}
+
+
+def serving_loads(cost: Measured, models: Sequence[str], effort: Effort, most: int) -> list[Load]:
+    """Few and many at once, of answers that take about as long as the effort has them; as many of two tokens;
+    and a single token, after which a client has done little more than to start. most: requests at once."""
+    loads = []
+    for count in dict.fromkeys(min(count, most) for count in effort.at_once):
+        steps = [
+            cost.seconds(Work.decode(model, 1.0, [PROMPT] * count)) + cost.between(count) for model in models
+        ]
+        loads.append(Load(count, max(SHORTEST, min(LONGEST, round(effort.load_seconds / sum(steps))))))
+    return [*loads, Load(loads[-1].at_once, 2), Load(1, 1)]
+
+
+async def measure_serving(
+    arguments: Sequence[str],
+    key: str | None,
+    models: Sequence[str],
+    between: Callable[[int], float],
+    loads: Sequence[Load],
+    tell: Callable[[str], None],
+) -> tuple[Hosted, ...]:
+    """arguments: of `kvloom serve`, which serves these models with them. between: the loop's own work after a
+    step of so many sequences. Each load is asked by `kvloom bench serve`, in processes of its own, and the
+    first of them once more before, for what is done once. Raises ConfigError if they do not answer."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
+        async with _served(arguments) as server:
+            for i, load in enumerate((loads[0], *loads)):
+                tell(f"{load.at_once} requests at once of each model, {load.output} tokens each")
+                before = server.cpu()
+                asked = await _ask(server.url, key, models, load, Path(folder) / str(i), seed=i)
+                cpu = {role: after - before[role] for role, after in server.cpu().items()}
+                turns = len(models) * load.output
+                cpu["engine"] -= turns * between(load.at_once)
+                found.append(Loaded(asked.requests, asked.tokens, turns, cpu))
+    return parts(found[1:])
+
+
+@asynccontextmanager
+async def _served(arguments: Sequence[str]) -> AsyncIterator[Server]:
+    """Yields the server while it runs."""
+    process = await _kvloom({}, "serve", *arguments, "--host", "127.0.0.1", "--port", "0")
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(PATIENCE):
+            url = await _ready(process.stdout)
+        started = children(process.pid)
+        gateway = next(pid for pid, command in started.items() if GATEWAY in command)
+        engines = tuple(pid for pid, command in started.items() if ENGINE in command)
+        reading = asyncio.create_task(process.stdout.read())  # a full pipe would hold it up
+        try:
+            yield Server(url, gateway, engines)
+        finally:
+            reading.cancel()
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+async def _ready(output: asyncio.StreamReader) -> str:
+    """The URL, once it answers. Raises ConfigError if the server ends first."""
+    last = ""
+    async for line in output:
+        last = line.decode(errors="replace").strip() or last
+        if found := READY.search(last):
+            return found[1]
+    raise ConfigError(f"`kvloom serve` with this config did not start: {last}; one that it serves is right")
+
+
+async def _ask(url: str, key: str | None, models: Sequence[str], load: Load, place: Path, seed: int) -> Asked:
+    """Sends all of the load at once."""
+    requests = [
+        WorkloadRequest(at=0.0, model=model, prompt=PROMPT, output=load.output)
+        for _ in range(load.at_once)
+        for model in models
+    ]
+    workload, results = place.with_suffix(".jsonl"), place.with_suffix(".json")
+    write_workload(workload, Header(kvloom_workload=VERSION, seed=seed, models=tuple(models)), requests)
+    client = await _kvloom(
+        {KEY_VARIABLE: key} if key else {},
+        *("bench", "serve", "--url", url, "--workload", str(workload), "--json", str(results)),
+    )
+    try:
+        told, _ = await client.communicate()
+    finally:
+        if client.returncode is None:
+            client.kill()
+    total = read_results(results).total if results.exists() else None
+    if total is None or total.errors:
+        last = (told.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
+        raise ConfigError(f"the served models did not answer all: {last}; a config that works is right")
+    return Asked(total.requests, total.output_tokens)
+
+
+async def _kvloom(environment: Mapping[str, str], *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvloom.cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, **environment},
+    )
+
+
+def _children_seconds() -> float:
+    """CPU time of the children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,168 @@
+"""All measurements of a profile, from loaded models to the file's contents."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from kvloom.config.machine import Machine
+from kvloom.lab.profile.beside import measure_pair, measure_pressed, measure_stalled, pairs, pressed_settings
+from kvloom.lab.profile.jobs import Limits, Setting, Stage, grid, shares
+from kvloom.lab.profile.stepping import PROMPT, WatchedExecutor, measure_steps
+from kvloom.plan.cost.profile import Computer, Doing, Profile, Stepped, Timed
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.types.spec import EngineSpec
+
+STEPPED: Final = (1, 8, 64)  # sequences under the engine
+PACKAGES: Final = ("kvloom", "torch", "transformers", "numba")
+
+Tell = Callable[[str, float], None]  # what is being done, and which part of all is done
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """rounds: through all jobs, in another order each time, so that the machine's own swings spread over
+    them. repeats: of a job in a round, but for one that takes longer than `patience` seconds, which runs
+    once. steps: of the engine. load_seconds: of each load that the server is asked, about; at_once: requests
+    of each model in them."""
+
+    rounds: int = 3
+    repeats: int = 3
+    patience: float = 0.1
+    steps: int = 40
+    quick: bool = False
+    load_seconds: float = 3.0
+    at_once: tuple[int, ...] = (1, 4, 16, 64)
+
+
+QUICK: Final = Effort(1, 2, 0.01, 6, quick=True, load_seconds=0.1, at_once=(4,))
+
+
+async def measure(
+    executor: WatchedExecutor,
+    spec: EngineSpec,
+    shapes: Mapping[str, ModelShape],
+    computer: Computer,
+    effort: Effort,
+    temperature: float,
+    tell: Tell,
+) -> Profile:
+    """The executor has the models of `spec`."""
+    stage, cores = Stage(executor, temperature=temperature), executor.compute
+    limits = {name: stage.limits(name, spec.chunk_tokens, spec.max_running) for name in shapes}
+    settings = [
+        setting
+        for name in shapes
+        for share in shares(cores)
+        for setting in grid(name, share, limits[name], quick=effort.quick)
+    ]
+    both = pairs(list(shapes), cores, limits)
+    beside = [
+        setting
+        for name in shapes
+        for setting in pressed_settings(name, cores, limits[name], quick=effort.quick)
+    ]
+    done = _Done(effort.rounds * len(settings) + 4 * len(both) + 10 * len(beside) + 8 * len(shapes), tell)
+    jobs = await _jobs(stage, settings, cores, effort, done)
+    crowded = []
+    for pair in both:
+        done.tell(f"{Stage.told(pair[0])} beside {pair[1].model} {pair[1].phase.value}", 4)
+        crowded += await measure_pair(stage, pair, effort.repeats)
+    done.tell("jobs beside busy processes", 6 * len(beside))
+    pressed = await measure_pressed(stage, beside, computer.cores, effort.repeats)
+    done.tell("jobs beside the loop's work", 4 * len(beside))
+    stalled = await measure_stalled(stage, beside, effort.repeats)
+    steps = []
+    for name in shapes:
+        done.tell(f"{name} under the engine", 8)
+        steps += await _steps(executor, spec, name, limits[name], effort)
+    tell("done", 1.0)
+    return Profile(
+        computer=computer,
+        cores=cores,
+        block_bytes=spec.block_bytes,
+        temperature=temperature,
+        shapes=dict(shapes),
+        jobs=jobs,
+        crowded=tuple(crowded),
+        steps=tuple(steps),
+        pressed=tuple(pressed),
+        stalled=tuple(stalled),
+    )
+
+
+async def _jobs(
+    stage: Stage, settings: list[Setting], cores: int, effort: Effort, done: _Done
+) -> tuple[Timed, ...]:
+    """Measures each alone, round by round."""
+    seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    rng, order = random.Random(0), list(settings)
+    for _ in range(effort.rounds):
+        rng.shuffle(order)
+        for setting in order:
+            done.tell(Stage.told(setting))
+            seconds[setting] += await _timed(stage, setting, effort)
+    return tuple(
+        Timed(doing=Doing.of(setting.work(cores), setting.cores), seconds=tuple(found))
+        for setting, found in seconds.items()
+    )
+
+
+async def _timed(stage: Stage, setting: Setting, effort: Effort) -> list[float]:
+    with stage.placed(setting) as ids:
+        first = await stage.run(setting, ids)
+        if first > effort.patience:
+            return [first]
+        return [await stage.run(setting, ids) for _ in range(effort.repeats)]
+
+
+async def _steps(
+    executor: WatchedExecutor, spec: EngineSpec, model: str, limits: Limits, effort: Effort
+) -> list[Stepped]:
+    found = []
+    steps = min(effort.steps, limits.context - PROMPT)
+    for sequences in STEPPED[: 2 if effort.quick else None]:
+        room = sequences * (PROMPT + steps + limits.page) <= limits.tokens
+        if steps > 2 and room and sequences <= limits.batch:
+            stepped = await measure_steps(executor, spec, model, sequences, steps)
+            found += [stepped] if stepped else []
+    return found
+
+
+class _Done:
+    """Which part of all is done."""
+
+    def __init__(self, whole: int, tell: Tell) -> None:
+        self._whole, self._tell = whole, tell
+        self._begun = 0
+
+    def tell(self, what: str, parts: int = 1) -> None:
+        """`what` begins, so many parts of the whole."""
+        self._tell(what, self._begun / self._whole)
+        self._begun += parts
+
+
+def this_computer() -> Computer:
+    machine = Machine.here()
+    return Computer(
+        cpu=_cpu(),
+        cores=machine.cores,
+        memory=machine.memory,
+        load=round(os.getloadavg()[0], 2),
+        system=platform.platform(),
+        versions={package: metadata.version(package) for package in PACKAGES},
+    )
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()

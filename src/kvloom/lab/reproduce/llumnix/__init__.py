@@ -1,0 +1,18 @@
+"""Llumnix (Sun et al., OSDI 2024): the experiments of its section 6."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvloom.lab.reproduce.llumnix.downtime import figure_10
+from kvloom.lab.reproduce.llumnix.scaling import section_65, section_66
+from kvloom.lab.reproduce.llumnix.serving import figure_11, section_64
+from kvloom.lab.reproduce.report import Experiment
+
+EXPERIMENTS: Final = (
+    Experiment("10", figure_10),
+    Experiment("11", figure_11),
+    Experiment("section-6.4", section_64),
+    Experiment("section-6.5", section_65),
+    Experiment("section-6.6", section_66),
+)

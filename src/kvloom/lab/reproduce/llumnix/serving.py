@@ -1,0 +1,303 @@
+"""Serving under load (section 6.3, figure 11), and with urgent requests (section 6.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Final, NamedTuple
+
+from msgspec import structs
+
+from kvloom.lab.reproduce.llumnix.setup import (
+    BURSTGPT,
+    BY_REPORTS,
+    INFAAS,
+    INSTANCES,
+    LLUMNIX,
+    LONG,
+    MEDIUM,
+    POOL,
+    ROUND_ROBIN,
+    SHAREGPT,
+    SHORT,
+    SIZES,
+    Curves,
+    Point,
+    System,
+    Traffic,
+    latencies,
+    make_units,
+    play_outcomes,
+    play_point,
+    read_curves,
+)
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, part_of
+from kvloom.lab.workload.arrivals import gamma
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
+from kvloom.types.request import Level
+
+SYSTEMS: Final[Mapping[str, tuple[System, ...]]] = {
+    SHAREGPT.name: (ROUND_ROBIN, BY_REPORTS, INFAAS, LLUMNIX),
+    BURSTGPT.name: (ROUND_ROBIN, BY_REPORTS, INFAAS, LLUMNIX),
+    MEDIUM.name: (BY_REPORTS, INFAAS, LLUMNIX),  # round-robin is not drawn there
+    LONG.name: (BY_REPORTS, INFAAS, LLUMNIX),
+}
+CURVES: Final = {BY_REPORTS.name: INFAAS.name}  # in the paper, where it is another's
+TRAFFICS: Final = (SHAREGPT, BURSTGPT, MEDIUM, LONG)
+EQUAL: Final = 0.02  # of it two latencies count as equal
+BETTER: Final = 3.0  # times as short as under INFaaS++ at its best rate, in every curve of the paper
+MUCH_BETTER: Final = 9.0  # than under round-robin
+
+_HEADS: Final = (
+    "", "req/s", "system", "prefill", "P99", "decode", "P99", "request", "P99", "preempted", "moved",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    traffic: Traffic
+    rate: float
+    system: System
+    point: Point
+
+
+def figure_11(scale: Scale, tell: Tell) -> Report:
+    """Plays all systems over the published rates."""
+    curves = read_curves()
+    chosen = TRAFFICS if scale == "full" else (SHAREGPT,)
+    plan = [
+        (traffic, rate, system)
+        for traffic in chosen
+        for rate in (traffic.rates if scale == "full" else traffic.rates[-1:])
+        for system in SYSTEMS[traffic.name]
+    ]
+    runs = []
+    for at, (traffic, rate, system) in enumerate(plan):
+        runs.append(_run(traffic, rate, system, scale, part_of(tell, at, len(plan))))
+    return report_11(runs, curves)
+
+
+def _run(traffic: Traffic, rate: float, system: System, scale: Scale, tell: Tell) -> Run:
+    instances, requests = SIZES[scale]
+    over = count(1)
+    point = play_point(
+        system,
+        make_units(instances),
+        traffic.requests(rate * instances / INSTANCES, requests),
+        lambda _: tell(f"{traffic.name}, {rate:g} req/s, {system.name}", next(over) / requests),
+    )
+    return Run(traffic, rate, system, point)
+
+
+def report_11(runs: Sequence[Run], curves: Curves) -> Report:
+    """runs: of each rate all of its systems, Llumnix last."""
+    return Report(
+        name="figure 11",
+        title="16 LLaMA-7B on A10: P99 to the first token, and between tokens",
+        cells=tuple(cell for run in runs for cell in _cells(run, curves)),
+        claims=tuple(
+            claim
+            for name in dict.fromkeys(run.traffic.name for run in runs)
+            for claim in _claims(name, [run for run in runs if run.traffic.name == name])
+        ),
+        grids=(Grid(title="ours, means and P99", heads=_HEADS, rows=tuple(map(_row, runs))),),
+    )
+
+
+def _cells(run: Run, curves: Curves) -> Iterator[Cell]:
+    measures = (
+        ("P99 prefill, s", "prefill_p99_s", run.point.prefill.p99, 1),
+        ("P99 decode, ms", "decode_p99_s", run.point.decode.p99, 1000),
+    )
+    for column, measure, ours, unit in measures:
+        name = CURVES.get(run.system.name, run.system.name)
+        paper = curves.at(run.traffic.name, measure, name, run.rate)
+        row = f"{run.traffic.name}, {run.rate:g} req/s, {run.system.name}"
+        yield Cell(row=row, column=column, paper=paper and paper * unit, ours=ours * unit)
+
+
+def _claims(name: str, runs: Sequence[Run]) -> Iterator[Claim]:
+    for over in (INFAAS, BY_REPORTS):
+        yield _no_worse(f"{name}: P99 prefill is never longer", runs, over, prefill_p99)
+        yield _no_worse(f"{name}: P99 decode is never longer", runs, over, decode_p99)
+        yield _at_best(name, runs, over, BETTER)
+    if any(run.system is ROUND_ROBIN for run in runs):
+        yield _at_best(name, runs, ROUND_ROBIN, MUCH_BETTER)
+
+
+def prefill_p99(point: Point) -> float:
+    return point.prefill.p99
+
+
+def decode_p99(point: Point) -> float:
+    return point.decode.p99
+
+
+def _gains(runs: Sequence[Run], over: System, of: Callable[[Point], float]) -> list[tuple[float, float]]:
+    """Returns how many times as short it is under Llumnix, and at which rate."""
+    found = {(run.rate, run.system.name): of(run.point) for run in runs}
+    rates = dict.fromkeys(run.rate for run in runs)
+    return [(found[rate, over.name] / found[rate, LLUMNIX.name], rate) for rate in rates]
+
+
+def _no_worse(said: str, runs: Sequence[Run], over: System, of: Callable[[Point], float]) -> Claim:
+    (least, at), (most, best) = (pick(_gains(runs, over, of)) for pick in (min, max))
+    return Claim(
+        said=f"{said} than under {over.name}",
+        holds=least >= 1 - EQUAL,
+        found=f"{least:.2f}× as short at the least ({at:g} req/s), {most:.2f}× at the most ({best:g})",
+    )
+
+
+def _at_best(name: str, runs: Sequence[Run], over: System, times: float) -> Claim:
+    most, rate = max(_gains(runs, over, prefill_p99))
+    return Claim(
+        said=f"{name}: at the best rate P99 prefill is {times:g}× as short as under {over.name}, or shorter",
+        holds=most >= times,
+        found=f"{most:.2f}× at {rate:g} req/s",
+    )
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    point = run.point
+    times = (
+        f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+        for measure in (point.prefill, point.decode, point.request)
+        for seconds in (measure.mean, measure.p99)
+    )
+    counts = f"{point.preemptions:,}", f"{point.moved:,}" if run.system.rescheduling else "–"
+    return (run.traffic.name, f"{run.rate:g}", run.system.name, *times, *counts)
+
+
+RATE: Final = 26.0
+URGENT: Final = 0.1  # of the requests
+TARGET: Final = 1600  # tokens of load beside which an urgent request is to run
+LEVELS: Final = (Level(-1, POOL - TARGET),)
+BURSTS: Final = (2, 4, 6, 8)  # the arrivals' coefficients of variation
+# Seconds of urgent requests without and with priorities: means of all, to the first token, P99 of that,
+# between tokens.
+PAPER: Final = {
+    2: ((6.64, 0.277, 2.40, 0.0532), (5.73, 0.096, 0.66, 0.0453)),
+    4: ((7.31, 0.627, 5.18, 0.0593), (5.75, 0.109, 0.59, 0.0455)),
+    6: ((8.25, 1.124, 7.60, 0.0664), (5.84, 0.131, 0.67, 0.0459)),
+    8: ((8.54, 1.419, 8.90, 0.0698), (5.68, 0.170, 0.90, 0.0456)),
+}
+FASTER, SLOWER = 1.3, 0.05  # urgent requests at the most bursts; the others
+_PRIORITY_COLUMNS: Final = ("mean", "mean prefill", "P99 prefill", "mean decode")
+
+
+class Seconds(NamedTuple):
+    """Means of whole requests, to the first token, its P99, and between tokens."""
+
+    request: float
+    prefill: float
+    prefill_p99: float
+    decode: float
+
+    @staticmethod
+    def of(results: Sequence[RequestResult]) -> Seconds:
+        prefill, decode, request = latencies(results)
+        return Seconds(request.mean, prefill.mean, prefill.p99, decode.mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    urgent: Seconds
+    others: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityRun:
+    """plain: where nobody knows what is urgent."""
+
+    burst: int
+    plain: Found
+    ranked: Found
+
+
+def section_64(scale: Scale, tell: Tell) -> Report:
+    """S-S in bursts; a tenth of the requests is urgent."""
+    bursts = BURSTS if scale == "full" else BURSTS[1:2]
+    runs = []
+    for at, cv in enumerate(bursts):
+        plain, ranked = (_played(cv, known, scale, part_of(tell, at, len(bursts))) for known in (False, True))
+        runs.append(PriorityRun(cv, plain, ranked))
+    return report_64(runs)
+
+
+def report_64(runs: Sequence[PriorityRun]) -> Report:
+    gains = [run.plain.urgent.request / run.ranked.urgent.request for run in runs]
+    losses = [run.ranked.others.request / run.plain.others.request - 1 for run in runs]
+    return Report(
+        name="section 6.4",
+        title=f"priorities: S-S, {RATE:g} req/s in bursts, {URGENT:.0%} urgent",
+        cells=tuple(cell for run in runs for cell in _priority_cells(run)),
+        claims=(
+            Claim(
+                said=f"urgent requests are {FASTER}× as fast at the highest CV, or faster",
+                holds=gains[-1] >= FASTER,
+                found=f"{gains[-1]:.2f}× at CV {runs[-1].burst}; {min(gains):.2f}× at the least, "
+                f"{max(gains):.2f}× at the most",
+            ),
+            Claim(
+                said=f"the others are slower by {SLOWER:.0%} at the most",
+                holds=max(losses) <= SLOWER,
+                found=f"by {max(losses):.1%} at the most",
+            ),
+        ),
+        grids=(
+            Grid(
+                title="seconds",
+                heads=("CV", "requests", "priorities", *_PRIORITY_COLUMNS),
+                rows=tuple(row for run in runs for row in _priority_rows(run)),
+            ),
+        ),
+    )
+
+
+def _priority_cells(run: PriorityRun) -> Iterator[Cell]:
+    old, new = PAPER[run.burst]
+    ours = zip(run.plain.urgent, run.ranked.urgent, strict=True)
+    for column, paper, (before, now) in zip(_PRIORITY_COLUMNS, zip(old, new, strict=True), ours, strict=True):
+        row = f"CV {run.burst}, urgent"
+        yield Cell(row=row, column=f"{column}: times as fast", paper=paper[0] / paper[1], ours=before / now)
+
+
+def _priority_rows(run: PriorityRun) -> Iterator[tuple[str, ...]]:
+    for known, found, paper in zip(("no", "yes"), (run.plain, run.ranked), PAPER[run.burst], strict=True):
+        for who, some in (
+            ("urgent, in the paper", paper),
+            ("urgent", found.urgent),
+            ("others", found.others),
+        ):
+            request, prefill, p99, decode = some
+            shown = f"{request:.2f}", f"{prefill:.3f}", f"{p99:.2f}", f"{decode:.4f}"
+            yield (str(run.burst), who, known, *shown)
+
+
+def _played(cv: float, ranked: bool, scale: Scale, tell: Tell) -> Found:
+    """ranked: whether anybody knows what is urgent."""
+    instances, requests = SIZES[scale]
+    asked = list(
+        replace(SHORT, gaps=gamma(cv), urgent=URGENT).requests(RATE * instances / INSTANCES, requests)
+    )
+    over = count(1)
+
+    def told(_: RequestResult) -> None:
+        tell(f"CV {cv:g}, {'with' if ranked else 'without'} priorities", (ranked + next(over) / requests) / 2)
+
+    played = asked if ranked else [_plain(request) for request in asked]
+    results = play_outcomes(LLUMNIX, make_units(instances, LEVELS if ranked else ()), played, told)
+    return told_apart(results, [one for one, request in zip(played, asked, strict=True) if request.priority])
+
+
+def told_apart(results: Sequence[RequestResult], urgent: Sequence[WorkloadRequest]) -> Found:
+    """urgent: requests of the results, these very ones: in a burst others come at the same time."""
+    known = {id(request) for request in urgent}
+    first, others = ([one for one in results if (id(one.request) in known) is own] for own in (True, False))
+    return Found(Seconds.of(first), Seconds.of(others))
+
+
+def _plain(request: WorkloadRequest) -> WorkloadRequest:
+    return structs.replace(request, priority=0)

@@ -1,0 +1,18 @@
+"""MuxServe (Duan et al., ICML 2024): the experiments of its section 4, and figure 3."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvloom.lab.reproduce.muxserve.ablation import figure_3, figure_8, figure_9, figure_10
+from kvloom.lab.reproduce.muxserve.end_to_end import figure_5, figure_7
+from kvloom.lab.reproduce.report import Experiment
+
+EXPERIMENTS: Final = (
+    Experiment("3", figure_3),
+    Experiment("5", figure_5),
+    Experiment("7", figure_7),
+    Experiment("8", figure_8),
+    Experiment("9", figure_9),
+    Experiment("10", figure_10),
+)

@@ -1,0 +1,230 @@
+"""What each part of MuxServe is worth (section 4.4, figures 8 to 10), and the cost model (figure 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvloom.lab.reproduce.muxserve.point import SECONDS, Load, Point, play_all
+from kvloom.lab.reproduce.muxserve.setup import (
+    DEVICE,
+    MUXSERVE,
+    PUBLISHED,
+    Served,
+    Setting10,
+    System,
+    falling,
+    like_sharegpt,
+    naive,
+    served,
+    together,
+)
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.roofline import Roofline
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.cost.work import Work
+
+_MODEL: Final = "llama-7b"
+_TOKENS: Final = 128  # of each sequence
+_SLIGHT: Final = 1.5  # times as long counts as little
+_SMALL, _LARGE, _PREFILL = "decode, batch 1", "decode, batch 128", "prefill, batch 1"
+
+
+def figure_3(_: Scale, tell: Tell) -> Report:
+    """The cost model against what the paper has measured."""
+    published = PUBLISHED.figure_3
+    ours = {row: [seconds(row, share) * 1e3 for share in published.shares] for row in published.rows}
+    tell("the cost model", 1.0)
+    cells = [
+        Cell(row=row, column=f"ms at {share:.0%}", paper=paper, ours=found)
+        for row, papers in published.rows.items()
+        for share, paper, found in zip(published.shares, papers, ours[row], strict=True)
+    ]
+    slower = {row: found[0] / found[-1] for row, found in ours.items()}
+    claims = (
+        Claim(
+            said="decode on 30 % of the multiprocessors takes little longer than on all",
+            holds=slower[_SMALL] <= _SLIGHT,
+            found=f"{slower[_SMALL]:.2f}× in batches of 1, {slower[_LARGE]:.2f}× of 128",
+        ),
+        Claim(
+            said="prefill takes longer by more than decode does",
+            holds=slower[_PREFILL] > slower[_SMALL],
+            found=f"{slower[_PREFILL]:.2f}× against {slower[_SMALL]:.2f}×",
+        ),
+    )
+    return Report(
+        name="figure 3",
+        title="a job's latency by its share of the device, LLaMA-7B, 128 tokens",
+        cells=tuple(cells),
+        claims=claims,
+    )
+
+
+def seconds(row: str, share: float) -> float:
+    """Returns the seconds of one of the figure's jobs."""
+    cost = Roofline(find_device(DEVICE), 1, {_MODEL: find_shape(_MODEL)})
+    phase, batch = row.split(", batch ")
+    works = {"prefill": Work.prefill, "decode": Work.decode}
+    return cost.seconds(works[phase](_MODEL, share, [_TOKENS] * int(batch)))
+
+
+NAIVE: Final = System("naive placement", naive)
+PARTS: Final = System("in parts", together, policy="partitioned", quotas="fixed")
+SEPARATED: Final = System("separated phases", together, quotas="fixed")
+UNIFIED: Final = System("unified memory", together)
+
+# The paper tells how many LLMs, that half of them are popular and have more than 70 % of the requests, and
+# nothing of sizes and rates.
+PLACED: Final[tuple[tuple[str, tuple[Served, ...], int], ...]] = (
+    ("4 LLMs on 8 GPUs", served(("7b", "13b", "7b", "30b"), (20.0, 20.0, 6.0, 6.0)), 8),
+    (
+        "7 LLMs on 16 GPUs",
+        served(("7b", "7b", "13b", "7b", "7b", "13b", "30b"), (20.0, 20.0, 20.0, 6.0, 6.0, 6.0, 6.0)),
+        16,
+    ),
+)
+ALPHAS: Final = (0.7, 1.3, 2.1)
+MANAGED: Final = ("7b", "7b", "13b", "30b")
+TOP: Final = 10.0  # requests a second
+_SLO: Final = 8
+
+
+def figure_8(scale: Scale, tell: Tell) -> Report:
+    """Placement by algorithm 1 against the naive one."""
+    runs = [
+        (system, Load(models, gpus, SECONDS[scale]))
+        for _, models, gpus in PLACED
+        for system in (NAIVE, MUXSERVE)
+    ]
+    points = play_all(runs, tell)
+    cells, rows = [], []
+    for (name, models, _), poor, good in zip(PLACED, points[::2], points[1::2], strict=True):
+        gain = good.weighted(models) / poor.weighted(models)
+        paper = PUBLISHED.figure_8.gain if name == PLACED[-1][0] else None
+        cells.append(Cell(row=name, column="throughput over the naive placement's", paper=paper, ours=gain))
+        rows += [
+            (name, system.name, f"{point.weighted(models):.2f}", f"{point.total:.2f}")
+            for system, point in ((NAIVE, poor), (MUXSERVE, good))
+        ]
+    grid = Grid(title="req/s", heads=("", "placement", "weighted with rates", "in all"), rows=tuple(rows))
+    return Report(name="figure 8", title="the placement", cells=tuple(cells), grids=(grid,))
+
+
+def figure_9(scale: Scale, tell: Tell) -> Report:
+    """4 LLMs on 4 GPUs: compute and memory in parts; phases apart; and one pool for all."""
+    alphas = ALPHAS if scale == "full" else ALPHAS[:1]
+    systems = (PARTS, SEPARATED, UNIFIED)
+    loads = [Load(falling(MANAGED, alpha, TOP), 4, SECONDS[scale], after=SECONDS[scale]) for alpha in alphas]
+    points = play_all([(system, load) for load in loads for system in systems], tell)
+    by_load = [points[at : at + 3] for at in range(0, len(points), 3)]
+    weighted = [
+        [point.weighted(load.models) for point in found] for load, found in zip(loads, by_load, strict=True)
+    ]
+    in_time = [[point.attained[_SLO] for point in found] for found in by_load]
+    published = PUBLISHED.figure_9
+    gains = (
+        ("throughput by separated phases", published.separation, [b / a for a, b, _ in weighted]),
+        ("throughput by one pool, besides", published.unified, [c / b for _, b, c in weighted]),
+        (f"requests within {_SLO}×, by one pool", published.attained, [c / b for _, b, c in in_time if b]),
+    )
+    grid = Grid(
+        title=f"req/s weighted with rates, and requests within {_SLO}× of what they take alone",
+        heads=("α", *(system.name for system in systems)),
+        rows=tuple(
+            (f"{alpha:g}", *(f"{rate:.2f}, {part:.0%}" for rate, part in zip(rates, parts, strict=True)))
+            for alpha, rates, parts in zip(alphas, weighted, in_time, strict=True)
+        ),
+    )
+    return Report(
+        name="figure 9",
+        title="the resource manager, 4 LLMs on 4 GPUs",
+        cells=tuple(
+            Cell(row="at best", column=f"times the {what}", paper=paper, ours=max(found, default=0.0))
+            for what, paper, found in gains
+        ),
+        grids=(grid,),
+    )
+
+
+GPUS: Final = 4
+LONGER: Final = 2  # times, than this figure's other loads: a pool of 200 GB takes a while to fill
+POLICIES: Final = (
+    System("FCFS", together, policy="fcfs", shares="whole"),
+    System("round-robin", together, policy="round-robin"),
+    System("ADBS", together),
+)
+SETTINGS: Final[tuple[tuple[str, Setting10, tuple[Served, ...]], ...]] = (
+    (
+        "(a) 30B, 13B, 7B",
+        PUBLISHED.figure_10.a,
+        (
+            Served("30b", "30b", 2.0, like_sharegpt(322, 676)),
+            Served("13b", "13b", 8.0),
+            Served("7b", "7b", 8.0),
+        ),
+    ),
+    (
+        "(b) 65B, 30B",
+        PUBLISHED.figure_10.b,
+        (
+            Served("65b", "65b", 1.0, like_sharegpt(778, 251)),
+            Served("30b", "30b", 8.0, like_sharegpt(128, 126)),
+        ),
+    ),
+)
+
+
+def figure_10(scale: Scale, tell: Tell) -> Report:
+    """Models that share a unit, under each policy."""
+    seconds = LONGER * SECONDS[scale]
+    runs = [(policy, Load(models, GPUS, seconds)) for _, _, models in SETTINGS for policy in POLICIES]
+    points = play_all(runs, tell)
+    cells: list[Cell] = []
+    rows: list[tuple[str, ...]] = []
+    for (name, paper, models), at in zip(SETTINGS, range(0, len(points), len(POLICIES)), strict=True):
+        found = points[at : at + len(POLICIES)]
+        cells += _cells(name, paper, models, found)
+        rows += [
+            (name, policy.name, f"{point.total:.2f}", _shares(point), told)
+            for policy, point, told in zip(POLICIES, found, _published_shares(paper), strict=True)
+        ]
+    grid = Grid(
+        title="All requests, and who has how many of the blocks",
+        heads=("", "policy", "req/s in all", "% of the blocks", "in the paper"),
+        rows=tuple(rows),
+    )
+    return Report(
+        name="figure 10",
+        title="batching policies on 4 GPUs: req/s weighted with rates",
+        cells=tuple(cells),
+        grids=(grid,),
+    )
+
+
+def _cells(name: str, paper: Setting10, models: Sequence[Served], points: Sequence[Point]) -> list[Cell]:
+    ours = [point.weighted(models) for point in points]
+    cells = [
+        Cell(row=name, column=policy.name, paper=told, ours=found)
+        for policy, told, found in zip(POLICIES, paper.weighted, ours, strict=True)
+    ]
+    cells += [
+        Cell(
+            row=name,
+            column=f"ADBS over {POLICIES[at].name}",
+            paper=paper.weighted[-1] / paper.weighted[at],
+            ours=ours[-1] / ours[at],
+        )
+        for at in range(2)
+    ]
+    return cells
+
+
+def _shares(point: Point) -> str:
+    return " : ".join(f"{100 * part:.0f}" for part in point.blocks.values())
+
+
+def _published_shares(paper: Setting10) -> list[str]:
+    told = [" : ".join(f"{part:g}" for part in parts) for parts in paper.blocks]
+    return told or ["–"] * len(POLICIES)

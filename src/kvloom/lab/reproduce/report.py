@@ -1,0 +1,171 @@
+"""What a paper found in one experiment and what is found here, and the tables that show both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from msgspec import Struct
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+Scale = Literal["small", "full"]
+Tell = Callable[[str, float], None]  # what is done now, and the part of the experiment done already
+
+AGREES: Final = 0.10  # by which the larger of two numbers may exceed the smaller
+NEAR: Final = 0.25
+
+
+def part_of(tell: Tell, at: int, of: int) -> Tell:
+    """Returns a `Tell` for the `at`-th of so many parts, counted from 0."""
+    return lambda what, part: tell(what, (at + part) / of)
+
+
+class Cell(Struct, frozen=True, kw_only=True):
+    """One number, and where it stands. `paper` is None if the paper tells none."""
+
+    row: str
+    column: str
+    paper: float | None
+    ours: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the paper's."""
+        return self.ours / self.paper if self.paper else None
+
+    @property
+    def verdict(self) -> str:
+        ratio = self.ratio
+        if ratio is None:
+            return ""
+        off = (max(ratio, 1 / ratio) if ratio > 0 else float("inf")) - 1
+        return "agrees" if off <= AGREES else "near" if off <= NEAR else "differs"
+
+
+class Claim(Struct, frozen=True, kw_only=True):
+    """What the paper says of its figure, and what is found here, in a few words."""
+
+    said: str
+    holds: bool
+    found: str
+
+    @property
+    def verdict(self) -> str:
+        return "holds" if self.holds else "fails"
+
+
+class Grid(Struct, frozen=True, kw_only=True):
+    """Numbers of ours that are drawn in the paper, and not told: as text, a row each."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """All of one figure or table. Its name is as `figure 10`."""
+
+    name: str
+    title: str
+    cells: tuple[Cell, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    grids: tuple[Grid, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """name: of its figure (`10`) or table (`table-3`). run: raises ConfigError."""
+
+    name: str
+    run: Callable[[Scale, Tell], Report]
+
+
+_STYLES: Final = {"agrees": "green", "holds": "green", "near": "yellow", "differs": "red", "fails": "red"}
+_CELL_HEADS: Final = ("", "", "paper", "ours", "ratio", "verdict")
+_CLAIM_HEADS: Final = ("the paper says", "found here", "verdict")
+
+
+def show_report(report: Report) -> Group:
+    """Returns the report for a terminal."""
+    title = f"{report.name}: {report.title}"
+    parts: list[Table | Text] = [Text(""), Text(title, style="bold")]
+    if report.cells:
+        parts.append(_table(_CELL_HEADS, map(_cell, report.cells), right=range(2, 5)))
+    if report.claims:
+        parts.append(_table(_CLAIM_HEADS, map(_claim, report.claims)))
+    for grid in report.grids:
+        parts += [Text(grid.title), _table(grid.heads, grid.rows, right=_numbers(grid))]
+    return Group(*parts)
+
+
+def markdown(report: Report) -> str:
+    """Returns the report for a page."""
+    parts = [f"### {report.name[0].upper()}{report.name[1:]}: {report.title}"]
+    if report.cells:
+        parts.append(_lines(_CELL_HEADS, map(_cell, report.cells), right=range(2, 5)))
+    if report.claims:
+        parts.append(_lines(_CLAIM_HEADS, map(_claim, report.claims)))
+    for grid in report.grids:
+        parts += [f"{grid.title}:", _lines(grid.heads, grid.rows, right=_numbers(grid))]
+    return "\n\n".join(parts) + "\n"
+
+
+def verdicts(reports: Iterable[Report]) -> dict[str, int]:
+    """Returns how often each verdict was found."""
+    found = dict.fromkeys(_STYLES, 0)
+    for report in reports:
+        told = [*(cell.verdict for cell in report.cells), *(claim.verdict for claim in report.claims)]
+        for verdict in filter(None, told):
+            found[verdict] += 1
+    return found
+
+
+def _cell(cell: Cell) -> tuple[str, ...]:
+    paper, ratio = cell.paper, cell.ratio
+    return (
+        cell.row,
+        cell.column,
+        "–" if paper is None else _number(paper),
+        _number(cell.ours),
+        "–" if ratio is None else f"{ratio:.2f}",
+        cell.verdict,
+    )
+
+
+def _claim(claim: Claim) -> tuple[str, ...]:
+    return claim.said, claim.found, claim.verdict
+
+
+def _numbers(grid: Grid) -> list[int]:
+    """Columns of numbers, beside the first one."""
+    return [i for i in range(1, len(grid.heads)) if all(row[i][:1].isdigit() for row in grid.rows)]
+
+
+def _number(value: float) -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], right: Sequence[int] = ()) -> Table:
+    table = Table()
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="right" if i in right else "left")
+    for row in rows:
+        table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in row))
+    return table
+
+
+def _lines(heads: Sequence[str], rows: Iterable[tuple[str, ...]], right: Sequence[int] = ()) -> str:
+    def lines() -> Iterator[str]:
+        yield _line(heads)
+        yield _line(["---:" if i in right else "---" for i in range(len(heads))])
+        yield from map(_line, rows)
+
+    return "\n".join(lines())
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,240 @@
+"""How much the hot model answers, and how fast, on each platform and trace (section 5): figures 4 and 6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.lab.reproduce.weaver.point import Load, Point, play_points
+from kvloom.lab.reproduce.weaver.setup import (
+    AZURE,
+    BARE_MUXSERVE,
+    BARE_TEMPORAL,
+    BURSTGPT,
+    DEDICATED,
+    LONG,
+    MUXSERVE,
+    TEMPORAL,
+    WEAVER,
+    System,
+    Trace,
+)
+
+# What the paper tells in numbers: figure 4, Azure-Conv on A100
+DEDICATED_MOST: Final = 15.0  # requests a second
+WEAVER_MOST: Final = 22.0
+DEDICATED_BATCH: Final = 118  # at DEDICATED_MOST
+WEAVER_BATCH: Final = 231  # at WEAVER_MOST
+FILLED: Final = {"dedicated": 88.9, "hot": 46.9, "lent": 36.7}  # % of a pool, all at DEDICATED_MOST
+
+# figure 4, the best of its traces
+OVER_DEDICATED: Final = 1.60
+OVER_MUXSERVE: Final = {"A100-40": 1.22, "L40S": 1.77}
+LOW_COLD: Final = 1.04  # times the cold model's time a token, at low rates
+QUICKER: Final = 39.0  # % of the hot model's time a token, at the most, against dedicated at high rates
+HIGH_COLD: Final = 5.0  # ms by which it is longer at high ones, at the most
+
+LONG_OVER_MUXSERVE: Final = 1.42  # figure 6
+LONG_COLD: Final = 8.0  # ms of the cold model, at the most
+
+SYSTEMS: Final[Mapping[str, tuple[System, ...]]] = {
+    "A100-40": (DEDICATED, TEMPORAL, BARE_TEMPORAL, MUXSERVE, BARE_MUXSERVE, WEAVER),
+    "L40S": (DEDICATED, TEMPORAL, BARE_TEMPORAL, WEAVER),  # without MPS, as in the paper
+}
+FLOOD: Final[Mapping[str, float]] = {
+    "A100-40": 28.0,
+    "L40S": 20.0,
+}  # requests a second: more than any answers
+SECONDS: Final[Mapping[Scale, float]] = {"full": 36.0, "small": 6.0}
+"""Seconds for which requests come if answers are as long as Azure's; longer for longer ones, up to
+AT_MOST."""
+
+AT_MOST: Final = 100.0
+
+LOW: Final = 5.0  # requests a second, at which nothing is short
+HIGH: Final = DEDICATED_MOST
+_SLIGHT: Final = 1.15  # times
+_SLACK: Final = 0.05
+_HEADS: Final = ("", "req/s", "system", "answered", "hot, ms", "P99", "cold, ms", "P99", "batch", "pools, %")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """rate: asked for; None if it is more than can be answered."""
+
+    system: System
+    load: Load
+    rate: float | None
+    point: Point
+
+    @property
+    def where(self) -> str:
+        return f"{self.load.device}, {self.load.trace.name}"
+
+
+Plan = list[tuple[System, Load, float | None]]
+
+
+def seconds_of(trace: Trace, scale: Scale) -> float:
+    return min(AT_MOST, SECONDS[scale] * trace.output / AZURE.output)
+
+
+def play_all(plan: Plan, tell: Tell) -> list[Run]:
+    points = play_points([(system, load) for system, load, _ in plan], tell)
+    return [Run(*one, point) for one, point in zip(plan, points, strict=True)]
+
+
+def floods(device: str, trace: Trace, scale: Scale) -> Plan:
+    """Returns a plan in which each system is asked for more than it can answer."""
+    load = Load(device, trace, FLOOD[device], seconds_of(trace, scale))
+    return [(system, load, None) for system in SYSTEMS[device]]
+
+
+def _steady(device: str, trace: Trace, rates: Sequence[float], scale: Scale) -> Plan:
+    return [
+        (system, Load(device, trace, rate, seconds_of(trace, scale)), rate)
+        for rate in rates
+        for system in (DEDICATED, WEAVER)
+    ]
+
+
+def figure_4(scale: Scale, tell: Tell) -> Report:
+    """Finds what each system answers at most, and how fast it is below that."""
+    cases = [(device, trace) for device in SYSTEMS for trace in (BURSTGPT, AZURE)]
+    if scale == "small":
+        cases = [("A100-40", AZURE)]
+    plan = [one for device, trace in cases for one in floods(device, trace, scale)]
+    plan += _steady("A100-40", AZURE, (LOW, HIGH), scale)
+    runs = play_all(plan, tell)
+    most = {(run.where, run.system.name): run for run in runs if run.rate is None}
+    steady = {(run.rate, run.system.name): run.point for run in runs if run.rate is not None}
+    return Report(
+        name="figure 4",
+        title="the hot model's throughput, and time a token, at 1 req/s of the cold model",
+        cells=(*_azure(most, steady), *_best(most)),
+        claims=(*_orders(most), *_paces(steady)),
+        grids=(Grid(title="All points", heads=_HEADS, rows=tuple(map(row, runs))),),
+    )
+
+
+def _azure(most: Mapping[tuple[str, str], Run], steady: Mapping[tuple[float, str], Point]) -> list[Cell]:
+    where = f"A100-40, {AZURE.name}"
+    dedicated, weaver = (most[where, system.name].point for system in (DEDICATED, WEAVER))
+    at_most, high, woven = "at most", steady[HIGH, DEDICATED.name], steady[HIGH, WEAVER.name]
+    told = (
+        (at_most, "dedicated, req/s", DEDICATED_MOST, dedicated.hot.rate),
+        (at_most, "Weaver, req/s", WEAVER_MOST, weaver.hot.rate),
+        (at_most, "Weaver over dedicated", WEAVER_MOST / DEDICATED_MOST,
+         weaver.hot.rate / dedicated.hot.rate),
+        (at_most, "Weaver, batch", WEAVER_BATCH, weaver.hot.batch),
+        (f"{HIGH:g} req/s", "dedicated, batch", DEDICATED_BATCH, high.hot.batch),
+        (f"{HIGH:g} req/s", "Weaver, % of the hot pool", FILLED["hot"], 100 * woven.filled["hot"]),
+        (f"{HIGH:g} req/s", "Weaver, % of the cold pool lent", FILLED["lent"],
+         100 * woven.filled.get("lent", 0.0)),
+    )  # fmt: skip
+    return [
+        Cell(row=f"{where}, {row}", column=column, paper=paper, ours=ours)
+        for row, column, paper, ours in told
+    ]
+
+
+def ratio(most: Mapping[tuple[str, str], Run], where: str, over: System) -> float:
+    return most[where, WEAVER.name].point.hot.rate / most[where, over.name].point.hot.rate
+
+
+def _best(most: Mapping[tuple[str, str], Run]) -> list[Cell]:
+    """The paper tells the best of its traces."""
+    places = list(dict.fromkeys(where for where, _ in most))
+    best = max(ratio(most, where, DEDICATED) for where in places)
+    cells = [Cell(row="the best case", column="Weaver over dedicated", paper=OVER_DEDICATED, ours=best)]
+    muxserve = (
+        ("A100-40", MUXSERVE),
+        ("A100-40", BARE_MUXSERVE),
+        ("L40S", TEMPORAL),
+        ("L40S", BARE_TEMPORAL),
+    )
+    for device, system in muxserve:
+        found = [ratio(most, where, system) for where in places if where.startswith(device)]
+        if found:
+            paper = OVER_MUXSERVE[device]
+            column = f"Weaver over {system.name}"
+            cells.append(Cell(row=f"the best case, {device}", column=column, paper=paper, ours=max(found)))
+    return cells
+
+
+def _orders(most: Mapping[tuple[str, str], Run]) -> list[Claim]:
+    claims = []
+    for where in dict.fromkeys(where for where, _ in most):
+        rates = {name: run.point.hot.rate for (at, name), run in most.items() if at == where}
+        bare = {BARE_MUXSERVE.name, BARE_TEMPORAL.name}
+        for runtime, left_out in (("with MuxServe's runtime", bare), ("whatever the runtime", set[str]())):
+            among = {name: rate for name, rate in rates.items() if name not in left_out}
+            claims.append(
+                Claim(
+                    said=f"{where}: Weaver answers most, {runtime}",
+                    holds=max(among.values()) == among[WEAVER.name],
+                    found=", ".join(f"{name} {rate:.1f}" for name, rate in among.items()) + " req/s",
+                )
+            )
+    return claims
+
+
+def _paces(steady: Mapping[tuple[float, str], Point]) -> list[Claim]:
+    def pair(rate: float) -> tuple[Point, Point]:
+        return steady[rate, DEDICATED.name], steady[rate, WEAVER.name]
+
+    (alone, woven), (late, better) = pair(LOW), pair(HIGH)
+    slower, more = woven.hot.tpot / alone.hot.tpot, 1e3 * (better.cold.tpot - late.cold.tpot)
+    cold = woven.cold.tpot / alone.cold.tpot if alone.cold.tpot else 1.0
+    quicker = 100 * (1 - better.hot.tpot / late.hot.tpot)
+    return [
+        Claim(
+            said="at low rates the hot model's time a token is slightly longer than under dedicated",
+            holds=1.0 <= slower <= _SLIGHT,
+            found=f"{slower:.2f}× at {LOW:g} req/s",
+        ),
+        Claim(
+            said="at high rates it is shorter, by up to 39 %",
+            holds=quicker >= QUICKER * (1 - _SLACK),
+            found=f"by {quicker:.0f} % at {HIGH:g} req/s",
+        ),
+        Claim(
+            said="the cold model takes 1.04× as long at low rates",
+            holds=cold <= LOW_COLD * (1 + _SLACK),
+            found=f"{cold:.2f}×",
+        ),
+        Claim(
+            said="and 3 to 5 ms longer at high ones, in the mean",
+            holds=more <= HIGH_COLD,
+            found=f"{more:.1f} ms at {HIGH:g} req/s",
+        ),
+    ]
+
+
+def row(run: Run) -> tuple[str, ...]:
+    hot, cold = run.point.hot, run.point.cold
+    pools = " ".join(f"{name} {100 * part:.0f}" for name, part in run.point.filled.items())
+    times = (f"{1e3 * seconds:.1f}" for seconds in (hot.tpot, hot.p99, cold.tpot, cold.p99))
+    asked = "more" if run.rate is None else f"{run.rate:g}"
+    return (run.where, asked, run.system.name, f"{hot.rate:.1f}", *times, f"{hot.batch:.0f}", pools)
+
+
+def figure_6(scale: Scale, tell: Tell) -> Report:
+    """Longer answers: 512 tokens in, 1,024 out, on A100."""
+    runs = play_all(floods("A100-40", LONG, scale), tell)
+    most = {(run.where, run.system.name): run for run in runs}
+    where, cold = runs[0].where, {run.system.name: run.point.cold.tpot for run in runs}
+    more = 1e3 * (cold[WEAVER.name] - cold[DEDICATED.name])
+    paper = LONG_OVER_MUXSERVE
+    return Report(
+        name="figure 6",
+        title="512 tokens in, 1,024 out",
+        cells=(
+            Cell(row=where, column="Weaver over MuxServe", paper=paper, ours=ratio(most, where, MUXSERVE)),
+            Cell(row=where, column="cold, ms longer at the most", paper=LONG_COLD, ours=more),
+        ),
+        claims=tuple(_orders(most)),
+        grids=(Grid(title="All points", heads=_HEADS, rows=tuple(map(row, runs))),),
+    )

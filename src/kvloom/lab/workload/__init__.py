@@ -1,0 +1,1 @@
+"""Requests made from a description or a trace, and what became of them."""

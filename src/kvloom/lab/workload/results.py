@@ -1,0 +1,135 @@
+"""The results of a benchmark or of a simulation, as they are written and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvloom.types.errors import ConfigError
+
+VERSION: Final = 1
+CURVE: Final = (*(i / 50 for i in range(50)), 0.99, 0.995, 0.999, 1.0)  # quantiles
+
+
+class Latency(Struct, frozen=True, kw_only=True):
+    """A distribution, in seconds."""
+
+    mean: float
+    p50: float
+    p80: float
+    p95: float
+    p99: float
+    most: float
+    curve: list[float]
+    """The quantiles CURVE."""
+
+
+class Tally(Struct, frozen=True, kw_only=True):
+    """Sums of one model's requests or of all. Latencies and tokens are those of the requests that were
+    answered without error."""
+
+    requests: int
+    errors: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    requests_per_second: float
+    tokens_per_second: float
+    first: Latency | None
+    """The time to the first token."""
+    per_token: Latency | None
+    """The mean time between a request's tokens."""
+    end: Latency | None
+    """The time to the last token."""
+    attained: dict[str, float]
+    """The share of all requests that met each objective; a request with an error met none."""
+
+
+class Course(Struct, frozen=True, kw_only=True):
+    """Sums over stretches of time of equal width."""
+
+    asked: list[float]
+    """Requests that came."""
+    answered: list[float]
+    """Requests that were answered."""
+    tokens: list[float]
+    """Tokens that came."""
+
+
+class Upheaval(Struct, frozen=True, kw_only=True):
+    """What became of requests and units on the way."""
+
+    preempted: int
+    """How often a choice was put back because blocks were short."""
+    moved: int | None
+    """Requests that went over to another unit; None if there was no fleet scheduler."""
+    stayed: int | None
+    """Requests that were to go over and could not; None if there was no fleet scheduler."""
+    units: float
+    """Units that had a process, or were about to, in the mean over the run."""
+    least: int
+    most: int
+
+
+def show_upheaval(found: Upheaval) -> str:
+    """Returns `3 preemptions; 12 requests moved, 1 could not; 2.40 units in the mean, 1 to 4`."""
+    parts = [_counted(found.preempted, "preemption")]
+    if found.moved is not None:
+        parts.append(f"{_counted(found.moved, 'request')} moved, {found.stayed or 0:,} could not")
+    if found.least != found.most:
+        parts.append(f"{found.units:.2f} units in the mean, {found.least} to {found.most}")
+    return "; ".join(parts)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+class Results(Struct, frozen=True, kw_only=True):
+    """The file."""
+
+    kvloom_results: Annotated[int, Meta(ge=1)] = VERSION
+    source: Literal["benchmark", "simulation"]
+    title: str
+    seconds: float
+    """From the start to the last answer."""
+    total: Tally
+    models: dict[str, Tally]
+    width: float
+    """Seconds of a stretch of the courses."""
+    courses: dict[str, Course]
+    """By model."""
+    errors: dict[str, int]
+    """How many there were of each kind."""
+    lateness: Latency | None = None
+    """By how much the client sent its requests too late; None if there was no client."""
+    upheaval: Upheaval | None = None
+    """None if it is not known."""
+
+    def save(self, path: Path) -> None:
+        """Raises ConfigError."""
+        write_text(path, msgspec.json.encode(self).decode() + "\n")
+
+
+def read_results(path: Path) -> Results:
+    """Raises ConfigError."""
+    try:
+        results = msgspec.json.decode(path.read_bytes(), type=Results)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; the path of a results file is right") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: no results file: {error}; what `--json` wrote is right") from error
+    if results.kvloom_results != VERSION:
+        raise ConfigError(f"{path}: version {results.kvloom_results}; this kvloom reads version {VERSION}")
+    return results
+
+
+def write_text(path: Path, text: str) -> None:
+    """Raises ConfigError."""
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; a path that can be written is right") from error

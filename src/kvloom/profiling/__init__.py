@@ -1,1 +1,0 @@
-"""`kvloom profile`: how long this machine's real executor takes for jobs."""

@@ -1,1 +1,0 @@
-"""The papers' experiments in virtual time: what they found against what is found here."""
