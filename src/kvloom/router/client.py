@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
 import aiohttp
 import msgspec
 
+from kvloom.types.client import Frames
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.load import UnitLoad
 from kvloom.types.offload import Borrow, Loan
@@ -43,10 +45,10 @@ Answer = TypeVar("Answer")
 
 
 class HttpEngineClient:
-    """EngineClient over `http://host:port` or `unix:///path/of/a/socket`. An async context manager.
+    """An EngineClient over `http://host:port` or `unix:///path/of/a/socket`. It is an async context manager.
 
-    One connection a stream, any number of them: closing a stream early closes its connection, by which
-    the engine knows.
+    Each stream has a connection of its own, and there may be any number of them: closing a stream early
+    closes its connection, by which the engine knows.
     """
 
     def __init__(self, url: str, *, secret: str) -> None:
@@ -98,7 +100,7 @@ class HttpEngineClient:
         return await self._call("POST", "/verbs/prep_recv", Prepared, self._encode(body))
 
     async def remote_send(self, body: RemoteSend) -> Sent:
-        """As long as it takes; who waits for it no longer cancels."""
+        """Waits for the answer as long as it takes; whoever waits for it no longer cancels."""
         return await self._call("POST", "/verbs/remote_send", Sent, self._encode(body), None)
 
     async def renew(self, request: str) -> Lease:
@@ -121,22 +123,14 @@ class HttpEngineClient:
         return await self._call("POST", "/verbs/offer", Offered, self._encode(body))
 
     async def lend(self, body: Borrow) -> Loan:
-        """For units that weave, among themselves."""
+        """Asks for a loan; only units that weave do so, among themselves."""
         return await self._call("POST", "/verbs/lend", Loan, self._encode(body))
 
     async def evict(self, body: Prefix) -> Held:
         return await self._call("POST", "/verbs/evict", Held, self._encode(body))
 
-    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        parser = FrameParser()
-        async with self._open("POST", "/verbs/start_generate", self._encode(body), None) as response:
-            while data := await response.content.readany():
-                for frame in parser.feed(data):
-                    if isinstance(frame, WireError):
-                        raise KvloomError.from_wire(frame)
-                    yield frame
-            if not parser.whole:
-                raise Unavailable("the engine's stream ended in the middle of a frame")
+    def start_generate(self, body: StartGenerate) -> Frames:
+        return _FrameStream(self._open("POST", "/verbs/start_generate", self._encode(body), None))
 
     async def _call(
         self,
@@ -154,7 +148,7 @@ class HttpEngineClient:
     async def _open(
         self, method: str, path: str, body: bytes | None, seconds: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer, if it is one. Left before its end, the connection is closed."""
+        """Yields the answer, if it is one. If it is left before its end, the connection is closed."""
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(method, path, data=body, timeout=timeout) as response:
@@ -168,6 +162,52 @@ class HttpEngineClient:
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
             raise Unavailable(f"the engine cannot be reached: {reason}") from error
+
+
+class _FrameStream:
+    """The frames of one start_generate, over a connection of its own that is opened with the first step."""
+
+    def __init__(self, opening: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> None:
+        self._opening = opening
+        self._response: aiohttp.ClientResponse | None = None
+        self._parser = FrameParser()
+        self._frames: deque[list[Event] | WireError] = deque()  # parsed, and not passed on yet
+        self._over = False
+
+    def __aiter__(self) -> _FrameStream:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            if self._response is None:
+                self._response = await self._opening.__aenter__()
+            while not self._frames:
+                data = await self._response.content.readany()
+                if not data and not self._parser.whole:
+                    raise Unavailable("the engine's stream ended in the middle of a frame")
+                if not data:
+                    await self.aclose()
+                    raise StopAsyncIteration
+                self._frames.extend(self._parser.feed(data))
+            frame = self._frames.popleft()
+            if isinstance(frame, WireError):
+                raise KvloomError.from_wire(frame)
+        except BaseException as error:
+            await self._close(error)
+            raise
+        return frame
+
+    async def aclose(self) -> None:
+        await self._close(None)
+
+    async def _close(self, error: BaseException | None) -> None:
+        """Closes the connection, whose own errors become Unavailable."""
+        if not self._over:
+            self._over = True
+            if self._response is not None:
+                await self._opening.__aexit__(type(error) if error else None, error, None)
 
 
 def _decode(raw: bytes, kind: type[Answer]) -> Answer:

@@ -160,23 +160,20 @@ MAX_FRAME = 64 << 20
 
 
 class FrameEncoder:
-    """Encodes into one buffer again and again, so an encoder belongs to one thread."""
+    """Writes frames, into one buffer again and again, so that an encoder belongs to one thread."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray(256)
 
-    def events(self, events: list[Event]) -> bytes:
-        return self._frame(events, 0)
-
-    def error(self, error: KvloomError) -> bytes:
-        return self._frame(error.to_wire(), ERROR)
-
-    def _frame(self, value: list[Event] | WireError, flag: int) -> bytes:
+    def events(self, events: list[Event] | WireError, flag: int = 0) -> bytes:
         buffer = self._buffer
-        self._encoder.encode_into(value, buffer, HEAD)
+        self._encoder.encode_into(events, buffer, HEAD)
         buffer[:HEAD] = (len(buffer) - HEAD | flag).to_bytes(HEAD, "big")
         return bytes(buffer)
+
+    def error(self, error: KvloomError) -> bytes:
+        return self.events(error.to_wire(), ERROR)
 
 
 class FrameParser:
@@ -189,11 +186,11 @@ class FrameParser:
 
     @property
     def whole(self) -> bool:
-        """True where the bytes so far end at a frame's end."""
+        """True if the bytes so far end at a frame's end."""
         return not self._rest
 
     def feed(self, data: bytes) -> list[list[Event] | WireError]:
-        """The frames that `data` completes. Raises Unavailable where the bytes are no frames."""
+        """Returns the frames that `data` completes. Raises Unavailable if the bytes are no frames."""
         if self._rest:
             data = self._rest + data
         frames: list[list[Event] | WireError] = []
@@ -205,13 +202,11 @@ class FrameParser:
                 raise Unavailable(f"the peer announced a frame of {end - at} bytes; {MAX_FRAME} is the most")
             if end > len(data):
                 break
-            frames.append(self._decode(view[at + HEAD : end], bool(length & ERROR)))
+            body = view[at + HEAD : end]
+            try:
+                frames.append(self._error.decode(body) if length & ERROR else self._events.decode(body))
+            except msgspec.MsgspecError as problem:
+                raise Unavailable(f"the peer sent a frame that cannot be read: {problem}") from problem
             at = end
         self._rest = data[at:]
         return frames
-
-    def _decode(self, body: memoryview, error: bool) -> list[Event] | WireError:
-        try:
-            return self._error.decode(body) if error else self._events.decode(body)
-        except msgspec.MsgspecError as problem:
-            raise Unavailable(f"the peer sent a frame that cannot be read: {problem}") from problem

@@ -22,8 +22,7 @@ from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.reproduce.llumnix.point import INTERVAL
 from kvloom.reproduce.llumnix.setup import SHORT, VOCAB, make_units
 from kvloom.reproduce.report import Grid, Report, Scale, Tell, part_of
-from kvloom.router.call import Call, Frames
-from kvloom.router.fleet import Fleet
+from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.types.clock import Clock
