@@ -15,7 +15,7 @@ from typing import Any, Final
 from benchmarks.engines import MODEL, engines
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
-from kvloom.types.client import EngineClient
+from kvloom.types.client import EngineClient, Frames
 from kvloom.types.clock import WallClock
 from kvloom.types.request import Event, SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.verbs import Prefix
@@ -37,7 +37,7 @@ class Reader:
     streams: int = 0  # that are open
     _more: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def read(self, frames: AsyncGenerator[list[Event], None]) -> None:
+    async def read(self, frames: Frames) -> None:
         self.streams += 1
         async with aclosing(frames):
             async for frame in frames:

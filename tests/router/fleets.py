@@ -98,7 +98,7 @@ class Fleets:
             for unit in self.router.units.values()
             for replica in unit.replicas.values()
         ]
-        return not self.world.held and not self.router._calls and set(counts) <= {(0, 0)}
+        return not self.world.held and not self.router.sessions and set(counts) <= {(0, 0)}
 
 
 @asynccontextmanager

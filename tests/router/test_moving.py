@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvloom.router import moving
-from kvloom.router.moving import Move, Stage
+from kvloom.router import migration
+from kvloom.router.migration import Migration, Stage
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate
 from kvloom.types.verbs import Prepared, PrepRecv, RemoteSend, Sent, Standing
@@ -47,8 +47,8 @@ def test_to_and_fro(n: int, length: int) -> None:
 
 def test_long_contexts_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is sent twice."""
-    monkeypatch.setattr(moving, "PIECE", 10)  # of which two pages of 4 are full
-    monkeypatch.setattr(moving, "PAUSE", 0.0)
+    monkeypatch.setattr(migration, "PIECE", 10)  # of which two pages of 4 are full
+    monkeypatch.setattr(migration, "PAUSE", 0.0)
     ends = []
 
     async def test() -> None:
@@ -74,8 +74,8 @@ def test_long_contexts_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pieces_leave_nothing_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither at the target nor here, and each is asked for with what it needs of the context."""
-    monkeypatch.setattr(moving, "PIECE", 12)
-    monkeypatch.setattr(moving, "PAUSE", 0.0)
+    monkeypatch.setattr(migration, "PIECE", 12)
+    monkeypatch.setattr(migration, "PAUSE", 0.0)
     kept: list[int] = []
 
     async def test() -> None:
@@ -89,12 +89,12 @@ def test_pieces_leave_nothing_of_themselves(monkeypatch: pytest.MonkeyPatch) -> 
                 assert asked.end == len(asked.prompt)
                 return await real(asked)
 
-            async def settle(move: Move, verb: Any) -> None:
-                kept.append(len(move._rooms))
+            async def settle(move: Migration, verb: Any) -> None:
+                kept.append(len(move.rooms))
                 await settled(move, verb)
 
-            settled = Move._settle
-            monkeypatch.setattr(Move, "_settle", settle)
+            settled = Migration.settle
+            monkeypatch.setattr(Migration, "settle", settle)
             w.units[1].engine.prep_recv = counted  # type: ignore[method-assign, assignment]
             await w.router.move("r", "unit-1")
             await task
@@ -176,9 +176,11 @@ def test_a_move_of_what_goes_on_under_another_name_is_none() -> None:
 
             async def held(request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
                 broken.set()
-                while w.router._calls["r"].course.running is None or w.router._calls["r"].name == "r":
+                while w.router.sessions["r"].running is None or w.router.sessions["r"].name == "r":
                     await turns(1)
-                return Standing(made=w.router._calls["r"].progress.made, sent=[one.end or 0 for one in sends])
+                return Standing(
+                    made=w.router.sessions["r"].progress.made, sent=[one.end or 0 for one in sends]
+                )
 
             source.start_generate, source.hold = breaking, held  # type: ignore[method-assign, assignment]
             body = generate(prompt(21), max_tokens=200)
@@ -201,7 +203,9 @@ def test_what_the_cache_spared_it_is_told_as_of_where_it_began() -> None:
             await w.ask(first)
             task = w.ask(generate(prompt(16) + prompt(9, first=5), max_tokens=LONG))
             await w.until("r", 2)
-            [source] = [i for i in range(2) if w.router._calls["r"].course.running is w.replica(i)]
+            running = w.router.sessions["r"].running
+            assert running is not None
+            [source] = [i for i in range(2) if running.replica is w.replica(i)]
             await w.router.move("r", f"unit-{1 - source}")
             await task
             assert w.answers["r"].ends[0].cached_tokens == (16 if source == 0 else 0)
@@ -352,7 +356,7 @@ def test_many_move_at_random_and_leave_at_random(seed: int) -> None:
 
 
 def test_illegal_steps_of_one_that_waits() -> None:
-    move = object.__new__(Move)
+    move = object.__new__(Migration)
     move.stage = Stage.WAITING
     for stage in (Stage.COPYING, Stage.HELD):
         with pytest.raises(ValueError, match="waiting cannot become"):
@@ -360,7 +364,7 @@ def test_illegal_steps_of_one_that_waits() -> None:
 
 
 def test_illegal_steps() -> None:
-    move = object.__new__(Move)
+    move = object.__new__(Migration)
     move.stage = Stage.COPYING
     with pytest.raises(ValueError, match="copying cannot become handed"):
         move.become(Stage.HANDED)

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.lab.faults.witness import lone_answer
-from kvloom.router import moving
+from kvloom.router import migration
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable
 from tests.modelled import CONTEXT, VOCAB, expected, turns
@@ -97,7 +97,7 @@ async def doubled(scene: Scene) -> None:
 
 async def hangs(scene: Scene) -> None:
     """For longer than a request may stand still."""
-    await asyncio.sleep(2 * moving.STANDSTILL)
+    await asyncio.sleep(2 * migration.STANDSTILL)
 
 
 async def another_move(scene: Scene) -> None:
@@ -139,7 +139,7 @@ PAIRS = [
 @pytest.mark.parametrize(("point", "event", "after"), PAIRS)
 def test_it_ends_well(point: str, event: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if event == "nobody answers":
-        monkeypatch.setattr(moving, "STANDSTILL", 0.25)
+        monkeypatch.setattr(migration, "STANDSTILL", 0.25)
     one = generate(prompt(21), temperature=1.0, max_tokens=LONG)
     stop = lone_answer(one, 0, context=CONTEXT, vocab=VOCAB)[30]
     three = replace(one, n=3, sampling=replace(one.sampling, stop_token_ids=(stop,)))
@@ -161,7 +161,7 @@ def test_one_that_waits_ends_well(
 ) -> None:
     """Nothing of it has been computed, and nothing is copied."""
     if event == "nobody answers":
-        monkeypatch.setattr(moving, "STANDSTILL", 0.25)
+        monkeypatch.setattr(migration, "STANDSTILL", 0.25)
     one = generate(prompt(21), temperature=1.0, max_tokens=LONG)
     told = replace(one.sampling, prompt_logprobs=1)
     bodies = [

@@ -13,7 +13,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.verbs import create_verbs
-from kvloom.router import Call, Fleet, Frames, holdings
+from kvloom.router import Call, Fleet, Frames, held
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router
@@ -91,7 +91,7 @@ def test_an_abort_does_not_overtake_what_it_is_to_undo(tmp_path: Path, function:
 
 
 def test_what_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr(held, "RELEASE_SECONDS", 0.01)
 
     async def test() -> None:
         async with over_http(tmp_path, Program("p", reserving, {})) as (router, engine, wire):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvloom.router.fleet import Fleet
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
+from kvloom.router.replicas import Fleet
 from tests.router.fleets import ask_well, body, routed, run
 
 ROOT = Path(__file__).resolve().parents[2]

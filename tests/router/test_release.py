@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 
 import pytest
 
-from kvloom.router import Call, Fleet, Frames, holdings
+from kvloom.router import Call, Fleet, Frames, held
 from kvloom.router.program import Program
 from kvloom.router.programs import PROGRAMS
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
@@ -254,7 +254,7 @@ def test_an_abort_reaches_an_engine_beside_one_that_does_not_answer(monkeypatch:
 
 
 def test_an_engine_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr(held, "RELEASE_SECONDS", 0.01)
 
     async def test() -> None:
         async with routed(2, "disaggregate") as fleets:
@@ -343,8 +343,8 @@ def test_the_sides_of_a_send_differ_in_form() -> None:
     async def test() -> None:
         async with routed(2, "disaggregate") as fleets:
             replica = fleets.router._units["a"].replicas["m"]
-            assert replica.form is not None
-            unlike = type(replica.form)(
+            assert replica.card.form is not None
+            unlike = type(replica.card.form)(
                 layers=1, kv_heads=1, head_dim=8, dtype="float16", block_bytes=256, tokens_per_block=8
             )
             fields = {name: getattr(replica.card, name) for name in replica.card.__struct_fields__}

@@ -159,7 +159,7 @@ def test_what_a_request_has_made_counts_where_it_comes() -> None:
         async with world(2) as w:
             [task] = await three_at_the_first(w, (8,))
             sent: list[Arrival] = []
-            w.replica(1).report.sent = sent.append  # type: ignore[method-assign, assignment]
+            w.replica(1).unit.report.sent = sent.append  # type: ignore[method-assign, assignment]
             await w.router.move("r8", "unit-1")
             await task
             [one] = sent
@@ -231,7 +231,7 @@ def test_requests_of_another_gateway_are_passed_over_a_few_in_each_period() -> N
     async def test() -> None:
         async with world(2) as w:
             tasks = await three_at_the_first(w, (40, 32, 24, 16, 8))
-            before = [w.router._calls.pop(f"r{length}") for length in (8, 16, 24, 32)]
+            before = [w.router.sessions.pop(f"r{length}") for length in (8, 16, 24, 32)]
             offers = count_offers(w)
             async with Rescheduler(w.router, WallClock()) as rescheduler:
                 for asked, moved in ((3, 0), (6, 1), (9, 1)):  # and then they may have become known
@@ -240,7 +240,7 @@ def test_requests_of_another_gateway_are_passed_over_a_few_in_each_period() -> N
                         await turns()
                     assert (len(offers), rescheduler.moved) == (asked, moved)
                 assert rescheduler.stayed == 0
-            w.router._calls |= {call.body.request: call for call in before}
+            w.router.sessions |= {call.body.request: call for call in before}
             await asyncio.gather(*tasks)
 
     run(test)

@@ -8,9 +8,9 @@ from contextlib import aclosing
 
 import pytest
 
-from kvloom.router.failures import DEATHS
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.progress import Progress
+from kvloom.router.session import DEATHS
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
 from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, body, routed, run, turns
@@ -138,9 +138,9 @@ def test_a_choice_that_nobody_wants_ends_while_it_waits() -> None:
 
 def test_a_missing_token_is_never_passed_over() -> None:
     progress = Progress(1, ManualClock())
-    progress.note([TokenEvent(0, 0, 5)])
+    progress.take([TokenEvent(0, 0, 5)])
     for event in (TokenEvent(0, 2, 5), TokenEvent(0, 0, 5)):
         with pytest.raises(KvloomError, match="came after 1"):
-            progress.note([event])
-    progress.note([EndEvent(0, "stop")])
+            progress.take([event])
+    progress.take([EndEvent(0, "stop")])
     assert progress.over

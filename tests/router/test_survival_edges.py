@@ -9,8 +9,7 @@ from contextlib import aclosing
 import pytest
 from msgspec.structs import replace
 
-from kvloom.router.call import Call, Frames
-from kvloom.router.fleet import Fleet
+from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program
 from kvloom.types.errors import KvloomError, QueueFull, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate

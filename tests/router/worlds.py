@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvloom.router.program import load_program
-from kvloom.router.replica import Replica
+from kvloom.router.replicas import Replica
 from kvloom.router.router import Router
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import WallClock
@@ -60,5 +60,5 @@ async def world(
             yield World(router, made)
             for unit in made:
                 await unit.settled()
-            assert not router._calls
+            assert not router.sessions
             assert all(unit.calls == 0 for unit in router.units.values())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.router.call import Call, Frames
-from kvloom.router.fleet import Fleet
+from kvloom.router import Call, Fleet, Frames
 
 
 async def pinning(call: Call, fleet: Fleet) -> Frames:

@@ -258,8 +258,8 @@ def test_steps_of_a_third_of_a_second_wait_too() -> None:
 def test_what_a_caller_knows_of_steps(frame: list[Event], step: float | None) -> None:
     clock = ManualClock()
     progress = Progress(2, clock)
-    progress.note([TokenEvent(0, 0, 5)])
+    progress.take([TokenEvent(0, 0, 5)])
     assert progress.step is None
     clock.time += 3.0
-    progress.note(frame)
+    progress.take(frame)
     assert progress.step == step

@@ -1,25 +1,27 @@
-"""/v1/chat/completions: from messages to a prompt."""
+"""/v1/chat/completions: from messages to a prompt, and from pieces of text to messages, deltas and calls."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.auth import priority
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
-from kvloom.api.chat_writer import ChatWriter
 from kvloom.api.gateway import Answering, Gateway
-from kvloom.api.generation import Generation
+from kvloom.api.generation import Generation, Piece
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.sampling import check_prompt, frame_interval, room_for, sampling_params
+from kvloom.api.openai.sampling import chat_logprobs, check_prompt, frame_interval, room_for, sampling_params
 from kvloom.api.openai.schemas_chat import ChatBody, ChatMessage, NamedTool
-from kvloom.api.openai.tools import Family, forced_guide, marks_of
+from kvloom.api.openai.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide, StartGenerate
+
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ def render(body: ChatBody, model: ServedModel) -> str:
 
 
 def _message(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
-    """As templates expect it: content is text, and a past call's arguments are an object."""
+    """Returns the message as templates expect it: content is text, and a past call's arguments are an
+    object."""
     plain = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
     if message.role == "developer" and not knows_developer:
         plain["role"] = "system"
@@ -92,7 +95,7 @@ def _message(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """What is no JSON is the model's own mistake, and is shown to it as it was."""
+    """Returns the arguments as an object. What is no JSON is the model's own mistake, and stays as it was."""
     try:
         return json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -100,7 +103,8 @@ def _arguments(text: str) -> Any:
 
 
 def parsed_family(body: ChatBody, model: ServedModel) -> Family | None:
-    """How calls are looked for in the answer. A forced call in a model of unknown family is plain JSON."""
+    """Returns how calls are looked for in the answer. A forced call in a model of unknown family is plain
+    JSON."""
     if not body.tools or body.tool_choice == "none":
         return None
     return model.family or (Family.LLAMA if body.forces_tool else None)
@@ -114,3 +118,102 @@ def _forced(body: ChatBody, model: ServedModel, family: Family | None) -> Guide 
     tools = [(one.name, one.parameters or {"type": "object"}) for one in functions]
     several = only is None and body.parallel_tool_calls is not False
     return forced_guide(family, tools, model.tokenizer, several=several)
+
+
+@dataclass(slots=True)
+class _Written:
+    """What has been written of one choice of the answer."""
+
+    parser: ToolParser | None
+    greeted: bool = False
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+
+
+class ChatWriter:
+    """Writes the one generation of a chat request; its choices are the generation's."""
+
+    def __init__(
+        self, request_id: str, created: int, model: ServedModel, body: ChatBody, family: Family | None
+    ) -> None:
+        self._id = request_id
+        self._head = {"id": request_id, "created": created, "model": model.card.name}
+        self._tokenizer = model.tokenizer
+        self._top = (body.top_logprobs or 0) if body.logprobs else None
+        self._wants_usage = body.wants_usage
+        self._choices = [_Written(ToolParser(family) if family else None) for _ in range(body.choices)]
+        chunk = _encode({**self._head, "object": "chat.completion.chunk"})
+        self._open = b"data: " + chunk[:-1] + b',"choices":[{"index":'
+        self._close = b'}],"usage":null}\n\n' if self._wants_usage else b"}]}\n\n"
+
+    def chunk(self, at: int, piece: Piece) -> bytes:
+        choice = self._choices[piece.choice]
+        plain = choice.parser is None and piece.finish is None
+        text, calls = (piece.text, []) if plain else self._read(choice, piece)
+        events: list[tuple[bytes, bytes, bytes]] = []  # of each its delta, log-probabilities and finish
+        if not choice.greeted:
+            choice.greeted = True
+            events.append((b'{"role":"assistant","content":""}', b"null", b"null"))
+        if self._top is not None and piece.tokens:
+            content = {"content": chat_logprobs(piece.tokens, self._tokenizer, self._top), "refusal": None}
+            events.append((b'{"content":%b}' % _encode(text), _encode(content), b"null"))
+        elif text:
+            events.append((b'{"content":%b}' % _encode(text), b"null", b"null"))
+        for number, call in enumerate(calls, len(choice.calls) - len(calls)):
+            events.append((_encode({"tool_calls": [{"index": number, **call}]}), b"null", b"null"))
+        if choice.finish is not None:
+            events.append((b"{}", b"null", _encode(choice.finish)))
+        form = b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b'
+        return b"".join([form % (self._open, piece.choice, *event, self._close) for event in events])
+
+    def last_chunk(self, usage: dict[str, Any]) -> bytes:
+        if not self._wants_usage:
+            return b""
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+        return b"data: " + _encode(chunk) + b"\n\n"
+
+    def add(self, at: int, piece: Piece) -> None:
+        choice = self._choices[piece.choice]
+        choice.text.append(self._read(choice, piece)[0])
+        if self._top is not None:
+            choice.logprobs += chat_logprobs(piece.tokens, self._tokenizer, self._top)
+
+    def answer(self, usage: dict[str, Any]) -> bytes:
+        choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
+        return _encode({**self._head, "object": "chat.completion", "choices": choices, "usage": usage})
+
+    def _read(self, choice: _Written, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the piece's text without the calls in it, and the calls."""
+        text, calls = piece.text, list[ToolCall]()
+        if choice.parser is not None:
+            text, calls = choice.parser.push(text)
+            if piece.finish is not None:
+                rest, more = choice.parser.end()
+                text, calls = text + rest, calls + more
+        written = []
+        for call in calls:
+            written.append(self._call(call))
+            choice.calls.append(written[-1])
+        if piece.finish is not None:
+            choice.finish = "tool_calls" if choice.calls and piece.finish == "stop" else piece.finish
+        return text, written
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        number = sum(len(choice.calls) for choice in self._choices)
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{self._id.partition('-')[2]}_{number}", "type": "function", "function": function}
+
+    def _whole(self, index: int, choice: _Written) -> dict[str, Any]:
+        text = "".join(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.calls:
+            message["content"] = text if text.strip() else None
+            message["tool_calls"] = choice.calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": None if self._top is None else {"content": choice.logprobs, "refusal": None},
+            "finish_reason": choice.finish,
+        }

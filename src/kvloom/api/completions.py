@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""/v1/completions: from prompts to generations, and from pieces of text to choices."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CompletionEndpoint:
 
 @dataclass(slots=True)
 class _Written:
-    """One choice of the answer, and what is known of it so far."""
+    """What has been written of one choice of the answer."""
 
     logprobs: CompletionLogprobs | None
     echoed: bool = False
@@ -161,7 +161,7 @@ class CompletionWriter:
         return _encode({**self._head, "choices": choices, "usage": usage})
 
     def _read(self, at: int, index: int, piece: Piece) -> str:
-        """The piece's text, after the prompt's where that is echoed and has not been yet."""
+        """Returns the piece's text, after the prompt's if that is echoed and has not been yet."""
         choice = self._choices[index]
         text = piece.text
         if self._echo and not choice.echoed:
@@ -180,6 +180,7 @@ class CompletionWriter:
         logprobs.add_prompt(tokens, generation.prompt_logprobs, hidden=hidden)
 
     def _prompt_text(self, at: int) -> str:
-        """Of tokens all that they spell, as their offsets count it."""
+        """Returns the prompt as text. Given as tokens, it is all that they spell, as their offsets count
+        it."""
         prompt = self._prompts[at]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, keep_special=True)

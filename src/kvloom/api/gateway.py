@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -13,14 +14,16 @@ from starlette.responses import Response
 from kvloom.api.catalog import Catalog
 from kvloom.api.generation import Generation, Piece
 from kvloom.api.metrics import Metrics, Watch
-from kvloom.api.stream import EventStream, merged, while_connected
+from kvloom.api.stream import EventStream, Write, while_connected
 from kvloom.types.client import Server
-from kvloom.types.clock import Clock
+from kvloom.types.clock import Clock, together
+
+AT_ONCE = 128  # generations of one request that run at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """`unix_time` and `random_bits` are the world's; tests hand in their own."""
+    """What every endpoint is handed. `unix_time` and `random_bits` are the world's, or a test's."""
 
     client: Server
     catalog: Catalog
@@ -40,10 +43,10 @@ class Writer(Protocol):
     """Turns the pieces of `generation` number `at` into an endpoint's own form."""
 
     def chunk(self, at: int, piece: Piece) -> bytes:
-        """The events that tell of the piece; may be none."""
+        """Returns the events that tell of the piece; it may be none."""
 
     def last_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The usage, where it was asked for."""
+        """Returns the event that tells the usage, if that was asked for."""
 
     def add(self, at: int, piece: Piece) -> None:
         """Keeps the piece for `answer`."""
@@ -62,31 +65,51 @@ class Answering:
 
     async def respond(self, request: Request, *, stream: bool) -> Response:
         if stream:
-            return EventStream(self._events())
+            return EventStream(self._stream)
         body = await while_connected(request.receive, self._whole())
         return Response(body, media_type="application/json")
 
-    async def _whole(self) -> bytes:
+    async def _stream(self, write: Write) -> None:
+        chunk, made_tokens = self.writer.chunk, False
+
+        async def tell(at: int, pieces: list[Piece]) -> None:
+            nonlocal made_tokens
+            if not made_tokens:
+                made_tokens = True
+                self.watch.made_tokens()
+            body = b"".join([chunk(at, piece) for piece in pieces])
+            if body:
+                await write(body)
+
         with self.watch.answering(self._counts):
-            async with aclosing(self._pieces()) as all_pieces:
-                async for at, pieces in all_pieces:
-                    for piece in pieces:
-                        self.writer.add(at, piece)
+            await self._run(tell)
+            await write(self.writer.last_chunk(self.usage()))
+
+    async def _whole(self) -> bytes:
+        async def keep(at: int, pieces: list[Piece]) -> None:
+            for piece in pieces:
+                self.writer.add(at, piece)
+
+        with self.watch.answering(self._counts):
+            await self._run(keep)
             return self.writer.answer(self.usage())
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
-        chunk = self.writer.chunk
-        with self.watch.answering(self._counts):
-            async with aclosing(self._pieces()) as all_pieces:
-                async for at, pieces in all_pieces:
-                    self.watch.made_tokens()
-                    body = b"".join([chunk(at, piece) for piece in pieces])
-                    if body:
-                        yield body
-            yield self.writer.last_chunk(self.usage())
+    async def _run(self, tell: Callable[[int, list[Piece]], Awaitable[None]]) -> None:
+        """Runs all generations at the same time, and tells their pieces with the generation's number as they
+        come. The first error ends them all."""
+        client = self.gateway.client
+        if len(self.generations) == 1:
+            await self.generations[0].run(client, partial(tell, 0))
+            return
+        room = asyncio.Semaphore(AT_ONCE)
 
-    def _pieces(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
-        return merged([one.pieces(self.gateway.client) for one in self.generations])
+        async def run(at: int, generation: Generation) -> None:
+            async with room:
+                await generation.run(client, partial(tell, at))
+
+        async with together() as group:
+            for at, generation in enumerate(self.generations):
+                group.create_task(run(at, generation))
 
     def _counts(self) -> tuple[int, int]:
         prompt = sum(len(one.body.prompt) for one in self.generations)

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Any, ClassVar, Protocol
+from contextlib import aclosing, suppress
+from typing import ClassVar, Protocol
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, MSGPACK, error_response, media
-from kvloom.types.client import EngineClient
+from kvloom.api.stream import while_connected
+from kvloom.types.client import EngineClient, Frames
 from kvloom.types.errors import KvloomError
 from kvloom.types.request import Event, StartGenerate
 from kvloom.types.verbs import FrameEncoder
 
 
 class GenerateVerb:
-    """start_generate as plain ASGI: what runs once a token is one encoding and one send."""
+    """The verb start_generate as plain ASGI: what runs once a token is one encoding and one send."""
 
     def __init__(self, client: EngineClient, max_body: int) -> None:
         self._client = client
         self._max_body = max_body
-        self._forms: dict[str, Form] = {MSGPACK: Frames(), JSON: Lines()}
+        self._forms: dict[str, Form] = {MSGPACK: Framed(), JSON: Lines()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         body = decode(request, await read_body(request, self._max_body), StartGenerate)
-        async with aclosing(self._client.start_generate(body)) as events:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    watch = group.create_task(_hung_up(receive))
-                    await self._stream(events, request, send)
-                    watch.cancel()
-            except* HungUp:
-                pass
+        async with aclosing(self._client.start_generate(body)) as frames:
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self.stream(frames, request, send))
 
-    async def _stream(self, events: AsyncGenerator[list[Event], None], request: Request, send: Send) -> None:
+    async def stream(self, frames: Frames, request: Request, send: Send) -> None:
+        """Sends the frames as they come: the loop over a stream in the engine's process."""
         try:
-            first: list[Event] = await anext(events, [])
+            first: list[Event] = await anext(frames, [])
         except KvloomError as error:  # refused at admission: an HTTP status still can say so
             await error_response(request.scope, error)(request.scope, request.receive, send)
             return
@@ -50,25 +45,15 @@ class GenerateVerb:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await send({"type": "http.response.body", "body": form.events(first), "more_body": True})
-            async for frame in events:
+            async for frame in frames:
                 await send({"type": "http.response.body", "body": form.events(frame), "more_body": True})
         except KvloomError as error:
             await send({"type": "http.response.body", "body": form.error(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class HungUp(Exception):
-    """The caller is gone."""
-
-
-async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise HungUp
-
-
 class Form(Protocol):
-    """How a stream is written."""
+    """One way to write a stream."""
 
     media: ClassVar[bytes]
 
@@ -77,14 +62,14 @@ class Form(Protocol):
     def error(self, error: KvloomError) -> bytes: ...
 
 
-class Frames(FrameEncoder):
-    """For gateways."""
+class Framed(FrameEncoder):
+    """The form for gateways."""
 
     media: ClassVar[bytes] = MSGPACK.encode()
 
 
 class Lines:
-    """For curl: a JSON array of events a line, or the error's object."""
+    """The form for curl: a JSON array of events a line, or the error's object."""
 
     media: ClassVar[bytes] = b"application/x-ndjson"
 

@@ -1,30 +1,102 @@
-"""One request's stream: events from the engine become pieces of text, choice by choice."""
+"""From events to text, choice by choice: detokenizing, stop strings, and the loop over a stream."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import codecs
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from kvloom.api.detokenizer import detokenizer
-from kvloom.api.stops import StopStrings
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import Server
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_LONGEST = 8  # tokens after which an unfinished character is taken to be broken
+
 
 @dataclass(slots=True)
 class Piece:
-    """What one frame brought to one choice. `finish` is set in a choice's last piece."""
+    """What one frame brought to one choice."""
 
     choice: int
     text: str = ""
     tokens: list[TokenEvent] = field(default_factory=list)
     finish: str | None = None
+    """Why the choice ended; set in its last piece only."""
 
 
-class Choice:
+class Generation:
+    """One StartGenerate on its way to text. The counts grow as it goes."""
+
+    def __init__(
+        self,
+        body: StartGenerate,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        keep: frozenset[int] = frozenset(),
+        *,
+        scoring: bool = False,
+    ) -> None:
+        """keep: special tokens that are shown. scoring: only the prompt is of interest, and the one token
+        that the engine must make is not shown."""
+        self.body = body
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self._scoring = scoring
+        self._ended: set[int] = set()  # by the engine; a stop string ends a choice here first
+        min_tokens = body.sampling.min_tokens
+        self.choices = [_Choice(index, tokenizer, stops, min_tokens, keep) for index in range(body.n)]
+
+    @property
+    def output_tokens(self) -> int:
+        return 0 if self._scoring else sum(choice.made for choice in self.choices)
+
+    async def run(self, client: Server, tell: Callable[[list[Piece]], Awaitable[None]]) -> None:
+        """Tells the pieces of each frame as it comes, until every choice is over: the one loop that a stream
+        has here. Ended early, it ends the request in the engine. Raises KvloomError if the engine ends a
+        choice badly, or the stream too soon."""
+        left = len(self.choices)
+        async with aclosing(client.start_generate(self.body)) as frames:
+            async for frame in frames:
+                pieces = self._read(frame)
+                over = [piece.choice for piece in pieces if piece.finish is not None]
+                left -= len(over)
+                if left:
+                    for choice in set(over) - self._ended:
+                        await client.abort(self.body.request, choice)
+                if pieces:
+                    await tell(pieces)
+                if left == 0:
+                    return
+        raise Unavailable("the engine ended the stream before the answer was complete")
+
+    def _read(self, frame: list[Event]) -> list[Piece]:
+        tokens: dict[int, list[TokenEvent]] = {}
+        ends: dict[int, EndEvent] = {}
+        for event in frame:
+            if isinstance(event, TokenEvent):
+                tokens.setdefault(event.choice, []).append(event)
+            elif isinstance(event, EndEvent):
+                ends[event.choice] = event
+                self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+            else:
+                self.prompt_logprobs = event.logprobs
+        self._ended.update(ends)
+        pieces = [
+            self.choices[index].take(tokens.get(index, []), ends.get(index))
+            for index in dict.fromkeys([*tokens, *ends])
+            if not self.choices[index].over
+        ]
+        if self._scoring:
+            return [Piece(piece.choice, finish="length") for piece in pieces if piece.finish]
+        return pieces
+
+
+class _Choice:
     """One of a request's answers: its text so far, and whether it is over."""
 
     def __init__(
@@ -39,102 +111,143 @@ class Choice:
 
     def take(self, tokens: list[TokenEvent], end: EndEvent | None) -> Piece:
         piece = Piece(self.index)
-        shown: list[str] = []
+        stopped = end is not None and end.stop_token is not None
         for event in tokens:
             if event.index != self.made:
                 raise KvloomError(
                     f"choice {self.index} lost a token: {event.index} came after {self.made - 1}"
                 )
             self.made += 1
-            if end is not None and end.stop_token is not None and event is tokens[-1]:
+            if stopped and event is tokens[-1]:
                 break
             piece.tokens.append(event)
-            shown.append(self._show(self._text.push(event.token)))
+            text = self._text.push(event.token)
+            piece.text += text if self._stops is None else self._shown(text)
             if self._stops is not None and self._stops.hit is not None:
                 piece.finish, self.over = "stop", True
                 break
         if end is not None and not self.over:
-            self._finish(piece, end, shown)
-        piece.text = "".join(shown)
+            self._finish(piece, end)
         return piece
 
-    def _show(self, text: str) -> str:
-        if self._stops is None or self.made < self._min_tokens:
-            return text
-        return self._stops.push(text)
+    def _shown(self, text: str) -> str:
+        return text if self._stops is None or self.made < self._min_tokens else self._stops.push(text)
 
-    def _finish(self, piece: Piece, end: EndEvent, shown: list[str]) -> None:
+    def _finish(self, piece: Piece, end: EndEvent) -> None:
         if end.reason == "error":
             raise KvloomError(end.message or "the engine could not go on with this request")
         if end.reason == "abort":
             raise Unavailable(end.message or "the request was ended early: the server is stopping")
-        shown.append(self._show(self._text.end()))
+        piece.text += self._shown(self._text.end())
+        piece.finish = end.reason
         if self._stops is not None:
-            shown.append(self._stops.end())
-            piece.finish = "stop" if self._stops.hit is not None else end.reason
-        piece.finish = piece.finish or end.reason
+            piece.text += self._stops.end()
+            if self._stops.hit is not None:
+                piece.finish = "stop"
         self.over = True
 
 
-class Generation:
-    """Runs one StartGenerate. `pieces` is the stream; the counts grow as it goes. `scoring`: only the prompt
-    is of interest, and the one token that the engine must make is not shown."""
+class StopStrings:
+    """Stop strings over streamed text: a stop string is never shown, and nothing waits that cannot become
+    one. Text may be fed in any pieces: what comes out is the text before the first stop string, the same for
+    every way to cut it up."""
 
-    def __init__(
-        self,
-        body: StartGenerate,
-        tokenizer: Tokenizer,
-        stops: Sequence[str] = (),
-        keep: frozenset[int] = frozenset(),
-        *,
-        scoring: bool = False,
-    ) -> None:
-        self.body = body
-        self.cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self._scoring = scoring
-        self._ended: set[int] = set()  # by the engine; a stop string ends a choice here first
-        min_tokens = body.sampling.min_tokens
-        self.choices = [Choice(index, tokenizer, stops, min_tokens, keep) for index in range(body.n)]
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+        self._held = ""
+        self.hit: str | None = None
 
-    @property
-    def output_tokens(self) -> int:
-        return 0 if self._scoring else sum(choice.made for choice in self.choices)
+    def push(self, text: str) -> str:
+        """Returns what can be shown now; after a hit, nothing any more."""
+        if not self._stops:
+            return text
+        if self.hit is not None:
+            return ""
+        held = self._held + text
+        found = [(at, stop) for stop in self._stops if (at := held.find(stop)) >= 0]
+        if found:
+            end, self.hit = min(found, key=lambda one: (one[0] + len(one[1]), one[0]))
+            self._held = ""
+            return held[:end]
+        keep = self._border(held)
+        self._held = held[keep:]
+        return held[:keep]
 
-    async def pieces(self, client: Server) -> AsyncGenerator[list[Piece], None]:
-        """Ends when every choice is over; closing it, or leaving it early, ends the request in the engine."""
-        left = len(self.choices)
-        async with aclosing(client.start_generate(self.body)) as frames:
-            async for frame in frames:
-                pieces = self._read(frame)
-                over = [piece.choice for piece in pieces if piece.finish is not None]
-                left -= len(over)
-                if left:
-                    for choice in set(over) - self._ended:
-                        await client.abort(self.body.request, choice)
-                if pieces:
-                    yield pieces
-                if left == 0:
-                    return
-        raise Unavailable("the engine ended the stream before the answer was complete")
+    def end(self) -> str:
+        """Returns what was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
 
-    def _read(self, frame: list[Event]) -> list[Piece]:
-        pieces: list[Piece] = []
-        tokens: dict[int, list[TokenEvent]] = {}
-        ends: dict[int, EndEvent] = {}
-        for event in frame:
-            if isinstance(event, TokenEvent):
-                tokens.setdefault(event.choice, []).append(event)
-            elif isinstance(event, EndEvent):
-                ends[event.choice] = event
-            else:
-                self.prompt_logprobs = event.logprobs
-        self._ended.update(ends)
-        for index in dict.fromkeys([*tokens, *ends]):
-            choice = self.choices[index]
-            if not choice.over:
-                pieces.append(choice.take(tokens.get(index, []), ends.get(index)))
-        self.cached_tokens = max([self.cached_tokens, *(end.cached_tokens for end in ends.values())])
-        if self._scoring:
-            return [Piece(piece.choice, finish="length") for piece in pieces if piece.finish]
-        return pieces
+    def _border(self, text: str) -> int:
+        """Returns where the longest tail begins that could still become a stop string."""
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            tail = text[at:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return at
+        return len(text)
+
+
+class Detokenizer(Protocol):
+    """Tokens to text as they come, in whole characters only, whatever the tokens cut through. It never
+    raises. The pieces joined are the text of all tokens; bytes that are no UTF-8 become U+FFFD."""
+
+    def push(self, token: int) -> str:
+        """Returns what this token makes sure of; the bytes of an unfinished character wait."""
+
+    def end(self) -> str:
+        """Returns what still waits."""
+
+
+def detokenizer(tokenizer: Tokenizer, keep: frozenset[int] = frozenset()) -> Detokenizer:
+    """Returns a detokenizer to which special tokens read as nothing, except those in `keep`."""
+    hidden = tokenizer.special - keep
+    return _Bytes(tokenizer, hidden) if tokenizer.spells_bytes else _Window(tokenizer, hidden)
+
+
+class _Bytes:
+    """A detokenizer for vocabularies whose tokens are runs of bytes: exact, and one look-up a token."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._spelled = tokenizer.spelled
+        self._hidden = hidden
+        self._decode = _UTF8("replace").decode
+
+    def push(self, token: int) -> str:
+        return "" if token in self._hidden else self._decode(self._spelled[token])
+
+    def end(self) -> str:
+        return self._decode(b"", True)
+
+
+class _Window:
+    """A detokenizer for any other vocabulary: it decodes the last few tokens with and without the new ones
+    and takes the difference."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._tokens: list[int] = []
+        self._read = 0  # tokens whose text is out
+
+    def push(self, token: int) -> str:
+        if token in self._hidden:
+            return ""
+        self._tokens.append(token)
+        return self._advance(patience=_LONGEST)
+
+    def end(self) -> str:
+        return self._advance(patience=0)
+
+    def _advance(self, patience: int) -> str:
+        waiting = len(self._tokens) - self._read
+        before = self._decode(self._tokens[: self._read])
+        now = self._decode(self._tokens)
+        if not waiting or (now.endswith(_UNFINISHED) and waiting < patience):
+            return ""
+        self._tokens = self._tokens[self._read :]
+        self._read = len(self._tokens)
+        return now[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, keep_special=True)

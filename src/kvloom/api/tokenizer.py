@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -22,6 +22,17 @@ class Spelling(Enum):
     BYTE_LEVEL = auto()  # in GPT-2's alphabet, in which every byte is a printable character
     SENTENCEPIECE = auto()  # with "▁" for a space, and <0xAB> for a byte
     OTHER = auto()  # as only its decoder knows
+
+
+class _Spelled(dict[int, bytes]):
+    """Tokens with their bytes, each spelled when it is first asked for."""
+
+    def __init__(self, spell: Callable[[int], bytes]) -> None:
+        self._spell = spell
+
+    def __missing__(self, token: int) -> bytes:
+        spelled = self[token] = self._spell(token)
+        return spelled
 
 
 class Tokenizer:
@@ -42,7 +53,8 @@ class Tokenizer:
         self._added = {token: one.content.encode() for token, one in added.items()}
         self.added = frozenset(added)
         self.special = frozenset(token for token, one in added.items() if one.special)
-        self._bytes: dict[int, bytes] = {}
+        self.spelled = _Spelled(self._spell)
+        """What each token adds to a text, special tokens as they are written. Unknown ids add nothing."""
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
         """Returns the text's tokens. Raises BadRequest if there are none.
@@ -78,12 +90,8 @@ class Tokenizer:
         return found
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns what the token adds to a text. A special one is told as it is written, an unknown id adds
-        nothing."""
-        spelled = self._bytes.get(token)
-        if spelled is None:
-            spelled = self._bytes[token] = self._spell(token)
-        return spelled
+        """What the token adds to a text, special tokens as they are written. Unknown ids add nothing."""
+        return self.spelled[token]
 
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")

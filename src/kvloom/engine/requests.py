@@ -256,7 +256,7 @@ class Requests:
             queue.enqueue(first, sequence.waiting_since)
 
     def append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
-        index = sequence.output_length
+        index = sequence.tokens.made
         sequence.tokens.append(token)
         if sequence.guide and not sequence.guide.accepts(token):
             self.end(sequence, "error", message=f"token {token} breaks the guide that drew it")

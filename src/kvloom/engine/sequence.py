@@ -41,17 +41,15 @@ class Tokens:
         if self.made == self._room.size:
             self._grow(1)
         self._room[self.made] = token
-        self._made(1)
+        self.made += 1
+        self.length += 1
 
     def extend(self, tokens: abc.Sequence[int]) -> None:
         if self.made + len(tokens) > self._room.size:
             self._grow(len(tokens))
         self._room[self.made : self.made + len(tokens)] = tokens
-        self._made(len(tokens))
-
-    def _made(self, count: int) -> None:
-        self.made += count
-        self.length += count
+        self.made += len(tokens)
+        self.length += len(tokens)
 
     def _grow(self, count: int) -> None:
         room = np.empty(max(_ROOM, 2 * (self.made + count - 1)), dtype=np.int64)
@@ -234,7 +232,7 @@ class Sequence:
         sampling = self.sampling
         if token in sampling.stop_token_ids:
             return "stop"
-        if self.output_length >= sampling.max_tokens or self.tokens.length >= limit:
+        if self.tokens.made >= sampling.max_tokens or self.tokens.length >= limit:
             return "length"
         if self.guide and self.guide.done:
             return "stop"

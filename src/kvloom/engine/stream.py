@@ -11,12 +11,14 @@ from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """id: no other live stream's. sequences: the choices, in order. Events are held back until
-    `body.interval` of a choice have gathered, it is a choice's first token, or a choice ends."""
+    """The events of one request on their way to its caller. They are held back until `body.interval` of a
+    choice have gathered, one is a choice's first token, or a choice ends."""
 
     id: StreamId
+    """No other live stream has this id."""
     body: StartGenerate
     sequences: list[Sequence]
+    """The choices, in order."""
     _events: list[Event] = field(default_factory=list)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _open: int = field(init=False)
@@ -38,26 +40,25 @@ class Stream:
         return any(sequence.in_job for sequence in self.sequences)
 
     def add(self, event: Event) -> None:
+        """Adds a choice's next event."""
         self._events.append(event)
         if isinstance(event, EndEvent):
             self._open -= 1
-        first = isinstance(event, TokenEvent) and event.index == 0
-        if first or isinstance(event, EndEvent) or self._full:
+            self._ready.set()
+        elif (isinstance(event, TokenEvent) and event.index == 0) or len(
+            self._events
+        ) >= self.body.interval * self._open:
             self._ready.set()
 
     def extend(self, events: list[TokenEvent]) -> None:
-        """Tokens of one choice, of which none is its last."""
+        """Adds tokens of one choice, of which none is its last."""
         self._events += events
-        if self._full:
+        if len(self._events) >= self.body.interval * self._open:
             self._ready.set()
 
-    @property
-    def _full(self) -> bool:
-        return len(self._events) >= self.body.interval * max(1, self._open)
-
     async def frame(self) -> tuple[list[Event], bool]:
-        """All events since the last frame, waiting for one, and whether they are the last."""
+        """Waits for an event. Returns all since the last frame, and whether they are the last."""
         await self._ready.wait()
         self._ready.clear()
         events, self._events = self._events, []
-        return events, self.ended
+        return events, self._open == 0

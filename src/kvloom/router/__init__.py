@@ -1,8 +1,8 @@
 """Deciding for the fleet: which engine does what. No torch. What a program needs is here."""
 
-from kvloom.router.call import Call, Frames
-from kvloom.router.fleet import Fleet
-from kvloom.router.replica import Replica
-from kvloom.router.spot import Spot
+from kvloom.router.held import Reservation as Spot
+from kvloom.router.replicas import Fleet, Replica
+from kvloom.router.session import Session as Call
+from kvloom.types.client import Frames
 
 __all__ = ["Call", "Fleet", "Frames", "Replica", "Spot"]

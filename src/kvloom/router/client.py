@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Final, Self
 
@@ -11,7 +12,7 @@ import aiohttp
 import msgspec
 
 from kvloom.offload.terms import Borrow, Loan
-from kvloom.types.client import RemoteEngine
+from kvloom.types.client import Frames, RemoteEngine
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.request import PROTOCOL, Event, StartGenerate
 from kvloom.types.verbs import Answer, Body, FrameParser, Verb
@@ -74,16 +75,8 @@ class HttpEngineClient(RemoteEngine):
         """Asks for blocks. Units that weave ask each other, and nobody else does."""
         return await self.call(LEND, body)
 
-    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        parser = FrameParser()
-        async with self._open("POST", "/verbs/start_generate", self._encode(body), None) as response:
-            while data := await response.content.readany():
-                for frame in parser.feed(data):
-                    if isinstance(frame, WireError):
-                        raise KvloomError.from_wire(frame)
-                    yield frame
-            if not parser.whole:
-                raise Unavailable("the engine's stream ended in the middle of a frame")
+    def start_generate(self, body: StartGenerate) -> Frames:
+        return _FrameStream(self._open("POST", "/verbs/start_generate", self._encode(body), None))
 
     @asynccontextmanager
     async def _open(
@@ -106,6 +99,52 @@ class HttpEngineClient(RemoteEngine):
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
             raise Unavailable(f"the engine cannot be reached: {reason}") from error
+
+
+class _FrameStream:
+    """The frames of one start_generate, over a connection of its own that is opened with the first step."""
+
+    def __init__(self, opening: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> None:
+        self._opening = opening
+        self._response: aiohttp.ClientResponse | None = None
+        self._parser = FrameParser()
+        self._frames: deque[list[Event] | WireError] = deque()  # parsed, and not passed on yet
+        self._over = False
+
+    def __aiter__(self) -> _FrameStream:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            if self._response is None:
+                self._response = await self._opening.__aenter__()
+            while not self._frames:
+                data = await self._response.content.readany()
+                if not data and not self._parser.whole:
+                    raise Unavailable("the engine's stream ended in the middle of a frame")
+                if not data:
+                    await self.aclose()
+                    raise StopAsyncIteration
+                self._frames.extend(self._parser.feed(data))
+            frame = self._frames.popleft()
+            if isinstance(frame, WireError):
+                raise KvloomError.from_wire(frame)
+        except BaseException as error:
+            await self._close(error)
+            raise
+        return frame
+
+    async def aclose(self) -> None:
+        await self._close(None)
+
+    async def _close(self, error: BaseException | None) -> None:
+        """Closes the connection, whose own errors become Unavailable."""
+        if not self._over:
+            self._over = True
+            if self._response is not None:
+                await self._opening.__aexit__(type(error) if error else None, error, None)
 
 
 def _decode(raw: bytes, kind: type[Answer]) -> Answer:

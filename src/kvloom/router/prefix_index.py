@@ -1,4 +1,4 @@
-"""Which units probably hold which contexts, going by what was sent where."""
+"""An index of contexts: which units probably hold which, going by what was sent where."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MOST_CHUNKS: Final = 1 << 16  # remembered of one unit
 
 
 class PrefixIndex:
-    """A trie of chunks of tokens for each unit, bounded like the unit's own cache: one for all its models, of
-    which the least recently used goes first.
+    """A trie of chunks of tokens for each unit, bounded like the unit's own cache: one trie for all its
+    models, of which the least recently used chunks go first.
 
     A node is named by a hash over all chunks from the root to it. Nodes are used from the leaf to the root,
     so that the oldest of a unit is always a leaf.
@@ -24,11 +24,11 @@ class PrefixIndex:
         self._units: dict[str, OrderedDict[int, None]] = {}
 
     def __len__(self) -> int:
-        """Chunks remembered, over all units."""
+        """Returns the number of chunks remembered, over all units."""
         return sum(len(nodes) for nodes in self._units.values())
 
     def note(self, model: str, tokens: Sequence[int], unit: str) -> None:
-        """`unit` holds these tokens now, or soon."""
+        """Remembers that `unit` holds these tokens now, or soon."""
         nodes = self._units.setdefault(unit, OrderedDict())
         for node in reversed(_path(model, tokens)):
             nodes[node] = None
@@ -37,7 +37,8 @@ class PrefixIndex:
             nodes.popitem(last=False)
 
     def match(self, model: str, tokens: Sequence[int]) -> dict[str, int]:
-        """For each unit that holds some of these tokens: how many, from the first on, in whole chunks."""
+        """Returns, for each unit that holds some of these tokens, how many, from the first on, in whole
+        chunks."""
         path = _path(model, tokens)
         depths = {unit: _depth(path, nodes) for unit, nodes in self._units.items()}
         return {unit: depth * CHUNK for unit, depth in depths.items() if depth}
@@ -47,7 +48,7 @@ class PrefixIndex:
 
 
 def _path(model: str, tokens: Sequence[int]) -> list[int]:
-    """The nodes of the whole chunks of `tokens`, root first."""
+    """Returns the nodes of the whole chunks of `tokens`, root first."""
     chunks = array("i", tokens).tobytes()
     size = CHUNK * array("i").itemsize
     path, node = [], hash(model)

@@ -13,29 +13,44 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, get_type_hints
 
 import msgspec
+from msgspec.inspect import (
+    BoolType,
+    FloatType,
+    IntType,
+    ListType,
+    LiteralType,
+    NoneType,
+    StrType,
+    Type,
+    UnionType,
+    VarTupleType,
+)
 
-from kvloom.router.call import Call, Frames
-from kvloom.router.fleet import Fleet
 from kvloom.router.programs import PROGRAMS
-from kvloom.router.wanted import wanted
+from kvloom.router.replicas import Fleet
+from kvloom.router.session import Session
+from kvloom.types.client import Frames
 from kvloom.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
+    """A program with its options, as the router begins it for each request."""
+
     name: str
     function: Callable[..., Frames]
     options: Mapping[str, Any]
 
-    def __call__(self, call: Call, fleet: Fleet) -> Frames:
+    def __call__(self, call: Session, fleet: Fleet) -> Frames:
         return self.function(call, fleet, **self.options)
 
 
 def load_program(name: str, options: Mapping[str, Any] | None = None) -> Program:
-    """`name` is a shipped program's, or `my_module:my_program`. Raises ConfigError of one line.
+    """Returns the shipped program of that name, or the one that `my_module:my_program` names. Raises
+    ConfigError of one line.
 
-    A module of one's own is read anew each time, so that an edited one counts; requests in flight keep
-    what they began with.
+    A user's module is read anew each time, so that an edited one counts; requests in flight keep what they
+    began with.
     """
     function = PROGRAMS[name] if name in PROGRAMS else _imported(name)
     if not inspect.isasyncgenfunction(function):
@@ -61,7 +76,7 @@ def _imported(name: str) -> Any:
 
 
 def _read_anew(name: str) -> ModuleType:
-    """The module; what is installed does not change while serving, nor does what runs here."""
+    """Returns the module, read anew unless it is installed or our own: these do not change while serving."""
     own = __name__.partition(".")[0]
     importlib.invalidate_caches()
     known = sys.modules.get(name)
@@ -73,7 +88,7 @@ def _read_anew(name: str) -> ModuleType:
 
 
 def _checked(name: str, function: Callable[..., Frames], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as their types say; those left out keep the program's defaults."""
+    """Returns the options, converted as their types say; those left out keep the program's defaults."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(function).parameters.values())
     if [parameter.kind in kinds for parameter in parameters[:2]] != [True, True]:
@@ -92,7 +107,7 @@ def _checked(name: str, function: Callable[..., Frames], given: Mapping[str, Any
 
 
 def _types(name: str, function: Callable[..., Frames], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the options alone: those of `call` and `fleet` may exist for type checkers only."""
+    """Returns the types of the options alone: those of `call` and `fleet` may exist for checkers only."""
     told = {key: value for key, value in function.__annotations__.items() if key in options}
     try:
         return get_type_hints(
@@ -103,10 +118,47 @@ def _types(name: str, function: Callable[..., Frames], options: Mapping[str, Any
 
 
 def _convert(name: str, option: str, value: Any, kind: Any) -> Any:
-    """Text becomes a number where one is wanted, as the command line has nothing else."""
+    """Returns the value as its type wants it. Text becomes a number, as the command line has nothing else."""
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        right = wanted(kind)
+        right = _wanted(kind)
         said = f"{reprlib.repr(value)}; {right} is right" if right else str(error)
         raise ConfigError(f"program: {name}: option {option}: {said}") from error
+
+
+def _wanted(kind: Any) -> str:
+    """Returns what an option of that type may be, in words: `a number from 0 to 1`, `a whole number of 1 or
+    more`; empty for a type that has no such words. None is what an option is that is left out, and so is no
+    word of it."""
+    try:
+        return " or ".join(_words(msgspec.inspect.type_info(kind)))
+    except (TypeError, LookupError):  # a type that is not msgspec's, or one without words
+        return ""
+
+
+def _words(kind: Type) -> list[str]:
+    if isinstance(kind, UnionType):
+        return [word for one in kind.types if not isinstance(one, NoneType) for word in _words(one)]
+    if isinstance(kind, LiteralType):
+        return [f"{value!r}" for value in kind.values]
+    if isinstance(kind, IntType | FloatType):
+        bounds = _bounds(kind)
+        return [
+            ("a whole number" if isinstance(kind, IntType) else "a number") + (f" {bounds}" if bounds else "")
+        ]
+    if isinstance(kind, ListType | VarTupleType) and isinstance(kind.item_type, StrType):
+        return ["a list of texts"]
+    return [{StrType: "a text", BoolType: "true or false"}[type(kind)]]
+
+
+def _bounds(kind: IntType | FloatType) -> str:
+    if kind.ge is not None and kind.le is not None:
+        return f"from {kind.ge:g} to {kind.le:g}"
+    ends = [
+        ("of {:g} or more", kind.ge),
+        ("above {:g}", kind.gt),
+        ("of {:g} or less", kind.le),
+        ("below {:g}", kind.lt),
+    ]
+    return " and ".join(words.format(end) for words, end in ends if end is not None)

@@ -13,20 +13,22 @@ from kvloom.types.request import EndEvent, Event, Made, PromptEvent, TokenEvent
 
 
 class Progress:
-    """Of a request with `n` choices. begun: an event has been passed on; prompt_told: the prompt's
-    log-probabilities were. tokens: that its choices have, in all. step: seconds between the last two frames,
-    where the later one had a token of each choice at most."""
+    """The tokens of a request with `n` choices, and what its caller is told of the frames that come."""
 
     def __init__(self, n: int, clock: Clock) -> None:
         self.begun = False
+        """An event has been passed on."""
         self.prompt_told = False
+        """The prompt's log-probabilities have been passed on."""
         self.tokens = 0
+        """The tokens that the choices have, in all."""
         self.step: float | None = None
+        """Seconds between the last two frames, if the later one had a token of each choice at most."""
         self._clock = clock
-        self._told_at: float | None = None  # of the last frame
+        self._told_at: float | None = None  # when the last frame came
         self._open: dict[int, list[int]] = {choice: [] for choice in range(n)}
         self._unwanted: set[int] = set()
-        self._spared: dict[int, int] = {}  # cached tokens, by choice, of one that has moved
+        self._spared: dict[int, int] = {}  # cached tokens, by choice, of a request that has migrated
         self._news = asyncio.Event()
 
     @property
@@ -38,8 +40,15 @@ class Progress:
         """The choices that have not ended."""
         return self._open.keys()
 
+    @property
+    def made(self) -> list[Made]:
+        """What the choices that have not ended have; empty if all begin."""
+        return [Made(choice, tokens[:]) for choice, tokens in self._open.items()] if self.begun else []
+
+    # -- what nobody wants ------------------------------------------------------------------------------
+
     def cancel(self, choice: int | None) -> None:
-        """The caller wants no more of it; None is all of them."""
+        """Notes that the caller wants no more of the choice; None means all of them."""
         self._unwanted |= self._open.keys() if choice is None else {choice}
 
     @property
@@ -48,35 +57,43 @@ class Progress:
         return not self._unwanted.isdisjoint(self._open)
 
     def end_unwanted(self) -> list[Event]:
-        """End these choices, in a time in which no engine is there to do it. Their ends are the caller's
-        next frame."""
+        """Ends these choices while no engine is there to do it. Returns their ends, the caller's next
+        frame."""
         ends: list[Event] = [
             EndEvent(choice, "abort") for choice in sorted(self._unwanted & self._open.keys())
         ]
-        self.note(ends)
-        return ends
+        return self.take(ends)[0]
 
-    @property
-    def made(self) -> list[Made]:
-        """What the choices that have not ended have: none where all begin."""
-        return [Made(choice, tokens[:]) for choice, tokens in self._open.items()] if self.begun else []
+    # -- frames -----------------------------------------------------------------------------------------
 
-    async def news(self) -> None:
-        """Until the caller has seen more, or who generates has stopped."""
-        self._news.clear()
-        await self._news.wait()
+    def take(
+        self, frame: list[Event], *, behind: bool = False, moved: bool = False, computed: int = 0
+    ) -> tuple[list[Event], str | None]:
+        """Returns what the caller is told of an engine's frame, and notes it; the text says why the engine
+        ends all that is left of the request with this frame, so that another may go on.
 
-    def tell(self) -> None:
-        """There is news."""
-        self._news.set()
-
-    def note(self, frame: list[Event]) -> None:
-        """The caller is about to see the frame. Raises KvloomError where it does not follow on what was."""
-        if frame:
-            self._time(frame)
-            self.tell()
+        behind: another engine has told the caller perhaps more already. moved: the request goes on elsewhere
+        after this stream. computed: tokens whose K and V were made elsewhere for this very request, so that
+        the cache has not spared them. Raises KvloomError if the frame does not follow on what was."""
+        failure = None
+        if behind:
+            frame = [event for event in frame if not self._told(event)]
         for event in frame:
-            self.begun = True
+            if isinstance(event, EndEvent):
+                if moved or computed or self._spared:
+                    frame = self._ends_as_one(frame, moved, computed)
+                frame, failure = self._failed(frame)
+                break
+        if not frame:
+            return frame, failure
+        before, now = self._told_at, self._clock.now()
+        self._told_at = now
+        tellers = [event.choice for event in frame if isinstance(event, TokenEvent)]
+        once = len(tellers) < 2 or len(set(tellers)) == len(tellers)
+        self.step = now - before if once and before is not None else None
+        self._news.set()
+        self.begun = True
+        for event in frame:
             if isinstance(event, PromptEvent):
                 self.prompt_told = True
                 continue
@@ -90,34 +107,16 @@ class Progress:
             else:
                 tokens.append(event.token)
                 self.tokens += 1
+        return frame, failure
 
-    def _time(self, frame: list[Event]) -> None:
-        now, before = self._clock.now(), self._told_at
-        choices = [event.choice for event in frame if isinstance(event, TokenEvent)]
-        once = len(set(choices)) == len(choices)
-        self._told_at, self.step = now, now - before if once and before is not None else None
+    async def news(self) -> None:
+        """Waits until the caller has seen more, or who generates has stopped."""
+        self._news.clear()
+        await self._news.wait()
 
-    def as_one(self, frame: list[Event], *, moved: bool) -> list[Event]:
-        """For a caller that knows nothing of moves: without the ends where it was, and with what the cache
-        has spared it where it began. moved: it goes on elsewhere after this stream."""
-        if not (moved or self._spared):
-            return frame
-        seen = list[Event]()
-        for event in frame:
-            if not isinstance(event, EndEvent):
-                seen.append(event)
-            elif moved and event.reason == "abort":
-                if self._open.get(event.choice):  # else it begins there
-                    self._spared.setdefault(event.choice, event.cached_tokens)
-            else:
-                spared = self._spared.get(event.choice, event.cached_tokens)
-                seen.append(replace(event, cached_tokens=spared))
-        return seen
-
-    def unseen(self, frame: list[Event]) -> list[Event]:
-        """What the caller has yet to see, of a stream that goes on after tokens of which another has told
-        perhaps more."""
-        return [event for event in frame if not self._told(event)]
+    def tell(self) -> None:
+        """Wakes whoever waits for news."""
+        self._news.set()
 
     def _told(self, event: Event) -> bool:
         if isinstance(event, PromptEvent):
@@ -125,9 +124,24 @@ class Progress:
         tokens = self._open.get(event.choice)
         return tokens is None or (isinstance(event, TokenEvent) and event.index < len(tokens))
 
-    def survives(self, frame: list[Event]) -> tuple[list[Event], str | None]:
-        """What of a frame can be passed on, and why an engine ends with it all that is left of the request:
-        another may still go on. None where it does not."""
+    def _ends_as_one(self, frame: list[Event], moved: bool, computed: int) -> list[Event]:
+        """Returns the frame for a caller who knows nothing of engines: without the ends that a migration
+        brings, and with what the cache spared the request where it began."""
+        seen = list[Event]()
+        for event in frame:
+            if not isinstance(event, EndEvent):
+                seen.append(event)
+                continue
+            cached = max(0, event.cached_tokens - computed)
+            if not (moved and event.reason == "abort"):
+                seen.append(replace(event, cached_tokens=self._spared.get(event.choice, cached)))
+            elif self._open.get(event.choice):  # else it begins where it goes
+                self._spared.setdefault(event.choice, cached)
+        return seen
+
+    def _failed(self, frame: list[Event]) -> tuple[list[Event], str | None]:
+        """Returns what of a frame can be passed on, and why an engine ends with it all that is left of the
+        request: another may still go on. The text is None if the engine does not."""
         ends = [event for event in frame if isinstance(event, EndEvent)]
         failed = [end for end in ends if end.reason == "error"]
         if not failed:
@@ -137,15 +151,3 @@ class Progress:
             return frame, None
         rest = [event for event in frame if event not in failed]
         return rest, failed[0].message or "the engine could not go on with this request"
-
-
-def less_cached(frame: list[Event], computed: int) -> list[Event]:
-    """What was received had been computed for this very request: the cache has not spared it."""
-    if not computed:
-        return frame
-    return [
-        replace(event, cached_tokens=max(0, event.cached_tokens - computed))
-        if isinstance(event, EndEvent)
-        else event
-        for event in frame
-    ]

@@ -1,4 +1,4 @@
-"""Lets requests follow the pairs that the fleet scheduler makes (Llumnix, section 4.3)."""
+"""Lets requests migrate along the pairs that the fleet scheduler makes (Llumnix, section 4.3)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class Rescheduler:
-    """Satisfies `Fleet`. An async context manager: moves that are under way are given up with it. A pair
-    moves one request at a time, for as long as it stands and its source has one to offer. moved, stayed:
-    requests so far that went over, and that could not. roster: where units come and go."""
+    """The fleet as its scheduler controls it. A pair moves one request at a time, for as long as it stands
+    and its source has one to offer. It is an async context manager: moves that are under way are given up
+    with it."""
 
     def __init__(self, router: Router, clock: Clock, roster: Roster | None = None) -> None:
+        """roster: where units come and go."""
         self.moved = 0
+        """Requests that went over, so far."""
         self.stayed = 0
+        """Requests that could not, so far."""
         self._router = router
         self._clock = clock
         self._roster = roster
@@ -54,7 +57,7 @@ class Rescheduler:
 
     @property
     def moves(self) -> dict[str, int]:
-        """So far, by what became of them."""
+        """The number of moves so far, by what became of them."""
         return {"moved": self.moved, "stayed": self.stayed}
 
     async def state(self) -> FleetState:
@@ -74,7 +77,7 @@ class Rescheduler:
             self._roster.begin(steps)
 
     async def pair(self, pairs: Pairs) -> None:
-        """Pairs of units that nobody knows are passed over."""
+        """Takes over the pairs in place of those before. Pairs of units that nobody knows are passed over."""
         units = self._router.units
         self._pairs = frozenset(
             one for one in pairs.pairs if one.source in units and one.destination in units
@@ -109,7 +112,7 @@ class Rescheduler:
         return pair in self._pairs and self._clock.now() < self._until
 
     async def _offered(self, pair: Pair, besides: list[str]) -> str | None:
-        """A request's id at the source. None too where a unit is there no more."""
+        """Returns a request's id at the source; None if it offers none, or if a unit is there no more."""
         units = self._router.units
         source, destination = units.get(pair.source), units.get(pair.destination)
         if source is None or destination is None or (load := await destination.load()) is None:
@@ -130,11 +133,11 @@ class Rescheduler:
 
 
 def _alike(load: UnitLoad, source: Unit, destination: Unit) -> UnitLoad:
-    """The destination's load without the models of which the units keep K and V in unlike forms."""
+    """Returns the destination's load without the models of which the units keep K and V in unlike forms."""
     here, there = source.replicas, destination.replicas
     alike = {
         name: model
         for name, model in load.models.items()
-        if name in here and name in there and here[name].form == there[name].form
+        if name in here and name in there and here[name].card.form == there[name].card.form
     }
     return replace(load, models=alike)

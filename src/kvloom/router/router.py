@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from msgspec.structs import replace
 
-from kvloom.router.call import Call, Frames
-from kvloom.router.candidates import Candidates
-from kvloom.router.course import arriving
-from kvloom.router.fleet import Fleet
-from kvloom.router.moving import Move
+from kvloom.router.migration import Migration
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
-from kvloom.router.programs.least_loaded import least_loaded
+from kvloom.router.replicas import Fleet, arriving
+from kvloom.router.session import Session
 from kvloom.router.units import Units
 from kvloom.router.waiting import WaitingRoom
-from kvloom.types.client import EngineClient
+from kvloom.types.client import EngineClient, Frames
 from kvloom.types.clock import Clock
-from kvloom.types.errors import BadRequest, ConfigError, KvloomError, Unavailable, UnknownModel
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard, StartGenerate
 from kvloom.types.service import NO_PROCESS, PATIENCE, Service
 
-Attempt = Callable[[Call, Fleet], Frames]
-
 
 class Router:
-    """Satisfies `Server`. An async context manager: it watches its units while it is open. withdrawn: units
-    that take no part until they are admitted. away: those that have no process, with the cards of what they
-    serve, as far as they are known. patience: seconds for which a request waits where nobody that serves its
-    model is up, but somebody is about to be."""
+    """Many engines as one `Server`. It is an async context manager, and watches its units while it is
+    open."""
 
     def __init__(
         self,
@@ -46,6 +39,9 @@ class Router:
         away: Mapping[str, Sequence[ModelCard]] | None = None,
         patience: float = PATIENCE,
     ) -> None:
+        """withdrawn: units that take no part until they are admitted. away: units that have no process, with
+        the cards of what they serve, as far as they are known. patience: seconds for which a request waits if
+        nobody that serves its model is up, but somebody is about to be."""
         self._index = PrefixIndex()
         self._waiting = WaitingRoom(patience)
         self._units = Units(
@@ -58,7 +54,8 @@ class Router:
         )
         self._program = program
         self._clock = clock
-        self._calls: dict[str, Call] = {}
+        self.sessions: dict[str, Session] = {}
+        """The requests that are under way, by the ids that their callers gave them."""
 
     async def __aenter__(self) -> Self:
         """Units that cannot be reached yet are asked until they can be."""
@@ -76,8 +73,8 @@ class Router:
     # -- Server -----------------------------------------------------------------------------------------
 
     async def models(self) -> list[ModelCard]:
-        """One card a name, with the shortest context of its replicas. Raises Unavailable where two units
-        serve different models under one name, and where no unit has been reached yet."""
+        """Returns one card a name, with the shortest context of its replicas. Raises Unavailable if two units
+        serve different models under one name, or if no unit has been reached yet."""
         cards: dict[str, ModelCard] = {}
         for unit in self._units.values():
             if isinstance(unit.problem, ConfigError):
@@ -90,85 +87,54 @@ class Router:
             raise Unavailable(f"no unit is up (of {', '.join(self._units)})", retry_after=1)
         return list(cards.values())
 
-    async def start_generate(self, body: StartGenerate) -> Frames:
-        """What the current program makes of it. Where that fails, wherever the request stands, the replicas
-        that are up are asked to generate the rest of it, the least loaded first. Where none is up, but one
-        will be, the request waits for that: what it was refused there does not count."""
-        if body.request in self._calls:
-            raise BadRequest(f"request id {body.request} is in use", param="request")
-        fleet = self._served(body)
-        call = self._calls[body.request] = Call(body, fleet, self._clock, self._tasks)
-        candidates = Candidates(call, fleet, lambda: self._fleet(body), self._waiting)
-        program = self._program
-        # What is received has K and V but no logits: who wants the prompt's has it computed in one place.
-        attempt: Attempt = program if body.sampling.prompt_logprobs is None else least_loaded
-        try:
-            while True:
-                await candidates.until_somebody_is_up()
-                if call.let_in and call.progress.unwanted:
-                    yield call.progress.end_unwanted()
-                    if call.progress.over:
-                        break
-                    continue
-                try:
-                    async with aclosing(attempt(call, candidates.fleet)) as frames:
-                        async for frame in frames:
-                            yield frame
-                    break
-                except KvloomError as error:
-                    candidates.go_on_after(error)
-                    attempt = least_loaded
-                await call.release()
-            if not call.progress.over:
-                raise KvloomError(f"the program {program.name} ended without an answer")
-        finally:
-            try:
-                await call.release()
-            finally:
-                del self._calls[body.request]
+    def start_generate(self, body: StartGenerate) -> Frames:
+        """Returns what the current program makes of the request, however often engines fail it: see
+        `Session.frames`."""
+        session = Session(body, partial(self._serving, body), self._waiting, self._clock, self._tasks)
+        return session.frames(self._program, self.sessions)
 
     async def abort(self, request: str, choice: int | None = None) -> None:
-        call = self._calls.get(request)
-        if call is not None:
-            await call.abort(choice)
+        session = self.sessions.get(request)
+        if session is not None:
+            await session.abort(choice)
             self._waiting.tell_one(request)
 
     async def abort_all(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for request in list(self._calls):
+            for request in list(self.sessions):
                 group.create_task(self.abort(request))
 
     async def move(self, request: str, to: str) -> None:
-        """Let a request that decodes or waits go on at another unit; its caller sees nothing of it. Raises
-        KvloomError where it stays."""
-        call, unit = self._calls.get(request), self._units.get(to)
-        source = call.course.running if call else None
-        target = unit.replicas.get(call.model) if call and unit else None
-        if call is None or source is None:
+        """Lets a request that decodes or waits go on at another unit; its caller sees nothing of it. Raises
+        KvloomError if it stays."""
+        session, unit = self.sessions.get(request), self._units.get(to)
+        source = session.running if session else None
+        target = unit.replicas.get(session.model) if session and unit else None
+        if session is None or source is None:
             raise BadRequest(f"request {request} does not run here", param="request")
-        if target is None or target is source:
+        if target is None or target is source.replica:
             where = "it runs there already" if target else "that does not serve its model"
             raise BadRequest(f"request {request} cannot go to {to}: {where}", param="to")
         if not target.up:
             raise BadRequest(f"request {request} cannot go to {to}: it takes no requests", param="to")
-        if target.card.context_length < call.course.needs:
+        if target.card.context_length < session.needs:
             raise BadRequest(f"request {request} may not fit {to}: its contexts are shorter", param="to")
-        if call.moving:
+        if session.migrating or session.following:
             raise BadRequest(f"request {request} moves already", param="request")
-        call.moving = True
+        session.migrating = True
         try:
-            await Move(call, source, target, self._clock).run()
+            await Migration(session, source, target, self._clock).run()
         finally:
-            call.moving = False
+            session.migrating = False
 
     @property
     def moving(self) -> list[str]:
-        """Requests that move just now, by the ids that they have at the replicas."""
-        return [call.name for call in self._calls.values() if call.moving]
+        """The requests that migrate just now, by the ids that they have at the replicas."""
+        return [session.name for session in self.sessions.values() if session.migrating]
 
     def asked_as(self, name: str) -> str | None:
-        """The request, by the id that it has at the replicas now; None where none here has it."""
-        return next((request for request, call in self._calls.items() if call.name == name), None)
+        """Returns the request that has this id at the replicas now; None if no request here has it."""
+        return next((request for request, session in self.sessions.items() if session.name == name), None)
 
     # -- what only a router has -------------------------------------------------------------------------
 
@@ -177,12 +143,12 @@ class Router:
         return self._program
 
     def set_program(self, program: Program) -> None:
-        """For requests from now on; those in flight end under the one they began with."""
+        """Sets the program for requests from now on; those in flight end under the one they began with."""
         self._program = program
 
     async def loads(self) -> dict[str, UnitLoad]:
-        """By unit, of those that answer soon, the drained ones too, and those that are emptied for a
-        restart."""
+        """Returns the loads by unit, of those that answer soon, the drained ones too, and those that are
+        emptied for a restart."""
         return await self._units.loads(
             unit
             for unit in self._units.values()
@@ -203,21 +169,21 @@ class Router:
         return {model: count for model, count in self._waiting.waiting.items() if count}
 
     def withdraw(self, unit: str) -> None:
-        """Give it no new request, though it may answer: it is about to end. What runs there goes on."""
+        """Gives the unit no new request, though it may answer: it is about to end. What runs there goes
+        on."""
         self._units[unit].withdraw()
 
     async def admit(self, unit: str) -> None:
-        """It serves, perhaps as a new process. Where it does not answer, it is asked until it does."""
+        """Lets the unit serve again, perhaps as a new process. It is asked until it answers."""
         await self._units[unit].admit()
 
     # -- units ------------------------------------------------------------------------------------------
 
-    def _fleet(self, body: StartGenerate) -> Fleet:
-        return Fleet(body.model, self._units.replicas(body.model), self._index, arriving(body))
-
-    def _served(self, body: StartGenerate) -> Fleet:
-        fleet = self._fleet(body)
-        if not fleet.replicas:
+    def _serving(self, body: StartGenerate) -> Fleet:
+        """Returns the replicas of the request's model as they are now. Raises UnknownModel if there are
+        none."""
+        replicas = self._units.replicas(body.model)
+        if not replicas:
             served = ", ".join(self._units.models) or "none"
             raise UnknownModel(f"the model `{body.model}` is not served; served: {served}", param="model")
-        return fleet
+        return Fleet(body.model, replicas, self._index, arriving(body))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal
 
-from kvloom.router.replica import Replica
+from kvloom.router.replicas import Replica
 from kvloom.router.report import Report
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock

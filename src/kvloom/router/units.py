@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Final
 
 from kvloom.router.prefix_index import PrefixIndex
-from kvloom.router.replica import Replica
+from kvloom.router.replicas import Replica
 from kvloom.router.unit import Unit
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Event, ModelCard, StartGenerate
@@ -44,6 +44,22 @@ from kvloom.types.verbs import (
     Verb,
 )
 
+Item_co = TypeVar("Item_co", covariant=True)
+
+
+class Stream(Protocol[Item_co]):
+    """An asynchronous iterator that can be closed before its end, as every async generator can."""
+
+    def __aiter__(self) -> AsyncIterator[Item_co]: ...
+
+    async def __anext__(self) -> Item_co: ...
+
+    async def aclose(self) -> None: ...
+
+
+Frames = Stream[list[Event]]
+"""A request's answer: each frame holds the events that reach the caller at once."""
+
 
 class Generator(Protocol):
     """A server of models. Every method raises KvloomError: the engine's own error, or Unavailable if the
@@ -52,10 +68,10 @@ class Generator(Protocol):
     async def models(self) -> list[ModelCard]:
         """Returns the cards of the models that are served."""
 
-    def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        """Yields frames of events until each choice has had its EndEvent.
+    def start_generate(self, body: StartGenerate) -> Frames:
+        """Returns frames of events, until each choice has had its EndEvent.
 
-        Closing the generator early aborts the request and gives its blocks back within one job. Errors of
+        Closing the stream early aborts the request and gives its blocks back within one job. Errors of
         admission are raised on the first step, before any event.
         """
 

@@ -23,8 +23,7 @@ class Clock(Protocol):
 class WallClock:
     """The machine's monotonic clock."""
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

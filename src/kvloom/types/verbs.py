@@ -264,17 +264,14 @@ class FrameEncoder:
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray(256)
 
-    def events(self, events: list[Event]) -> bytes:
-        return self._frame(events, 0)
-
-    def error(self, error: KvloomError) -> bytes:
-        return self._frame(error.to_wire(), ERROR)
-
-    def _frame(self, value: list[Event] | WireError, flag: int) -> bytes:
+    def events(self, events: list[Event] | WireError, flag: int = 0) -> bytes:
         buffer = self._buffer
-        self._encoder.encode_into(value, buffer, HEAD)
+        self._encoder.encode_into(events, buffer, HEAD)
         buffer[:HEAD] = (len(buffer) - HEAD | flag).to_bytes(HEAD, "big")
         return bytes(buffer)
+
+    def error(self, error: KvloomError) -> bytes:
+        return self.events(error.to_wire(), ERROR)
 
 
 class FrameParser:
@@ -303,13 +300,11 @@ class FrameParser:
                 raise Unavailable(f"the peer announced a frame of {end - at} bytes; {MAX_FRAME} is the most")
             if end > len(data):
                 break
-            frames.append(self._decode(view[at + HEAD : end], bool(length & ERROR)))
+            body = view[at + HEAD : end]
+            try:
+                frames.append(self._error.decode(body) if length & ERROR else self._events.decode(body))
+            except msgspec.MsgspecError as problem:
+                raise Unavailable(f"the peer sent a frame that cannot be read: {problem}") from problem
             at = end
         self._rest = data[at:]
         return frames
-
-    def _decode(self, body: memoryview, error: bool) -> list[Event] | WireError:
-        try:
-            return self._error.decode(body) if error else self._events.decode(body)
-        except msgspec.MsgspecError as problem:
-            raise Unavailable(f"the peer sent a frame that cannot be read: {problem}") from problem

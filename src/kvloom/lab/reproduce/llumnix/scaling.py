@@ -38,10 +38,11 @@ from kvloom.lab.sim.run import play
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.arrivals import gamma, poisson
 from kvloom.lab.workload.request import Prompts, RequestResult
-from kvloom.router.call import Call, Frames
-from kvloom.router.fleet import Fleet
+from kvloom.router import Call
 from kvloom.router.program import Program
+from kvloom.router.replicas import Fleet
 from kvloom.router.rescheduling import Rescheduler
+from kvloom.types.client import Frames
 from kvloom.types.clock import Clock
 from kvloom.types.service import FleetState, GroupSpec, Pairs, Steps
 from kvloom.types.service import Scale as Range

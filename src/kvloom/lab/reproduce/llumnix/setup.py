@@ -29,9 +29,10 @@ from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import find_shape
-from kvloom.router.call import Call, Frames
-from kvloom.router.fleet import Fleet
+from kvloom.router import Call
 from kvloom.router.program import Program, load_program
+from kvloom.router.replicas import Fleet
+from kvloom.types.client import Frames
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import F64, I64
 from kvloom.types.request import Level
@@ -118,7 +119,7 @@ SHORT: Final = Traffic("S-S", STAND_INS["zipf-s"], (26.0,))
 
 async def infaas_by_reports(call: Call, fleet: Fleet) -> Frames:
     """Sends the call to the instance that had least memory in use when it reported; among equals by turns."""
-    loads = {replica: load for replica in fleet.up if (load := replica.report.reported())}
+    loads = {replica: load for replica in fleet.up if (load := replica.unit.report.reported())}
     chosen = infaas(loads, {replica: replica.turn for replica in loads}, fleet.arrival)
     replica = fleet.least_loaded() if chosen is None else fleet.turn([chosen])
     async for frame in call.start_generate(replica):

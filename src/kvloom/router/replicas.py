@@ -1,0 +1,212 @@
+"""One model's replicas, as a router program sees them: who is up, what each has to do, and how to choose."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from kvloom.cluster.dispatch import Dispatch, freest, infaas
+from kvloom.cluster.freeness import Arrival
+from kvloom.router.prefix_index import PrefixIndex
+from kvloom.router.report import Report
+from kvloom.types.client import EngineClient
+from kvloom.types.errors import Unavailable
+from kvloom.types.request import ModelCard, StartGenerate
+
+CALL_TOKENS: Final = 128  # what a call in flight weighs, in prompt tokens
+
+
+class Host(Protocol):
+    """What a replica and its requests have to know of the unit that they are on."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def client(self) -> EngineClient: ...
+
+    @property
+    def report(self) -> Report:
+        """The unit's last load, kept fresh while programs ask for it."""
+
+    @property
+    def up(self) -> bool:
+        """The unit can be asked for something new."""
+
+    @property
+    def awaited(self) -> bool:
+        """The unit will be up again without having died, and requests may wait for that."""
+
+    @property
+    def lost(self) -> bool:
+        """The unit is down, and is asked until it answers."""
+
+    @property
+    def may_start(self) -> bool:
+        """The unit has not failed to start just now."""
+
+    async def check(self) -> None:
+        """Asks whether the unit still answers, and takes it for down if it does not."""
+
+    def begin_call(self) -> None: ...
+
+    def end_call(self) -> None: ...
+
+
+class Replica:
+    """A model on one unit, and what this router has asked of it."""
+
+    def __init__(self, unit: Host, card: ModelCard) -> None:
+        self.unit = unit
+        self.card = card
+        self.calls = 0
+        """Calls in flight there, each from its first reservation on."""
+        self.queue = 0
+        """Prompt tokens that the replica is to compute for requests that programs have sent its way.
+
+        The tokens of a request count from its first verb on. They leave the queue together, because engines
+        do not tell how far they are: when all has arrived for a replica that sends, and with the first token
+        for one that generates. What the replica probably has cached does not count."""
+        self.turn = 0
+        """When the replica was last chosen, compared with its peers."""
+
+    def __repr__(self) -> str:
+        return f"{self.card.name} on {self.name}"
+
+    @property
+    def name(self) -> str:
+        """The name of the unit."""
+        return self.unit.name
+
+    @property
+    def up(self) -> bool:
+        return self.unit.up
+
+    @property
+    def load(self) -> int:
+        """What the replica has to do, in prompt tokens."""
+        return self.queue + CALL_TOKENS * self.calls
+
+    def begin_call(self) -> None:
+        self.calls += 1
+        self.unit.begin_call()
+
+    def end_call(self) -> None:
+        self.calls -= 1
+        self.unit.end_call()
+
+    @asynccontextmanager
+    async def reached(self) -> AsyncIterator[None]:
+        """Asks the unit whether it is still there if what is done within shows that it might be gone."""
+        try:
+            yield
+        except Unavailable as error:
+            raise await self.missed(error) from error
+
+    async def missed(self, error: Unavailable) -> Unavailable:
+        """Returns the error with the unit's name, after the unit was asked whether it is still there."""
+        await self.unit.check()
+        return Unavailable(f"{self.name}: {error.message}", retry_after=error.retry_after)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The replicas of one model, of which a program chooses. `among` are some of those that are up; left out,
+    all of these are meant."""
+
+    model: str
+    replicas: tuple[Replica, ...]
+    """All of them, whether they are up or not, in the order of the config."""
+    index: PrefixIndex
+    arrival: Arrival
+    """The request that is to go to one of the replicas."""
+
+    @property
+    def up(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.unit.up]
+
+    def turn(self, among: Sequence[Replica] | None = None) -> Replica:
+        """Returns the replica whose turn it is, round robin."""
+        return self._chosen(min(self._candidates(among), key=lambda replica: replica.turn))
+
+    def least_loaded(self, among: Sequence[Replica] | None = None) -> Replica:
+        """Returns the replica that has least to do; among equals, the one whose turn it is."""
+        candidates = self._candidates(among)
+        return self._chosen(min(candidates, key=lambda replica: (replica.load, replica.turn)))
+
+    def freest(self, among: Sequence[Replica] | None = None) -> Replica:
+        """Returns the replica whose unit has most freeness with the request, or headroom for its level
+        already. Known is the unit's last report and what this router has sent there since; if none has
+        reported lately, the least loaded replica is returned."""
+        return self._by_reports(freest, among)
+
+    def emptiest(self, among: Sequence[Replica] | None = None) -> Replica:
+        """Returns the replica whose unit has least memory in use, what waits there counted; known is what
+        `freest` knows."""
+        return self._by_reports(infaas, among)
+
+    def _by_reports(self, dispatch: Dispatch[Replica], among: Sequence[Replica] | None) -> Replica:
+        candidates = self._candidates(among)
+        loads = {replica: load for replica in candidates if (load := replica.unit.report.expected())}
+        chosen = dispatch(loads, {replica: replica.turn for replica in loads}, self.arrival)
+        return self.least_loaded(candidates) if chosen is None else self._chosen(chosen)
+
+    def nearest(
+        self, prompt: Sequence[int], among: Sequence[Replica] | None = None, *, slack: int
+    ) -> Replica:
+        """Returns the replica that holds the longest prefix of `prompt`, of those that have at most `slack`
+        tokens of load more than the least loaded."""
+        candidates, held = self._candidates(among), self.matched(prompt)
+        least = min(replica.load for replica in candidates)
+        near = [replica for replica in candidates if replica.load <= least + slack]
+        longest = max(held.get(replica, 0) for replica in near)
+        return self.least_loaded([replica for replica in near if held.get(replica, 0) == longest])
+
+    def split(self, prefill: int) -> tuple[list[Replica], list[Replica]]:
+        """Returns who prefills, the first `prefill` replicas, and who decodes. If one side is down or
+        missing, the other is all there is, and it decodes."""
+        first = [replica for replica in self.replicas[:prefill] if replica.unit.up]
+        others = [replica for replica in self.replicas[prefill:] if replica.unit.up]
+        return (first, others) if first and others else ([], first or others)
+
+    def matched(self, prompt: Sequence[int]) -> dict[Replica, int]:
+        """Returns how many tokens of `prompt` each replica that is up probably holds; those that hold none
+        are left out."""
+        if len(self.replicas) == 1:
+            return {}
+        held = self.index.match(self.model, prompt)
+        return {replica: held[replica.name] for replica in self.up if replica.name in held}
+
+    def to_compute(self, prompt: Sequence[int], replica: Replica, begin: int, end: int) -> int:
+        """Returns the number of tokens of prompt[begin:end] that `replica` probably has not cached."""
+        return max(0, end - max(begin, self.matched(prompt).get(replica, 0)))
+
+    def note(self, prompt: Sequence[int], replica: Replica) -> None:
+        """Remembers that `replica` holds the prompt now, or soon."""
+        if len(self.replicas) > 1:
+            self.index.note(self.model, prompt, replica.name)
+
+    def without(self, some: Collection[Replica]) -> Fleet:
+        return replace(self, replicas=tuple(one for one in self.replicas if one not in some))
+
+    def _candidates(self, among: Sequence[Replica] | None) -> Sequence[Replica]:
+        candidates = self.up if among is None else among
+        if not candidates:
+            names = ", ".join(
+                one.name if one.unit.may_start else f"{one.name}, which failed to start"
+                for one in self.replicas
+            )
+            raise Unavailable(f"no unit that serves {self.model} is up (of {names})", retry_after=1)
+        return candidates
+
+    def _chosen(self, replica: Replica) -> Replica:
+        replica.turn = 1 + max(one.turn for one in self.replicas)
+        return replica
+
+
+def arriving(body: StartGenerate) -> Arrival:
+    """Returns the request as the dispatch policies know it."""
+    made = sum(len(one.tokens) for one in body.made)
+    return Arrival(body.model, len(body.prompt), len(body.choices), body.priority, made)

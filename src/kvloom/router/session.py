@@ -1,0 +1,505 @@
+"""A session: one request's stream over one or more engines, and the verbs by which a program makes it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import replace as with_fields
+from typing import Final, Protocol
+
+from msgspec.structs import replace
+
+from kvloom.router.held import REFUSALS, Held, Reservation
+from kvloom.router.progress import Progress
+from kvloom.router.replicas import Fleet, Replica, arriving
+from kvloom.router.waiting import WaitingRoom
+from kvloom.types.address import resolve
+from kvloom.types.client import Frames
+from kvloom.types.clock import Clock, together
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
+from kvloom.types.request import Event, Made, StartGenerate
+from kvloom.types.verbs import Pin, PrepRecv, RemoteSend, Sent
+
+DEATHS: Final = 3  # of engines with one request between two of its tokens; it may be what they die of
+_LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have
+
+_log = logging.getLogger(__name__)
+
+
+class Lost(KvloomError):
+    """The engine has ended all that was left of a request with an error: another may go on."""
+
+
+_ELSEWHERE: Final = (Unavailable, QueueFull, OutOfBlocks, Lost)  # what one replica says, another may not
+
+
+class Strategy(Protocol):
+    """What the router does with a request: a program with its options."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, call: Session, fleet: Fleet) -> Frames: ...
+
+
+class Session:
+    """One request at the router, from its arrival to its end. Programs are handed it as their `call`.
+
+    Positions count in the prompt, negative ones from its end; None is its end. Verbs raise KvloomError.
+    """
+
+    def __init__(
+        self,
+        body: StartGenerate,
+        serving: Callable[[], Fleet],
+        room: WaitingRoom,
+        clock: Clock,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """serving: gives the model's replicas as they are now, and raises UnknownModel if there are none.
+        tasks: for what is to be done to its end whoever waits for it."""
+        self.body = body
+        self.model = body.model
+        self.prompt = body.prompt
+        self.name = body.request
+        """The request's id at the replicas. After `release`, and with a migration, it has another, so that a
+        late abort, or a call that arrives twice, harms no further attempt."""
+        self.progress = Progress(body.n, clock)
+        self.tasks = tasks
+        self.migrating = False
+        self.running: Leg | None = None
+        """Who has let the request in and generates it."""
+        self.needs = 0
+        """Tokens of context that the replica which took the request first has promised; 0 before."""
+        self.refused: set[Replica] = set()
+        """Replicas that would not, or could not, generate."""
+        self.held = Held(clock, tasks)
+        self.following: Leg | None = None
+        """Who goes on once `running` has told all it has, if the request has been handed over."""
+        self.computed = 0
+        """Tokens whose K and V were made elsewhere for this request."""
+        self._serving = serving
+        self._room = room
+        self._legs: list[Leg] = []
+        self._attempts = 1
+
+    @property
+    def let_in(self) -> bool:
+        """A replica has taken the request."""
+        return self.needs > 0
+
+    async def frames(
+        self, program: Strategy, sessions: dict[str, Session]
+    ) -> AsyncGenerator[list[Event], None]:
+        """Yields the request's whole stream, which is what `program` makes of it. If that fails, wherever the
+        request stands, the replicas that are up are asked to generate the rest of it, the least loaded first.
+        If none is up, but one will be, the request waits for that: what it was refused there does not count.
+        The session is one of `sessions` meanwhile, under the caller's id for it."""
+        request = self.body.request
+        if request in sessions:
+            raise BadRequest(f"request id {request} is in use", param="request")
+        self.fleet = self._serving()
+        candidates = Candidates(self, self.fleet, self._serving, self._room)
+        # What is received has K and V but no logits: who wants the prompt's has it computed in one place.
+        plain = self.body.sampling.prompt_logprobs is not None
+        sessions[request] = self
+        try:
+            while True:
+                await candidates.until_somebody_is_up()
+                if self.let_in and self.progress.unwanted:
+                    yield self.progress.end_unwanted()
+                    if self.progress.over:
+                        break
+                    continue
+                fleet = candidates.fleet
+                try:
+                    stream = self.start_generate(fleet.least_loaded()) if plain else program(self, fleet)
+                    async with aclosing(stream):
+                        async for frame in stream:
+                            yield frame
+                    break
+                except KvloomError as error:
+                    candidates.go_on_after(error)
+                    plain = True
+                await self.release()
+            if not self.progress.over:
+                raise KvloomError(f"the program {program.name} ended without an answer")
+        finally:
+            try:
+                await self.release()
+            finally:
+                del sessions[request]
+
+    # -- the verbs --------------------------------------------------------------------------------------
+
+    async def prep_recv(
+        self, replica: Replica, end: int | None = None, *, sender: Replica | None = None
+    ) -> Reservation:
+        """Reserves room at `replica` for prompt[:end], kept until the request is over or generates there.
+        `sender` is who will send; it is refused here if it keeps K and V in another form. From here on both
+        count as having their parts of the prompt to compute."""
+        body = PrepRecv(
+            model=self.model,
+            request=self.name,
+            prompt=self.prompt,
+            end=end,
+            sender=sender.card.form if sender else None,
+        )
+        until = resolve(end, len(self.prompt), "end")
+        parts = {replica: (until, len(self.prompt))} | ({sender: (0, until)} if sender else {})
+        for who, part in parts.items():
+            self.is_to_compute(who, *part)
+        try:
+            async with self.held.asking(replica, "room", self.name):
+                given = await self.held.answered(replica, replica.unit.client.prep_recv(body))
+        except KvloomError:
+            for who in parts:
+                self.held.is_to_compute(who, 0)
+            raise
+        return Reservation(replica, self.model, self.prompt, given)
+
+    async def remote_send(
+        self, source: Replica, spot: Reservation, *, begin: int = 0, end: int | None = None
+    ) -> Sent:
+        """Lets `source` write prompt[begin:end] into the reserved room, as far as it belongs there. The lease
+        is kept alive meanwhile. If there is nothing to send, nobody is asked."""
+        first, last = resolve(begin, len(self.prompt), "begin"), resolve(end, len(self.prompt), "end")
+        order = spot.order(self.name, first, last, self.body.priority)
+        sent = Sent(cached=0, computed=0)
+        try:
+            if order is not None and order.end is not None:
+                self.is_to_compute(source, 0, order.end)  # what goes before is not sent, but attended to
+                sent = await self._sent(source, spot, order)
+                self.fleet.note(self.prompt[: order.end], source)
+                self.computed += sent.computed
+        finally:
+            self.held.is_to_compute(source, 0)
+        return sent
+
+    async def _sent(self, source: Replica, spot: Reservation, order: RemoteSend) -> Sent:
+        async with together() as group:
+            renewing = group.create_task(self.held.renew(spot.replica, order.request, spot.given.lease))
+            async with self.held.asking(source, "work", order.request):
+                sent = await source.unit.client.remote_send(order)
+            renewing.cancel()
+        self.held.let_go(source, "work", order.request)
+        return sent
+
+    async def pin(self, replica: Replica, end: int | None = None) -> int:
+        """Keeps what `replica` has cached of prompt[:end], until the request is over. Returns how many tokens
+        that are: none if nothing is cached, or if the replica has promised too much. A second pin at a
+        replica takes the first one's place."""
+        prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
+        name = self.name
+        body = Pin(model=self.model, request=name, prompt=prompt)
+        try:
+            async with self.held.asking(replica, "pin", name):
+                made = await self.held.answered(replica, replica.unit.client.pin(body))
+        except (OutOfBlocks, QueueFull):
+            return 0
+        if not made.tokens:
+            self.held.let_go(replica, "pin", name)
+        else:
+            self.held.keep(replica, name, made.lease)
+        return made.tokens
+
+    def start_generate(self, replica: Replica, *, begin: int = 0) -> Frames:
+        """Generates at `replica`, where prompt[:begin] has been received, and goes on wherever the request
+        migrates from there. The stream is closed with the request."""
+        leg = Leg(self, replica, self.name, begin)
+        self._legs.append(leg)
+        return leg
+
+    async def abort(self, choice: int | None) -> None:
+        """Ends the request, or one choice of it, where it runs."""
+        self.progress.cancel(choice)
+        await self.held.abort(choice)
+
+    # -- what engines are told, and what they have ------------------------------------------------------
+
+    def is_to_compute(self, replica: Replica, begin: int, end: int) -> None:
+        """Counts prompt[begin:end], less what the replica probably has cached, in the replica's queue."""
+        self.held.is_to_compute(replica, self.fleet.to_compute(self.prompt, replica, begin, end))
+
+    def rest(self, name: str, begin: int, made: list[Made]) -> StartGenerate:
+        """Returns what is still to be generated after `made`, for an engine that knows it as `name`."""
+        sampling = self.body.sampling
+        if self.progress.prompt_told:
+            sampling = replace(sampling, prompt_logprobs=None)
+        return replace(self.body, request=name, begin=begin, made=made, sampling=sampling)
+
+    def another_name(self) -> str:
+        """Returns an id that nothing of the request has had."""
+        self._attempts += 1
+        return f"{self.body.request[:_LONGEST_ID]}~{self._attempts}"
+
+    async def release(self) -> None:
+        """Gives back what is held, wherever that is. An engine that cannot be reached is no error."""
+        self.held.stop_renewing()
+        try:
+            while self._legs:
+                with suppress(KvloomError):
+                    await self._legs.pop().aclose()
+        finally:
+            await self.held.give_back()
+            self.name = self.another_name()
+
+    async def hand_over(self, source: Leg, target: Replica, made: list[Made], name: str) -> None:
+        """Lets the request go on at `target` as `name` after `made`, which is empty if it has not begun, once
+        `source` has told the last of it. Raises KvloomError, and all is as it was, if the target does not let
+        it in or the request has gone on otherwise."""
+        if not target.up:  # by now: room there is no call, and nothing that a drain waits for
+            raise Unavailable(f"{target.name} takes no requests any more")
+        refused = target in self.refused
+        leg = Leg(self, target, name, made=made)
+        try:
+            if await anext(leg, None) is None:
+                raise Unavailable(f"{target.name} ended request {source.name} before it began")
+            choices = {one.choice for one in made}
+            as_made = choices <= self.progress.open if made else not self.progress.begun
+            if self.running is not source or not as_made or self.progress.unwanted:
+                raise BadRequest(f"request {source.name} has gone on otherwise", param="request")
+        except BaseException:
+            await leg.aclose()
+            self.held.let_go(target, "work", name)  # also if it was cancelled before it was let in
+            if not refused:
+                self.refused.discard(target)  # full for a migration is not full for good
+            raise
+        self.following, self.name = leg, name
+
+    async def next_leg(self) -> Leg | None:
+        """Returns who goes on where the running leg has ended, if the request was handed over."""
+        if self.progress.over:
+            await self.drop_following()
+        self.running, self.following = self.following, None
+        return self.running
+
+    async def drop_following(self) -> None:
+        """Ends the request where it was handed over to, and has not begun for its caller."""
+        following, self.following = self.following, None
+        if following is not None:
+            await following.aclose()
+
+
+class Leg:
+    """What one engine generates of a session's stream: `replica`, which knows the request as `name`; after it
+    comes what those generate to which the request migrates from there."""
+
+    def __init__(
+        self,
+        session: Session,
+        replica: Replica,
+        name: str,
+        begin: int = 0,
+        *,
+        made: list[Made] | None = None,
+    ) -> None:
+        """made: what the choices have where the leg begins, of which the caller has not seen all yet; None is
+        what the caller has seen by then."""
+        self.replica = replica
+        self.name = name
+        self._session = session
+        self._begin_at = begin
+        self._made = made
+        self._computed = session.computed if begin else 0
+        self._frames: Frames | None = None
+        self._new = True  # until its first event has come
+        self._let_in = self._over = False
+        self._failure: str | None = None  # why nothing comes any more, though the request is not over
+        self._then: Leg | None = None
+
+    def __aiter__(self) -> Leg:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        session = self._session
+        if self._frames is None and not self._over:
+            if self._made is None and session.progress.unwanted:  # aborted while nobody generated
+                ends = session.progress.end_unwanted()
+                self._over = session.progress.over
+                return ends
+            self._frames = self._begin()
+        if self._then is None:
+            if self._over or self._frames is None:
+                raise StopAsyncIteration
+            try:
+                if self._failure is not None:
+                    await self.replica.unit.check()  # it may be about to end
+                    raise Lost(f"{self.replica.name}: {self._failure}")
+                frame = await anext(self._frames)
+                if self._new:
+                    self._has_come(frame)
+                seen, self._failure = session.progress.take(
+                    frame,
+                    behind=self._made is not None,
+                    moved=session.following is not None,
+                    computed=self._computed,
+                )
+                return seen
+            except StopAsyncIteration:
+                if self._end(let_go=True):
+                    self._then = await session.next_leg()
+            except BaseException as error:  # noqa: BLE001 -- raised again, perhaps with the unit's name
+                await self._fail(self._frames, error)
+        if self._then is None:
+            raise StopAsyncIteration
+        return await anext(self._then)
+
+    def _begin(self) -> Frames:
+        session, replica = self._session, self.replica
+        made = session.progress.made if self._made is None else self._made
+        body = session.rest(self.name, self._begin_at, made)
+        begin = resolve(body.begin, len(body.prompt), "begin")
+        session.held.begin(replica, "work", self.name)
+        session.is_to_compute(replica, begin, len(body.prompt))
+        session.fleet.note(body.prompt, replica)
+        replica.unit.report.sent(arriving(body))
+        return replica.unit.client.start_generate(body)
+
+    def _has_come(self, frame: list[Event]) -> None:
+        """The first frame says that the engine has let the request in, and the first event that it has
+        computed the prompt."""
+        session, body = self._session, self._session.body
+        if not self._let_in:
+            self._let_in = True
+            if self._made is None:
+                session.running = self
+            session.held.let_go(self.replica, "room", self.name)  # the engine has taken it over
+            most = len(body.prompt) + body.sampling.max_tokens
+            session.needs = session.needs or min(most, self.replica.card.context_length)
+        if frame:
+            self._new = False
+            session.held.is_to_compute(self.replica, 0)
+
+    async def _fail(self, frames: Frames, error: BaseException) -> None:
+        """Ends the leg, and raises its error, an Unavailable one with the unit's name."""
+        session = self._session
+        try:
+            await frames.aclose()
+            if isinstance(error, Unavailable):
+                raise await self.replica.missed(error) from error
+            raise error
+        finally:
+            if isinstance(error, KvloomError) and (not self._begin_at or session.progress.begun):
+                session.refused.add(self.replica)
+            if self._end(let_go=isinstance(error, REFUSALS)):
+                await session.drop_following()
+
+    async def aclose(self) -> None:
+        """Ends the request where it is, if it has not ended."""
+        if self._then is not None:
+            await self._then.aclose()
+        elif self._frames is None:
+            self._over = True
+        elif not self._over:
+            closed = False
+            try:
+                await self._frames.aclose()
+                closed = True
+            finally:
+                if self._end(let_go=closed):
+                    await self._session.drop_following()
+
+    def _end(self, *, let_go: bool) -> bool:
+        """Nothing more comes from here. Returns whether it was here that the request ran."""
+        session = self._session
+        self._over, ran = True, session.running is self
+        if ran:
+            session.running = None
+        session.progress.tell()
+        session.held.is_to_compute(self.replica, 0)
+        if let_go:
+            session.held.let_go(self.replica, "work", self.name)
+        return ran
+
+
+class Candidates:
+    """Who may be asked for one request, from its arrival to its end."""
+
+    def __init__(self, session: Session, fleet: Fleet, now: Callable[[], Fleet], room: WaitingRoom) -> None:
+        self.fleet = fleet
+        """The replicas that may still be asked."""
+        self._session = session
+        self._now = now
+        self._room = room
+        self._seen: set[Replica] = set(fleet.replicas)
+        self._tokens = 0
+        self._deaths = 0
+
+    def go_on_after(self, error: KvloomError) -> None:
+        """Raises `error` if nobody is left to ask."""
+        session = self._session
+        self.fleet = fleet = self._less(self._with_newcomers(), error)
+        over = session.held.aborted and session.let_in  # its ends are told next
+        if not (over or (self._may_go_on(error) and (fleet.up or self._awaited(fleet)))):
+            raise error
+        if not over:
+            whither = "goes elsewhere" if fleet.up else "waits for a restart"
+            _log.warning("request %s: %s; it %s", session.body.request, error.message, whither)
+
+    def _may_go_on(self, error: KvloomError) -> bool:
+        """Counts a failure. Returns whether a plain start_generate elsewhere may still give the rest: it is
+        not the request itself that a replica has refused."""
+        session = self._session
+        if session.progress.tokens > self._tokens:
+            self._tokens, self._deaths = session.progress.tokens, 0
+        if isinstance(error, Unavailable | Lost):
+            self._deaths += session.let_in
+        if session.held.aborted or self._deaths > DEATHS:
+            return False
+        return isinstance(error, _ELSEWHERE) or not (session.refused or session.progress.begun)
+
+    def _less(self, fleet: Fleet, error: KvloomError) -> Fleet:
+        """Returns the fleet without the replicas that have refused the request, but for those that will be
+        others when they are up again, and without those that hold shorter contexts than the one that let it
+        in promised. If the connection to that one broke it may be another process already, and nobody counts
+        as having refused; `DEATHS` bounds how often."""
+        session = self._session
+        if session.let_in and isinstance(error, Unavailable):
+            session.refused.clear()
+        refused = {one for one in session.refused if not self._awaits(one)}
+        short = {one for one in fleet.replicas if one.card.context_length < session.needs}
+        return fleet.without(refused | short)
+
+    def _awaits(self, replica: Replica) -> bool:
+        """The replica will be up again, and that is worth waiting for: if it died, only for a request that
+        had been let in."""
+        return replica.unit.awaited or (self._session.let_in and replica.unit.lost)
+
+    def _awaited(self, fleet: Fleet) -> list[Replica]:
+        return [replica for replica in fleet.replicas if self._awaits(replica)]
+
+    async def until_somebody_is_up(self) -> None:
+        """Waits until a replica is up, or none will be soon. Raises Unavailable if that takes too long."""
+        try:
+            await self._room.wait_while(self._nobody_yet, self._session.model, self._session.body.request)
+        except TimeoutError:
+            names = ", ".join(replica.name for replica in self._awaited(self.fleet))
+            raise Unavailable(
+                f"no unit that serves {self._session.model} is up; {names} is being started, which takes "
+                f"longer than the {self._room.seconds:g} s that requests wait",
+                retry_after=1,
+            ) from None
+
+    def _nobody_yet(self) -> bool:
+        session, fleet = self._session, self._with_newcomers()
+        return bool(
+            self._awaited(fleet)
+            and not fleet.up
+            and not session.held.aborted
+            and not session.progress.unwanted
+        )
+
+    def _with_newcomers(self) -> Fleet:
+        """Returns the fleet with the replicas that were not there when the request came, but for those of
+        shorter contexts than it was promised: units come and go while a request waits."""
+        found: list[Replica] = []
+        with suppress(UnknownModel):  # by now nobody may serve it any more
+            found = [one for one in self._now().replicas if one not in self._seen]
+        if found:
+            self._seen.update(found)
+            fit = [one for one in found if one.card.context_length >= self._session.needs]
+            self.fleet = with_fields(self.fleet, replicas=(*self.fleet.replicas, *fit))
+        return self.fleet
