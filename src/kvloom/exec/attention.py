@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
+from kvloom.exec.huggingface import AttentionInterface
 from kvloom.kernels import cpu, reference
 from kvloom.model.weaving.asking import Asking
 from kvloom.model.weaving.split import Split

@@ -18,7 +18,7 @@ from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Hosted, Role
 from kvloom.plan.cost.work import Work
 from kvloom.profiling.session import Effort
-from kvloom.profiling.threads import all_threads_seconds, children, main_thread_seconds
+from kvloom.profiling.threads import all_threads_seconds, descendants, main_thread_seconds
 from kvloom.profiling.upkeep import Loaded, parts
 from kvloom.serve.roles import ENGINE, GATEWAY
 from kvloom.types.errors import ConfigError
@@ -107,7 +107,7 @@ async def _served(arguments: Sequence[str]) -> AsyncIterator[Server]:
     try:
         async with asyncio.timeout(PATIENCE):
             url = await _ready(process.stdout)
-        started = children(process.pid)
+        started = descendants(process.pid)
         gateway = next(pid for pid, command in started.items() if GATEWAY in command)
         engines = tuple(pid for pid, command in started.items() if ENGINE in command)
         reading = asyncio.create_task(process.stdout.read())  # a full pipe would hold it up

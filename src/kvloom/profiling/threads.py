@@ -10,11 +10,15 @@ PROC: Final = Path("/proc")
 NANOSECOND: Final = 1e-9
 
 
-def children(pid: int) -> dict[int, str]:
-    """Of all its threads: their command lines by pid."""
+def descendants(pid: int) -> dict[int, str]:
+    """Returns the processes that any thread of `pid` has started, and those that these have: their command
+    lines by pid."""
     tasks = (PROC / str(pid) / "task").iterdir()
-    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return {child: _command(child) for child in found}
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found = {child: _command(child) for child in children}
+    for child in children:
+        found |= descendants(child)
+    return found
 
 
 def main_thread_seconds(pid: int) -> float:

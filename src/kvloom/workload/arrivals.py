@@ -9,10 +9,11 @@ from typing import Annotated, Any, Final
 import numpy as np
 from pydantic import PlainValidator
 
-from kvloom.types.geometry import F64
+from kvloom.types.geometry import F64, AnyArray
 from kvloom.workload.fields import shown
 
 _AT_ONCE: Final = 1024
+_PIECE: Final = 32
 
 Gaps = Callable[[np.random.Generator, int], F64]  # so many gaps between arrivals, of mean 1
 
@@ -73,4 +74,10 @@ def arrivals(gaps: Gaps, rate: Steps, rng: np.random.Generator) -> Iterator[floa
     while True:
         turns = turn + np.cumsum(gaps(rng, _AT_ONCE))
         turn = float(turns[-1])
-        yield from rate.times(turns).tolist()
+        yield from in_pieces(rate.times(turns))
+
+
+def in_pieces(values: AnyArray) -> Iterator[Any]:
+    """Yields Python's own numbers, few of them made ahead: most streams end soon."""
+    for start in range(0, len(values), _PIECE):
+        yield from values[start : start + _PIECE].tolist()

@@ -10,6 +10,7 @@ from pydantic import PlainValidator, ValidationInfo
 
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64, AnyArray
+from kvloom.workload.arrivals import in_pieces
 from kvloom.workload.fields import LONGEST, Section, TokenCount, shown
 from kvloom.workload.stand_ins import STAND_INS
 from kvloom.workload.tokens import Tokens, Uniform
@@ -58,7 +59,7 @@ class Lengths(Section):
     def pairs(self, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
         """Prompt and output tokens, without end."""
         while True:
-            yield from self.draw(rng, _AT_ONCE).tolist()
+            yield from in_pieces(self.draw(rng, _AT_ONCE))
 
     def _fits(self, pairs: I64) -> AnyArray:
         most, total = self.max_prompt or LONGEST, self.max_total or 2 * LONGEST

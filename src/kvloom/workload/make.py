@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from kvloom.types.geometry import F64
-from kvloom.workload.arrivals import Steps, arrivals
+from kvloom.workload.arrivals import Steps, arrivals, in_pieces
 from kvloom.workload.ask import Ask
 from kvloom.workload.popularity import power_law
 from kvloom.workload.sharing import Sharing
@@ -91,4 +91,4 @@ def draw_priorities(weights: dict[int, float], rng: np.random.Generator) -> Iter
 
 def _picks(values: list[int], weights: F64, rng: np.random.Generator) -> Iterator[int]:
     while True:
-        yield from rng.choice(values, _AT_ONCE, p=weights / weights.sum()).tolist()
+        yield from in_pieces(rng.choice(values, _AT_ONCE, p=weights / weights.sum()))
