@@ -23,13 +23,16 @@ HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernel
 .PHONY: setup serve test check bench gpu-check clean
 .DELETE_ON_ERROR:
 
+# Each process of a fleet would compile what it imports if nobody had kept the bytecode.
 setup: $(WARM)
+	@$(BIN)/python -m compileall -q src/kvloom
 
 serve: setup
 	@exec $(BIN)/kvloom serve $(ARGS)
 
 test: setup
-	@exec $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@exec env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
+	  --dist worksteal $(ARGS)
 
 check: setup
 	$(BIN)/python -m ruff check .

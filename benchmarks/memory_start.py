@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks.load import Load
 from benchmarks.places import LOGS, ROOT, checkpoint
 from benchmarks.process import Command, free_port, running
-from benchmarks.procfs import Memory, children, command_line, memory
+from benchmarks.procfs import Memory, command_line, descendants, memory
 from benchmarks.report import Finding, Report, this_machine
 from benchmarks.servers import KVLOOM_PATIENCE
 from benchmarks.workload import Ask
@@ -59,7 +59,7 @@ async def look(name: str, models: Mapping[str, Path], argv: list[str]) -> Seen:
         outcomes, _ = await load.drive([Ask(m, [65 + i] * 48, 16) for m in models for i in range(8)])
         if errors := [outcome.error for outcome in outcomes if outcome.error]:
             raise RuntimeError(errors[0])
-        found = {command_line(pid): pid for pid in children(server.pid)}
+        found = {command_line(pid): pid for pid in descendants(server.pid)}
         (engine,) = (pid for line, pid in found.items() if "engine_process" in line)
         (gateway,) = (pid for line, pid in found.items() if "gateway_process" in line)
         weights = sum(parameters(path) for path in models.values()) * FLOAT32 / (1 << 20)

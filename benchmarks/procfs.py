@@ -21,10 +21,11 @@ class Memory:
     files: float
 
 
-def children(pid: int) -> list[int]:
-    """Of all its threads."""
+def descendants(pid: int) -> list[int]:
+    """Returns the processes that any thread of `pid` has started, and those that these have."""
     tasks = (PROC / str(pid) / "task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [found for child in children for found in (child, *descendants(child))]
 
 
 def command_line(pid: int) -> str:

@@ -45,10 +45,15 @@ def busy_engine(url: str, server: int) -> int:
     [unit] = re.findall(r'kvloom_requests_running{.*unit="(.*)"} 1.0', metrics)
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == server and unit in (folder / "cmdline").read_text().split("\0"):
+            words = (folder / "cmdline").read_text().replace("\0", " ").split()
+            if unit in words and server in (parent(folder.name), parent(str(parent(folder.name)))):
                 return int(folder.name)
     raise LookupError(f"no process of {unit}")
+
+
+def parent(process: str) -> int:
+    """An engine's is the server, or the fork server that this has started."""
+    return int(Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[1])
 
 
 def tell(url: str, killing: Callable[[], None]) -> str:

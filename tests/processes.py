@@ -62,12 +62,19 @@ class Fleet:
         return found.group()
 
     def children(self) -> dict[str, int]:
-        """Process ids by component: gateway, unit-0, …"""
-        return {name: pid for pid, name in _children(self.process.pid)}
+        """Process ids by component: gateway, unit-0, … The fork server stands for those it has forked; those
+        that have lost theirs are not found."""
+        found = _children(self.process.pid)
+        while (server := found.pop("forkserver", None)) is not None:  # also a fork that has no name yet
+            found |= _children(server)
+        return found
+
+    def fork_server(self) -> int:
+        return _children(self.process.pid)["forkserver"]
 
     def ranks(self, unit: str) -> dict[str, int]:
         """Process ids of a unit's ranks but the first, which is the unit's own process."""
-        return {name: pid for pid, name in _children(self.children()[unit])}
+        return _children(self.children()[unit])
 
     def rest(self) -> str:
         """All it has said, once it has ended."""
@@ -113,7 +120,7 @@ def outlived(pids: list[int]) -> Iterator[None]:
 def leaves_nothing(fleet: Fleet, folder: Path) -> Iterator[None]:
     """After the block there is no process, no socket and no shared memory of this fleet. folder: its own."""
     assert list(folder.iterdir())
-    pids = [fleet.process.pid, *fleet.children().values()]
+    pids = [fleet.process.pid, fleet.fork_server(), *fleet.children().values()]
     arenas = {arena for pid in pids for arena in _arenas(Path("/proc", str(pid)))}
     assert arenas
     with outlived(pids[1:]):
@@ -131,9 +138,12 @@ def _arenas(process: Path) -> Iterator[str]:
                 yield line.split()[4]
 
 
-def _children(parent: int) -> Iterator[tuple[int, str]]:
+def _children(parent: int) -> dict[str, int]:
+    """Process ids by the names that commands end with."""
+    found: dict[str, int] = {}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                words = (folder / "cmdline").read_text().split("\0")
-                yield int(folder.name), words[words.index("-m") + 3]
+                words = (folder / "cmdline").read_text().replace("\0", " ").split()
+                found[words[words.index("-m") + 3]] = int(folder.name)
+    return found

@@ -13,8 +13,9 @@ from kvloom.engine.batching.adbs import adbs
 from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin
 from kvloom.engine.batching.view import Action, Decode, Preempt, Prefill, UnitView
 from tests.engine.views import model, unit, views
+from tests.examples import examples
 
-_SETTINGS = settings(max_examples=500, deadline=None, derandomize=True)
+_SETTINGS = settings(max_examples=examples(120), deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

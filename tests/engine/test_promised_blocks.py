@@ -20,6 +20,7 @@ from kvloom.kv.pool import Pool
 from kvloom.types.errors import KvloomError, OutOfBlocks
 from kvloom.types.request import SamplingParams
 from kvloom.types.verbs import Pin, Prepared, PrepRecv
+from tests.examples import examples
 from tests.modelled import GEOMETRIES, ModelledExecutor, ask, card, expected, turns
 from tests.modelled_units import MODEL, ManualClock, Unit, generate, prompt, run, sending, units
 from tests.plane import Plane
@@ -200,7 +201,9 @@ class Budget(RuleBasedStateMachine):
 
 
 TestBudget = Budget.TestCase
-TestBudget.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestBudget.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None, derandomize=True
+)
 
 
 # -- the same, by engines --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import Policy
 from tests.engine.plays import MOST_JOBS, check, order
 from tests.engines import Answer
+from tests.examples import examples
 from tests.modelled import CONTEXT, GEOMETRIES, VOCAB, ModelledExecutor, engine_over, finish, modelled, turns
 
 
@@ -140,7 +141,7 @@ async def _play(scenario: Scenario) -> tuple[list[Answer], ModelledExecutor, int
 
 
 _SETTINGS = settings(
-    max_examples=200,
+    max_examples=examples(60),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -14,6 +14,7 @@ from msgspec import structs
 from kvloom.types.errors import KvloomError
 from kvloom.types.request import StartGenerate
 from kvloom.types.verbs import Pin, Prefix, Prepared, PrepRecv
+from tests.examples import examples
 from tests.modelled import ask, expected, turns
 from tests.modelled_units import MODEL, Unit, generate, prompt, run, sending, units
 
@@ -121,7 +122,7 @@ class Walk:
         await self.generate(target, generate(tokens, begin=end, request=name))
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(steps=st.lists(STEP, max_size=40), seed=st.integers(0, 1000), blocks=st.sampled_from([100, 150, 300]))
 def test_any_order(steps: list[tuple[str, int, int, int, int]], seed: int, blocks: int) -> None:
     """In pools of the longest request, of one and a half, and of three."""

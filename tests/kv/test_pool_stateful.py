@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.kv.play import OFTEN, Play
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(moves=st.lists(st.tuples(st.sampled_from(sorted(OFTEN)), st.integers(0, 999)), max_size=40))
 def test_short_plays(moves: list[tuple[str, int]]) -> None:
     """What a longer play finds, hypothesis makes short here."""

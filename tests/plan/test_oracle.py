@@ -11,10 +11,11 @@ from kvloom.plan.plan import Demand
 from kvloom.plan.planner import exhaustive
 from kvloom.plan.replicas import best_placement
 from kvloom.plan.search import Effort
+from tests.examples import examples
 from tests.plan.clusters import check, demand, formula, nodes, roofline, small_cases
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(deadline=None, max_examples=examples(40), derandomize=True)
 @given(small_cases())
 def test_near_the_best_there_is(case: tuple[list[Nodes], list[Demand]]) -> None:
     cluster, demands = case
@@ -31,7 +32,7 @@ def test_near_the_best_there_is(case: tuple[list[Nodes], list[Demand]]) -> None:
     assert found.answered >= 0.95 * best.answered
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=examples(20), derandomize=True)
 @given(small_cases())
 def test_and_so_with_one_replica_each(case: tuple[list[Nodes], list[Demand]]) -> None:
     cluster, demands = case

@@ -18,7 +18,7 @@ from kvloom.lab.profile.serving import (
     Load,
     Loaded,
     all_threads_seconds,
-    children,
+    descendants,
     main_thread_seconds,
     parts,
     serving_loads,
@@ -71,7 +71,7 @@ def test_threads_and_children_are_known_by_their_pids() -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdout.readline()
-        assert code in children(os.getpid())[child.pid]
+        assert code in descendants(os.getpid())[child.pid]
         assert 0.0 < all_threads_seconds(child.pid) < 60.0
         child.communicate(b"\n")
 
@@ -97,9 +97,9 @@ def test_a_main_threads_time_is_its_own() -> None:
 
 
 def test_busy_processes_rest_and_end_with_their_block() -> None:
-    before = set(children(os.getpid()))
+    before = set(descendants(os.getpid()))
     with busy_processes(2) as crowd:
-        busy = set(children(os.getpid())) - before
+        busy = set(descendants(os.getpid())) - before
         assert busy == {process.pid for process in crowd.processes}
         crowd.rest()
         for process in crowd.processes:
@@ -107,4 +107,4 @@ def test_busy_processes_rest_and_end_with_their_block() -> None:
         crowd.work()
         for process in crowd.processes:
             assert os.waitid(os.P_PID, process.pid, os.WCONTINUED) is not None
-    assert not busy & set(children(os.getpid()))
+    assert not busy & set(descendants(os.getpid()))

@@ -125,6 +125,23 @@ def test_clients_wait_for_a_new_gateway_at_the_same_port(served: tuple[Fleet, st
     running.wait_for("gateway | answers again")
 
 
+def test_engines_outlive_their_fork_server(served: tuple[Fleet, str]) -> None:
+    """And start without it meanwhile."""
+    running, url = served
+    before = running.children()
+    os.kill(running.fork_server(), signal.SIGKILL)
+    running.wait_for("forkserver | was killed by SIGKILL")
+    assert [ask(url, model) for model in ("guide", "stories", "sums")] == [200] * 3
+    for name, model in (("unit-0", "guide"), ("unit-1", "stories")):
+        os.kill(before[name], signal.SIGKILL)
+        running.wait_for(f"{name} | has ended; it starts again")
+        running.wait_for(f"{name} | answers again")
+        until_served(url, model)
+    after = running.children()
+    assert after["gateway"] == before["gateway"]
+    assert len({before[name] for name in ("unit-0", "unit-1")} | {*after.values()}) == len(after) + 2
+
+
 def test_nothing_outlives_a_killed_supervisor(config: str, folder: Path) -> None:
     with fleet(config, folder=folder) as running:
         running.wait_until_ready()

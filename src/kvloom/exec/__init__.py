@@ -1,1 +1,0 @@
-"""Real models: transformers' own code with our attention, fused projections, and the torch executor."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
+from kvloom.exec.huggingface import AttentionInterface
 from kvloom.kernels import cpu, reference
 from kvloom.offload.cpu.attention import Polls, RemoteAttention
 from kvloom.types.errors import ConfigError

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from transformers import AutoTokenizer
-from transformers.utils import cached_file
 
+from kvloom.exec.huggingface import AutoTokenizer, cached_file
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import ModelCard, SamplingDefaults
 from kvloom.types.spec import ModelSpec

@@ -8,13 +8,19 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from kvloom.exec.attention import NAME, Scoring, attend_dense
 from kvloom.exec.card import card_of
 from kvloom.exec.cpu.decoder import straighten
 from kvloom.exec.cpu.fuse import fuse
 from kvloom.exec.cpu.layer import Forward, Modular
+from kvloom.exec.huggingface import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    without_compiler,
+)
 from kvloom.exec.parallel.group import Team
 from kvloom.exec.parallel.slicing import slice_model
 from kvloom.types.errors import ConfigError, Unavailable
@@ -222,15 +228,16 @@ def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: Target) 
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("it is an encoder-decoder; kvloom serves decoders")
     dtype = target.dtype(config) if spec.dtype == "auto" else getattr(torch, spec.dtype)
-    module, info = AutoModelForCausalLM.from_pretrained(
-        spec.path,
-        config=config,
-        dtype=dtype,
-        attn_implementation="eager",
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # reported, and refused below with both shapes
-        output_loading_info=True,
-    )
+    with without_compiler():
+        module, info = AutoModelForCausalLM.from_pretrained(
+            spec.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # reported, and refused below with both shapes
+            output_loading_info=True,
+        )
     _whole(info)
     module.eval().requires_grad_(False)
     parameters = sum(p.numel() for p in module.parameters())

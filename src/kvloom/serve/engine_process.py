@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +40,25 @@ def main(parent: Parent) -> None:
         runner.run(serve(parent, order))
 
 
+def preload() -> list[Callable[[], object]]:
+    """Imports what any engine needs, for the fork server. Returns what may be done ahead of time besides,
+    step by step."""
+    from kvloom.api.verbs import create_verbs  # noqa: F401, PLC0415
+    from kvloom.engine.engine import Engine  # noqa: F401, PLC0415
+    from kvloom.exec.parallel.executor import load_executor  # noqa: F401, PLC0415
+    from kvloom.kernels.cpu.warm import kernels  # noqa: PLC0415
+    from kvloom.offload.cpu.backend import CpuOffloadBackend  # noqa: F401, PLC0415
+    from kvloom.offload.loans import Borrower  # noqa: F401, PLC0415
+    from kvloom.router.client import HttpEngineClient  # noqa: F401, PLC0415
+    from kvloom.serve.hub import require_hub  # noqa: F401, PLC0415
+    from kvloom.serve.server import Server  # noqa: F401, PLC0415
+    from kvloom.transfer.shared_memory import ShmTransport  # noqa: F401, PLC0415
+
+    used = ("torch.fx.experimental.symbolic_shapes",)  # by torch, to build modules without their weights
+    imports = [functools.partial(importlib.import_module, name) for name in used]
+    return [*(kernel.compile for kernel in kernels()), *imports]
+
+
 async def serve(parent: Parent, order: EngineOrder) -> None:
     """Load the models, then answer verbs until SIGTERM, which the parent's end is too."""
     from kvloom.serve.hub import require_hub  # noqa: PLC0415
@@ -45,14 +66,13 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     spec = order.spec
     require_hub(spec.models)
     # torch is imported here, after the supervisor has been told, and in no other process
-    import transformers  # noqa: PLC0415
-
     from kvloom.api.verbs import create_verbs  # noqa: PLC0415
     from kvloom.engine.engine import Engine  # noqa: PLC0415
+    from kvloom.exec.huggingface import hide_progress  # noqa: PLC0415
     from kvloom.serve.server import Server  # noqa: PLC0415
     from kvloom.types.clock import WallClock  # noqa: PLC0415
 
-    transformers.logging.disable_progress_bar()
+    hide_progress()
     folder = Path(order.socket).parent
     executor = load_unit(spec, folder, lambda text: parent.report(Progress(text)))
     transport = open_transport(spec, executor.arena)

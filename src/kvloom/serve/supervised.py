@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.serve.component import Component
+from kvloom.serve.component import Component, Spawn, execute
 from kvloom.serve.events import Answers, Asks, Doing, Event, Failed, Lost
 from kvloom.serve.orders import (
     Begin,
@@ -73,6 +73,7 @@ class Supervised:
         tell: Callable[[Event], None],
         log: Callable[[str, str], None],
         patience: Patience | None = None,
+        spawn: Spawn = execute,
     ) -> None:
         self.name = role.name
         self.state = State.STARTING
@@ -83,6 +84,7 @@ class Supervised:
         self._tell = tell
         self._log = log
         self._patience = patience or Patience()
+        self._spawn = spawn
         self._component: Component | None = None
         self._since: float | None = None  # when the last one that answered began to
         self._ending = False
@@ -151,7 +153,7 @@ class Supervised:
     async def _live(self) -> tuple[str, bool]:
         """One process from its start to its end: how that came, and whether it refused its order."""
         try:
-            component = await Component.start(self.name, self._role.module, self._role.inherit)
+            component = await Component.start(self.name, self._role.module, self._role.inherit, self._spawn)
         except OSError as error:
             return f"cannot be started: {error.strerror}", False
         self._component = component

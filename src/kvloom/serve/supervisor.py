@@ -13,9 +13,10 @@ from kvloom.config.config import Config
 from kvloom.serve import events
 from kvloom.serve.engines import Engines
 from kvloom.serve.events import Answers, Asks, Doing, Failed, Lost
+from kvloom.serve.forkserver import ForkServer
 from kvloom.serve.gateways import Gateways
 from kvloom.serve.orders import Asked, Away, Back, Forget, Restart, Restarted, Run, Standing, Stop, Stopped
-from kvloom.serve.roles import Roles
+from kvloom.serve.roles import ENGINE, Roles
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervised import Role, State, Supervised
 from kvloom.types.clock import Clock
@@ -58,6 +59,7 @@ class Supervisor:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._announced = False
         self._standing = Standing()
+        self._forks = ForkServer([ENGINE], clock, screen.log)
         self._engines = Engines(config.engines, config.first, self._roles.engine, self._supervise)
         role = self._roles.gateway(lambda: self._standing, self._engines)
         self._gateways = Gateways(role, self._supervise, seconds=config.drain)
@@ -69,6 +71,7 @@ class Supervisor:
         for number in _heeded():
             asyncio.get_running_loop().add_signal_handler(number, self._events.put_nowait, Told(number))
         async with asyncio.TaskGroup() as group:
+            forks = group.create_task(self._forks.run())  # first: engines that start now are its forks
             for process in (*self._engines.every, self._gateways.current):
                 group.create_task(process.run())
             try:
@@ -76,6 +79,7 @@ class Supervisor:
             finally:
                 self._listener.close()
                 schedulers = [self._scheduler] if self._scheduler else []
+                forks.cancel()
                 await end([*schedulers, *self._gateways.every], self._engines.every)
 
     async def _follow(self, group: asyncio.TaskGroup) -> Outcome:
@@ -212,7 +216,7 @@ class Supervisor:
         return process.name if len(self._engines.specs) > 1 else ""
 
     def _supervise(self, role: Role) -> Supervised:
-        return Supervised(role, self._clock, tell=self._hear, log=self._screen.log)
+        return Supervised(role, self._clock, tell=self._hear, log=self._screen.log, spawn=self._forks.spawn)
 
 
 async def end(*waves: list[Supervised]) -> None:

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, Protocol, Self
 
 import torch
-import transformers
 
 from kvloom.exec.attention import ForwardState
+from kvloom.exec.huggingface import hide_progress
 from kvloom.exec.loader import LoadedModel, load_models
 from kvloom.exec.parallel.group import Group
 from kvloom.exec.parallel.member import Member, check
@@ -95,7 +95,7 @@ def run_rank(open_one: Open = open_worker) -> None:
     """The process' whole life. Its first argument is the descriptor of the wire."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank says when to end
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    transformers.logging.disable_progress_bar()
+    hide_progress()
     member = Member(Wire(socket.socket(fileno=int(sys.argv[1]))))
     try:
         serve(member, open_one)

@@ -14,17 +14,23 @@ from kvloom.kernels.cpu import offload_serve as cpu_poll
 from kvloom.kernels.cpu import offload_serve as cpu_watch
 from kvloom.kernels.cpu.parallel import Kernel
 
+MODULES = block_copy, cpu_attention, cpu_elementwise, cpu_step, signals, cpu_poll, cpu_watch
+
+
+def kernels() -> list[Kernel]:
+    """Returns all kernels, those that every engine needs first."""
+    members = [member for module in MODULES for member in vars(module).values()]
+    return list(dict.fromkeys(member for member in members if isinstance(member, Kernel)))
+
 
 def warm() -> int:
     """Returns the number of kernels compiled."""
     for stale in (Path(__file__).parent / "__pycache__").glob("*.nb?"):
         stale.unlink()
-    modules = block_copy, cpu_attention, cpu_elementwise, cpu_poll, cpu_step, cpu_watch, signals
-    members = [member for module in modules for member in vars(module).values()]
-    kernels = {member for member in members if isinstance(member, Kernel)}
-    for compiled in kernels:
-        compiled.compile()
-    return len(kernels)
+    compiled = kernels()
+    for kernel in compiled:
+        kernel.compile()
+    return len(compiled)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import transformers
 import uvloop
 from huggingface_hub import try_to_load_from_cache
 from msgspec.structs import replace
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from kvloom.config.config import Config
+from kvloom.exec.huggingface import hide_progress
 from kvloom.lab.profile.serving import measure_serving, serving_loads
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
 from kvloom.lab.profile.stepping import WatchedExecutor
@@ -34,7 +34,7 @@ def conduct(
     """arguments: of `kvloom serve`, for the same. Raises ConfigError for models that cannot be served."""
     spec, effort = whole_machine(config), QUICK if quick else Effort()
     require_hub(spec.models)
-    transformers.logging.disable_progress_bar()
+    hide_progress()
     console, computer = Console(highlight=False), this_computer()
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")

@@ -31,11 +31,15 @@ PROC: Final = Path("/proc")
 NANOSECOND: Final = 1e-9
 
 
-def children(pid: int) -> dict[int, str]:
-    """Returns the command lines of all children of the process, by pid."""
+def descendants(pid: int) -> dict[int, str]:
+    """Returns the processes that any thread of `pid` has started, and those that these have: their command
+    lines by pid."""
     tasks = (PROC / str(pid) / "task").iterdir()
-    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return {child: _command(child) for child in found}
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found = {child: _command(child) for child in children}
+    for child in children:
+        found |= descendants(child)
+    return found
 
 
 def main_thread_seconds(pid: int) -> float:
@@ -170,7 +174,7 @@ async def _served(arguments: Sequence[str]) -> AsyncIterator[Server]:
     try:
         async with asyncio.timeout(PATIENCE):
             url = await _ready(process.stdout)
-        started = children(process.pid)
+        started = descendants(process.pid)
         gateway = next(pid for pid, command in started.items() if GATEWAY in command)
         engines = tuple(pid for pid, command in started.items() if ENGINE in command)
         reading = asyncio.create_task(process.stdout.read())  # a full pipe would hold it up

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from kvloom.types.geometry import F64
+from kvloom.types.geometry import F64, AnyArray
 
 _AT_ONCE: Final = 1024
+_PIECE: Final = 32
 
 Gaps = Callable[[np.random.Generator, int], F64]
 """Returns so many gaps between arrivals, of mean 1."""
@@ -60,7 +61,7 @@ def arrivals(gaps: Gaps, rate: Steps, rng: np.random.Generator) -> Iterator[floa
     while True:
         turns = turn + np.cumsum(gaps(rng, _AT_ONCE))
         turn = float(turns[-1])
-        yield from rate.times(turns).tolist()
+        yield from in_pieces(rate.times(turns))
 
 
 def power_law(models: int, alpha: float) -> F64:
@@ -69,3 +70,9 @@ def power_law(models: int, alpha: float) -> F64:
     weights = np.arange(1, models + 1, dtype=np.float64) ** -alpha
     shares: F64 = weights / weights.sum()
     return shares
+
+
+def in_pieces(values: AnyArray) -> Iterator[Any]:
+    """Yields Python's own numbers, few of them made ahead: most streams end soon."""
+    for start in range(0, len(values), _PIECE):
+        yield from values[start : start + _PIECE].tolist()

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from kvloom.config.fields import explain
 from kvloom.config.file import read_yaml
-from kvloom.lab.workload.arrivals import Steps, arrivals, power_law
+from kvloom.lab.workload.arrivals import Steps, arrivals, in_pieces, power_law
 from kvloom.lab.workload.request import Segment, WorkloadRequest, mix
 from kvloom.lab.workload.spec import Conversations, ModelSpec, SystemPrompts, WorkloadSpec
 from kvloom.lab.workload.traces import NAMELESS, VERSION, Header, Workload, read_workload, some
@@ -137,7 +137,7 @@ def _priorities(weights: dict[int, float], rng: np.random.Generator) -> Iterator
 
 def _picks(values: list[int], weights: F64, rng: np.random.Generator) -> Iterator[int]:
     while True:
-        yield from rng.choice(values, _AT_ONCE, p=weights / weights.sum()).tolist()
+        yield from in_pieces(rng.choice(values, _AT_ONCE, p=weights / weights.sum()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvloom.lab.workload.arrivals import Gaps, constant, gamma, poisson
+from kvloom.lab.workload.arrivals import Gaps, constant, gamma, in_pieces, poisson
 from kvloom.lab.workload.lengths import STAND_INS, Tokens, Uniform
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import F64, I64, AnyArray
@@ -134,7 +134,7 @@ class Lengths(Section):
     def pairs(self, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
         """Yields the tokens of prompts and answers, without end."""
         while True:
-            yield from self.draw(rng, _AT_ONCE).tolist()
+            yield from in_pieces(self.draw(rng, _AT_ONCE))
 
     def _fits(self, pairs: I64) -> AnyArray:
         most, total = self.max_prompt or LONGEST, self.max_total or 2 * LONGEST

@@ -1,0 +1,20 @@
+"""A fork server that imports nothing ahead: `python -m tests.serve.bare_forkserver 0 NAME`. With THREAD in
+its environment it has a thread beside its main one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from kvloom.serve.forkserver_process import serve_forks
+
+
+def prepare() -> list[Callable[[], object]]:
+    if "THREAD" in os.environ:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return []
+
+
+if __name__ == "__main__":
+    serve_forks(prepare)
