@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from kvloom.serve.roles import ENGINE
+
 from benchmarks.places import checkpoint
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import EngineOrder, Ready, Refused
-from kvloom.serve.roles import ENGINE
 from kvloom.types.spec import EngineSpec, ModelSpec
 
 MODEL = "m"

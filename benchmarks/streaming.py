@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from kvloom.serve.roles import GATEWAY
 from rich.console import Console
 
 from benchmarks.load import Load
@@ -33,7 +34,6 @@ from kvloom.api.app import DEFAULT_MAX_BODY
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import Begin, GatewayOrder, Ready
-from kvloom.serve.roles import GATEWAY
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import ProgramSpec
 

@@ -27,17 +27,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kvloom.serve.events import Answers, Event, Failed, Lost
+from kvloom.serve.patience import Patience
+from kvloom.serve.roles import ENGINE
+from kvloom.serve.supervised import Role, Supervised
 from rich.console import Console
 
 from kvloom.config import DEMO
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
-from kvloom.serve.events import Answers, Event, Failed, Lost
 from kvloom.serve.orders import EngineOrder
-from kvloom.serve.patience import Patience
-from kvloom.serve.roles import ENGINE
-from kvloom.serve.supervised import Role, Supervised
 from kvloom.types.client import Generator
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import KvloomError

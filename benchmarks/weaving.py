@@ -23,6 +23,7 @@ from dataclasses import replace as replace_fields
 from itertools import count
 from pathlib import Path
 
+from kvloom.serve.roles import ENGINE
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -32,7 +33,6 @@ from benchmarks.weaving_table import COLD, HOT, SHARE, VARIANTS, Found, Variant,
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import EngineOrder
-from kvloom.serve.roles import ENGINE
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, WeaveSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ from starlette.routing import BaseRoute, Route
 
 from kvloom.api.admin_units import UnitOrders, as_json
 from kvloom.api.wire import decode, read_body
+from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetControl
 from kvloom.router.program import load_program
-from kvloom.router.rolling import Rolling
 from kvloom.router.router import Router as Routing
 from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.service import Drain, Pairs, Steps
@@ -27,14 +27,10 @@ MAX_BODY = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """orders: of units. fleet: what the fleet scheduler speaks to. chosen: called with each program that is
-    set."""
-
     router: Routing
-    orders: UnitOrders
-    rolling: Rolling
+    orders: FleetOrders
     fleet: FleetControl
-    chosen: Callable[[ProgramSpec], None]
+    """What the fleet scheduler speaks to."""
 
     @property
     def units(self) -> list[str]:
@@ -49,7 +45,7 @@ class Admin:
             Route("/admin/fleet", self._state, methods=["GET"]),
             Route("/admin/pairs", self._pair, methods=["POST"]),
             Route("/admin/scale", self._scale, methods=["POST"]),
-            *self.orders.routes(),
+            *UnitOrders(self.router.units, self.orders).routes(),
         ]
 
     async def _program(self, request: Request) -> Response:
@@ -65,17 +61,16 @@ class Admin:
             program = await asyncio.to_thread(load_program, spec.name, spec.options)
         except ConfigError as error:
             raise BadRequest(error.message, param="program") from error
-        self.rolling.refuse_while_leaving()  # which it was not, perhaps, when the order began to come
+        await self.orders.set_program(spec)
         self.router.set_program(program)
-        self.chosen(spec)
 
     async def _roll(self, request: Request) -> Response:
         body = decode(request, await read_body(request, MAX_BODY), Drain)
-        self.rolling.begin(body.seconds)
+        await self.orders.roll(body.seconds)
         return StreamingResponse(self._rolled(), media_type="application/x-ndjson")
 
     async def _rolled(self) -> AsyncIterator[bytes]:
-        async with aclosing(self.rolling.steps()) as steps:
+        async with aclosing(self.orders.steps()) as steps:
             async for step in steps:
                 yield msgspec.json.encode(step) + b"\n"
 
@@ -89,6 +84,5 @@ class Admin:
 
     async def _scale(self, request: Request) -> Response:
         steps = decode(request, await read_body(request, MAX_BODY), Steps)
-        self.rolling.refuse_while_leaving()
         await self.fleet.scale(steps)
         return as_json(steps)

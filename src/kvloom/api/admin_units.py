@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route, Router
@@ -15,29 +14,25 @@ from starlette.types import Receive, Scope, Send
 from kvloom.api.errors import NoSuchRoute
 from kvloom.api.verbs import verb_routes
 from kvloom.api.wire import VERBS, decode, read_body
-from kvloom.router.drains import Drains
-from kvloom.router.rolling import Rolling
-from kvloom.router.roster import Roster
+from kvloom.cluster.models import AddModel, Apply
+from kvloom.cluster.orders import FleetOrders
 from kvloom.router.units import Units
 from kvloom.types.service import Admit, Drain, UnitState
 from kvloom.types.spec import EngineSpec
 
 MAX_BODY = 1 << 16
+MAX_CONFIG = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class UnitOrders:
-    """seconds: for which what runs at a unit that is to stop is waited for, where an order does not say."""
-
     units: Units
-    drains: Drains
-    rolling: Rolling
-    roster: Roster
-    seconds: float
+    orders: FleetOrders
     _verbs: dict[str, Router] = field(default_factory=dict)
 
     def routes(self) -> list[BaseRoute]:
-        """/admin/placement, /admin/units and what is below it, /verbs/UNIT/VERB."""
+        """/admin/placement, /admin/units and what is below it, /admin/models, /admin/config,
+        /verbs/UNIT/VERB."""
         unit = "/admin/units/{unit}"
         orders = {
             "drain": self._drain,
@@ -52,73 +47,68 @@ class UnitOrders:
             Route("/admin/units", self._units, methods=["GET", "POST"]),
             Route(unit, self._get_unit, methods=["GET"]),
             *(Route(f"{unit}/{name}", order, methods=["POST"]) for name, order in orders.items()),
+            Route("/admin/models", self._models, methods=["GET", "POST"]),
+            Route("/admin/models/{name:path}/remove", self._remove_model, methods=["POST"]),
+            Route("/admin/config", self._apply, methods=["POST"]),
             Mount(VERBS + "/{unit}", app=self._verb),
         ]
 
     async def _placement(self, _: Request) -> Response:
-        return as_json(self.roster.placement)
+        return as_json(self.orders.placement)
 
     async def _units(self, request: Request) -> Response:
         if request.method == "POST":
-            return await self._add(request)
-        return as_json([self._named_models(state) for state in self.drains.states])
+            spec = decode(request, await read_body(request, MAX_BODY), EngineSpec)
+            return as_json(await self.orders.add(spec))
+        return as_json(self.orders.states)
 
     async def _get_unit(self, request: Request) -> Response:
-        return self._shown(self.drains.state(self._named(request)))
-
-    def _shown(self, state: UnitState) -> Response:
-        return as_json(self._named_models(state))
-
-    def _named_models(self, state: UnitState) -> UnitState:
-        """With those that the unit is to serve, where it has told of none yet."""
-        return state if state.models else replace(state, models=self.roster.models(state.name))
+        return as_json(self.orders.state(self._named(request)))
 
     async def _drain(self, request: Request) -> Response:
-        return await self._drained(request, self.drains.drain)
+        return await self._drained(request, self.orders.drain)
 
     async def _restart(self, request: Request) -> Response:
-        return await self._drained(request, self.drains.restart)
+        return await self._drained(request, self.orders.restart)
 
     async def _stop(self, request: Request) -> Response:
-        return await self._drained(request, self._stopped)
-
-    async def _stopped(self, unit: str, seconds: float | None) -> UnitState:
-        await self.roster.stop(unit, self.seconds if seconds is None else seconds)
-        return self.drains.state(unit)
+        return await self._drained(request, self.orders.stop)
 
     async def _drained(
         self, request: Request, do: Callable[[str, float | None], Awaitable[UnitState]]
     ) -> Response:
         body = decode(request, await read_body(request, MAX_BODY), Drain)
-        unit = self._named(request)
-        self.rolling.refuse_while_leaving()
-        return self._shown(await do(unit, body.seconds))
+        return as_json(await do(self._named(request), body.seconds))
 
     async def _admit(self, request: Request) -> Response:
-        return self._shown(await self.drains.admit(await self._ordered(request)))
+        return as_json(await self.orders.admit(await self._ordered(request)))
 
     async def _start(self, request: Request) -> Response:
-        unit = await self._ordered(request)
-        await self.roster.start(unit)
-        return self._shown(self.drains.state(unit))
+        return as_json(await self.orders.start(await self._ordered(request)))
 
     async def _remove(self, request: Request) -> Response:
         unit = await self._ordered(request)
-        last = self.drains.state(unit)
-        self.roster.remove(unit)
+        last = await self.orders.remove(unit)
         self._verbs.pop(unit, None)
         return as_json(last)
 
-    async def _add(self, request: Request) -> Response:
-        spec = decode(request, await read_body(request, MAX_BODY), EngineSpec)
-        self.rolling.refuse_while_leaving()
-        await self.roster.add(spec)
-        return self._shown(self.drains.state(spec.unit))
+    async def _models(self, request: Request) -> Response:
+        if request.method == "POST":
+            asked = decode(request, await read_body(request, MAX_BODY), AddModel)
+            return as_json(await self.orders.add_model(asked))
+        return as_json(self.orders.models)
+
+    async def _remove_model(self, request: Request) -> Response:
+        body = decode(request, await read_body(request, MAX_BODY), Drain)
+        return as_json(await self.orders.remove_model(request.path_params["name"], body.seconds))
+
+    async def _apply(self, request: Request) -> Response:
+        asked = decode(request, await read_body(request, MAX_CONFIG), Apply)
+        return as_json(await self.orders.apply(asked))
 
     async def _ordered(self, request: Request) -> str:
         """The unit, by an order that has nothing else to say."""
         decode(request, await read_body(request, MAX_BODY), Admit)
-        self.rolling.refuse_while_leaving()
         return self._named(request)
 
     def _named(self, request: Request) -> str:

@@ -59,7 +59,7 @@ class Replica:
 
     @property
     def awaited(self) -> bool:
-        return self._unit.awaited
+        return self._unit.awaited and self.card.name in self._unit.replicas
 
     @property
     def lost(self) -> bool:
