@@ -31,10 +31,10 @@ from benchmarks.procfs import cpu_seconds
 from benchmarks.report import Finding, Report, this_machine
 from benchmarks.workload import Ask
 from kvloom.api.app import DEFAULT_MAX_BODY
+from kvloom.cluster.state import GATEWAY
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.orders import Begin, GatewayOrder, Ready
-from kvloom.serve.roles import GATEWAY
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import ProgramSpec
 

@@ -27,17 +27,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kvloom.serve.events import Answers, Event, Failed
+from kvloom.serve.patience import Patience
+from kvloom.serve.supervised import Role, Supervised
 from rich.console import Console
 
 from kvloom.config.config import DEMO
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
-from kvloom.serve.events import Answers, Event, Failed, Lost
+from kvloom.router.session import Lost
+from kvloom.serve.local import ENGINE_MODULE
 from kvloom.serve.orders import EngineOrder
-from kvloom.serve.patience import Patience
-from kvloom.serve.roles import ENGINE
-from kvloom.serve.supervised import Role, Supervised
 from kvloom.types.client import Generator
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import KvloomError
@@ -157,7 +158,7 @@ class Engines:
                 path = str(Path(self._folder) / f"{name}.sock")
                 order = EngineOrder(spec=_spec(name), socket=path, secret=self._secret)
                 kept = self._kept[name] = Supervised(
-                    Role(name, ENGINE, lambda order=order: order),  # type: ignore[misc]
+                    Role(name, ENGINE_MODULE, lambda order=order: order),  # type: ignore[misc]
                     WallClock(),
                     tell=self._hear,
                     log=lambda name, line: None,

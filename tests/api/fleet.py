@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
 
 from kvloom.api.admin import Admin
-from kvloom.api.admin_units import UnitOrders
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
-from kvloom.router.drains import Drains
+from kvloom.cluster.controller import Controller
+from kvloom.cluster.mirror import Mirror
+from kvloom.cluster.orders import FleetOrders
+from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.router.program import load_program
-from kvloom.router.rolling import Rolling
-from kvloom.router.roster import Roster
 from kvloom.router.router import Router
+from kvloom.router.units import FleetLink
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.client import RemoteEngine
 from kvloom.types.clock import WallClock
 from kvloom.types.load import UnitLoad
-from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
+from kvloom.types.request import EndEvent, Event, StartGenerate
 from kvloom.types.service import FleetState, Pairs, Steps
-from kvloom.types.spec import EngineSpec, ProgramSpec
+from kvloom.types.spec import ProgramSpec
 from kvloom.types.verbs import (
     Abort,
     Answer,
@@ -39,7 +43,9 @@ from kvloom.types.verbs import (
     Verb,
 )
 from tests.api.scripted import ScriptedEngine, card, says
-from tests.router.roster import spec
+from tests.cluster.histories import Memory
+from tests.router.ledger import World
+from tests.router.managed import GATEWAY, Processes, spec
 
 FORM = KVForm(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_bytes=256, tokens_per_block=4)
 ADDRESS = KVAddress(model="tiny", form=FORM, begin=0, end=1, blocks=b"", ticket=Ticket(slot=0, generation=1))
@@ -69,6 +75,8 @@ class Curt(RemoteEngine):
 
     fails: Callable[[str], Exception | None] = lambda _: None
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
+    well: bool = False
+    """Whether it fails of nothing for now."""
 
     async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
         self._may(verb.name)
@@ -104,68 +112,71 @@ class Told:
         self.steps.append(steps)
 
 
-class Processes:
-    """Those of units that come and go: `dies` has what new ones die of."""
+class Anew:
+    """An ASGI application that lives for one request, over what a fleet keeps: test clients have an event
+    loop for each."""
 
-    def __init__(self, dies: list[Exception]) -> None:
-        self._dies = dies
+    def __init__(
+        self, engines: dict[str, Curt], told: Told, keys: Keys | None, options: dict[str, Any]
+    ) -> None:
+        self.processes = Processes(World())
+        self.processes.beside += ["scheduler", *engines]
+        self.processes.starts.set()
+        self.store = Memory()
+        self._engines = engines
+        self._told = told
+        self._keys = keys
+        self._options = options
 
-    async def connect(self, unit: str) -> Curt:
-        return Curt()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            async with self._serving() as app:
+                await app(scope, receive, send)
 
-    async def start(self, spec: EngineSpec) -> None:
-        if self._dies:
-            raise self._dies.pop()
-
-    async def stop(self, unit: str, cards: Sequence[ModelCard]) -> None:
-        pass
-
-    def forget(self, unit: str) -> None:
-        pass
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[Starlette]:
+        units = {name: UnitSpec(engine=spec(name)) for name in ("unit-0", "unit-1")}
+        fleet, processes, clock = FleetSpec(units=units, scheduler=1), self.processes, WallClock()
+        controller = processes.controller = Controller(fleet, processes, clock, store=self.store)
+        mirror = Mirror(controller.snapshot, processes.send_from(GATEWAY))
+        processes.mirrors[GATEWAY] = mirror
+        link = FleetLink(mirror, lambda unit: self._engines.setdefault(unit, Curt()))
+        running = asyncio.get_running_loop().create_task(controller.run())
+        for one in self._engines.values():
+            one.well = True  # while the router asks what it serves
+        given = controller.spec.program or ProgramSpec("data_parallel")
+        async with Router(link, load_program(given.name, given.options), clock) as router:
+            orders = FleetOrders(mirror, router, seconds=0.01, memory=1 << 30, cores=2)
+            engine = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
+            admin = Admin(router, orders, self._told)
+            for one in self._engines.values():
+                one.well = False
+            yield create_app(engine, keys=self._keys, admin=admin, **self._options)
+        running.cancel()
+        await asyncio.wait([running])
+        await processes.close()
 
 
 @dataclass
 class Administered:
-    """chosen, drained, restarted and paired: what was told of them. dies: what new processes die of."""
+    """problems: what new processes die of, by component. done: what was asked of processes. paired: what was
+    told of pairs."""
 
-    app: Starlette
-    chosen: list[ProgramSpec]
-    drained: list[frozenset[str]]
-    restarted: list[str]
-    dies: list[Exception]
+    app: Anew
+    problems: dict[str, str]
+    done: list[str]
     paired: list[Pairs]
+
+    @property
+    def kept(self) -> FleetSpec:
+        """What the fleet is to be, as its controller has kept it."""
+        found = self.app.store.load()
+        assert found is not None
+        return found[0]
 
 
 def administered(*, keys: Keys | None = None, engine: Curt | None = None, **options: Any) -> Administered:
     """Units unit-0 and unit-1. options: of `create_app`."""
-    chosen: list[ProgramSpec] = []
-    drained: list[frozenset[str]] = []
-    restarted: list[str] = []
-    dies: list[Exception] = []
-
-    async def restart(unit: str) -> None:
-        restarted.append(unit)
-        if dies:
-            raise dies.pop()
-
-    engines = {"unit-0": engine or Curt(), "unit-1": Curt()}
-    router = Router(engines, load_program("data_parallel"), WallClock())
-    drains = Drains(router, seconds=0.01, restart=restart, changed=drained.append)
-    rolling = Rolling(drains, WallClock(), restart=restart, beside=("scheduler", "gateway"))
-    fleet = Told()
-    processes = Processes(dies)
-    roster = Roster(
-        router,
-        specs=[spec("unit-0"), spec("unit-1")],
-        groups={},
-        processes=processes,
-        connect=processes.connect,
-        changed=lambda _: None,
-        memory=1 << 30,
-        cores=2,
-    )
-    orders = UnitOrders(drains, rolling, roster, seconds=0.01)
-    admin = Admin(router, orders, rolling, fleet, chosen.append)
-    scripted = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
-    app = create_app(scripted, keys=keys, admin=admin, **options)
-    return Administered(app, chosen, drained, restarted, dies, fleet.pairs)
+    told = Told()
+    app = Anew({"unit-0": engine or Curt(), "unit-1": Curt()}, told, keys, options)
+    return Administered(app, app.processes.problems, app.processes.done, told.pairs)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+import json
 from typing import Any
 
-import httpx
 import pytest
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
 from kvloom.api.openai.schemas import ErrorAnswer
-from kvloom.types.errors import Unavailable
 from kvloom.types.service import Pair, Pairs
 from kvloom.types.spec import ProgramSpec
 from tests.api.fleet import Administered, administered
@@ -45,27 +42,29 @@ def test_the_program(http: TestClient, fleet: Administered) -> None:
     said = refused(http.post("/admin/program", json={"name": "none_such"}), 400)
     assert "none_such" in said
     refused(http.post("/admin/program", content=b"{"), 400)
-    assert fleet.chosen == [ProgramSpec("balanced", {"ratio": "0.25"})]
+    assert fleet.kept.program == ProgramSpec("balanced", {"ratio": "0.25"})
 
 
 def test_units(http: TestClient, fleet: Administered) -> None:
     everyone = http.get("/admin/units").json()
-    assert [(unit["name"], unit["state"]) for unit in everyone] == [("unit-0", "down"), ("unit-1", "down")]
-    assert [unit["models"] for unit in everyone] == [["m"], ["m"]]  # which neither has told yet
+    assert [(unit["name"], unit["state"]) for unit in everyone] == [("unit-0", "up"), ("unit-1", "up")]
+    assert [unit["models"] for unit in everyone] == [["tiny"], ["tiny"]]
     assert http.get("/admin/units/unit-1").json() == everyone[1]
     drained = http.post("/admin/units/unit-1/drain", json={"seconds": 1}).json()
     assert (drained["name"], drained["state"], drained["calls"]) == ("unit-1", "drained", 0)
+    assert [name for name, unit in fleet.kept.units.items() if unit.drained] == ["unit-1"]
     admitted = http.post("/admin/units/unit-1/admit", json={}).json()
     assert (admitted["state"], admitted["models"]) == ("up", ["tiny"])
-    assert fleet.drained == [{"unit-1"}, set()]
+    assert not any(unit.drained for unit in fleet.kept.units.values())
     assert http.post("/admin/units/unit-0/restart", json={}).json()["state"] == "up"
-    assert fleet.restarted == ["unit-0"]
+    assert fleet.done == ["stop unit-0", "start unit-0"]
 
 
 def test_a_restart_that_fails(http: TestClient, fleet: Administered) -> None:
-    fleet.dies.append(Unavailable("unit-0 ended with exit code 3 as it started; it is tried again"))
+    fleet.problems["unit-0"] = "ended with exit code 3"
     answer = http.post("/admin/units/unit-0/restart", json={})
-    assert "exit code 3" in refused(answer, 503)
+    said = refused(answer, 503)
+    assert said == "unit-0 ended with exit code 3 as it started; it is tried again"
 
 
 @pytest.mark.parametrize("what", ["drain", "admit", "restart"])
@@ -75,8 +74,8 @@ def test_what_cannot_be(http: TestClient, fleet: Administered, what: str) -> Non
     refused(http.post(f"/admin/units/unit-0/{what}"), 400)  # a page that a browser shows could send this
     refused(http.post(f"/admin/units/unit-0/{what}", json=7), 400)
     refused(http.get(f"/admin/units/unit-0/{what}"), 405)
-    assert not fleet.restarted
-    assert not fleet.drained
+    assert not fleet.done
+    assert fleet.kept.revision == 0
 
 
 @pytest.mark.parametrize("seconds", [-1, 1e9, "1"])
@@ -102,37 +101,11 @@ def test_what_the_fleet_scheduler_asks_and_tells(http: TestClient, fleet: Admini
     assert http.post("/admin/pairs", json=pairs | {"floor": 24.5}).json()["floor"] == 24.5
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("program", b'{"name": "balanced"}'),
-        ("scale", b"{}"),
-        ("units/unit-0/drain", b"{}"),
-        ("units/unit-0/stop", b"{}"),
-        ("units/unit-0/remove", b"{}"),
-    ],
-)
-def test_an_order_whose_body_comes_once_another_gateway_takes_over(
-    fleet: Administered, path: str, body: bytes
-) -> None:
-    """The other one would never hear of it."""
-
-    async def test() -> None:
-        transport = httpx.ASGITransport(fleet.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://a", headers=KEY) as http:
-
-            async def slowly() -> AsyncIterator[bytes]:
-                yield body[:1]
-                rolled = await http.post("/admin/restart", json={})
-                assert rolled.text.count('"restarted"') == 4
-                fleet.chosen.clear()
-                fleet.drained.clear()
-                yield body[1:]
-
-            headers = {"content-type": "application/json"}
-            answer = await http.post(f"/admin/{path}", content=slowly(), headers=headers)
-            assert "another gateway is about to" in refused(answer, 409)
-            assert not fleet.chosen
-            assert not fleet.drained
-
-    asyncio.run(test())
+def test_a_rolling_restart_is_told_as_it_goes(http: TestClient, fleet: Administered) -> None:
+    lines = [json.loads(line) for line in http.post("/admin/restart", json={}).text.splitlines()]
+    assert [(line["component"], line["state"]) for line in lines] == [
+        (component, state)
+        for component in ("unit-0", "unit-1", "scheduler", "gateway")
+        for state in ("restarting", "restarted")
+    ]
+    assert fleet.kept.gateway == 2

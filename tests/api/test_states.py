@@ -21,18 +21,13 @@ GONE = Curt(fails=lambda _: Unavailable("the engine cannot be reached"))
 
 def bring(router: Router, name: str, state: Service, stack: ExitStack) -> None:
     unit = router.units[name]
-    if state in ("draining", "drained", "restarting"):
+    if state in ("draining", "drained"):
         router.withdraw(name)
     if state == "draining":
         unit.begin_call()
         stack.callback(unit.end_call)
-    if state == "restarting":
-        stack.enter_context(unit.restarts())
-    if state in ("away", "starting"):
-        unit.leave()
-        unit.gone()
-    if state == "starting":
-        unit.come()
+    if state in ("restarting", "starting", "away"):
+        unit.stand(state, drained=False, life=None, problem=None)
 
 
 def told(path: str, *states: Service) -> httpx.Response:

@@ -142,6 +142,8 @@ class LedgerEngine:
         self.gate.set()
         self.answering = asyncio.Event()
         self.answering.set()
+        self.refusing = asyncio.Event()
+        self.refusing.set()
         self.answers = asyncio.Event()
         self.answers.set()
         self.refusal: KvloomError | None = None
@@ -265,6 +267,7 @@ class LedgerEngine:
         late = await self._enter("start_generate", body.begin)
         self._serves(body.model)
         if self.refusal is not None:
+            await self.refusing.wait()
             raise self.refusal
         if body.request in self.streams:
             raise BadRequest(f"request id {body.request} is in use")

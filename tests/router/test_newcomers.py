@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.types.errors import BadRequest, Conflict, QueueFull, Unavailable, UnknownModel
 from kvloom.types.service import Scale
 from tests.router.fleets import ask, ask_well, body, run, turns
 from tests.router.ledger import card
-from tests.router.roster import spec, staged
+from tests.router.managed import managed, spec
 
 TO_ZERO = Scale(least=0, most=2, idle=30)
 
@@ -19,19 +20,20 @@ def test_a_newcomer_whose_contexts_are_shorter_is_not_gone_on_at() -> None:
     """A request that was let in waits for one that keeps what it was promised."""
 
     async def test() -> None:
-        async with staged(1, TO_ZERO) as played:
+        async with managed(1, scale=TO_ZERO) as played:
             router, [first] = played.fleets.router, played.fleets.engines
             first.gate.clear()
             running = asyncio.create_task(ask_well(router, body(40, tokens=9)))
             await turns()
-            await played.roster.stop("a", 0.0)
+            await played.orders.stop("a", 0.0)
             first.gate.set()
             await turns()
-            short = router.units.add("z", played.fleets.world.engine("z", card(context_length=16)))
-            await short.arrive()
+            played.processes.starts.set()
+            played.fleets.world.engine("z", card(context_length=16)).down = True
+            await played.orders.add(spec("z"))
+            assert played.states() == {"a": "away", "z": "up"}
             assert not running.done()
-            long = router.units.add("y", played.fleets.world.engine("y"))
-            await long.arrive()
+            await played.orders.add(spec("y"))
             await running
             assert played.fleets.journal[-1].unit == "y"
 
@@ -42,23 +44,23 @@ def test_newcomers_answer_who_waits_already() -> None:
     """They were no candidates when the request came."""
 
     async def test() -> None:
-        async with staged(1, TO_ZERO) as played:
+        async with managed(1) as played:
             router = played.fleets.router
-            await played.roster.stop("a")
+            await played.orders.stop("a")
             waiting = asyncio.create_task(ask_well(router, body()))
             await turns()
-            unit = router.units.add("z", played.fleets.world.engine("z"))
-            with pytest.raises(Conflict, match="another name"):
-                router.units.add("z", unit.client)
-            assert played.states() == {"a": "away", "z": "away"}
-            await unit.arrive()
+            adding = asyncio.create_task(played.orders.add(spec("z")))
+            await turns()
+            assert played.states() == {"a": "away", "z": "starting"}
+            assert played.state("z").models == ("m",)  # it has told of none yet
+            played.processes.starts.set()
+            await adding
             await waiting
-            unit.leave()
-            with pytest.raises(Conflict, match="away can be removed"):
-                router.units.remove("z")
-            unit.gone()
-            router.units.remove("a")
-            router.units.remove("z")
+            with pytest.raises(Conflict, match="z is up; a unit that is away can be removed"):
+                await played.orders.remove("z")
+            await played.orders.stop("z")
+            await played.orders.remove("a")
+            await played.orders.remove("z")
             with pytest.raises(UnknownModel):
                 await ask(router, body())
 
@@ -69,14 +71,16 @@ def test_a_newcomer_is_asked_where_all_others_refuse() -> None:
     """It came while one of them had yet to answer."""
 
     async def test() -> None:
-        async with staged(1, TO_ZERO) as played:
+        async with managed(1, scale=TO_ZERO) as played:
             router, [first] = played.fleets.router, played.fleets.engines
+            played.processes.starts.set()
             first.refusal = QueueFull("the queue is full")
+            first.refusing.clear()
             asking = asyncio.create_task(ask_well(router, body()))
-            unit = router.units.add("z", played.fleets.world.engine("z"))
-            arriving = asyncio.create_task(unit.arrive())
+            await turns()
+            await played.orders.add(spec("z"))
+            first.refusing.set()
             await asking
-            await arriving
             assert [call.unit for call in played.fleets.journal if call.verb == "start_generate"] == [*"az"]
 
     run(test)
@@ -84,9 +88,11 @@ def test_a_newcomer_is_asked_where_all_others_refuse() -> None:
 
 def test_a_newcomer_that_speaks_another_way_stays_out() -> None:
     async def test() -> None:
-        async with staged(1, TO_ZERO) as played:
-            other = played.fleets.world.engine("z", card(vocab_size=5))
-            await played.fleets.router.units.add("z", other).arrive()
+        async with managed(1, scale=TO_ZERO) as played:
+            played.fleets.world.engine("z", card(vocab_size=5)).down = True
+            played.controller.edit(Edit(units={"z": UnitEdit(engine=spec("z"))}))
+            played.processes.starts.set()
+            await turns()
             assert played.states() == {"a": "up", "z": "down"}
 
     run(test)
@@ -94,23 +100,23 @@ def test_a_newcomer_that_speaks_another_way_stays_out() -> None:
 
 def test_a_unit_is_added_and_removed() -> None:
     async def test() -> None:
-        async with staged(1, None) as played:
-            played.orders.starts.set()
-            await played.roster.add(spec("z"))
+        async with managed(1) as played:
+            played.processes.starts.set()
+            await played.orders.add(spec("z"))
             assert played.states() == {"a": "up", "z": "up"}
-            placement = played.roster.placement
+            placement = played.orders.placement
             assert [one.unit for one in placement.units] == ["a", "z"]
             assert (placement.away, placement.scaled, placement.cores) == ((), (), 4)
             with pytest.raises(Conflict, match="another name"):
-                await played.roster.add(spec("z"))
+                await played.orders.add(spec("z"))
             with pytest.raises(Conflict, match="away can be removed"):
-                played.roster.remove("a")
-            await played.roster.stop("a")
+                await played.orders.remove("a")
+            await played.orders.stop("a")
             await ask_well(played.fleets.router, body())
-            assert [one.unit for one in played.roster.placement.away] == ["a"]
-            played.roster.remove("a")
+            assert [one.unit for one in played.orders.placement.away] == ["a"]
+            await played.orders.remove("a")
             assert played.states() == {"z": "up"}
-            assert played.orders.done == ["start z", "stop a", "forget a"]
+            assert played.done == ["start z", "stop a", "forget a"]
 
     run(test)
 
@@ -119,39 +125,36 @@ def test_who_comes_later_learns_what_has_changed_since() -> None:
     """A unit that lost its process meanwhile, and one that got one."""
 
     async def test() -> None:
-        async with staged(3, TO_ZERO) as played:
-            played.orders.starts.set()
-            await played.roster.stop("b")
-            played.fleets.engines[0].down = True
-            going = asyncio.create_task(played.roster.stop("c"))
-            await turns(1)
-            played.roster.heed({"a", "c"})
-            await going
-            await turns()
-            assert played.states() == {"a": "away", "b": "up", "c": "away"}
-            assert played.orders.done == ["stop b", "stop c", "start b"]
-            await ask_well(played.fleets.router, body())
+        async with managed(3, scale=TO_ZERO) as played:
+            played.processes.starts.set()
+            await played.orders.stop("b")
+            snapshot = played.controller.snapshot
+            await played.orders.stop("a")
+            await played.orders.start("b")
+            async with played.another_gateway(snapshot) as (router, _):
+                assert router.services == {"a": "away", "b": "up", "c": "up"}
+                await ask_well(router, body())
 
     run(test)
 
 
 def test_one_that_dies_or_speaks_another_way_is_not_added() -> None:
     async def test() -> None:
-        async with staged(1, TO_ZERO) as played:
-            played.orders.starts.set()
-            played.orders.problem = Unavailable("z ended with exit code 3")
+        async with managed(1, scale=TO_ZERO) as played:
+            played.processes.starts.set()
+            played.processes.problem = "ended with exit code 3"
             with pytest.raises(Unavailable, match="exit code 3"):
-                await played.roster.add(spec("z"))
-            played.orders.problem = None
-            played.fleets.world.engine("y", card(vocab_size=5))
+                await played.orders.add(spec("z"))
+            played.processes.problem = ""
+            played.fleets.world.engine("y", card(vocab_size=5)).down = True
             with pytest.raises(Conflict, match="m differs in vocab_size"):
-                await played.roster.add(spec("y"))
-            assert played.orders.done == ["start z", "forget z", "start y", "stop y", "forget y"]
+                await played.orders.add(spec("y"))
+            assert played.done == ["start z", "forget z", "start y", "stop y", "forget y"]
             for name in ("../z", "", "z/z", "z" * 65, "gateway", "scheduler"):
                 with pytest.raises(BadRequest, match="is no name"):
-                    await played.roster.add(spec(name))
+                    await played.orders.add(spec(name))
             with pytest.raises(Conflict, match="comes and goes by itself"):
-                played.roster.remove("a")
+                await played.orders.remove("a")
             assert played.states() == {"a": "up"}
 
     run(test)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -209,12 +208,12 @@ def test_a_scheduler_empties_a_unit_that_drains_and_no_other(why: str | None) ->
     drained = why is not None
 
     async def test() -> None:
-        async with world(2) as w, AsyncExitStack() as stack:
+        async with world(2) as w:
             tasks = await three_at_the_first(w)
             async with Rescheduler(w.router, WallClock()) as rescheduler:
                 if why == "a restart":
-                    stack.enter_context(w.router.units["unit-0"].restarts())
-                if drained:
+                    w.router.units["unit-0"].stand("restarting", drained=False, life=None, problem=None)
+                elif drained:
                     w.router.withdraw("unit-0")
                 scheduler = FleetScheduler(rescheduler, WallClock(), thresholds=Thresholds(0, 0))
                 period = await scheduler.step()

@@ -9,17 +9,17 @@ import pytest
 
 from kvloom.router.programs import PROGRAMS
 from kvloom.types.errors import Unavailable
-from tests.router.drained import SHORT, Played, drained
 from tests.router.fleets import Answer, ask, ask_well, body, run, turns
+from tests.router.managed import SHORT, Managed, managed
 
 
-async def begin_restarts(played: Played, *units: str) -> list[asyncio.Task[object]]:
+async def begin_restarts(played: Managed, *units: str) -> list[asyncio.Task[object]]:
     """All of them empty, and their new processes not there yet."""
     restarting: list[asyncio.Task[object]] = [
-        asyncio.create_task(played.drains.restart(unit)) for unit in units
+        asyncio.create_task(played.orders.restart(unit)) for unit in units
     ]
     await turns()
-    assert played.ends == [*units]
+    assert [one for one in played.done if one.startswith("stop")] == [f"stop {unit}" for unit in units]
     return restarting
 
 
@@ -27,13 +27,13 @@ async def begin_restarts(played: Played, *units: str) -> list[asyncio.Task[objec
 @pytest.mark.parametrize("units", ["a", "ab"])
 def test_requests_wait_until_a_unit_is_back(program: str, units: str) -> None:
     async def test() -> None:
-        async with drained(len(units), program) as played:
+        async with managed(len(units), program) as played:
             restarting = await begin_restarts(played, *units)
             asking = [asyncio.create_task(ask_well(played.fleets.router, body(20))) for _ in range(5)]
             await turns()
             assert not played.fleets.journal
             assert set(played.states().values()) == {"restarting"}
-            played.starts.set()
+            played.processes.starts.set()
             await asyncio.gather(*asking, *restarting)
 
     run(test)
@@ -41,13 +41,13 @@ def test_requests_wait_until_a_unit_is_back(program: str, units: str) -> None:
 
 def test_who_waits_has_no_frame_yet_and_then_all_of_them() -> None:
     async def test() -> None:
-        async with drained(1) as played:
+        async with managed(1) as played:
             await begin_restarts(played, "a")
             stream = played.fleets.router.start_generate(body())
             first = asyncio.create_task(anext(stream))
             await turns()
             assert not first.done()
-            played.starts.set()
+            played.processes.starts.set()
             answer = Answer()
             answer.take(await first)
             async for frame in stream:
@@ -59,21 +59,21 @@ def test_who_waits_has_no_frame_yet_and_then_all_of_them() -> None:
 
 def test_what_runs_while_its_unit_drains_does_not_wait_and_the_next_does() -> None:
     async def test() -> None:
-        async with drained(1) as played:
+        async with managed(1) as played:
             [engine] = played.fleets.engines
             engine.gate.clear()
             running = asyncio.create_task(ask_well(played.fleets.router, body()))
             await turns()
-            restarting = asyncio.create_task(played.drains.restart("a"))
+            restarting = asyncio.create_task(played.orders.restart("a"))
             await turns()
             waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
             await turns()
-            assert (played.drains.state("a").calls, len(played.fleets.journal), played.ends) == (1, 1, [])
+            assert (played.state("a").calls, len(played.fleets.journal), played.done) == (1, 1, [])
             engine.gate.set()
             await running
             await turns()
-            assert (len(played.fleets.journal), played.ends) == (1, ["a"])
-            played.starts.set()
+            assert (len(played.fleets.journal), played.done[:1]) == (1, ["stop a"])
+            played.processes.starts.set()
             await asyncio.gather(waiting, restarting)
 
     run(test)
@@ -83,17 +83,19 @@ def test_what_the_old_process_did_not_begin_to_answer_the_new_one_does() -> None
     """It was let in, but the drain has not waited for it."""
 
     async def test() -> None:
-        async with drained(1, seconds=SHORT) as played:
+        async with managed(1, seconds=SHORT) as played:
             [engine] = played.fleets.engines
             engine.answering.clear()
             asking = asyncio.create_task(ask_well(played.fleets.router, body()))
             await turns()
-            restarting = asyncio.create_task(played.drains.restart("a"))
-            await played.ended.wait()
+            restarting = asyncio.create_task(played.orders.restart("a"))
+            await turns()
+            await played.fleets.clock.advance(SHORT)
+            await played.processes.ended.wait()
             engine.answering.set()  # it finds that its process has gone
             await turns()
             assert not asking.done()
-            played.starts.set()
+            played.processes.starts.set()
             await asyncio.gather(asking, restarting)
             assert [call.verb for call in played.fleets.journal] == ["start_generate"] * 2
 
@@ -102,12 +104,12 @@ def test_what_the_old_process_did_not_begin_to_answer_the_new_one_does() -> None
 
 def test_another_unit_that_comes_up_ends_the_wait() -> None:
     async def test() -> None:
-        async with drained(2) as played:
-            await played.drains.drain("b")
+        async with managed(2) as played:
+            await played.orders.drain("b")
             await begin_restarts(played, "a")
             waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
             await turns()
-            await played.drains.admit("b")
+            await played.orders.admit("b")
             await waiting
             assert [call.unit for call in played.fleets.journal] == ["b"]
 
@@ -116,7 +118,7 @@ def test_another_unit_that_comes_up_ends_the_wait() -> None:
 
 def test_nobody_waits_for_longer_than_is_said() -> None:
     async def test() -> None:
-        async with drained(1, patience=SHORT) as played:
+        async with managed(1, patience=SHORT) as played:
             await begin_restarts(played, "a")
             with pytest.raises(Unavailable, match=r"a is being started, which .* than the 0\.01 s"):
                 await ask(played.fleets.router, body())
@@ -124,18 +126,21 @@ def test_nobody_waits_for_longer_than_is_said() -> None:
     run(test)
 
 
-def test_a_new_process_that_dies_ends_the_wait() -> None:
+def test_a_new_process_that_dies_is_tried_again_and_requests_wait_for_that() -> None:
     async def test() -> None:
-        async with drained(1) as played:
-            played.problem = Unavailable("a ended with exit code 3 as it started; it is tried again")
+        async with managed(1) as played:
+            played.processes.problem = "ended with exit code 3"
             [restarting] = await begin_restarts(played, "a")
-            waiting = asyncio.create_task(ask(played.fleets.router, body()))
+            waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
             await turns()
-            played.starts.set()
+            played.processes.starts.set()
             with pytest.raises(Unavailable, match="exit code 3"):
                 await restarting
-            with pytest.raises(Unavailable, match="no unit that serves m is up"):
-                await waiting
+            await turns()
+            assert (played.states(), waiting.done()) == ({"a": "down"}, False)
+            played.processes.problem = ""
+            await played.fleets.clock.advance(1)
+            await waiting
 
     run(test)
 
@@ -143,7 +148,7 @@ def test_a_new_process_that_dies_ends_the_wait() -> None:
 @pytest.mark.parametrize("way", ["cancelled", "aborted"])
 def test_whoever_leaves_waits_no_more(way: str) -> None:
     async def test() -> None:
-        async with drained(1) as played:
+        async with managed(1) as played:
             await begin_restarts(played, "a")
             request = body()
             waiting = asyncio.create_task(ask(played.fleets.router, request))
@@ -154,7 +159,7 @@ def test_whoever_leaves_waits_no_more(way: str) -> None:
                 await played.fleets.router.abort(request.request)
             with suppress(asyncio.CancelledError, Unavailable):
                 await asyncio.wait_for(waiting, 1)
-            played.starts.set()
+            played.processes.starts.set()
             await turns()
             assert played.states() == {"a": "up"}
             assert not played.fleets.journal
@@ -162,14 +167,67 @@ def test_whoever_leaves_waits_no_more(way: str) -> None:
     run(test)
 
 
-def test_a_unit_that_is_down_or_drained_is_not_waited_for() -> None:
+def test_a_unit_that_is_drained_or_cannot_be_started_is_not_waited_for() -> None:
     async def test() -> None:
-        async with drained(2) as played:
-            await played.drains.drain("a")
-            played.fleets.engines[1].down = True
-            await played.fleets.router.loads()
-            assert played.states() == {"a": "drained", "b": "down"}
-            with pytest.raises(Unavailable, match=r"no unit that serves m is up \(of a, b\)"):
+        async with managed(2) as played:
+            await played.orders.drain("a")
+            await played.orders.stop("b")
+            played.processes.problem = "ended with exit code 3"
+            played.processes.starts.set()
+            with pytest.raises(Unavailable, match="b ended with exit code 3 as it started"):
+                await played.orders.start("b")
+            assert played.states() == {"a": "drained", "b": "away"}
+            with pytest.raises(Unavailable, match=r"no unit that serves m is up \(of a, b, which failed"):
+                await ask(played.fleets.router, body())
+
+    run(test)
+
+
+def test_requests_wait_for_a_unit_that_has_died_the_new_ones_too() -> None:
+    async def test() -> None:
+        async with managed(1) as played:
+            [engine] = played.fleets.engines
+            engine.gate.clear()
+            running = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            played.processes.die("a")
+            engine.gate.set()
+            new = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            assert (played.states(), running.done(), new.done()) == ({"a": "down"}, False, False)
+            assert played.router.waiting == {"m": 2}
+            played.processes.starts.set()
+            await played.fleets.clock.advance(1)
+            await asyncio.gather(running, new)
+            assert played.done == ["start a"]
+
+    run(test)
+
+
+def test_requests_wait_where_the_controller_has_yet_to_hear_of_the_death() -> None:
+    async def test() -> None:
+        async with managed(1) as played:
+            [engine] = played.fleets.engines
+            engine.restart()
+            engine.down = True
+            asking = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            later = asyncio.create_task(ask_well(played.fleets.router, body()))
+            await turns()
+            assert not asking.done()
+            engine.down = False
+            await played.fleets.clock.advance(1)
+            await asyncio.gather(asking, later)
+
+    run(test)
+
+
+def test_nobody_waits_for_a_dead_unit_for_longer_than_is_said() -> None:
+    async def test() -> None:
+        async with managed(1, patience=SHORT) as played:
+            played.processes.die("a")
+            await turns()
+            with pytest.raises(Unavailable, match=r"a is being started, which .* than the 0\.01 s"):
                 await ask(played.fleets.router, body())
 
     run(test)

@@ -1,15 +1,17 @@
-"""A process for the supervisor's tests: `python -m tests.serve.child FD NAME`. Its option `lives` says what
-each life does, the first start's first: `ready`, `held` until it is told to begin, `refuse` or `die`. Any
-news end it."""
+"""A process for the launcher's tests: `python -m tests.serve.child FD NAME`. Its option `lives` says what
+each life does, the first start's first: `ready`, `held` until it is told what the fleet is, `refuse` or
+`die`. It ends when it is to retire."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
-from kvloom.serve.orders import Begin, GatewayOrder, Progress, Ready
+from kvloom.cluster.launcher import Snapshot
+from kvloom.serve.orders import GatewayOrder, News, Progress, Ready, Retire
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 
@@ -29,9 +31,14 @@ def main(parent: Parent) -> None:
             raise SystemExit(3)
         case "held":
             parent.report(Progress("waiting"))
-            parent.order(Begin)
-    parent.watch(Path(order.sockets), lambda _: os.kill(os.getpid(), signal.SIGTERM))
-    asyncio.run(serve(parent, order.engines["unit-0"]))
+            parent.order(Snapshot)
+    parent.watch(Path(order.sockets), heed)
+    asyncio.run(serve(parent, str(Path(order.sockets, f"{sys.argv[2]}.sock"))))
+
+
+def heed(news: News) -> None:
+    if isinstance(news, Retire):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def serve(parent: Parent, path: str) -> None:

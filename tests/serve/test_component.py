@@ -10,13 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvloom.api.admin import MAX_BODY
+from kvloom.api.verbs import MAX_BODY
+from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.serve.component import LONGEST_REPORT, Component
-from kvloom.serve.orders import Progress, Report, Run
+from kvloom.serve.orders import Progress, Report
 from kvloom.types.clock import ending
 from kvloom.types.spec import ModelSpec
 from tests.processes import DEADLINE
-from tests.router.roster import spec
+from tests.router.managed import spec
 
 REPORTER = """\
 import os, sys
@@ -33,7 +34,8 @@ def test_a_unit_described_at_the_greatest_length(tmp_path: Path, monkeypatch: py
     models = msgspec.json.decode(
         b"[" + b",".join([short] * (MAX_BODY // len(short))) + b"]", type=tuple[ModelSpec, ...]
     )
-    asked = Run(msgspec.structs.replace(spec("u"), models=models))
+    engine = msgspec.structs.replace(spec("u"), models=models)
+    asked = Edit(units={"u": UnitEdit(engine=engine)})
     report = tmp_path / "report"
     report.write_bytes(msgspec.json.encode(asked) + b"\n")
 

@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from kvloom.cluster.launcher import Snapshot
+from kvloom.cluster.state import FleetSpec, FleetStatus, Process, UnitSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
-from kvloom.serve.orders import Begin, EngineOrder, GatewayOrder, Order, Ready
-from kvloom.serve.roles import ENGINE, GATEWAY
+from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
+from kvloom.serve.orders import EngineOrder, GatewayOrder, Order, Ready
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
@@ -36,12 +38,18 @@ def engine_order(folder: Path) -> EngineOrder:
         chunk_tokens=512,
         threads=1,
     )
-    return EngineOrder(spec=spec, socket=str(folder / "engine.sock"), secret=SECRET)
+    return EngineOrder(spec=spec, socket=str(folder / "unit-0.sock"), secret=SECRET)
+
+
+def fleet_of(engine: EngineOrder) -> Snapshot:
+    """The one unit serves."""
+    spec = FleetSpec(units={"unit-0": UnitSpec(engine=engine.spec)})
+    processes = {"unit-0": Process(phase="ready", generation=1)}
+    return Snapshot(seq=1, spec=spec, status=FleetStatus(processes=processes))
 
 
 def gateway_order(engine: EngineOrder, listener: socket.socket) -> GatewayOrder:
     return GatewayOrder(
-        engines={"unit-0": f"unix://{engine.socket}"},
         secret=SECRET,
         listener=listener.fileno(),
         api_keys={},
@@ -117,12 +125,12 @@ def test_the_requests_of_a_killed_gateway_give_their_blocks_back(tmp_path: Path)
     async def play() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         order = engine_order(tmp_path)
-        engine = await Component.start("unit-0", ENGINE)
-        gateway = await Component.start("gateway", GATEWAY, [listener.fileno()])
+        engine = await Component.start("unit-0", ENGINE_MODULE)
+        gateway = await Component.start("gateway", GATEWAY_MODULE, [listener.fileno()])
         async with (
             asyncio.timeout(120),
             ready(engine, order),
-            ready(gateway, gateway_order(order, listener), Begin()),
+            ready(gateway, gateway_order(order, listener), fleet_of(order)),
             HttpEngineClient(f"unix://{order.socket}", secret=SECRET) as client,
         ):
             clients = [await asked(listener.getsockname(), stream=stream) for stream in (True, False)]

@@ -15,10 +15,11 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from kvloom.cluster.models import AddModel, Applied, Apply, ModelState, Wanted
 from kvloom.config.keys import read_keys
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Admit, Drain, Placement, RestartStep, UnitState
-from kvloom.types.spec import EngineSpec, ProgramSpec
+from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
 SECONDS: Final = 30.0
@@ -99,6 +100,26 @@ class Gateway:
     def remove(self, unit: str) -> UnitState:
         """A unit that has no process is not to get one any more. Raises ServerError."""
         return self._order(unit, "remove", Admit())
+
+    def models(self) -> list[ModelState]:
+        """Returns the models of the fleet, and how the units that serve them stand. Raises ServerError."""
+        return self._call("models", list[ModelState])
+
+    def add_model(self, model: ModelSpec, unit: str | None = None) -> ModelState:
+        """Lets a unit serve another model, until it does. unit: None for the one whose models have the most
+        room. Raises ServerError."""
+        return self._call("models", ModelState, AddModel(model=model, unit=unit), seconds=None)
+
+    def remove_model(self, name: str, seconds: float | None = None) -> ModelState:
+        """Lets no unit serve the model any more, once what runs of it has ended; `seconds` as of `drain`.
+        Raises ServerError."""
+        path = f"models/{urllib.parse.quote(name, safe='')}/remove"
+        return self._call(path, ModelState, Drain(seconds=seconds), seconds=None)
+
+    def apply(self, wanted: Wanted, *, really: bool) -> Applied:
+        """Lets the fleet be what a config says, until it is; or, not `really`, tells what would change.
+        Raises ServerError."""
+        return self._call("config", Applied, Apply(wanted=wanted, really=really), seconds=None)
 
     def _order(self, unit: str, what: str, body: Drain | Admit) -> UnitState:
         path = f"units/{urllib.parse.quote(unit, safe='')}/{what}"

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -14,36 +13,31 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Router
 from starlette.types import Receive, Scope, Send
 
-from kvloom.api.admin_units import UnitOrders
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
 from kvloom.api.routes import ADMIN, LINES, Handler, Row, asgi_routes
 from kvloom.api.verbs import verb_routes
+from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
+from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetControl
 from kvloom.router.program import load_program
-from kvloom.router.rolling import Rolling
 from kvloom.router.router import Router as Routing
 from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.service import Admit, Drain, Pairs, Placement, Steps, UnitState
 from kvloom.types.spec import EngineSpec, ProgramSpec
-
-MAX_BODY: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Admin:
     """Answers the rows of `ADMIN`.
 
-    A handler takes the unit, if the row's path names one, and the body, if the row has one.
+    A handler takes the unit or the model, if the row's path names one, and the body, if the row has one.
     """
 
     router: Routing
-    orders: UnitOrders
-    rolling: Rolling
+    orders: FleetOrders
     fleet: FleetControl
     """What the fleet scheduler speaks to."""
-    chosen: Callable[[ProgramSpec], None]
-    """Called with each program that is set."""
     _verbs: dict[str, Router] = field(default_factory=dict)
 
     @property
@@ -69,6 +63,10 @@ class Admin:
             "start": self._start,
             "stop": self._stop,
             "remove": self._remove,
+            "admin_models": self._models,
+            "add_model": self._add_model,
+            "remove_model": self._remove_model,
+            "apply": self._apply,
         }
         served = {row.name: self._serve(row, handlers[row.name]) for row in ADMIN}
         return [*asgi_routes(ADMIN, served), Mount(VERBS_PATH + "/{unit}", app=self._verb)]
@@ -77,9 +75,9 @@ class Admin:
         async def endpoint(request: Request) -> Response:
             given: list[object] = []
             if row.body is not None:
-                given.append(decode(request, await read_body(request, MAX_BODY), row.body))
-            if "unit" in request.path_params:
-                given.insert(0, self._known(request.path_params["unit"]))
+                given.append(decode(request, await read_body(request, row.most), row.body))
+            for key, value in request.path_params.items():
+                given.insert(0, self._known(value) if key == "unit" else value)
             answer = await handler(*given)
             if isinstance(answer, Response):
                 return answer
@@ -104,17 +102,16 @@ class Admin:
             program = await asyncio.to_thread(load_program, spec.name, spec.options)
         except ConfigError as error:
             raise BadRequest(error.message, param="program") from error
-        self.rolling.refuse_while_leaving()  # The gateway may have begun to leave while the body came.
+        await self.orders.set_program(spec)
         self.router.set_program(program)
-        self.chosen(spec)
         return await self._program()
 
     async def _restart_all(self, body: Drain) -> Response:
-        self.rolling.begin(body.seconds)
+        await self.orders.roll(body.seconds)
         return StreamingResponse(self._steps(), media_type=LINES)
 
     async def _steps(self) -> AsyncIterator[bytes]:
-        async with aclosing(self.rolling.steps()) as steps:
+        async with aclosing(self.orders.steps()) as steps:
             async for step in steps:
                 yield msgspec.json.encode(step) + b"\n"
 
@@ -123,7 +120,6 @@ class Admin:
         return pairs
 
     async def _scale(self, steps: Steps) -> Steps:
-        self.rolling.refuse_while_leaving()
         await self.fleet.scale(steps)
         return steps
 
@@ -160,6 +156,18 @@ class Admin:
         last = await self.orders.remove(unit)
         self._verbs.pop(unit, None)
         return last
+
+    async def _models(self) -> list[ModelState]:
+        return self.orders.models
+
+    async def _add_model(self, body: AddModel) -> ModelState:
+        return await self.orders.add_model(body)
+
+    async def _remove_model(self, name: str, body: Drain) -> ModelState:
+        return await self.orders.remove_model(name, body.seconds)
+
+    async def _apply(self, body: Apply) -> Applied:
+        return await self.orders.apply(body)
 
     async def _verb(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a verb on to its unit."""

@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 from kvloom.api.errors import JSON
 from kvloom.api.openai.schemas import CompletionAnswer, CompletionBody, ErrorAnswer, ModelAnswer, ModelList
 from kvloom.api.openai.schemas_chat import ChatAnswer, ChatBody, ChatChunk
+from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.types.errors import WireError
 from kvloom.types.request import StartGenerate
 from kvloom.types.service import Admit, Drain, FleetState, Pairs, Placement, RestartStep, Steps, UnitState
@@ -52,6 +53,7 @@ class Row:
     media: str = JSON
     chunk: Any = None  # the type of an event's data, if a request may ask for a stream
     note: str = "Done."  # what the document says of the answer
+    most: int = 1 << 16  # bytes of a body
     error: type = ErrorAnswer
 
     @property
@@ -158,6 +160,34 @@ ADMIN: Final[tuple[Row, ...]] = (
     _order("start", "Gives a unit that has none a process.", Admit, 503),
     _order("stop", "Drains a unit and ends its process; requests that only it can answer wait.", Drain),
     _order("remove", "Forgets a unit that has no process.", Admit),
+    _get("admin_models", "/admin/models", "Tells which units serve which models.", list[ModelState]),
+    _post(
+        "add_model",
+        "/admin/models",
+        "Adds a model, and answers when it is served.",
+        AddModel,
+        ModelState,
+        409,
+        503,
+    ),
+    _post(
+        "remove_model",
+        "/admin/models/{name:path}/remove",
+        "Removes a model, once its requests have ended or had their time.",
+        Drain,
+        ModelState,
+        404,
+        409,
+    ),
+    _post(
+        "apply",
+        "/admin/config",
+        "Tells what a config would change, and changes it if asked to.",
+        Apply,
+        Applied,
+        409,
+        most=1 << 22,
+    ),
 )
 
 UNIT_VERBS: Final[tuple[Row, ...]] = (

@@ -1,1 +1,1 @@
-"""Which unit a request goes to, and which to which running ones move: pure functions over load reports."""
+"""Many units: what is to run, what does, and what makes the one the other."""

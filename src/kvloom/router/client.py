@@ -41,6 +41,10 @@ class HttpEngineClient(RemoteEngine):
         self._encode = msgspec.msgpack.Encoder().encode
 
     async def __aenter__(self) -> Self:
+        return self.open()
+
+    def open(self) -> Self:
+        """Makes it usable on the running event loop, until it is closed (`__aexit__`)."""
         connector: aiohttp.BaseConnector
         if self._url.startswith(UNIX):
             connector = aiohttp.UnixConnector(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -44,6 +44,10 @@ class Host(Protocol):
         """The unit is down, and is asked until it answers."""
 
     @property
+    def replicas(self) -> Mapping[str, object]:
+        """What the unit serves, or is to serve, by the model's name."""
+
+    @property
     def may_start(self) -> bool:
         """The unit has not failed to start just now."""
 
@@ -83,6 +87,11 @@ class Replica:
     @property
     def up(self) -> bool:
         return self.unit.up
+
+    @property
+    def awaited(self) -> bool:
+        """The unit will be up again without having died, and will serve this model still."""
+        return self.unit.awaited and self.card.name in self.unit.replicas
 
     @property
     def load(self) -> int:

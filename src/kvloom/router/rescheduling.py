@@ -9,13 +9,13 @@ from typing import Final, Self
 
 from msgspec.structs import replace
 
-from kvloom.router.roster import Roster
+from kvloom.cluster.orders import FleetOrders
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import UnitLoad
-from kvloom.types.service import IN_SERVICE, FleetState, Pair, Pairs, Steps
+from kvloom.types.service import IN_SERVICE, FleetState, Group, GroupSpec, Pair, Pairs, Steps
 from kvloom.types.verbs import Offer
 
 MOST_REFUSALS: Final = 3  # in a row, after which a pair is left in peace until pairs are told again
@@ -28,15 +28,15 @@ class Rescheduler:
     and its source has one to offer. It is an async context manager: moves that are under way are given up
     with it."""
 
-    def __init__(self, router: Router, clock: Clock, roster: Roster | None = None) -> None:
-        """roster: where units come and go."""
+    def __init__(self, router: Router, clock: Clock, orders: FleetOrders | None = None) -> None:
+        """orders: those by which units come and go."""
         self.moved = 0
         """Requests that went over, so far."""
         self.stayed = 0
         """Requests that could not, so far."""
         self._router = router
         self._clock = clock
-        self._roster = roster
+        self._orders = orders
         self._pairs: frozenset[Pair] = frozenset()
         self._until = 0.0
         self._floor = 0.0
@@ -69,12 +69,32 @@ class Rescheduler:
                 for name, load in loads.items()
             },
             waiting=self._router.waiting,
-            groups=self._roster.groups if self._roster else {},
+            groups=self.groups,
+        )
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """Units that come and go, as they stand now."""
+        groups = self._orders.mirror.spec.groups if self._orders is not None else {}
+        return {name: self._group(spec) for name, spec in groups.items()}
+
+    def _group(self, spec: GroupSpec) -> Group:
+        known = self._router.units
+        units = [known[name] for name in spec.units if name in known]
+        leaving = [unit for unit in units if unit.outlook == "leaving"]
+        away = [unit for unit in units if unit.outlook in ("away", "failed") and unit.may_start]
+        return Group(
+            units=frozenset(unit.name for unit in units),
+            scale=spec.scale,
+            starting=sum(unit.outlook in ("starting", "restarting") for unit in units),
+            away=tuple(unit.name for unit in (*leaving, *away)),
+            models=frozenset(model for unit in units for model in unit.replicas),
+            idle=min((unit.idle for unit in units), default=0.0),
         )
 
     async def scale(self, steps: Steps) -> None:
-        if self._roster is not None:
-            self._roster.begin(steps)
+        if self._orders is not None:
+            await self._orders.scale(steps)
 
     async def pair(self, pairs: Pairs) -> None:
         """Takes over the pairs in place of those before. Pairs of units that nobody knows are passed over."""

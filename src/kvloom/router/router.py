@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -15,14 +15,14 @@ from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
 from kvloom.router.replicas import Fleet, arriving
 from kvloom.router.session import Session
-from kvloom.router.units import Units
+from kvloom.router.units import FleetLink, Units
 from kvloom.router.waiting import WaitingRoom
 from kvloom.types.client import EngineClient, Frames
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard, StartGenerate
-from kvloom.types.service import NO_PROCESS, PATIENCE, Service
+from kvloom.types.service import NO_PROCESS, PATIENCE, Service, UnitState
 
 
 class Router:
@@ -31,26 +31,24 @@ class Router:
 
     def __init__(
         self,
-        engines: Mapping[str, EngineClient],
+        engines: Mapping[str, EngineClient] | FleetLink,
         program: Program,
         clock: Clock,
         *,
-        withdrawn: Collection[str] = (),
-        away: Mapping[str, Sequence[ModelCard]] | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        """withdrawn: units that take no part until they are admitted. away: units that have no process, with
-        the cards of what they serve, as far as they are known. patience: seconds for which a request waits if
-        nobody that serves its model is up, but somebody is about to be."""
+        """engines: the units and how they are reached, or a link to the controller that says which there are.
+        patience: seconds for which a request waits if nobody that serves its model is up, but somebody will
+        be."""
         self._index = PrefixIndex()
         self._waiting = WaitingRoom(patience)
+        link = engines if isinstance(engines, FleetLink) else None
         self._units = Units(
-            engines,
+            {} if isinstance(engines, FleetLink) else engines,
             clock,
             index=self._index,
             changed=self._waiting.tell,
-            withdrawn=withdrawn,
-            away=away or {},
+            link=link,
         )
         self._program = program
         self._clock = clock
@@ -59,9 +57,13 @@ class Router:
 
     async def __aenter__(self) -> Self:
         """Units that cannot be reached yet are asked until they can be."""
-        await self._units.ask()
         self._tasks = await asyncio.TaskGroup().__aenter__()
         self._units.watch(self._tasks)
+        try:
+            await self._units.ask()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
     async def __aexit__(
@@ -154,6 +156,14 @@ class Router:
             for unit in self._units.values()
             if unit.service not in NO_PROCESS or (unit.service == "restarting" and unit.calls)
         )
+
+    def state(self, unit: str) -> UnitState:
+        """Returns how a unit stands."""
+        return self._units.state(unit)
+
+    async def settled(self, unit: str) -> None:
+        """Waits until a unit that is to be asked what it serves was asked."""
+        await self._units.settled(unit)
 
     @property
     def services(self) -> dict[str, Service]:

@@ -466,7 +466,7 @@ class Candidates:
     def _awaits(self, replica: Replica) -> bool:
         """The replica will be up again, and that is worth waiting for: if it died, only for a request that
         had been let in."""
-        return replica.unit.awaited or (self._session.let_in and replica.unit.lost)
+        return replica.awaited or (self._session.let_in and replica.unit.lost)
 
     def _awaited(self, fleet: Fleet) -> list[Replica]:
         return [replica for replica in fleet.replicas if self._awaits(replica)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Final
 
+from kvloom.cluster.state import Outlook
 from kvloom.router.replicas import Replica
 from kvloom.router.report import Report
 from kvloom.types.client import EngineClient
@@ -20,16 +20,11 @@ ANSWER_SECONDS: Final = 5.0  # after which an engine that does not answer counts
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # between two times that a lost unit is asked
 AFTER_FAILURE: Final = 10.0  # seconds for which nobody waits for a unit that has failed to start
 
-Presence = Literal["here", "leaving", "ending", "away", "starting", "removed"]
-
 
 class Unit:
-    """admit: called with the cards whenever the unit comes up, and raises KvloomError where it must stay out.
-    lost: called whenever it goes down; changed: when it is up, or is not to be waited for any more. `problem`
-    says why it is down. withdrawn: it is, or starts so. restarting: it is about to be another process.
-    presence: whether it has a process at all; leaving: it is to lose it once nothing runs there; ending: it
-    does. away: it has none, and serves these as far as anyone knows. What a unit has served stays known when
-    it has lost its process."""
+    """The fleet's controller says how it stands (`stand`), and the router finds out whether it answers. If
+    there is no controller it stands as one that is here. What a unit has served stays known when it has lost
+    its process."""
 
     def __init__(
         self,
@@ -40,60 +35,112 @@ class Unit:
         admit: Callable[[Unit, Sequence[ModelCard]], None],
         lost: Callable[[Unit], None],
         changed: Callable[[], None],
-        withdrawn: bool = False,
-        away: Sequence[ModelCard] | None = None,
+        emptied: Callable[[], None] = lambda: None,
+        managed: bool = False,
+        cards: Sequence[ModelCard] = (),
     ) -> None:
+        """admit: called with the cards each time that the unit answers what it serves, and raises KvloomError
+        if it must stay out. lost: called each time that it goes down. changed: called when it is up, or is
+        not to be waited for any more. emptied: called when the last call there has ended. managed: whether
+        there is a controller, which starts what has died again. cards: what it serves, as far as anyone
+        knows."""
         self.name = name
         self.client = client
-        self.replicas = {card.name: Replica(self, card) for card in away or ()}
+        self.replicas = {card.name: Replica(self, card) for card in cards}
         self.up = False
+        """Whether it takes requests."""
         self.problem: KvloomError | None = None
-        self.withdrawn = withdrawn or away is not None
-        self.restarting = False
-        self.presence: Presence = "here" if away is None else "away"
-        self.calls = 0  # in flight there, of all its models
+        """Why it is down."""
+        self.outlook: Outlook = "starting" if managed else "here"
+        self.drained = False
+        """Whether it is to get no requests, though it is here."""
+        self.calls = 0
+        """Requests in flight there, of all its models."""
         self.report = Report(self._load_if_up, clock)
-        self._waits: set[asyncio.Future[bool]] = set()  # for it to be empty
         self._clock = clock
         self._admit = admit
         self._lost = lost
         self._changed = changed
+        self._emptied = emptied
+        self._managed = managed
+        self._life: object = None  # The process that was asked what it serves.
+        self._come: object = None  # One that is here, and is to be asked.
         self._to_be_asked = asyncio.Event()
         self._checking = asyncio.Lock()
         self._answered_at = clock.now()
         self._idle_since = clock.now()
-        self._failed_at: float | None = None  # to start
+        self._failed_at: float | None = None  # To start.
 
     @property
     def service(self) -> Service:
-        if self.restarting:
-            return "restarting"
-        if self.presence in ("away", "starting"):
-            return self.presence
-        if self.withdrawn:
-            return "draining" if self.calls else "drained"
-        return "up" if self.up else "down"
+        """How it stands, to those who run the fleet."""
+        match self.outlook:
+            case "restarting" | "starting" | "down" | "away":
+                return self.outlook
+            case "failed":
+                return "away"
+            case "here" if not self.drained:
+                return "up" if self.up else "down"
+            case _:
+                return "draining" if self.calls else "drained"
 
     @property
     def lost(self) -> bool:
-        """Down, and asked until it answers."""
+        """Whether it is down, and asked until it answers."""
         return self._to_be_asked.is_set() and not isinstance(self.problem, ConfigError)
 
     @property
     def awaited(self) -> bool:
-        """It will be up again without having died, and requests may wait for that."""
-        coming = self.presence not in ("here", "removed")
-        return self.restarting or (coming and self.may_start)
+        """Whether it will take requests again, as far as anyone knows, and requests may wait for that."""
+        match self.outlook:
+            case "restarting" | "starting" | "down":
+                return True
+            case "here":
+                return self._managed and self.lost
+            case _:
+                return self.may_start
 
     @property
     def may_start(self) -> bool:
-        """It has not failed to do so just now."""
+        """Whether it has not failed to start just now."""
         return self._failed_at is None or self._clock.now() >= self._failed_at + AFTER_FAILURE
 
     @property
     def idle(self) -> float:
         """Seconds since the last call there ended; 0 while there is one."""
         return 0.0 if self.calls else self._clock.now() - self._idle_since
+
+    def stand(self, outlook: Outlook, *, drained: bool, life: object, problem: KvloomError | None) -> bool:
+        """Takes in what the controller says. life: names the unit's process. problem: what it died of.
+        Returns whether the unit is to be asked (`ask`) what it serves: until then one that has come stands as
+        before, so that requests go on waiting for it."""
+        admitted = self.drained and not drained and outlook == "here"
+        self.drained = drained
+        if outlook == "here" and life != self._life:
+            asked, self._come = self._come == life, life
+            if self.outlook == "here" and self._managed and not asked:
+                self.outlook = "down"
+                self._withdraw()
+            return not asked
+        self._come = None
+        if outlook == "failed" and self.outlook != "failed":
+            self._failed_at = self._clock.now()
+        elif outlook != "failed":
+            self._failed_at = None
+        if outlook != "here":
+            self._life = None
+            self.problem = problem
+        self.outlook = outlook
+        if self._takes:
+            return admitted
+        self._withdraw()
+        self._changed()
+        return False
+
+    @property
+    def _takes(self) -> bool:
+        """It gets requests, if it answers."""
+        return self.outlook == "here" and not self.drained
 
     async def watch(self) -> None:
         """Asks the unit while it is lost, ever more slowly."""
@@ -106,12 +153,14 @@ class Unit:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def ask(self) -> None:
-        """Learn what it serves. It is up where it answers, unless it is withdrawn."""
+        """Learns what it serves. It is up if it answers, unless it is withdrawn."""
+        life = self._come
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 cards = await self.client.models()
             self._admit(self, cards)
         except (KvloomError, TimeoutError) as error:
+            self._arrive(life)
             self._lose(error)
             return
         for card in cards:
@@ -119,12 +168,21 @@ class Unit:
             known.card = card
         for gone in self.replicas.keys() - {card.name for card in cards}:
             del self.replicas[gone]
-        self.up, self.problem = not self.withdrawn, None
+        self._arrive(life)
+        self.up, self.problem = self._takes, None
         self._to_be_asked.clear()
         self._changed()
 
+    def _arrive(self, life: object) -> None:
+        """The process that was asked is the one that is here, if it was told of."""
+        if life is not None and life == self._come:
+            self._come, self._life, self.outlook = None, life, "here"
+            self._idle_since = self._clock.now()
+            self._failed_at = None
+
     async def check(self) -> None:
-        """A call has failed there: is it still alive? Callers who fail together ask once."""
+        """Asks whether it is still alive, because a call has failed there. Callers who fail together ask
+        once."""
         failed_at = self._clock.now()
         async with self._checking:
             if not self.up or self._answered_at > failed_at:
@@ -133,7 +191,7 @@ class Unit:
                 self._answered_at = self._clock.now()
 
     async def load(self) -> UnitLoad | None:
-        """None where it does not answer, or is about to end."""
+        """Returns None if it does not answer, or is about to end."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 load = await self.client.load()
@@ -154,84 +212,32 @@ class Unit:
         self.calls -= 1
         if not self.calls:
             self._idle_since = self._clock.now()
-            self._end_waits(emptied=True)
-
-    async def emptied(self) -> bool:
-        """Until no call is in flight there; False where it is admitted before that."""
-        if not self.calls:
-            return True
-        wait: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waits.add(wait)
-        try:
-            return await wait
-        finally:
-            self._waits.discard(wait)
+            self._emptied()
 
     def withdraw(self) -> None:
-        """Down until it is admitted, however well it answers."""
-        self.withdrawn = True
-        self.up = False
-        self._to_be_asked.clear()
-        self._lost(self)
+        """Gives it no requests until it is admitted, however well it answers."""
+        self.drained = True
+        self._withdraw()
 
     async def admit(self) -> None:
         """Undoes `withdraw`. The unit may be a new process."""
-        self.withdrawn = False
-        self._end_waits(emptied=False)
+        self.drained = False
         self._lost(self)
         await self.ask()
 
-    @contextmanager
-    def restarts(self) -> Iterator[None]:
-        """While in it the unit is restarting, and requests that nobody else can answer wait for it."""
-        self.restarting = True
-        try:
-            yield
-        finally:
-            self.restarting = False
-            self._changed()
+    def keep_only(self, models: Sequence[str]) -> None:
+        """It is to serve no others from now on; what runs there goes on."""
+        for gone in self.replicas.keys() - set(models):
+            del self.replicas[gone]
 
-    def leave(self) -> None:
-        """Give it no new request: once it is empty it is to lose its process."""
-        self.presence = "leaving"
-        self.withdraw()
-        self._changed()
-
-    def gone(self, presence: Presence = "away") -> None:
-        """It has no process any more. removed: nor will it."""
-        self.presence = presence
-        self.problem = None
+    def _withdraw(self) -> None:
         self.up = False
         self._to_be_asked.clear()
-        self._changed()
-
-    def failed(self, problem: KvloomError) -> None:
-        """It could not get one."""
-        self._failed_at = self._clock.now()
-        self.gone()
-        self.problem = problem
-
-    def come(self) -> None:
-        """It is about to have a process."""
-        self.presence = "starting"
-
-    async def arrive(self) -> None:
-        """It has one, or stays."""
-        self.presence = "here"
-        self._idle_since = self._clock.now()
-        self._failed_at = None
-        await self.admit()
-        self._changed()
-
-    def _end_waits(self, *, emptied: bool) -> None:
-        for wait in self._waits:
-            if not wait.done():
-                wait.set_result(emptied)
+        self._lost(self)
 
     def _lose(self, error: Exception) -> None:
         self.up = False
-        if self.presence != "ending":
-            self.problem = error if isinstance(error, KvloomError) else None
+        self.problem = error if isinstance(error, KvloomError) else None
         self._lost(self)
-        if not self.withdrawn:
+        if self._takes:
             self._to_be_asked.set()

@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
+from kvloom.cluster.launcher import Counted, Seen
+from kvloom.cluster.mirror import Mirror
+from kvloom.cluster.state import ABSENT, Process, is_counted, outlook
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.replicas import Replica
 from kvloom.router.unit import Unit
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import ConfigError, Conflict
+from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard
+from kvloom.types.service import UnitState
 
 REPORT_SECONDS: Final = 1.0  # for which a report of all loads waits for each of them
 _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")
 
 
+@dataclass(frozen=True, slots=True)
+class FleetLink:
+    """How a router learns of its units from the fleet's controller."""
+
+    mirror: Mirror
+    connect: Callable[[str], EngineClient]
+    """Returns the client of a unit."""
+    cards: Callable[[str], Sequence[ModelCard]] = lambda _: ()
+    """Returns what a unit without a process has served, as far as that is kept."""
+
+
 class Units(Mapping[str, Unit]):
-    """By name. changed: called whenever one is up, or is not to be waited for any more. withdrawn, away: as
-    `Router` has them."""
+    """By name. If there is a mirror they are the units that it has, and stand as it says."""
 
     def __init__(
         self,
@@ -30,21 +45,24 @@ class Units(Mapping[str, Unit]):
         *,
         index: PrefixIndex,
         changed: Callable[[], None],
-        withdrawn: Collection[str],
-        away: Mapping[str, Sequence[ModelCard]],
+        link: FleetLink | None = None,
     ) -> None:
+        """engines: if there is no link to a controller. changed: called when one is up, or is not to be
+        waited for any more."""
         self._clock = clock
         self._index = index
         self._changed = changed
+        self._link = link
         self._tasks: asyncio.TaskGroup | None = None  # until they are watched
         self._watches: dict[str, Sequence[asyncio.Task[None]]] = {}
         self._asked: dict[Unit, asyncio.Task[UnitLoad | None]] = {}  # for their loads
         self._said: dict[Unit, UnitLoad | None] = {}
         self._late: set[Unit] = set()  # whose last answer is still to come
-        self._units = {
-            name: self._unit(name, client, away.get(name), withdrawn=name in withdrawn)
-            for name, client in engines.items()
-        }
+        self._coming: dict[str, asyncio.Task[None]] = {}  # Units that are being asked what they serve.
+        self._withdrawn: dict[str, int] = {}  # Calls at units that get no new ones, as told last.
+        self._units = {name: self._unit(name, client) for name, client in engines.items()}
+        if link is not None:
+            link.mirror.follow(self._heed)
 
     def __getitem__(self, name: str) -> Unit:
         return self._units[name]
@@ -56,11 +74,22 @@ class Units(Mapping[str, Unit]):
         return len(self._units)
 
     async def ask(self) -> None:
-        """All that have a process."""
+        """Asks all units that have a process what they serve, and waits for their answers."""
+        if self._link is not None:
+            mirror = self._link.mirror
+            self._heed([*mirror.spec.units])
+            while self._coming:
+                await asyncio.wait(self._coming.values())
+            self._count()
+            return
         async with asyncio.TaskGroup() as asking:
             for unit in self.values():
-                if unit.presence == "here":
-                    asking.create_task(unit.ask())
+                asking.create_task(unit.ask())
+
+    async def settled(self, name: str) -> None:
+        """Waits until a unit that is being asked what it serves has answered, or has not."""
+        if task := self._coming.get(name):
+            await asyncio.wait([task])
 
     async def loads(self, units: Iterable[Unit]) -> dict[str, UnitLoad]:
         """By unit, of those that answer: as they are now, not when somebody else asked. Who is late by
@@ -96,7 +125,7 @@ class Units(Mapping[str, Unit]):
         return asked
 
     def watch(self, tasks: asyncio.TaskGroup) -> None:
-        """From now on until `unwatch`."""
+        """Asks them whatever is to be known of them, from now on until `unwatch`."""
         self._tasks = tasks
         for unit in self.values():
             self._watch(unit, tasks)
@@ -105,30 +134,23 @@ class Units(Mapping[str, Unit]):
         self._tasks = None
         for name in list(self._watches):
             self._unwatch(name)
-        for asked in self._asked.values():
-            asked.cancel()
+        for task in (*self._asked.values(), *self._coming.values()):
+            task.cancel()
 
-    def add(self, name: str, client: EngineClient) -> Unit:
-        """A unit that has no process yet. Raises Conflict."""
-        if name in self._units:
-            raise Conflict(f"there is a unit {name} already; another name is right")
-        unit = self._units[name] = self._unit(name, client, (), withdrawn=False)
-        if self._tasks is not None:
-            self._watch(unit, self._tasks)
-        return unit
-
-    def remove(self, name: str) -> None:
-        """Raises Conflict while it has a process, or a call is in flight there."""
-        unit = self._units[name]
-        if unit.presence != "away" or unit.calls:
-            raise Conflict(f"{name} is {unit.service}; a unit that is away can be removed")
-        self._unwatch(name)
-        del self._units[name]
-        self._lost(unit)
-        self._late.discard(unit)
-        if asked := self._asked.pop(unit, None):
-            asked.cancel()
-        unit.gone("removed")
+    def state(self, name: str) -> UnitState:
+        """Returns how a unit stands, with the models that it serves, or is to serve if it has told of
+        none."""
+        unit, spec = self._units[name], None
+        if self._link is not None:
+            spec = self._link.mirror.spec.units.get(name)
+        specified = [model.name for model in spec.engine.models] if spec is not None else []
+        return UnitState(
+            name=name,
+            state=unit.service,
+            calls=unit.calls,
+            models=tuple(unit.replicas) or tuple(specified),
+            problem=unit.problem.message if unit.problem else "",
+        )
 
     def replicas(self, model: str) -> tuple[Replica, ...]:
         return tuple(unit.replicas[model] for unit in self.values() if model in unit.replicas)
@@ -137,9 +159,7 @@ class Units(Mapping[str, Unit]):
     def models(self) -> list[str]:
         return sorted({name for unit in self.values() for name in unit.replicas})
 
-    def _unit(
-        self, name: str, client: EngineClient, away: Sequence[ModelCard] | None, *, withdrawn: bool
-    ) -> Unit:
+    def _unit(self, name: str, client: EngineClient, cards: Sequence[ModelCard] = ()) -> Unit:
         return Unit(
             name,
             client,
@@ -147,9 +167,71 @@ class Units(Mapping[str, Unit]):
             admit=self._admit,
             lost=self._lost,
             changed=self._changed,
-            withdrawn=withdrawn,
-            away=away,
+            emptied=self._count,
+            managed=self._link is not None,
+            cards=cards,
         )
+
+    def _heed(self, names: Collection[str]) -> None:
+        """Something of these units is otherwise, as the mirror has it."""
+        link = self._link
+        if link is None or self._tasks is None:
+            return  # They are asked when they are watched.
+        units, mirror = link.mirror.spec.units, link.mirror
+        for name in names:
+            if name in units:
+                self._stand(name, link)
+            elif name in self._units and mirror.process(name).phase == "absent":
+                self._drop(name)
+        if not self._withdrawn.keys().isdisjoint(names) or self._withdrawn.keys() != self._counted():
+            self._count()
+
+    def _stand(self, name: str, link: FleetLink) -> None:
+        spec, process = link.mirror.spec.units[name], link.mirror.process(name)
+        unit = self._units.get(name)
+        if unit is None:
+            unit = self._units[name] = self._unit(name, link.connect(name), link.cards(name))
+            if self._tasks is not None:
+                self._watch(unit, self._tasks)
+        if spec.edition > 1 or spec.removed:
+            unit.keep_only([] if spec.removed else [model.name for model in spec.engine.models])
+        life = process.generation, process.serial
+        problem = Unavailable(process.problem) if process.problem else None
+        stands = outlook(spec, process)
+        if unit.stand(stands, drained=spec.drained, life=life, problem=problem):
+            assert self._tasks is not None
+            task = self._coming[name] = self._tasks.create_task(self._come(unit, process, link))
+            task.add_done_callback(lambda task: self._came(name, task))
+
+    async def _come(self, unit: Unit, process: Process, link: FleetLink) -> None:
+        await unit.ask()
+        problem = unit.problem.message if unit.problem else ""
+        link.mirror.send(Seen(unit.name, process.generation, problem))
+
+    def _came(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._coming.get(name) is task:
+            del self._coming[name]
+
+    def _drop(self, name: str) -> None:
+        unit = self._units.pop(name)
+        self._unwatch(name)
+        unit.keep_only([])
+        unit.stand("away", drained=False, life=None, problem=None)
+        self._late.discard(unit)
+        if asked := self._asked.pop(unit, None):
+            asked.cancel()
+
+    def _counted(self) -> set[str]:
+        """Those that get no new requests, whose calls the controller is to know."""
+        if self._link is None:
+            return set()
+        spec, processes = self._link.mirror.spec.units, self._link.mirror.status.processes
+        return {name for name in self._units if is_counted(spec.get(name), processes.get(name, ABSENT))}
+
+    def _count(self) -> None:
+        if self._link is not None:
+            self._withdrawn = {name: self._units[name].calls for name in sorted(self._counted())}
+            self._link.mirror.send(Counted(self._link.mirror.seq, self._withdrawn))
 
     def _watch(self, unit: Unit, tasks: asyncio.TaskGroup) -> None:
         watches = unit.watch, unit.report.watch

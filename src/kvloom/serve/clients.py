@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -11,11 +10,11 @@ from kvloom.router.client import UNIX, HttpEngineClient
 
 
 class Clients:
-    """An async context manager, which closes all. urls: of the units that are known already; others serve at
-    a path of their own among `sockets`. A unit that went and comes again has the client that it had."""
+    """An async context manager, which closes all. A unit that went and comes again has the client that it
+    had."""
 
-    def __init__(self, urls: Mapping[str, str], sockets: str, secret: str) -> None:
-        self._urls = urls
+    def __init__(self, sockets: str, secret: str) -> None:
+        """sockets: the folder in which each unit serves at a path of its own."""
         self._sockets = sockets
         self._secret = secret
         self._stack = AsyncExitStack()
@@ -29,9 +28,10 @@ class Clients:
     ) -> None:
         await self._stack.aclose()
 
-    async def of(self, unit: str) -> HttpEngineClient:
+    def of(self, unit: str) -> HttpEngineClient:
+        """Returns the unit's client, whether it has a process or not."""
         if unit not in self._clients:
-            url = self._urls.get(unit, f"{UNIX}{self._sockets}/{unit}.sock")
-            client = self._clients[unit] = HttpEngineClient(url, secret=self._secret)
-            await self._stack.enter_async_context(client)
+            client = HttpEngineClient(f"{UNIX}{self._sockets}/{unit}.sock", secret=self._secret)
+            self._clients[unit] = client.open()
+            self._stack.push_async_exit(client)
         return self._clients[unit]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kvloom.serve.orders import EngineOrder, Progress, Ready
+from kvloom.serve.orders import EngineOrder, Progress, Ready, keep_cards
 from kvloom.serve.parent import Parent, end_at_once, run_child
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     transport = open_transport(spec, executor.arena)
     clock = WallClock()
     engine = Engine(executor, transport, spec, clock, open_offload(executor, transport))
-    chat = tuple(card.name for card in await engine.models() if card.chat_template is not None)
+    cards = await engine.models()
+    keep_cards(folder, spec.unit, cards)
+    chat = tuple(card.name for card in cards if card.chat_template is not None)
     server = Server(
         create_verbs(engine, secret=order.secret, lend=engine.lend),
         unix=order.socket,

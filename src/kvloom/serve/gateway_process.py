@@ -12,11 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import uvloop
-from msgspec.structs import replace
 
+from kvloom.cluster.edits import Edit
+from kvloom.cluster.launcher import Snapshot
 from kvloom.router.program import Program, load_program
 from kvloom.serve.gateway import Gateway, gateway
-from kvloom.serve.orders import Begin, GatewayOrder, News, Standing
+from kvloom.serve.orders import GatewayOrder, News, Report
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 
@@ -26,31 +27,35 @@ _log = logging.getLogger(__name__)
 def main(parent: Parent) -> None:
     order = parent.order(GatewayOrder)
     sys.path.append(order.folder)  # after all else, so that nothing there stands for another module
-    program, standing = load_standing(order)
-    parent.order(Begin)  # comes when the engines answer; the imports are done by then
-    parent.report(standing)
+    configured = load_program(order.program.name, order.program.options)
+    snapshot = parent.order(Snapshot)  # comes when the engines answer; the imports are done by then
+    program = set_program(order, snapshot, configured, parent.report)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(parent, order, program, standing))
+        runner.run(serve(parent, order, program, snapshot))
 
 
-def load_standing(order: GatewayOrder) -> tuple[Program, Standing]:
-    """The program that was set while another gateway served, else the config's; and what stands from now on.
-    Raises ConfigError where the config's cannot be loaded."""
-    standing, configured = order.standing, order.program
-    if standing.program is not None:
-        try:
-            return load_program(standing.program.name, standing.program.options), standing
-        except ConfigError as error:
-            _log.warning(
-                "%s; it was set while serving, and is forgotten: %s runs again, as configured",
-                error.message,
-                configured.name,
-            )
-    return load_program(configured.name, configured.options), replace(standing, program=None)
+def set_program(
+    order: GatewayOrder, snapshot: Snapshot, configured: Program, report: Callable[[Report], None]
+) -> Program:
+    """Returns the program that was set while another gateway served, else the config's. One that cannot be
+    loaded any more is forgotten."""
+    given = snapshot.spec.program
+    if given is None:
+        return configured
+    try:
+        return load_program(given.name, given.options)
+    except ConfigError as error:
+        _log.warning(
+            "%s; it was set while serving, and is forgotten: %s runs again, as configured",
+            error.message,
+            order.program.name,
+        )
+        report(Edit(program=None))
+        return configured
 
 
-async def serve(parent: Parent, order: GatewayOrder, program: Program, standing: Standing) -> None:
-    """Answer the OpenAI API until SIGTERM, which the parent's end is too."""
+async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot: Snapshot) -> None:
+    """Answers the OpenAI API until SIGTERM, which the parent's end is too."""
     loop = asyncio.get_running_loop()
     early: list[News] = []
     serving: Gateway | None = None
@@ -62,7 +67,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, standing:
             serving.heed(news)
 
     parent.watch(Path(order.sockets), lambda news: soon(loop, heed, news))
-    async with gateway(order, program, standing, parent.report) as made:
+    async with gateway(order, program, snapshot, parent.report) as made:
         serving = made
         for news in early:
             heed(news)

@@ -6,101 +6,71 @@ pipe of their own. Neither is seen by other users of the machine, as arguments w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
 from msgspec import Struct
 
-from kvloom.types.service import PATIENCE, GroupSpec
+from kvloom.cluster.edits import Edit
+from kvloom.cluster.launcher import Change, Counted, Edited, Seen, Snapshot
+from kvloom.types.request import ModelCard
+from kvloom.types.service import PATIENCE
 from kvloom.types.spec import EngineSpec, ProgramSpec, SchedulerSpec
 
 
 class EngineOrder(Struct, frozen=True, kw_only=True):
-    """socket: path where to serve the verbs. secret: what callers must know."""
+    """What an engine is to serve."""
 
     spec: EngineSpec
     socket: str
+    """The path at which it serves the verbs."""
     secret: str
-
-
-class Standing(Struct, frozen=True, kw_only=True, tag="standing"):
-    """What a gateway was told while it served, kept for its successor. program: None for the config's.
-    drained: units that are to get no requests; leaving: those that are to lose their process once they are
-    empty, and the seconds that they are given for that, by each gateway anew."""
-
-    program: ProgramSpec | None = None
-    drained: frozenset[str] = frozenset()
-    leaving: dict[str, float | None] = {}
+    """What callers must know."""
 
 
 class GatewayOrder(Struct, frozen=True, kw_only=True):
-    """Be ready to serve, and wait for `Begin`; then units that were to restart are told of. engines: unit →
-    URL, of all that may be; specs: the same; away: those that have no process. groups: units that come and go
-    by themselves. memory, cores: of the machine, before the fleet began. listener: descriptor of the
-    listening socket, inherited. drain: seconds for which requests at a unit that is to restart are waited
-    for. patience: those for which a request waits for a restart. program: the config's. beside: the
-    components that are no units, in the order in which they are restarted. folder: where a program is looked
-    for, if it is one of the user's. sockets: where the engines' sockets are."""
+    """What a gateway is told before it may serve. It prepares itself, and waits for a `Snapshot` of the
+    fleet."""
 
-    engines: dict[str, str]
     secret: str
+    """What it tells engines."""
     listener: int
+    """The descriptor of the listening socket, which it inherits."""
     api_keys: dict[str, int | None]
     max_body: int
     program: ProgramSpec
+    """The config's, which runs if no other one is set."""
     folder: str
+    """Where a program of the user's own is looked for."""
     sockets: str
+    """Where the engines' sockets are."""
     admin_keys: frozenset[str] = frozenset()
-    specs: tuple[EngineSpec, ...] = ()
-    away: frozenset[str] = frozenset()
-    groups: dict[str, GroupSpec] = {}
     memory: int = 0
+    """Bytes that were free on the machine before the fleet began."""
     cores: int = 0
-    beside: tuple[str, ...] = ()
+    """Of the machine."""
     drain: float = 60.0
+    """Seconds for which requests at a unit that is to restart or to stop are waited for."""
     patience: float = PATIENCE
-    standing: Standing = Standing()
+    """Seconds for which a request waits for a unit."""
 
 
 class SchedulerOrder(Struct, frozen=True, kw_only=True):
-    """gateway: its URL. secret: what it must be told. folder: of the engines' sockets."""
+    """What a fleet scheduler is told."""
 
     spec: SchedulerSpec
     gateway: str
+    """The gateway's URL."""
     secret: str
+    """What the gateway must be told."""
     folder: str
-
-
-class Begin(Struct, frozen=True):
-    """Serve from now on."""
-
-
-class Restarted(Struct, frozen=True, tag="restarted"):
-    """The component's new process, or its first, answers, or has died, of `problem`. A new one of a unit or
-    of the scheduler is tried again."""
-
-    component: str
-    problem: str | None = None
-
-
-class Stopped(Struct, frozen=True, tag="stopped"):
-    """The unit has no process any more."""
-
-    unit: str
-
-
-class Away(Struct, frozen=True, tag="away"):
-    """To a gateway that has begun: these units have no process, and all others have, whatever changed since
-    its order was written."""
-
-    units: frozenset[str]
-
-
-class Back(Struct, frozen=True, tag="back"):
-    """The unit had died, and another process of it answers."""
-
-    unit: str
+    """Of the engines' sockets."""
 
 
 class Retire(Struct, frozen=True, tag="retire"):
-    """To a gateway: another one serves in its place. End with the last of the requests that are there."""
+    """To a gateway: another one serves in its place. It is to end with the last of its requests."""
 
 
 class Progress(Struct, frozen=True, tag="progress"):
@@ -110,42 +80,36 @@ class Progress(Struct, frozen=True, tag="progress"):
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """It answers. chat: the models that have a chat template, where it knows."""
+    """The process answers. chat: the models that have a chat template, if it knows."""
 
     chat: tuple[str, ...] = ()
 
 
 class Refused(Struct, frozen=True, tag="refused"):
-    """It ends, because what it was given cannot be used."""
+    """The process ends, because what it was given cannot be used."""
 
     message: str
 
 
-class Restart(Struct, frozen=True, tag="restart"):
-    """A new process is wanted in place of the component's; `Restarted` tells how it went."""
-
-    component: str
-
-
-class Run(Struct, frozen=True, tag="run"):
-    """The unit is to have a process; `Restarted` tells how it went."""
-
-    spec: EngineSpec
+Said = Edit | Seen | Counted
+"""What a gateway says to the fleet's controller."""
+News = Snapshot | Change | Edited | Retire
+"""What a gateway is told while it serves."""
+Order = EngineOrder | GatewayOrder | SchedulerOrder | News
+Report = Progress | Ready | Refused | Said
 
 
-class Stop(Struct, frozen=True, tag="stop"):
-    """The unit's process is to end; `Stopped` tells that it has."""
-
-    unit: str
-
-
-class Forget(Struct, frozen=True, tag="forget"):
-    """The unit, which has no process, is not to get one any more."""
-
-    unit: str
+def keep_cards(folder: Path, unit: str, cards: Sequence[ModelCard]) -> None:
+    """Keeps what a unit serves for gateways that come when it has no process. A card holds a tokenizer, which
+    is too much for a pipe. folder: the fleet's own, which ends with the fleet."""
+    file = folder / f"{unit}.cards"
+    made = file.with_suffix(".new")
+    made.write_bytes(msgspec.msgpack.encode(cards))
+    made.replace(file)
 
 
-Asked = Standing | Restart | Run | Stop | Forget
-News = Restarted | Stopped | Away | Back | Retire
-Order = EngineOrder | GatewayOrder | SchedulerOrder | Begin | News
-Report = Progress | Ready | Refused | Asked
+def kept_cards(folder: Path, unit: str) -> list[ModelCard]:
+    """Returns what the unit has served last; no card if it has never served."""
+    with suppress(FileNotFoundError):
+        return msgspec.msgpack.decode((folder / f"{unit}.cards").read_bytes(), type=list[ModelCard])
+    return []

@@ -22,6 +22,7 @@ from kvloom.types.errors import ConfigError, Unavailable
 _log = logging.getLogger(__name__)
 ORDERS: Final = 0
 LAST_SECONDS: Final = 4.0
+PIECE: Final = 1 << 16  # bytes that are read at once
 
 AnyOrder = TypeVar("AnyOrder", bound=Order)
 
@@ -31,37 +32,39 @@ class Parent:
 
     def __init__(self, reports: int) -> None:
         self._reports = reports
+        self._rest = b""  # What was read beyond the last order.
         os.set_inheritable(reports, False)
 
     def order(self, kind: type[AnyOrder]) -> AnyOrder:
         """Wait for the next order. Raises SystemExit where the supervisor ends without giving one."""
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            piece = os.read(
-                ORDERS, 1
-            )  # not one byte past the line: the end of the pipe is waited for elsewhere
+        while b"\n" not in self._rest:
+            piece = os.read(ORDERS, PIECE)
             if not piece:
                 raise SystemExit(0)
-            line += piece
+            self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\n")
         return msgspec.json.decode(line, type=kind)
 
     def watch(self, folder: Path, heed: Callable[[News], None] = lambda _: None) -> None:
         """What still comes goes to `heed`, on a thread of its own. From now on, when the supervisor is gone,
         its `folder` is removed, and this process gets a SIGTERM; if it still lives some seconds later it is
         ended."""
-        threading.Thread(target=_end_with_parent, args=(folder, heed), name="parent", daemon=True).start()
+        arguments = folder, heed, self._rest
+        threading.Thread(target=_end_with_parent, args=arguments, name="parent", daemon=True).start()
 
     def report(self, report: Report) -> None:
         with suppress(BrokenPipeError):  # it is gone, which `watch` sees
             os.write(self._reports, msgspec.json.encode(report) + b"\n")
 
 
-def _end_with_parent(folder: Path, heed: Callable[[News], None]) -> None:
-    rest = b""
-    while piece := os.read(ORDERS, 4096):
+def _end_with_parent(folder: Path, heed: Callable[[News], None], rest: bytes) -> None:
+    piece = b""
+    while True:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             heed(msgspec.json.decode(line, type=News))
+        if not (piece := os.read(ORDERS, PIECE)):
+            break
     shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(LAST_SECONDS)

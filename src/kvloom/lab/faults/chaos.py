@@ -117,7 +117,7 @@ async def _check_idle(world: World) -> None:
     assert world.gateway is not None
     world.broken.extend(check_router(world.gateway.router))
     for host in world.hosts.values():
-        assert (host.process is None) == (host.name in world.supervisor.away)
+        assert (host.process is not None) == world.controller.spec.units[host.name].wanted
         if host.process is not None:
             world.broken.extend(check_idle(host, await host.process.engine.load()))
         world.broken.extend(check_witnesses(host))

@@ -5,96 +5,33 @@ reached it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from math import inf
+from typing import Any, Final, TypeVar
 
+from kvloom.cluster.launcher import Answered, Ended, Found, News, Report, Snapshot
+from kvloom.cluster.mirror import Mirror, Said
+from kvloom.cluster.orders import FleetOrders
+from kvloom.cluster.reconcile import Timing
+from kvloom.cluster.state import is_gateway
 from kvloom.lab.faults.faulty_wire import FaultyWire
 from kvloom.lab.faults.host import Host
 from kvloom.lab.faults.journal import Answer, Crashed, Crew, Journal
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
-from kvloom.router.roster import Roster
 from kvloom.router.router import Router
-from kvloom.types.client import EngineClient
+from kvloom.router.units import FleetLink
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
-from kvloom.types.request import EndEvent, Event, ModelCard, PromptEvent, TokenEvent
-from kvloom.types.service import GroupSpec
+from kvloom.types.request import EndEvent, Event, PromptEvent, TokenEvent
 from kvloom.types.spec import EngineSpec
-
-
-class ModelledSupervisor:
-    """Satisfies the roster's `Processes`, of whichever gateway serves. away: units that have no process to
-    begin with, by what they serve as far as anyone knows. leaving: those that are to lose theirs, as the last
-    gateway has said. told: called with the units that are away when one has ended."""
-
-    def __init__(
-        self,
-        hosts: Mapping[str, Host],
-        away: Collection[str],
-        clock: Clock,
-        journal: Journal,
-        crashed: Crashed,
-        told: Callable[[Collection[str]], None],
-    ) -> None:
-        self.away: dict[str, Sequence[ModelCard]] = dict.fromkeys(away, ())
-        self.leaving: Mapping[str, float | None] = {}
-        self._hosts = hosts
-        self._clock = clock
-        self._journal = journal
-        self._told = told
-        self._crew = Crew(crashed)
-        self._stops: dict[str, asyncio.Task[None]] = {}
-
-    def begin(self) -> None:
-        for name in self._hosts:
-            self.renew(name)
-
-    def renew(self, unit: str) -> None:
-        """It has a process again, if it is to have one."""
-        if unit not in self.away and self._hosts[unit].process is None:
-            self._hosts[unit].start()
-
-    def leave(self, units: Mapping[str, float | None]) -> None:
-        """These are to lose their process once they are empty."""
-        self.leaving = units
-
-    async def start(self, spec: EngineSpec) -> None:
-        """Goes on where the gateway that has asked for it is lost."""
-        self.away.pop(spec.unit, None)
-        await asyncio.shield(self._crew.spawn(self._start(spec.unit)))
-
-    async def stop(self, unit: str, cards: Sequence[ModelCard]) -> None:
-        """As `start`."""
-        self.away[unit] = cards
-        if unit not in self._stops:
-            self._stops[unit] = self._crew.spawn(self._stop(unit))
-        await asyncio.shield(self._stops[unit])
-
-    def forget(self, unit: str) -> None:
-        """Nobody removes units here."""
-
-    async def _start(self, unit: str) -> None:
-        if ending := self._stops.get(unit):
-            await asyncio.wait([ending])
-        await self._clock.sleep(self._hosts[unit].unit.start)
-        if unit not in self.away and self._hosts[unit].process is None:
-            self._journal.count("units started")
-        self.renew(unit)
-
-    async def _stop(self, unit: str) -> None:
-        self._journal.count("units ended")
-        await self._hosts[unit].stop()
-        del self._stops[unit]
-        self._told(self.away.keys())
-
 
 T = TypeVar("T")
 
 
 class Gateway:
-    """crashed: called with what is no error of ours."""
+    """crashed: called with what is no error of ours. tell: takes what it says to the controller."""
 
     def __init__(
         self,
@@ -103,24 +40,15 @@ class Gateway:
         clock: Clock,
         journal: Journal,
         crashed: Crashed,
-        specs: Sequence[EngineSpec],
-        groups: Mapping[str, GroupSpec],
-        supervisor: ModelledSupervisor,
+        snapshot: Snapshot,
+        tell: Callable[[Said], None],
     ) -> None:
         self.wires = wires
-        self.router = Router(wires, program, clock, away=supervisor.away)
-        self.roster = Roster(
-            self.router,
-            specs=specs,
-            groups=groups,
-            processes=supervisor,
-            connect=self._connect,
-            changed=self._leave,
-            memory=0,  # nobody plans anew
-            cores=0,
-        )
-        self.rescheduler = Rescheduler(self.router, clock, self.roster)
-        self._supervisor = supervisor
+        self.mirror = Mirror(snapshot, self._send)
+        self.router = Router(FleetLink(self.mirror, wires.__getitem__), program, clock)
+        orders = FleetOrders(self.mirror, self.router, seconds=inf)
+        self.rescheduler = Rescheduler(self.router, clock, orders)
+        self._tell = tell
         self._gone = False
         self._clock = clock
         self._journal = journal
@@ -128,17 +56,22 @@ class Gateway:
 
     async def start(self) -> None:
         await self.router.__aenter__()
-        await self.roster.__aenter__()
-        leaving, away = self._supervisor.leaving, self._supervisor.away
-        self.roster.leave({unit: leaving[unit] for unit in sorted(leaving.keys() - away.keys())})
         await self.rescheduler.__aenter__()
         self._journal("gateway", "", "is up")
+
+    def heed(self, news: News) -> None:
+        """What the controller tells it."""
+        if not self._gone:
+            self.mirror.heed(news)
+
+    def _send(self, said: Said) -> None:
+        if not self._gone:
+            self._tell(said)
 
     async def close(self) -> None:
         await self.rescheduler.__aexit__(None, None, None)
         self._journal.counts["moved by pairs"] += self.rescheduler.moved
         self._journal.counts["moves refused"] += self.rescheduler.stayed
-        await self.roster.__aexit__(None, None, None)
         await self.router.__aexit__(None, None, None)
 
     async def lose(self) -> None:
@@ -149,7 +82,6 @@ class Gateway:
         for wire in self.wires.values():
             wire.cut()
         tasks = self._crew.dismiss()
-        await self.roster.__aexit__(None, None, None)
         if tasks:
             await asyncio.wait(tasks)
         await self.close()
@@ -199,13 +131,6 @@ class Gateway:
                 self._journal.count("moved by order")
                 return
 
-    def _leave(self, units: Mapping[str, float | None]) -> None:
-        if not self._gone:
-            self._supervisor.leave(units)
-
-    async def _connect(self, unit: str) -> EngineClient:
-        return self.wires[unit]
-
     async def _read(self, answer: Answer) -> None:
         client = answer.client
         async with aclosing(self.router.start_generate(client.body)) as frames:
@@ -238,3 +163,92 @@ def _shown(event: Event) -> str:
 def _wish(answer: Answer) -> str:
     body = answer.client.body
     return f"{body.sampling.max_tokens} tokens × {body.n}, priority {body.priority}"
+
+
+AT_ONCE: Final = Timing(first=0.0, most=0.0)
+"""A fault says itself how long what has died stays away."""
+
+
+class HostLauncher:
+    """Satisfies `Launcher` with hosts, and with gateways that somebody else opens. A component that was lost
+    gets no process before its time."""
+
+    def __init__(
+        self,
+        hosts: Mapping[str, Host],
+        clock: Clock,
+        journal: Journal,
+        crashed: Crashed,
+        *,
+        open_gateway: Callable[[str, Snapshot], Coroutine[Any, Any, None]],
+        tell: Callable[[str, News], None],
+    ) -> None:
+        """open_gateway: serves the fleet of a snapshot as this gateway. tell: takes news to the one that
+        serves."""
+        self.hear: Callable[[Report], None] = lambda report: None
+        """Called with what happens to a process: the controller's."""
+        self._hosts = hosts
+        self._clock = clock
+        self._journal = journal
+        self._open_gateway = open_gateway
+        self._tell = tell
+        self._crew = Crew(crashed)
+        self._called_off: set[str] = set()  # What was told to end as it started.
+        self._back: dict[str, float] = {}  # When what was lost may have a process again.
+
+    def lose(self, component: str, down: float) -> None:
+        """Its process is gone, and it gets none for `down` seconds."""
+        self._back[component] = self._clock.now() + down
+        self.hear(Ended(component, "was lost"))
+
+    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
+        if not is_gateway(component):
+            self._crew.spawn(self._start(component))
+
+    def stop(self, component: str) -> None:
+        if self._hosts[component].process is not None:
+            self._crew.spawn(self._stop(component))
+        else:
+            self._called_off.add(component)
+
+    def kill(self, component: str) -> None:
+        """What was told to end does so here."""
+
+    def retire(self, component: str) -> None:
+        """Gateways are lost here, and not replaced."""
+
+    def tell(self, component: str, news: News) -> None:
+        if isinstance(news, Snapshot):
+            self._crew.spawn(self._serve(component, news))
+        else:
+            self._tell(component, news)
+
+    def forget(self, component: str) -> None:
+        """Nothing is kept of it."""
+
+    def running(self) -> Sequence[Found]:
+        return [Found(name, 1, "ready") for name, host in self._hosts.items() if host.process is not None]
+
+    async def _start(self, unit: str) -> None:
+        back = self._back.pop(unit, None)
+        host = self._hosts[unit]
+        if back is None:
+            self._journal.count("units started")
+            await self._clock.sleep(host.unit.start)
+        else:
+            await self._clock.sleep(max(0.0, back - self._clock.now()))
+        if unit in self._called_off:
+            self._called_off.discard(unit)
+            self.hear(Ended(unit, "was stopped as it started"))
+            return
+        host.start()
+        self.hear(Answered(unit))
+
+    async def _stop(self, unit: str) -> None:
+        self._journal.count("units ended")
+        await self._hosts[unit].stop()
+        self.hear(Ended(unit, "ended with exit code 0"))
+
+    async def _serve(self, gateway: str, snapshot: Snapshot) -> None:
+        await self._open_gateway(gateway, snapshot)
+        self.hear(Answered(gateway))

@@ -152,7 +152,7 @@ def check_witnesses(host: Host) -> Iterator[Broken]:
 def check_router(router: Router) -> Iterator[Broken]:
     """Of a router that has no request."""
     for name, unit in router.units.items():
-        if not unit.up and unit.presence != "away":
+        if not unit.up and unit.outlook != "away":
             yield Broken(NO_STARVATION, f"the router still takes {name} to be down")
         if unit.calls:
             yield Broken(NOTHING_LEAKS, f"the router counts {unit.calls} calls at {name}")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvloom.cluster.controller import Controller
+from kvloom.cluster.edits import Edit, UnitEdit
+from kvloom.cluster.launcher import Counted, News, Seen, Snapshot
+from kvloom.cluster.mirror import Said
+from kvloom.cluster.state import ABSENT, FleetSpec, Phase, UnitSpec, gateway_name
 from kvloom.lab.faults.faults import (
     Death,
     Fault,
@@ -21,7 +25,7 @@ from kvloom.lab.faults.faults import (
 )
 from kvloom.lab.faults.faulty_wire import FaultyWire
 from kvloom.lab.faults.fleet_wire import FleetWire, SchedulerProcess
-from kvloom.lab.faults.gateway import Gateway, ModelledSupervisor
+from kvloom.lab.faults.gateway import AT_ONCE, Gateway, HostLauncher
 from kvloom.lab.faults.host import Host
 from kvloom.lab.faults.journal import Answer, Crew, Journal
 from kvloom.lab.faults.laws import Broken, check_pool
@@ -59,18 +63,31 @@ class World:
         self._plane = ModelledPlane()
         self.hosts = {unit.spec.unit: self._host(unit) for unit in ordeal.units}
         given = ordeal.rescheduling or Rescheduling()
-        self.supervisor = ModelledSupervisor(
-            self.hosts, given.away, clock, journal, self._crashed, told=self._heed
+        self._launcher = HostLauncher(
+            self.hosts, clock, journal, self._crashed, open_gateway=self._open_gateway, tell=self._tell
         )
-        self._groups = given.groups
+        for name in self.hosts:
+            if name not in given.away:
+                self.hosts[name].start()
+        spec = FleetSpec(
+            units={
+                unit.spec.unit: UnitSpec(engine=unit.spec, wanted=unit.spec.unit not in given.away)
+                for unit in ordeal.units
+            },
+            groups=dict(given.groups),
+        )
+        self.controller = Controller(spec, self._launcher, clock, timing=AT_ONCE)
+        self._launcher.hear = self.controller.hear
         self._program = _load(ordeal.program)
         self._up = asyncio.Event()
+        self._opening: Gateway | None = None  # The one that serves, or is about to.
+        self._opens = 0.0  # When another gateway may.
         self._crew = Crew(self._crashed)
         self._scheduler = self._make_scheduler()
 
     async def start(self) -> None:
-        self.supervisor.begin()
-        await self._open_gateway()
+        self._crew.spawn(self.controller.run())
+        await self._up.wait()
         if self._scheduler is not None:
             self._scheduler.start()
 
@@ -96,6 +113,7 @@ class World:
 
     async def close(self) -> None:
         assert self.gateway is not None
+        self._crew.dismiss()
         await self.gateway.close()
         for host in self.hosts.values():
             await host.stop()
@@ -123,27 +141,35 @@ class World:
         self._mishaps.append(made)
         return made
 
-    async def _open_gateway(self) -> None:
+    async def _open_gateway(self, name: str, snapshot: Snapshot) -> None:
+        """Once the last one is gone for as long as its loss says."""
+        await self._clock.sleep(max(0.0, self._opens - self._clock.now()))
         wires = {name: self._wire(host) for name, host in self.hosts.items()}
-        specs = [unit.spec for unit in self.ordeal.units]
-        gateway = Gateway(
+        self._opening = gateway = Gateway(
             wires,
             self._program,
             self._clock,
             self._journal,
             self._crashed,
-            specs,
-            self._groups,
-            self.supervisor,
+            self.controller.snapshot,
+            lambda said: self._said(name, said),
         )
         await gateway.start()
         self.gateway = gateway
-        gateway.roster.heed(self.supervisor.away)
         self._up.set()
 
-    def _heed(self, away: Collection[str]) -> None:
-        if self.gateway is not None:
-            self.gateway.roster.heed(away)
+    def _tell(self, name: str, news: News) -> None:
+        if self._opening is not None:
+            self._opening.heed(news)
+
+    def _said(self, name: str, said: Said) -> None:
+        match said:
+            case Edit():
+                self.controller.answer(name, said)
+            case Counted():
+                self.controller.count(name, said)
+            case Seen():
+                self.controller.hear(said)
 
     async def _ask(self, answer: Answer) -> None:
         await self._clock.sleep(answer.client.at)
@@ -184,16 +210,20 @@ class World:
             await host.stop()
         else:
             host.kill()
-        await self._clock.sleep(death.down)
-        self.supervisor.renew(death.unit)
+        if self._phase(death.unit) in ("ready", "draining") and not host.process:
+            self._launcher.lose(death.unit, death.down)
+
+    def _phase(self, unit: str) -> Phase:
+        return self.controller.status.processes.get(unit, ABSENT).phase
 
     async def _lose_gateway(self, loss: GatewayLoss) -> None:
         gateway, self.gateway = self.gateway, None
         if gateway is not None:
             self._up.clear()
+            self._opening = None
+            self._opens = self._clock.now() + loss.down
             self._crew.spawn(gateway.lose())
-            await self._clock.sleep(loss.down)
-            await self._open_gateway()
+            self._launcher.lose(gateway_name(1), 0.0)
 
     async def _lose_scheduler(self, loss: SchedulerLoss) -> None:
         if self._scheduler is not None:
@@ -228,12 +258,9 @@ class World:
             case "reserve":
                 await wire.prep_recv(PrepRecv(model=model, request=name, prompt=prompt))
             case "drain":
-                unit = gateway.router.units[order.unit]
-                if unit.presence == "here":
-                    unit.withdraw()
-                    await self._clock.sleep(order.seconds)
-                if unit.presence == "here":
-                    await unit.admit()
+                self.controller.edit(Edit(units={order.unit: UnitEdit(drained=True)}))
+                await self._clock.sleep(order.seconds)
+                self.controller.edit(Edit(units={order.unit: UnitEdit(drained=False)}))
 
     def _crashed(self, error: BaseException) -> None:
         if not self.crash.done():

@@ -6,19 +6,26 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from math import inf
 
+from kvloom.cluster.controller import Controller
+from kvloom.cluster.edits import Edit
 from kvloom.cluster.freeness import Thresholds
+from kvloom.cluster.launcher import Counted, Seen
+from kvloom.cluster.mirror import Mirror, Said
+from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.hosting import HostedMachine
 from kvloom.lab.sim.links import Link
-from kvloom.lab.sim.processes import ModelledProcesses
+from kvloom.lab.sim.processes import GATEWAY_NAME, ModelledLauncher
 from kvloom.lab.sim.unit import SimulatedUnit, timed_link
 from kvloom.lab.sim.virtual_time import LoopClock
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
-from kvloom.router.roster import Roster
 from kvloom.router.router import Router
+from kvloom.router.units import FleetLink
 from kvloom.types.client import Generator
 from kvloom.types.clock import Clock
 from kvloom.types.load import UnitLoad
@@ -48,10 +55,10 @@ def rescheduling(
 
 @asynccontextmanager
 async def rescheduled(
-    router: Router, clock: Clock, given: Rescheduling, roster: Roster | None = None
+    router: Router, clock: Clock, given: Rescheduling, orders: FleetOrders | None = None
 ) -> AsyncIterator[Rescheduler]:
-    """Requests of `router` move while it is open, and units come and go where there is a roster."""
-    async with Rescheduler(router, clock, roster) as rescheduler, asyncio.TaskGroup() as group:
+    """Requests of `router` move while it is open, and units come and go if there are orders to give."""
+    async with Rescheduler(router, clock, orders) as rescheduler, asyncio.TaskGroup() as group:
         scheduler = FleetScheduler(
             rescheduler, clock, period=given.period, thresholds=given.thresholds, usage=given.usage
         )
@@ -68,7 +75,7 @@ class SimulatedFleet:
     fleet scheduler runs."""
 
     router: Router
-    processes: ModelledProcesses
+    processes: ModelledLauncher
     server: Generator
     rescheduler: Rescheduler | None = None
 
@@ -95,36 +102,50 @@ async def simulated(
     clock, by_name = LoopClock(asyncio.get_running_loop()), {unit.spec.unit: unit for unit in units}
     away = rescheduling.away if rescheduling else frozenset()
     async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
-        processes = ModelledProcesses(by_name, clock, group, delay=delay, link=link, machine=machine)
+        processes = ModelledLauncher(by_name, clock, group, delay=delay, link=link, machine=machine)
         processes.begin([name for name in by_name if name not in away])
         stack.push_async_callback(processes.end)
-        wires = {name: await processes.client(name) for name in by_name}
-        router = Router(
-            wires, program, clock, away={name: () for name in by_name if name in away}, patience=patience
-        )
+        mirror = _controlled(processes, by_name, rescheduling, clock, stack)
+        router = Router(FleetLink(mirror, processes.client), program, clock, patience=patience)
         await stack.enter_async_context(router)
         rescheduler = None
         if rescheduling:
-            roster = await stack.enter_async_context(_roster(router, by_name, rescheduling, processes))
-            moving = rescheduled(router, clock, rescheduling, roster)
+            orders = FleetOrders(mirror, router, seconds=inf)
+            moving = rescheduled(router, clock, rescheduling, orders)
             rescheduler = await stack.enter_async_context(moving)
         server = machine.server(router) if machine else router
         yield SimulatedFleet(router, processes, server, rescheduler)
 
 
-def _roster(
-    router: Router,
+def _controlled(
+    processes: ModelledLauncher,
     units: Mapping[str, SimulatedUnit],
-    rescheduling: Rescheduling,
-    processes: ModelledProcesses,
-) -> Roster:
-    return Roster(
-        router,
-        specs=[unit.spec for unit in units.values()],
-        groups=rescheduling.groups,
-        processes=processes,
-        connect=processes.client,
-        changed=lambda going: None,
-        memory=0,  # nobody plans anew
-        cores=0,
+    rescheduling: Rescheduling | None,
+    clock: Clock,
+    stack: AsyncExitStack,
+) -> Mirror:
+    """What a gateway knows of these units, under a controller that works until the stack is closed."""
+    given = rescheduling or Rescheduling()
+    spec = FleetSpec(
+        units={
+            name: UnitSpec(engine=unit.spec, wanted=name not in given.away) for name, unit in units.items()
+        },
+        groups=dict(given.groups),
     )
+    controller = Controller(spec, processes, clock)
+    processes.hear = controller.hear
+
+    def send(said: Said) -> None:
+        match said:
+            case Edit():
+                controller.answer(GATEWAY_NAME, said)
+            case Counted():
+                controller.count(GATEWAY_NAME, said)
+            case Seen():
+                controller.hear(said)
+
+    mirror = Mirror(controller.snapshot, send)
+    processes.told = mirror.heed
+    running = asyncio.get_running_loop().create_task(controller.run())
+    stack.callback(running.cancel)
+    return mirror

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from kvloom.cluster.launcher import Answered, Ended, Found, News, Report
+from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.hosting import HostedMachine, HostedUnit, HostedWire, Worker
 from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
@@ -16,7 +19,6 @@ from kvloom.offload.loans import LoanKeeper
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
-from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, WeaveSpec
 from kvloom.types.transfer import NoTransport
 
@@ -67,6 +69,9 @@ class Census:
             self._most = self.most
 
 
+GATEWAY_NAME: Final = gateway_name(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """One engine from its start to its end. host: where its own work counts. borrowing: of who borrows."""
@@ -83,10 +88,8 @@ class Process:
             self.borrowing.cancel()
 
 
-class ModelledProcesses:
-    """Satisfies the roster's `Processes`. tasks: of the engines that run. delay: of the wire, in seconds, one
-    way. link: a unit's way out. machine: what all units run on, where its own work counts. census: of units
-    that have a process, or are about to."""
+class ModelledLauncher:
+    """Satisfies `Launcher`: engines in virtual time, and one gateway that is there from the beginning."""
 
     def __init__(
         self,
@@ -98,7 +101,14 @@ class ModelledProcesses:
         link: Callable[[SimulatedUnit], Link],
         machine: HostedMachine | None,
     ) -> None:
+        """tasks: of the engines that run. delay: of the wire, in seconds, one way. link: a unit's way out.
+        machine: what all units run on, if its own work counts."""
         self.census = Census(clock)
+        """Counts the units that have a process, or are about to."""
+        self.hear: Callable[[Report], None] = lambda report: None
+        """Called with what happens to a process: the controller's."""
+        self.told: Callable[[News], None] = lambda news: None
+        """Called with what the gateway is told: its mirror's."""
         self._units = units
         self._clock = clock
         self._tasks = tasks
@@ -108,6 +118,7 @@ class ModelledProcesses:
         self._plane = ModelledPlane()
         self._offloading = OffloadingUnits(unit.spec for unit in units.values())
         self._processes: dict[str, Process] = {}
+        self._starts: dict[str, asyncio.Task[None]] = {}
         self._preempted = 0  # by engines that have ended
 
     @property
@@ -121,18 +132,46 @@ class ModelledProcesses:
             self.census.more()
             self._launch(name)
 
-    async def start(self, spec: EngineSpec) -> None:
+    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
         """Takes as long as the unit's model has to be loaded."""
+        self._starts[component] = self._tasks.create_task(self._start(component))
+
+    def stop(self, component: str) -> None:
+        if component in self._processes:
+            self._tasks.create_task(self._stop(component))
+        elif starting := self._starts.get(component):
+            starting.cancel()
+
+    def kill(self, component: str) -> None:
+        """Engines here end by themselves once their jobs have."""
+
+    def retire(self, component: str) -> None:
+        """The gateway has no successor."""
+
+    def tell(self, component: str, news: News) -> None:
+        self.told(news)
+
+    def forget(self, component: str) -> None:
+        """Nothing is kept of it."""
+
+    def running(self) -> Sequence[Found]:
+        return [Found(name, 1, "ready") for name in (*self._processes, GATEWAY_NAME)]
+
+    async def _start(self, name: str) -> None:
         self.census.more()
         try:
-            await self._clock.sleep(self._units[spec.unit].start)
+            await self._clock.sleep(self._units[name].start)
         except asyncio.CancelledError:
             self.census.less()
+            self.hear(Ended(name, "was stopped as it started"))
             raise
-        self._launch(spec.unit)
+        finally:
+            del self._starts[name]
+        self._launch(name)
+        self.hear(Answered(name))
 
-    async def stop(self, unit: str, cards: Sequence[ModelCard]) -> None:
-        process = self._processes[unit]
+    async def _stop(self, name: str) -> None:
+        process = self._processes[name]
         await process.stop()
         await asyncio.wait([process.running])
         self._preempted += await _preemptions(process.engine)
@@ -140,14 +179,14 @@ class ModelledProcesses:
         self._offloading.forget(process.transport)
         if process.host is not None:
             process.host.leave()
-        del self._processes[unit]
+        del self._processes[name]
         self.census.less()
-
-    def forget(self, unit: str) -> None:
-        """It has no process, and nobody keeps its cards."""
+        self.hear(Ended(name, "ended with exit code 0"))
 
     async def end(self) -> None:
-        """Of all that run; their loops end when their jobs have."""
+        """Ends all that run; their loops end when their jobs have."""
+        for starting in self._starts.values():
+            starting.cancel()
         for process in self._processes.values():
             await process.stop()
 
@@ -155,7 +194,7 @@ class ModelledProcesses:
         """So far, by all engines that there were."""
         return self._preempted + sum([await _preemptions(engine) for engine in self.engines.values()])
 
-    async def client(self, unit: str) -> EngineClient:
+    def client(self, unit: str) -> EngineClient:
         """Of whatever engine the unit has when it is called."""
 
         def reach() -> Engine:

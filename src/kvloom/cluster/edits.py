@@ -1,0 +1,126 @@
+"""Edits of a fleet's specification. Each names the fields that it changes, so that two at once merge."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
+
+from kvloom.cluster.state import GATEWAY, SCHEDULER, FleetSpec, Rolling, UnitSpec
+from kvloom.types.errors import BadRequest, Conflict
+from kvloom.types.service import GroupSpec
+from kvloom.types.spec import EngineSpec, ProgramSpec
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")  # It becomes part of a path.
+_TAKEN: Final = (GATEWAY, SCHEDULER)
+
+
+class UnitEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is to be different of one unit. What is left out stays."""
+
+    engine: EngineSpec | UnsetType = UNSET
+    """Another specification, with which the unit starts anew."""
+    add: bool = False
+    """Whether the unit must not be there yet."""
+    wanted: bool | UnsetType = UNSET
+    drained: bool | UnsetType = UNSET
+    seconds: float | UnsetType | None = UNSET
+    restart: bool = False
+    """Whether it is to have a new process."""
+    remove: bool = False
+    """Whether it is to be there no more, once its process has ended."""
+
+
+class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="edit"):
+    """What is to be different of a fleet. What is left out stays."""
+
+    number: int = 0
+    """By which the answer names it."""
+    base: int | None = None
+    """The revision that it was made for; the answer tells what others have changed since."""
+    units: dict[str, UnitEdit] = {}
+    groups: dict[str, GroupSpec] | UnsetType = UNSET
+    program: ProgramSpec | UnsetType | None = UNSET
+    gateway: bool = False
+    """Whether another gateway is to take the present one's place."""
+    scheduler: bool = False
+    """Whether the fleet scheduler is to have a new process, or its first one."""
+    rolling: Rolling | UnsetType | None = UNSET
+
+
+def edited(spec: FleetSpec, edit: Edit) -> tuple[FleetSpec, tuple[str, ...]]:
+    """Returns the specification with the edit, and the fields that somebody else had changed since its base:
+    the last one wins. Raises Conflict for a unit's name that is taken, for a unit that is not there, and for
+    a second rolling restart; BadRequest for what is no name. Then nothing is changed."""
+    revision, overrode = spec.revision + 1, list[str]()
+    units = dict(spec.units) if edit.units else spec.units
+    for name, one in edit.units.items():
+        known = units.get(name)
+        unit = _edited_unit(name, known, one)
+        fields = () if known is None else _different(known, unit)
+        if known is not None:
+            overrode += [f"{name}.{field}" for field in _since(fields, known.changed, edit.base)]
+        units[name] = replace(unit, changed=unit.changed | dict.fromkeys(fields, revision))
+    if isinstance(edit.rolling, Rolling) and spec.rolling is not None:
+        raise Conflict(f"a rolling restart is under way, at {at(spec.rolling)}; ask again once it is over")
+    given: dict[str, Any] = {
+        field: value
+        for field in ("groups", "program", "rolling")
+        if (value := getattr(edit, field)) is not UNSET
+    }
+    if edit.gateway:
+        given["gateway"] = spec.gateway + 1
+    if edit.scheduler:
+        given["scheduler"] = spec.scheduler + 1
+    made = replace(spec, units=units, **given)
+    fields = tuple(field for field in given if getattr(made, field) != getattr(spec, field))
+    overrode += _since(fields, spec.changed, edit.base)
+    changed = spec.changed | dict.fromkeys(fields, revision)
+    return replace(made, revision=revision, changed=changed), tuple(overrode)
+
+
+def _edited_unit(name: str, known: UnitSpec | None, edit: UnitEdit) -> UnitSpec:
+    if known is not None and edit.add:
+        raise Conflict(f"there is a unit {name} already; another name is right")
+    if known is None:
+        if edit.engine is UNSET:
+            raise Conflict(f"there is no unit {name}")
+        if name in _TAKEN or not _NAME.fullmatch(name):
+            raise BadRequest(
+                f"unit: {name[:80]!r} is no name for a unit; another one of letters, digits and .-_ is right",
+                param="unit",
+            )
+        unit = UnitSpec(engine=edit.engine)
+    else:
+        unit = known
+    if edit.engine is not UNSET and edit.engine != unit.engine:
+        unit = replace(unit, engine=edit.engine, generation=unit.generation + 1, edition=unit.generation + 1)
+    elif edit.restart:
+        unit = replace(unit, generation=unit.generation + 1)
+    given: dict[str, Any] = {
+        field: value
+        for field in ("wanted", "drained", "seconds")
+        if (value := getattr(edit, field)) is not UNSET
+    }
+    if edit.wanted is True:
+        given["removed"] = False
+    if edit.remove:
+        given |= {"wanted": False, "removed": True}
+    return replace(unit, **given)
+
+
+def _different(before: UnitSpec, unit: UnitSpec) -> tuple[str, ...]:
+    fields = ("engine", "wanted", "generation", "drained", "seconds", "removed")
+    return tuple(field for field in fields if getattr(before, field) != getattr(unit, field))
+
+
+def _since(fields: Iterable[str], changed: Mapping[str, int], base: int | None) -> list[str]:
+    return [] if base is None else [field for field in fields if changed.get(field, 0) > base]
+
+
+def at(rolling: Rolling) -> str:
+    """Returns the component that a rolling restart is at."""
+    return next(iter((*rolling.active, *rolling.left)), "its end")

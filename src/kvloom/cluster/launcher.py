@@ -1,0 +1,133 @@
+"""Who starts and ends processes for a controller, and what it reports of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from kvloom.cluster.state import FleetSpec, FleetStatus, Phase, Process, UnitSpec
+from kvloom.types.errors import WireError
+from kvloom.types.service import RestartStep
+from kvloom.types.spec import EngineSpec
+
+
+class Started(Struct, frozen=True, tag="started"):
+    """The component has a process, which does not answer yet."""
+
+    component: str
+    pid: int | None = None
+    node: str = ""
+
+
+class Answered(Struct, frozen=True, tag="answered"):
+    """The component's process answers for the first time. chat: its models that have a chat template."""
+
+    component: str
+    endpoint: str = ""
+    chat: tuple[str, ...] = ()
+
+
+class Ended(Struct, frozen=True, tag="ended"):
+    """The component's process has ended. how: in words; refused: it could not use what it was told."""
+
+    component: str
+    how: str
+    refused: bool = False
+
+
+class Missed(Struct, frozen=True, tag="missed"):
+    """How many health checks in a row the component's process has not answered."""
+
+    component: str
+    misses: int
+
+
+class Found(Struct, frozen=True, tag="found"):
+    """A process that was started for a controller before this one."""
+
+    component: str
+    generation: int
+    phase: Phase
+    pid: int | None = None
+    node: str = ""
+    endpoint: str = ""
+
+
+class Seen(Struct, frozen=True, tag="seen"):
+    """A gateway has asked a unit's process what it serves. problem: why it gets no requests all the same."""
+
+    component: str
+    generation: int
+    problem: str = ""
+
+
+class Counted(Struct, frozen=True, tag="counted"):
+    """A gateway's requests in flight at the units that get no new ones, as of the change `seq`."""
+
+    seq: int
+    calls: dict[str, int]
+
+
+Report = Started | Answered | Ended | Missed | Seen
+
+
+class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot"):
+    """All of a fleet. seq: the change that it is as of."""
+
+    seq: int
+    spec: FleetSpec
+    status: FleetStatus
+
+
+class Change(Struct, frozen=True, kw_only=True, tag="change", omit_defaults=True):
+    """What is different from the change before it, or from the snapshot."""
+
+    seq: int
+    spec: FleetSpec | None = None
+    """What is not a unit's, without the units; None if all of it is as it was."""
+    units: dict[str, UnitSpec | None] = {}
+    """Units that are to be otherwise; None for those that are to be there no more."""
+    processes: dict[str, Process | None] = {}
+    """Components of which something else is there; None for those of which nothing is kept."""
+    steps: tuple[RestartStep, ...] | None = None
+    """What the last rolling restart has done so far; None if that is as it was."""
+
+
+class Edited(Struct, frozen=True, tag="edited", omit_defaults=True):
+    """What became of an edit. overrode: fields that somebody else had changed since the revision that the
+    edit was made for; refused: why nothing was changed."""
+
+    number: int
+    overrode: tuple[str, ...] = ()
+    refused: WireError | None = None
+
+
+News = Snapshot | Change | Edited
+
+
+class Launcher(Protocol):
+    """What it does takes effect later: `Report`s tell of it. A component has one process at a time: it is
+    started only after its last one was reported to have ended. Nothing raises."""
+
+    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
+        """Starts a process. engine: what a unit is to serve; None for a gateway and the fleet scheduler."""
+
+    def stop(self, component: str) -> None:
+        """Tells the component's process to end by itself."""
+
+    def kill(self, component: str) -> None:
+        """Ends the component's process at once."""
+
+    def retire(self, component: str) -> None:
+        """Tells a gateway to end with its last request."""
+
+    def tell(self, component: str, news: News) -> None:
+        """Tells a gateway what the fleet is to be and is. They come in the order in which they were told."""
+
+    def forget(self, component: str) -> None:
+        """Keeps nothing of a component that has no process."""
+
+    def running(self) -> Sequence[Found]:
+        """Returns the processes that there are, for a controller that starts anew."""

@@ -1,0 +1,145 @@
+"""How a component's status changes: by what the controller does, and by what is reported of its process."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from kvloom.cluster.launcher import Answered, Ended, Found, Missed, Report, Seen, Started
+from kvloom.cluster.reconcile import (
+    TIMING,
+    Begin,
+    CallBack,
+    Drain,
+    Forget,
+    Kill,
+    Retire,
+    Start,
+    Stop,
+    Timing,
+)
+from kvloom.cluster.state import (
+    NEXT,
+    SCHEDULER,
+    FleetSpec,
+    Phase,
+    Process,
+    generation_of,
+    is_gateway,
+)
+
+Deed = Start | Drain | CallBack | Retire | Begin | Stop | Kill | Forget
+"""An action that changes what there is of its component."""
+
+
+def after(
+    deed: Deed, process: Process, spec: FleetSpec, now: float, timing: Timing = TIMING
+) -> Process | None:
+    """Returns the component's status once the action is carried out; None if nothing is kept of it."""
+    match deed:
+        case Start(generation=generation):
+            made = _started(process, generation, now)
+        case Drain(until=until):
+            made = _turn(process, "draining", now, until=until)
+        case CallBack():
+            made = _turn(process, "ready", now)
+        case Retire(until=until):
+            made = _turn(process, "retiring", now, until=until)
+        case Begin():
+            made = replace(process, begun=True)
+        case Stop(component=name):
+            again = generation_of(name, spec) > 0
+            made = _turn(process, "ending", now, until=now + timing.stop, replaces=again, failures=0)
+        case Kill():
+            made = replace(process, killed=True)
+        case Forget():
+            return None
+    return made
+
+
+def _started(process: Process, generation: int, now: float) -> Process:
+    another = process.generation != generation and process.phase in ("waiting", "failed")
+    return Process(
+        phase=_legal(process.phase, "starting"),
+        since=now,
+        generation=generation,
+        serial=process.serial + 1,
+        problem=process.problem,
+        failures=0 if another else process.failures,
+        pause=0.0 if another else process.pause,
+        proven=process.proven,
+        replaces=process.replaces or (another and process.phase == "waiting"),
+    )
+
+
+def heard(report: Report, process: Process, spec: FleetSpec, now: float, timing: Timing = TIMING) -> Process:
+    """Returns the component's status once the report is taken in. One that is out of date changes nothing."""
+    match report:
+        case Started(pid=pid, node=node):
+            return replace(process, pid=pid, node=node)
+        case Answered(endpoint=endpoint, chat=chat) if process.phase == "starting":
+            ready = _turn(process, "ready", now, problem="", replaces=False, proven=process.generation)
+            return replace(ready, endpoint=endpoint, chat=chat)
+        case Ended(component=name, how=how):
+            return _ended(name, how, process, spec, now, timing)
+        case Missed(misses=misses):
+            return replace(process, misses=misses)
+        case Seen(generation=generation, problem=problem):
+            if process.phase == "ready" and process.generation == generation:
+                return replace(process, seen=True, problem=problem)
+    return process
+
+
+def _ended(name: str, how: str, process: Process, spec: FleetSpec, now: float, timing: Timing) -> Process:
+    again = generation_of(name, spec) > 0
+    gone = replace(process, pid=None, killed=False, misses=0, begun=False, seen=False, calls=None)
+    if process.phase not in ("starting", "ready"):
+        replaces = again and not is_gateway(name)
+        proven = process.proven if again else 0
+        return _turn(gone, "absent", now, replaces=replaces, proven=proven, problem="", failures=0, pause=0.0)
+    if process.killed:
+        late = f"gave no answer in {timing.successor:g} s"
+        how = late if process.phase == "starting" else "did not answer any more and was killed"
+    lived = now - process.since if process.phase == "ready" else 0.0
+    pause = timing.pause(process.pause, lived)
+    phase: Phase = "waiting" if _is_tried_again(name, process, spec) else "failed"
+    failures = 1 if lived >= timing.healthy else process.failures + 1
+    return _turn(
+        gone, phase, now, until=now + pause, pause=pause, failures=failures, problem=how, replaces=False
+    )
+
+
+def _is_tried_again(name: str, process: Process, spec: FleetSpec) -> bool:
+    """What has never worked as it is specified is not: a person is to read why. The fleet scheduler, without
+    which the others do well, is, and so is what was specified otherwise meanwhile."""
+    unit = spec.units.get(name)
+    edition = 1 if unit is None else unit.edition
+    untried = process.generation >= edition > process.proven
+    return name == SCHEDULER or process.phase == "ready" or not untried
+
+
+def adopted(found: Found, spec: FleetSpec, now: float, timing: Timing = TIMING) -> Process:
+    """Returns the status of a process that an earlier controller has started. What it had of its time to end
+    it has anew."""
+    ready = found.phase == "ready"
+    left = {"ending": timing.stop, "retiring": spec.drain + timing.margin}.get(found.phase)
+    return Process(
+        phase=found.phase,
+        since=now,
+        until=None if left is None else now + left,
+        generation=found.generation,
+        pid=found.pid,
+        node=found.node,
+        endpoint=found.endpoint,
+        proven=found.generation if ready else 0,
+        begun=is_gateway(found.component),
+        seen=ready,
+    )
+
+
+def _turn(process: Process, phase: Phase, now: float, **changes: object) -> Process:
+    return replace(process, phase=_legal(process.phase, phase), since=now, **({"until": None} | changes))
+
+
+def _legal(phase: Phase, following: Phase) -> Phase:
+    assert following in NEXT[phase], f"a component that is {phase} cannot become {following}"
+    return following

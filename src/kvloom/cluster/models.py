@@ -1,0 +1,191 @@
+"""Models that come and go while a fleet serves, and another config for it: what has to be edited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
+
+from kvloom.cluster.edits import UnitEdit
+from kvloom.cluster.state import FleetSpec, UnitSpec
+from kvloom.types.errors import BadRequest, Conflict, UnknownModel
+from kvloom.types.service import GroupSpec, Service
+from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
+
+
+class ModelState(Struct, frozen=True, kw_only=True):
+    """A model of the fleet, and how each unit that is to serve it stands."""
+
+    name: str
+    path: str
+    units: dict[str, Service]
+
+
+class AddModel(Struct, frozen=True, kw_only=True):
+    """Serve another model. unit: where; None for the one whose models have the most room."""
+
+    model: ModelSpec
+    unit: str | None = None
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """What a config makes of a fleet."""
+
+    engines: tuple[EngineSpec, ...]
+    first: tuple[str, ...]
+    """The units that have a process from the beginning."""
+    groups: dict[str, GroupSpec] = {}
+    program: ProgramSpec | None = None
+
+
+class Apply(Struct, frozen=True, kw_only=True):
+    """Let the fleet be what a config says. really: left out, only tell what would change."""
+
+    wanted: Wanted
+    really: bool = False
+
+
+class Applied(Struct, frozen=True, kw_only=True):
+    """What another config has changed, or would change."""
+
+    changes: tuple[str, ...]
+    """One line each."""
+    problems: tuple[str, ...] = ()
+    """Units that could not be started as they are specified now, and why."""
+    overrode: tuple[str, ...] = ()
+    """Fields that somebody else has changed at the same time; the last one won."""
+
+
+class Differences(Struct, frozen=True, kw_only=True):
+    """What has to be edited, in this order: units that come, those that are otherwise, and the rest."""
+
+    added: dict[str, UnitEdit]
+    otherwise: dict[str, UnitEdit]
+    removed: dict[str, UnitEdit]
+    groups: dict[str, GroupSpec] | UnsetType = UNSET
+    program: ProgramSpec | UnsetType | None = UNSET
+    lines: tuple[str, ...] = ()
+    """The same in words."""
+
+
+def with_model(spec: FleetSpec, asked: AddModel) -> dict[str, EngineSpec]:
+    """Returns the units that are to serve the model, with it: one, or all replicas of it. Raises Conflict for
+    a name that is taken and for a unit that cannot serve another model, and BadRequest for a unit that is not
+    there."""
+    model = asked.model
+    for name, unit in _kept(spec):
+        for other in unit.engine.models:
+            taken = other.name == model.name and (other.path != model.path or name == asked.unit)
+            if taken or (other.name == model.name and asked.unit is None):
+                raise Conflict(
+                    f"there is a model {model.name} already, {other.path} on {name}; another name is right"
+                )
+    chosen = _roomiest(spec) if asked.unit is None else asked.unit
+    if chosen not in dict(_kept(spec)):
+        units = ", ".join(name for name, _ in _kept(spec)) or "none"
+        raise BadRequest(f"unit: there is no unit {chosen}; {units} are the units", param="unit")
+    found = {}
+    for name in _replicas(spec, chosen):
+        engine = spec.units[name].engine
+        if engine.weave is not None:
+            raise Conflict(f"{name} borrows from {engine.weave.cold}, for one model; another unit is right")
+        found[name] = replace(engine, models=(*engine.models, model))
+    return found
+
+
+def without_model(spec: FleetSpec, model: str) -> dict[str, EngineSpec | None]:
+    """Returns the units that serve the model, without it; None for those that would serve nothing. Raises
+    UnknownModel."""
+    found: dict[str, EngineSpec | None] = {}
+    for name, unit in _kept(spec):
+        left = tuple(one for one in unit.engine.models if one.name != model)
+        if left != unit.engine.models:
+            found[name] = replace(unit.engine, models=left) if left else None
+    if not found:
+        served = sorted({one.name for _, unit in _kept(spec) for one in unit.engine.models})
+        raise UnknownModel(
+            f"the model `{model}` is not served; served: {', '.join(served) or 'none'}", param="model"
+        )
+    return found
+
+
+def without_units(groups: Mapping[str, GroupSpec], gone: Iterable[str]) -> dict[str, GroupSpec]:
+    """Returns the groups without these units; one that would be empty is left out."""
+    some = set(gone)
+    kept = {
+        name: replace(group, units=tuple(unit for unit in group.units if unit not in some))
+        for name, group in groups.items()
+    }
+    return {name: group for name, group in kept.items() if group.units}
+
+
+def differences(spec: FleetSpec, wanted: Wanted, seconds: float) -> Differences:
+    """Returns what has to be edited for the fleet to be as it is wanted. seconds: for which what runs at a
+    unit that changes or goes is waited for. Units that are told apart by nothing but whether they have a
+    process now are left as they are: that is the fleet scheduler's matter, and of those who run the fleet."""
+    there, lines = dict(_kept(spec)), list[str]()
+    engines = {engine.unit: engine for engine in wanted.engines}
+    added, otherwise, removed = dict[str, UnitEdit](), dict[str, UnitEdit](), dict[str, UnitEdit]()
+    for name, engine in engines.items():
+        unit = there.get(name)
+        if unit is None:
+            added[name] = UnitEdit(engine=engine, add=name not in spec.units, wanted=name in wanted.first)
+            lines.append(f"{name} is added, with {_models(engine)}")
+        elif unit.engine != engine:
+            otherwise[name] = UnitEdit(engine=engine, seconds=seconds)
+            lines.append(f"{name} starts anew: {_changes(unit.engine, engine)}")
+    for name, unit in there.items():
+        if name not in engines:
+            removed[name] = UnitEdit(remove=True, seconds=seconds, drained=False)
+            lines.append(f"{name} is removed, with {_models(unit.engine)}")
+    groups: dict[str, GroupSpec] | UnsetType = UNSET
+    if wanted.groups != spec.groups:
+        groups = wanted.groups
+        lines.append(f"units that come and go: {', '.join(wanted.groups) or 'none'}")
+    program: ProgramSpec | UnsetType | None = UNSET
+    if wanted.program is not None and wanted.program != spec.program:
+        program = wanted.program
+        lines.append(f"the program is {wanted.program.name}")
+    return Differences(
+        added=added,
+        otherwise=otherwise,
+        removed=removed,
+        groups=groups,
+        program=program,
+        lines=tuple(lines),
+    )
+
+
+def _kept(spec: FleetSpec) -> Iterable[tuple[str, UnitSpec]]:
+    return ((name, unit) for name, unit in spec.units.items() if not unit.removed)
+
+
+def _roomiest(spec: FleetSpec) -> str:
+    """The unit with the most bytes of its pool for each of its models, the new one counted."""
+    units = [(name, unit.engine) for name, unit in _kept(spec) if unit.engine.weave is None]
+    if not units:
+        raise Conflict("no unit can serve another model; `kvloom replan` adds units")
+    return max(units, key=lambda one: one[1].kv_bytes / (len(one[1].models) + 1))[0]
+
+
+def _replicas(spec: FleetSpec, unit: str) -> tuple[str, ...]:
+    """The units that come and go together with it, as replicas of one another."""
+    found = next((group.units for group in spec.groups.values() if unit in group.units), (unit,))
+    return tuple(name for name in found if name in spec.units and not spec.units[name].removed)
+
+
+def _models(engine: EngineSpec) -> str:
+    return ", ".join(model.name for model in engine.models)
+
+
+def _changes(before: EngineSpec, engine: EngineSpec) -> str:
+    """The fields that differ, in words."""
+    said = []
+    for field in EngineSpec.__struct_fields__:
+        old, new = getattr(before, field), getattr(engine, field)
+        if field == "models" and old != new:
+            said.append(f"models {_models(before)} → {_models(engine)}")
+        elif old != new:
+            said.append(f"{field} {old} → {new}")
+    return ", ".join(said)

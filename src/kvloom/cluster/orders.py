@@ -1,0 +1,358 @@
+"""What those who run a fleet order at a gateway: an edit of the specification, and a wait until it is so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from kvloom.cluster.edits import UnitEdit
+from kvloom.cluster.mirror import Mirror
+from kvloom.cluster.models import (
+    AddModel,
+    Applied,
+    Apply,
+    ModelState,
+    differences,
+    with_model,
+    without_model,
+    without_units,
+)
+from kvloom.cluster.state import GATEWAY, SCHEDULER, Rolling
+from kvloom.types.errors import Conflict, Unavailable
+from kvloom.types.service import Placement, RestartStep, Steps, UnitState
+from kvloom.types.spec import EngineSpec, ProgramSpec
+
+_HERE = ("here", "down", "restarting")
+_GONE = ("away", "failed")
+
+
+class Seeing(Protocol):
+    """Who asks the units what they serve: the gateway's router."""
+
+    def state(self, unit: str) -> UnitState:
+        """Returns how a unit stands. Raises KeyError for one that is not known."""
+
+    async def settled(self, unit: str) -> None:
+        """Waits until a unit that is to be asked was asked."""
+
+
+class FleetOrders:
+    """Of one gateway. An order goes on whoever waits for it, and another gateway's mirror shows the same."""
+
+    def __init__(
+        self, mirror: Mirror, seeing: Seeing, *, seconds: float, memory: int = 0, cores: int = 0
+    ) -> None:
+        """seconds: for which what runs at a unit is waited for, if an order does not say; memory, cores: what
+        the fleet's machine has for it."""
+        self.mirror = mirror
+        self._seeing = seeing
+        self._seconds = seconds
+        self._memory = memory
+        self._cores = cores
+
+    @property
+    def states(self) -> list[UnitState]:
+        """All units."""
+        return [self._seeing.state(name) for name in self.mirror.spec.units]
+
+    def state(self, name: str) -> UnitState:
+        return self._seeing.state(name)
+
+    @property
+    def placement(self) -> Placement:
+        """Which units there are and may be."""
+        specs = {name: unit.engine for name, unit in self.mirror.spec.units.items()}
+        away = [name for name in specs if self.mirror.outlook(name) in _GONE]
+        return Placement(
+            units=tuple(engine for name, engine in specs.items() if name not in away),
+            away=tuple(specs[name] for name in away),
+            scaled=tuple(self._scaled),
+            memory=self._memory,
+            cores=self._cores,
+        )
+
+    # -- units in and out of service --------------------------------------------------------------------
+
+    async def drain(self, name: str, seconds: float | None = None) -> UnitState:
+        """Gives the unit no new request, and waits for what runs there; what runs for longer goes on. Raises
+        Conflict while it is being restarted, or has no process, and if it is admitted before the wait is
+        over."""
+        self._refuse_busy(name)
+        await self._edit(name, UnitEdit(drained=True))
+        mark = self._drained_at(name)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._time(seconds)):
+                await self.mirror.until(
+                    lambda: self._drained_at(name) != mark or self.mirror.process(name).calls == 0
+                )
+        if self._drained_at(name) != mark:
+            raise Conflict(
+                f"{name} was admitted while its drain waited; drain it again to take it out of service"
+            )
+        return self.state(name)
+
+    async def admit(self, name: str) -> UnitState:
+        """Undoes `drain`; one that waits ends. A unit that does not answer takes requests as soon as it does.
+        Raises Conflict while it is being restarted, after which it is admitted anyhow, and if it has no
+        process."""
+        self._refuse_busy(name)
+        if self.mirror.spec.units[name].drained:
+            await self._edit(name, UnitEdit(drained=False))
+            await self._seeing.settled(name)
+        return self.state(name)
+
+    async def restart(self, name: str, seconds: float | None = None) -> UnitState:
+        """Drains the unit, puts a new process in its place, and admits that; a second order joins the first.
+        Raises what the new process died of: it is tried again, and takes requests once it answers. Raises
+        Conflict if the unit has no process."""
+        self._refuse_absent(name)
+        if self.mirror.outlook(name) != "restarting":
+            await self._edit(name, UnitEdit(restart=True, drained=False, seconds=self._time(seconds)))
+        await self._come(name)
+        return self.state(name)
+
+    def _drained_at(self, name: str) -> int | None:
+        """The revision at which somebody has drained it; None if it is not drained."""
+        unit = self.mirror.spec.units.get(name)
+        return unit.changed.get("drained") if unit is not None and unit.drained else None
+
+    # -- units that come and go -------------------------------------------------------------------------
+
+    async def start(self, name: str) -> UnitState:
+        """Gives the unit a process, and waits until it takes requests; one that is to lose its own keeps it.
+        Raises what the process died of; then the unit has none."""
+        if self.mirror.outlook(name) not in _HERE:
+            await self._edit(name, self._starting(name))
+            await self._come(name)
+        return self.state(name)
+
+    async def stop(self, name: str, seconds: float | None = None) -> UnitState:
+        """Gives the unit no new request, and ends its process once nothing runs there, or after the time:
+        what still runs then goes on elsewhere, if it can. Raises Conflict while it is being started or
+        restarted, and if it is started again meanwhile."""
+        stands = self.mirror.outlook(name)
+        if stands in ("starting", "restarting"):
+            raise Conflict(f"{name} is being started; stop it once it serves")
+        if stands != "away":
+            edit = UnitEdit(wanted=False, drained=False, seconds=self._time(seconds))
+            serial = self.mirror.process(name).serial
+            await self._edit(name, edit)
+            await self._go(name, serial)
+        return self.state(name)
+
+    async def scale(self, steps: Steps) -> None:
+        """Lets units come and go, and does not wait for it. Units that nobody knows, and those for which
+        something else is under way, are passed over."""
+        known = self.mirror.spec.units
+        edits = {
+            name: self._starting(name)
+            for name in steps.start
+            if name in known and self.mirror.outlook(name) not in (*_HERE, "starting")
+        }
+        edits |= {
+            name: UnitEdit(wanted=False, drained=False, seconds=None)
+            for name in steps.stop
+            if name in known and self.mirror.outlook(name) in ("here", "down")
+        }
+        if edits:
+            await self.mirror.edit(edits)
+
+    async def add(self, engine: EngineSpec) -> UnitState:
+        """Adds a unit, and waits until it takes requests. Raises what its process died of, BadRequest for
+        what is no name, and Conflict for one that is taken and for a unit that serves something else under a
+        name that another unit serves: then it is not there."""
+        name = engine.unit
+        await self._edit(name, UnitEdit(engine=engine, add=True))
+        try:
+            await self._come(name)
+            if problem := self.mirror.process(name).problem:
+                raise Conflict(problem)
+        except (Conflict, Unavailable):
+            await self._edit(name, UnitEdit(remove=True, seconds=0.0))
+            await self.mirror.until(lambda: name not in self.mirror.spec.units)
+            raise
+        return self.state(name)
+
+    async def remove(self, name: str) -> UnitState:
+        """Lets a unit that has no process be no unit any more, and returns what it was. Raises Conflict if it
+        has one, or comes and goes by itself."""
+        if name in self._scaled:
+            raise Conflict(f"{name} comes and goes by itself; the config's `replicas` say so")
+        last = self.state(name)
+        if self.mirror.outlook(name) not in _GONE or last.calls:
+            raise Conflict(f"{name} is {last.state}; a unit that is away can be removed")
+        await self._edit(name, UnitEdit(remove=True))
+        await self.mirror.until(lambda: name not in self.mirror.spec.units)
+        return last
+
+    def _starting(self, name: str) -> UnitEdit:
+        """One that could not be started is tried anew."""
+        return UnitEdit(wanted=True, restart=self.mirror.outlook(name) == "failed")
+
+    @property
+    def _scaled(self) -> Iterable[str]:
+        return (name for group in self.mirror.spec.groups.values() for name in group.units)
+
+    # -- models -----------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> list[ModelState]:
+        """All that are served, or are to be, by name."""
+        found: dict[str, ModelState] = {}
+        for name, unit in self.mirror.spec.units.items():
+            for model in () if unit.removed else unit.engine.models:
+                known = found.setdefault(model.name, ModelState(name=model.name, path=model.path, units={}))
+                known.units[name] = self.state(name).state
+        return [found[name] for name in sorted(found)]
+
+    async def add_model(self, asked: AddModel) -> ModelState:
+        """Lets a unit serve another model, with a new process, and waits until it does; replicas that come
+        and go follow one after the other. Raises Conflict for a name that is taken. If the unit cannot be
+        started with it, it serves what it served before, and what it died of is raised."""
+        for name, engine in with_model(self.mirror.spec, asked).items():
+            before = self.mirror.spec.units[name].engine
+            await self._edit(name, UnitEdit(engine=engine, seconds=self._seconds))
+            if not self.mirror.spec.units[name].wanted:
+                continue
+            try:
+                await self._come(name)
+                if problem := self.mirror.process(name).problem:
+                    raise Conflict(problem)
+            except (Conflict, Unavailable):
+                await self._edit(name, UnitEdit(engine=before, seconds=0.0))
+                raise
+        return next(model for model in self.models if model.name == asked.model.name)
+
+    async def remove_model(self, model: str, seconds: float | None = None) -> ModelState:
+        """Lets no unit serve the model any more, once what runs of it has ended or the time is over, and
+        returns what it was. A unit that would serve nothing is removed. Raises UnknownModel."""
+        changed = without_model(self.mirror.spec, model)
+        last = next(one for one in self.models if one.name == model)
+        drain = self._time(seconds)
+        for name, engine in changed.items():
+            if engine is not None:
+                await self._edit(name, UnitEdit(engine=engine, seconds=drain))
+                if self.mirror.spec.units[name].wanted:
+                    await self._come(name)
+        gone = {
+            name: UnitEdit(remove=True, drained=False, seconds=drain)
+            for name, engine in changed.items()
+            if engine is None
+        }
+        if gone:
+            await self.mirror.edit(gone, groups=without_units(self.mirror.spec.groups, gone))
+            await self.mirror.until(lambda: not gone.keys() & self.mirror.spec.units.keys())
+        return last
+
+    async def apply(self, asked: Apply) -> Applied:
+        """Lets the fleet be what a config says: units are added first, then those that are otherwise start
+        anew one after the other, and at last those go that it does not have. One that cannot be started is
+        told of, and the others go on."""
+        found = differences(self.mirror.spec, asked.wanted, self._seconds)
+        if not asked.really or not found.lines:
+            return Applied(changes=found.lines)
+        overrode = list(await self.mirror.edit(found.added))
+        problems = await self._all_come(found.added)
+        for name, edit in found.otherwise.items():
+            overrode += await self.mirror.edit({name: edit})
+            problems += await self._all_come([name])
+        overrode += await self.mirror.edit(found.removed, groups=found.groups, program=found.program)
+        await self.mirror.until(lambda: not found.removed.keys() & self.mirror.spec.units.keys())
+        return Applied(changes=found.lines, problems=tuple(problems), overrode=tuple(overrode))
+
+    async def _all_come(self, names: Iterable[str]) -> list[str]:
+        """What those died of that did."""
+        problems = []
+        for name in names:
+            unit = self.mirror.spec.units.get(name)
+            if unit is not None and unit.wanted:
+                try:
+                    await self._come(name)
+                    if problem := self.mirror.process(name).problem:
+                        problems.append(f"{name}: {problem}")
+                except Unavailable as error:
+                    problems.append(error.message)
+        return problems
+
+    # -- the whole fleet --------------------------------------------------------------------------------
+
+    async def set_program(self, program: ProgramSpec) -> None:
+        """Keeps the router program for gateways to come."""
+        await self.mirror.edit(program=program)
+
+    async def roll(self, seconds: float | None = None) -> None:
+        """Begins to restart all components, one after the other. Raises Conflict while one is under way."""
+        beside = (SCHEDULER, GATEWAY) if self.mirror.spec.scheduler else (GATEWAY,)
+        rolling = Rolling(left=(*self.mirror.spec.units, *beside), seconds=self._time(seconds))
+        await self.mirror.edit(rolling=rolling)
+
+    async def steps(self) -> AsyncGenerator[RestartStep, None]:
+        """What a rolling restart does, from its first step on, until it is over."""
+        told = 0
+        while told <= len(self.mirror.status.steps):
+            steps, over = self.mirror.status.steps, self.mirror.spec.rolling is None
+            for step in steps[told:]:
+                yield step
+            told = len(steps)
+            if over:
+                return
+            seen = self.mirror.seq
+            await self.mirror.until(lambda seen=seen: self.mirror.seq != seen)  # type: ignore[misc]
+
+    # -- all of them ------------------------------------------------------------------------------------
+
+    async def _edit(self, name: str, edit: UnitEdit) -> None:
+        await self.mirror.edit({name: edit})
+
+    async def _come(self, name: str) -> None:
+        """Waits until the process that is wanted takes requests. Raises what it died of."""
+        unit = self.mirror.spec.units[name]
+        generation = unit.generation
+
+        def known() -> bool:
+            unit, process = self.mirror.spec.units.get(name), self.mirror.process(name)
+            if unit is None or not unit.wanted:
+                return True
+            if process.generation < generation:
+                return False
+            return process.phase in ("waiting", "failed") or (process.phase == "ready" and process.seen)
+
+        await self.mirror.until(known)
+        now, process = self.mirror.spec.units.get(name), self.mirror.process(name)
+        if now is None or not now.wanted:
+            raise Unavailable(f"{name} was stopped meanwhile")
+        if process.phase == "waiting":
+            raise Unavailable(f"{name} {process.problem} as it started; it is tried again")
+        if process.phase == "failed":
+            raise Unavailable(f"{name} {process.problem} as it started")
+        await self._seeing.settled(name)
+
+    async def _go(self, name: str, serial: int) -> None:
+        """Waits until the process of this number has ended. Raises Conflict if it is called back."""
+
+        def called_back() -> bool:
+            unit, process = self.mirror.spec.units.get(name), self.mirror.process(name)
+            stays = process.phase == "ready" and process.serial == serial
+            return stays and unit is not None and unit.wanted
+
+        def gone() -> bool:
+            process = self.mirror.process(name)
+            return process.serial != serial or process.phase == "absent"
+
+        await self.mirror.until(lambda: gone() or called_back())
+        if not gone():
+            raise Conflict(f"{name} was started again while it was to stop; stop it again")
+
+    def _time(self, seconds: float | None) -> float:
+        return self._seconds if seconds is None else seconds
+
+    def _refuse_busy(self, name: str) -> None:
+        self._refuse_absent(name)
+        if self.mirror.outlook(name) == "restarting":
+            raise Conflict(f"{name} is being restarted; it takes requests once it has")
+
+    def _refuse_absent(self, name: str) -> None:
+        if self.mirror.outlook(name) not in _HERE:
+            raise Conflict(f"{name} has no process, or is about to lose it; start it first")

@@ -1,0 +1,348 @@
+"""What is to be done next, so that what there is of a fleet becomes what it is to be.
+
+`reconcile` is a pure function: it has no clock and does nothing. The controller carries its actions out, in
+their order, and asks again: after each change, and when the time of a `Wait` has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import Struct
+
+from kvloom.cluster.state import (
+    ABSENT,
+    SCHEDULER,
+    FleetSpec,
+    FleetStatus,
+    Process,
+    UnitSpec,
+    gateway_name,
+    generation_of,
+    is_gateway,
+    outlook,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long a controller waits for processes, in seconds."""
+
+    first: float = 0.5
+    """The pause before the first start after a death; it doubles with each death in a row."""
+    most: float = 30.0
+    """The longest pause."""
+    healthy: float = 60.0
+    """After a life of so long the next pause is `first` again."""
+    check: float = 5.0
+    """Between two health checks."""
+    answer: float = 10.0
+    """For the answer to a health check."""
+    misses: int = 3
+    """A process that gives no answer to so many checks in a row hangs, and is killed."""
+    stop: float = 4.0
+    """For a process to end by itself once it was told to."""
+    successor: float = 60.0
+    """For a gateway to answer that is to take another one's place."""
+    margin: float = 5.0
+    """Beyond its time, after which a gateway that has been replaced is killed."""
+
+    def pause(self, last: float, lived: float) -> float:
+        """Returns the pause before the next start. last: the pause before the life that has ended, 0 if there
+        was none; lived: how long that life was, counted from its first answer."""
+        return self.first if lived >= self.healthy else min(max(self.first, 2 * last), self.most)
+
+
+TIMING: Final = Timing()
+
+
+class Start(Struct, frozen=True, tag=True):
+    """Give the component a process of this generation."""
+
+    component: str
+    generation: int
+
+
+class Drain(Struct, frozen=True, tag=True):
+    """Give the unit no new request; it ends once it has none, or at `until`."""
+
+    component: str
+    until: float | None
+
+
+class CallBack(Struct, frozen=True, tag=True):
+    """Let a unit that drains have requests again: it is to stay."""
+
+    component: str
+
+
+class Retire(Struct, frozen=True, tag=True):
+    """Let a gateway bring its requests to their end, because another one serves; it is killed at `until`."""
+
+    component: str
+    until: float
+
+
+class Begin(Struct, frozen=True, tag=True):
+    """Tell a gateway what the fleet is, so that it serves."""
+
+    component: str
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """Tell the component's process to end."""
+
+    component: str
+
+
+class Kill(Struct, frozen=True, tag=True):
+    """End the component's process, which has not ended by itself or does not answer."""
+
+    component: str
+
+
+class Forget(Struct, frozen=True, tag=True):
+    """Keep nothing of a component that has no process and is to have none."""
+
+    component: str
+
+
+class Raise(Struct, frozen=True, tag=True):
+    """The turn of the component has come in a rolling restart: its generation is raised."""
+
+    component: str
+
+
+class Pass(Struct, frozen=True, tag=True):
+    """A rolling restart passes over a unit that has no process, or is about to lose it."""
+
+    component: str
+
+
+class Finish(Struct, frozen=True, tag=True):
+    """A rolling restart has restarted the component, or has failed to, and ends with this `problem`."""
+
+    component: str
+    problem: str = ""
+
+
+class Wait(Struct, frozen=True, tag=True):
+    """Nothing else is due before `until`."""
+
+    until: float
+
+
+Action = Start | Drain | CallBack | Retire | Begin | Stop | Kill | Forget | Raise | Pass | Finish | Wait
+
+
+def reconcile(
+    spec: FleetSpec, status: FleetStatus, now: float, timing: Timing = TIMING
+) -> tuple[Action, ...]:
+    """Returns what is due at `now`: at most one action for each component, and at last at most one `Wait`."""
+    actions: list[Action] = []
+    due: float | None = None
+    for action in _all(spec, status, now, timing):
+        if not isinstance(action, Wait):
+            actions.append(action)
+        elif due is None or action.until < due:
+            due = action.until
+    if due is not None:
+        actions.append(Wait(due))
+    return tuple(actions)
+
+
+def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> Iterator[Action]:
+    processes, units = status.processes, spec.units
+    for name, unit in units.items():
+        process = processes.get(name, ABSENT)
+        settled = process.phase == "ready" and process.generation == unit.generation and unit.wanted
+        if not settled or process.misses:
+            yield from _unit(name, unit, process, now, timing)
+    gateways = {}
+    for name, process in processes.items():
+        if is_gateway(name):
+            gateways[name] = process
+        elif name not in units and name != SCHEDULER:
+            yield from _unit(name, None, process, now, timing)
+    yield from _scheduler(spec.scheduler, processes.get(SCHEDULER, ABSENT), now, timing)
+    yield from _gateways(spec, status, gateways, now, timing)
+    if spec.rolling is not None:
+        yield from _roll(spec, status)
+
+
+def _unit(name: str, unit: UnitSpec | None, process: Process, now: float, timing: Timing) -> Iterator[Action]:
+    generation = unit.generation if unit is not None and unit.wanted else 0
+    match process.phase:
+        case "absent" if unit is not None and not generation:
+            if unit.removed:
+                yield Forget(name)
+        case "ready" if process.generation != generation and not process.killed:
+            seconds = unit.seconds if unit is not None else None
+            yield Drain(name, None if seconds is None else now + seconds)
+        case "draining" if process.generation == generation:
+            yield CallBack(name)
+        case "draining" if process.calls == 0:
+            yield Stop(name)
+        case "draining" if process.until is not None:
+            yield Stop(name) if now >= process.until else Wait(process.until)
+        case "draining":
+            yield from _hangs(name, process, timing)
+        case _:
+            yield from _process(name, generation, process, now, timing)
+
+
+def _process(name: str, generation: int, process: Process, now: float, timing: Timing) -> Iterator[Action]:
+    """What holds of every component. generation: the one that is wanted; 0 for none."""
+    behind = process.generation != generation
+    match process.phase:
+        case "absent":
+            yield Start(name, generation) if generation else Forget(name)
+        case "starting" if behind:
+            yield Stop(name)
+        case "ready":
+            yield from _hangs(name, process, timing)
+        case "ending":
+            yield from _ends(name, process, now)
+        case "waiting" | "failed" if not generation:
+            yield Forget(name)
+        case "waiting" | "failed" if behind:
+            yield Start(name, generation)
+        case "waiting" if process.until is not None:
+            yield Start(name, generation) if now >= process.until else Wait(process.until)
+
+
+def _hangs(name: str, process: Process, timing: Timing) -> Iterator[Action]:
+    if process.misses >= timing.misses and not process.killed:
+        yield Kill(name)
+
+
+def _ends(name: str, process: Process, now: float) -> Iterator[Action]:
+    if process.until is not None and not process.killed:
+        yield Kill(name) if now >= process.until else Wait(process.until)
+
+
+def _scheduler(generation: int, process: Process, now: float, timing: Timing) -> Iterator[Action]:
+    """Nothing runs there that would have to end first."""
+    if process.phase == "ready" and process.generation != generation:
+        yield Stop(SCHEDULER)
+    elif generation or process is not ABSENT:
+        yield from _process(SCHEDULER, generation, process, now, timing)
+
+
+def _gateways(
+    spec: FleetSpec, status: FleetStatus, gateways: dict[str, Process], now: float, timing: Timing
+) -> Iterator[Action]:
+    """One serves. Another generation is started beside it, and once that answers, the older ones retire; if
+    it dies as it starts, the older one serves on."""
+    wanted = gateway_name(spec.gateway)
+    process = gateways.pop(wanted, ABSENT)
+    others = [name for name, one in gateways.items() if one.phase in ("starting", "ready", "waiting")]
+    if process.phase == "failed" and others:
+        kept = max(others, key=lambda name: generation_of(name, spec))
+        yield from _gateway(kept, gateways.pop(kept), spec, status, now, timing, beside=False)
+    elif process.phase == "failed" and process.until is not None:
+        yield Start(wanted, spec.gateway) if now >= process.until else Wait(process.until)
+    else:
+        beside = any(gateways[name].phase == "ready" for name in others)
+        yield from _gateway(wanted, process, spec, status, now, timing, beside=beside)
+    for name, one in gateways.items():
+        match one.phase:
+            case "ready" if process.phase == "ready":
+                yield Retire(name, now + spec.drain + timing.margin)
+            case "starting":
+                yield Stop(name)
+            case "retiring":
+                yield from _ends(name, one, now)
+            case "ready":
+                yield from _hangs(name, one, timing)
+            case _:
+                yield from _process(name, 0, one, now, timing)
+
+
+def _gateway(
+    name: str,
+    process: Process,
+    spec: FleetSpec,
+    status: FleetStatus,
+    now: float,
+    timing: Timing,
+    *,
+    beside: bool,
+) -> Iterator[Action]:
+    """The one that is to serve. beside: another one serves meanwhile."""
+    if process.phase == "starting" and not process.begun:
+        if status.opened or _come(spec, status):
+            yield Begin(name)
+    elif process.phase == "starting" and beside and not process.killed:
+        late = process.since + timing.successor
+        yield Kill(name) if now >= late else Wait(late)
+    else:
+        yield from _process(name, generation_of(name, spec), process, now, timing)
+
+
+def _come(spec: FleetSpec, status: FleetStatus) -> bool:
+    """Whether no unit starts for the first time: a gateway that has not served yet may."""
+    phases = (status.processes.get(name, ABSENT).phase for name, unit in spec.units.items() if unit.wanted)
+    return all(phase not in ("absent", "starting") for phase in phases)
+
+
+def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
+    """A rolling restart. What goes wrong with one component ends it, and the others stay as they are."""
+    rolling = spec.rolling
+    assert rolling is not None
+    verdicts = {component: _restarted(component, spec, status) for component in rolling.active}
+    for component, problem in verdicts.items():
+        if problem is not None:
+            yield Finish(component, problem)
+            if problem:
+                return
+    out = {
+        name
+        for name, unit in spec.units.items()
+        if outlook(unit, status.processes.get(name, ABSENT)) == "restarting"
+    }
+    out.update(component for component, problem in verdicts.items() if problem is None)
+    for component in rolling.left:
+        unit = spec.units.get(component)
+        if component in (SCHEDULER, "gateway"):
+            if not out:
+                yield Raise(component)
+            return  # The components beside the units have their turn one by one, and after them.
+        if unit is None or outlook(unit, status.processes.get(component, ABSENT)) not in ("here", "down"):
+            if component in out:
+                return  # Somebody else has asked for its restart: it has its turn after that.
+            yield Pass(component)
+        elif len(out) < rolling.budget:
+            out.add(component)
+            yield Raise(component)
+        else:
+            return
+
+
+def _restarted(component: str, spec: FleetSpec, status: FleetStatus) -> str | None:
+    """Returns why it could not be restarted, nothing if it was, and None if it is not known yet."""
+    name = gateway_name(spec.gateway) if component == "gateway" else component
+    process = status.processes.get(name, ABSENT)
+    generation = generation_of(name, spec)
+    if not generation:
+        return ""  # It was stopped or removed meanwhile.
+    if process.generation != generation:
+        return None
+    match process.phase:
+        case "ready" if process.problem:
+            return process.problem
+        case "ready" if process.seen or not _asked(component, spec, status):
+            return ""
+        case "waiting" | "failed":
+            return process.problem or "its process has died"
+    return None
+
+
+def _asked(component: str, spec: FleetSpec, status: FleetStatus) -> bool:
+    """Whether there is a gateway that asks the unit's new process what it serves."""
+    unit = spec.units.get(component)
+    if unit is None or unit.drained:
+        return False
+    return any(is_gateway(name) and one.phase == "ready" for name, one in status.processes.items())

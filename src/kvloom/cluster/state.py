@@ -1,0 +1,214 @@
+"""What a fleet is to be (`FleetSpec`), and what there is of it (`FleetStatus`).
+
+The controller owns both. Gateways mirror them, and whoever wants something else edits the specification.
+Components are named: a unit by its name, the fleet scheduler `scheduler`, a gateway by `gateway_name`
+of its generation, because two of them live while one takes the other's place. All times are seconds of the
+controller's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from kvloom.types.service import GroupSpec, RestartStep
+from kvloom.types.spec import EngineSpec, ProgramSpec
+
+SCHEDULER: Final = "scheduler"
+GATEWAY: Final = "gateway"
+
+Phase = Literal[
+    "absent",  # It has no process, and none is coming.
+    "starting",  # It has a process, which does not answer yet.
+    "ready",  # Its process answers.
+    "draining",  # Its process answers, gets no new requests, and is to end once it has none.
+    "retiring",  # A gateway: another one serves in its place, and it ends with its last request.
+    "ending",  # Its process was told to end.
+    "waiting",  # Its process has died, and another one starts after a pause.
+    "failed",  # The first process of its specification died before it answered; no other one is tried.
+]
+NEXT: Final[Mapping[Phase, frozenset[Phase]]] = {
+    "absent": frozenset({"starting"}),
+    "starting": frozenset({"ready", "ending", "waiting", "failed"}),
+    "ready": frozenset({"draining", "retiring", "ending", "waiting"}),
+    "draining": frozenset({"ready", "ending", "absent"}),
+    "retiring": frozenset({"ending", "absent"}),
+    "ending": frozenset({"absent"}),
+    "waiting": frozenset({"starting", "absent"}),
+    "failed": frozenset({"starting", "absent"}),
+}
+"""The legal transitions between phases."""
+
+ALIVE: Final[tuple[Phase, ...]] = ("starting", "ready", "draining", "retiring", "ending")
+"""The phases in which a component has a process."""
+
+
+class UnitSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one unit is to be."""
+
+    engine: EngineSpec
+    wanted: bool = True
+    """Whether it is to have a process."""
+    generation: int = 1
+    """A process of another generation is drained and replaced."""
+    edition: int = 1
+    """The generation in which `engine` was last changed."""
+    drained: bool = False
+    """Whether it is to get no requests, though it has a process."""
+    seconds: float | None = None
+    """How long what runs there is waited for before its process ends; None for as long as it takes."""
+    removed: bool = False
+    """Whether it is to be no unit any more, once it has no process."""
+    changed: dict[str, int] = {}
+    """The revision at which each field was changed last."""
+
+
+class Rolling(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A restart of the whole fleet, component after component."""
+
+    left: tuple[str, ...]
+    """Components whose turn is still to come, in this order."""
+    active: tuple[str, ...] = ()
+    """Components that are being restarted now."""
+    seconds: float | None = None
+    """How long what runs at a unit is waited for; None for as long as it takes."""
+    budget: int = 1
+    """How many units may be out of service at once for a restart, whoever has asked for it."""
+
+
+class FleetSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a fleet is to be."""
+
+    units: dict[str, UnitSpec] = {}
+    groups: dict[str, GroupSpec] = {}
+    """Units that come and go by themselves, by the name of their group."""
+    program: ProgramSpec | None = None
+    """The router program; None for the config's."""
+    gateway: int = 1
+    """The generation of the gateway that is to serve."""
+    scheduler: int = 0
+    """The generation of the fleet scheduler; 0 where there is to be none."""
+    drain: float = 60.0
+    """Seconds that a gateway which another one has replaced is given for its requests."""
+    rolling: Rolling | None = None
+    revision: int = 0
+    """Counts the edits."""
+    changed: dict[str, int] = {}
+    """The revision at which each field that is not a unit's was changed last."""
+
+
+class Process(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What there is of one component."""
+
+    phase: Phase = "absent"
+    since: float = 0.0
+    """When the phase began."""
+    until: float | None = None
+    """When the phase is to end at the latest; None if that is open."""
+    generation: int = 0
+    """The generation of its process, or of the last one that it had."""
+    serial: int = 0
+    """Counts the processes that the controller has started for it."""
+    node: str = ""
+    pid: int | None = None
+    endpoint: str = ""
+    chat: tuple[str, ...] = ()
+    """Its models that have a chat template, if it has answered."""
+    calls: int | None = None
+    """Requests in flight there, over all gateways; None while a gateway has yet to say, or is not asked."""
+    problem: str = ""
+    """Why it is not ready, or takes no requests though it is, in one line."""
+    failures: int = 0
+    """Processes that have died in a row, none of which lived for long."""
+    pause: float = 0.0
+    """Seconds that were waited before the last start."""
+    proven: int = 0
+    """The last generation of which a process has answered; 0 once it was stopped."""
+    replaces: bool = False
+    """Whether its process takes the place of one that was told to end for it."""
+    misses: int = 0
+    """Health checks in a row to which it gave no answer."""
+    killed: bool = False
+    """Whether its process was killed, and has yet to end."""
+    begun: bool = False
+    """Of a gateway: whether it was told what the fleet is, and so may serve."""
+    seen: bool = False
+    """Of a unit: whether a gateway has asked its present process what it serves."""
+
+
+class FleetStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What there is of a fleet."""
+
+    processes: dict[str, Process] = {}
+    steps: tuple[RestartStep, ...] = ()
+    """What the last rolling restart has done so far."""
+    opened: bool = False
+    """Whether a gateway was ever told to serve: then none waits any more for units that start."""
+
+
+ABSENT: Final = Process()
+
+Outlook = Literal[
+    "here",  # It has a process of the generation that is wanted, which answers.
+    "restarting",  # It is about to have another process in place of one that was told to end for it.
+    "starting",  # It is about to have a process, and had none.
+    "down",  # Its process has died, and another one is to come.
+    "leaving",  # It is to lose its process once nothing runs there.
+    "away",  # It has no process.
+    "failed",  # It cannot be started as it is specified.
+]
+
+
+def is_counted(unit: UnitSpec | None, process: Process) -> bool:
+    """Returns whether gateways tell how many requests they have at the unit, because it gets no new ones."""
+    return process.phase == "draining" or (unit is not None and unit.drained)
+
+
+def outlook(unit: UnitSpec | None, process: Process) -> Outlook:  # noqa: PLR0911 - a table
+    """Returns how a unit stands, to those who would ask it. unit: None if it is to be there no more."""
+    wanted = unit is not None and unit.wanted
+    behind = unit is not None and process.generation != unit.generation
+    match process.phase:
+        case "ready" | "draining" | "retiring" | "ending" if not wanted:
+            return "leaving"
+        case "ready" if not behind:
+            return "here"
+        case "ready" | "draining" | "retiring":
+            return "restarting"
+        case "ending" if process.failures:
+            return "down"
+        case "ending":
+            return "restarting"
+        case "failed" if not behind:
+            return "failed"
+        case _ if not wanted:
+            return "away"
+        case "waiting":
+            return "down"
+        case "starting" if process.failures:
+            return "down"
+        case "absent" | "starting" if process.replaces:
+            return "restarting"
+        case _:
+            return "starting"
+
+
+def gateway_name(generation: int) -> str:
+    return f"{GATEWAY}/{generation}"
+
+
+def is_gateway(component: str) -> bool:
+    """Unit names hold no slash."""
+    return component.startswith(f"{GATEWAY}/")
+
+
+def generation_of(component: str, spec: FleetSpec) -> int:
+    """Returns the generation that a component is to have; 0 if there is to be none of it."""
+    if is_gateway(component):
+        return int(component.partition("/")[2])
+    if component == SCHEDULER:
+        return spec.scheduler
+    unit = spec.units.get(component)
+    return unit.generation if unit is not None and unit.wanted else 0

@@ -1,0 +1,316 @@
+"""The processes of a fleet on this host: what each is told, how it is started, watched and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvloom.cluster.launcher import Answered, Ended, Found, Missed, Started
+from kvloom.cluster.launcher import News as FleetNews
+from kvloom.cluster.reconcile import TIMING, Timing
+from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, is_gateway
+from kvloom.config.config import Config
+from kvloom.serve.component import Component, Spawn, execute
+from kvloom.serve.orders import (
+    EngineOrder,
+    GatewayOrder,
+    News,
+    Order,
+    Progress,
+    Ready,
+    Refused,
+    Retire,
+    Said,
+    SchedulerOrder,
+)
+from kvloom.types.clock import Clock
+from kvloom.types.request import PROTOCOL
+from kvloom.types.spec import EngineSpec, SchedulerSpec
+
+ENGINE_MODULE: Final = "kvloom.serve.engine_process"
+GATEWAY_MODULE: Final = "kvloom.serve.gateway_process"
+SCHEDULER_MODULE: Final = "kvloom.serve.scheduler_process"
+_OK: Final = b"HTTP/1.1 200"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a process is started with."""
+
+    name: str
+    """For whoever lists processes, and for the screen."""
+    module: str
+    order: Order
+    inherit: Sequence[int] = ()
+    """Descriptors that it inherits."""
+    socket: str = ""
+    """The path at which it is asked whether it is well, if it is."""
+
+
+class Roles:
+    """Of one fleet. All of its processes share a secret that is made here."""
+
+    def __init__(self, config: Config, listener: socket.socket, folder: Path) -> None:
+        """listener: where clients connect. folder: for sockets, the fleet's alone."""
+        self.secret = secrets.token_urlsafe(32)
+        self._config = config
+        self._listener = listener
+        self._folder = folder
+        self._api_keys = dict(config.api_keys())
+        self._admin_keys = config.admin_keys()
+
+    def of(self, component: str, engine: EngineSpec | None) -> Role:
+        """Returns what a component's process is started with. engine: of a unit."""
+        if engine is not None:
+            return self._engine(engine)
+        return self._gateway() if is_gateway(component) else self._scheduler()
+
+    def _engine(self, spec: EngineSpec) -> Role:
+        """A new process serves at the same path, by which the gateway finds it."""
+        path = str(self._folder / f"{spec.unit}.sock")
+        order = EngineOrder(spec=spec, socket=path, secret=self.secret)
+        return Role(spec.unit, ENGINE_MODULE, order, socket=path)
+
+    def _gateway(self) -> Role:
+        config = self._config
+        order = GatewayOrder(
+            secret=self.secret,
+            listener=self._listener.fileno(),
+            api_keys=self._api_keys,
+            admin_keys=self._admin_keys,
+            max_body=config.max_body,
+            program=config.program,
+            folder=str(config.folder),
+            sockets=str(self._folder),
+            memory=config.machine.memory,
+            cores=config.machine.cores,
+            drain=config.drain,
+            patience=config.patience,
+        )
+        return Role(GATEWAY, GATEWAY_MODULE, order, inherit=[self._listener.fileno()])
+
+    def _scheduler(self) -> Role:
+        spec = self._config.scheduler_for(self._config.engines) or SchedulerSpec()
+        order = SchedulerOrder(spec=spec, gateway=self.url, secret=self.secret, folder=str(self._folder))
+        return Role(SCHEDULER, SCHEDULER_MODULE, order)
+
+    @property
+    def url(self) -> str:
+        """Of the gateway, from this machine."""
+        host, port = self._listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+Heard = Started | Answered | Ended | Missed | Progress | Said
+"""What a process is reported to do, or says."""
+
+
+@dataclass(slots=True)
+class _Child:
+    """A component's process, from the order to start it to its end."""
+
+    role: Role
+    generation: int
+    phase: Phase = "starting"
+    component: Component | None = None
+    """None until it is started."""
+    news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    killed: bool = False
+
+    def end(self) -> None:
+        """It is told to end, now or as soon as it is started."""
+        self.phase = "ending"
+        if self.component is not None:
+            self.component.terminate()
+
+    def kill(self) -> None:
+        self.killed = True
+        if self.component is not None:
+            self.component.kill()
+
+
+class LocalLauncher:
+    """Satisfies `Launcher` with processes of this host, which end with this one."""
+
+    def __init__(
+        self,
+        role: Callable[[str, EngineSpec | None], Role],
+        tasks: asyncio.TaskGroup,
+        clock: Clock,
+        *,
+        hear: Callable[[str, Heard], None],
+        log: Callable[[str, str], None],
+        secret: str = "",
+        timing: Timing = TIMING,
+        spawn: Spawn = execute,
+    ) -> None:
+        """role: what a component is started with. hear: called with a component and what is reported of it.
+        log: called with a component's name and a line that it prints. secret: what engines are asked with
+        whether they are well. spawn: starts a process."""
+        self._role = role
+        self._spawn = spawn
+        self._tasks = tasks
+        self._clock = clock
+        self._hear = hear
+        self._log = log
+        self._secret = secret
+        self._timing = timing
+        self._children: dict[str, _Child] = {}
+
+    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
+        assert component not in self._children, f"{component} has a process"
+        child = self._children[component] = _Child(self._role(component, engine), generation)
+        self._tasks.create_task(self._live(component, child))
+
+    def stop(self, component: str) -> None:
+        if child := self._children.get(component):
+            child.end()
+
+    def kill(self, component: str) -> None:
+        if child := self._children.get(component):
+            child.kill()
+
+    def retire(self, component: str) -> None:
+        if child := self._children.get(component):
+            child.phase = "retiring"
+            child.news.put_nowait(Retire())
+
+    def tell(self, component: str, news: FleetNews) -> None:
+        if child := self._children.get(component):
+            child.news.put_nowait(news)
+
+    def forget(self, component: str) -> None:
+        """A unit's cards stay in the fleet's folder, where nobody asks for them."""
+
+    def running(self) -> Sequence[Found]:
+        return [
+            Found(
+                name,
+                child.generation,
+                child.phase,
+                pid=child.component.pid if child.component else None,
+                endpoint=child.role.socket,
+            )
+            for name, child in self._children.items()
+        ]
+
+    async def end(self, seconds: float) -> None:
+        """Ends all processes: first the fleet scheduler, then the gateways and at last the engines, as each
+        is needed by those before. What has not ended after `seconds` is killed."""
+        waves = (
+            [SCHEDULER],
+            [name for name in self._children if is_gateway(name)],
+            [name for name in self._children if name != SCHEDULER and not is_gateway(name)],
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                for wave in waves:
+                    there = [self._children[name] for name in wave if name in self._children]
+                    for child in there:
+                        child.end()
+                    for child in there:
+                        await child.ended.wait()
+        except TimeoutError:
+            for child in self._children.values():
+                child.kill()
+
+    async def _live(self, name: str, child: _Child) -> None:
+        """One process from its start to its end."""
+        try:
+            how, refused = await self._run(name, child)
+        except OSError as error:
+            how, refused = f"cannot be started: {error.strerror}", False
+        del self._children[name]
+        child.ended.set()
+        self._hear(name, Ended(name, how, refused))
+
+    async def _run(self, name: str, child: _Child) -> tuple[str, bool]:
+        """How it ended, and whether it refused its order. Raises OSError if it cannot be started."""
+        role = child.role
+        component = child.component = await Component.start(role.name, role.module, role.inherit, self._spawn)
+        try:
+            self._hear(name, Started(name, pid=component.pid))
+            if child.phase == "ending":
+                component.terminate()
+            if child.killed:
+                component.kill()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._show(component))
+                telling = group.create_task(self._tell(child, component))
+                how, refused = await self._follow(name, child, component, group)
+                telling.cancel()
+                return how, refused
+        finally:
+            component.kill()
+
+    async def _follow(
+        self, name: str, child: _Child, component: Component, group: asyncio.TaskGroup
+    ) -> tuple[str, bool]:
+        watch: asyncio.Task[None] | None = None
+        refusal: str | None = None
+        async for report in component.reports():
+            match report:
+                case Refused(message):
+                    refusal = message
+                case Ready(chat):
+                    if child.phase == "starting":
+                        child.phase = "ready"
+                    self._hear(name, Answered(name, endpoint=child.role.socket, chat=chat))
+                    if child.role.socket:
+                        watch = group.create_task(self._watch(name, child.role.socket))
+                case _:
+                    self._hear(name, report)
+        how = await component.ended()
+        if watch is not None:
+            watch.cancel()
+        return refusal or how, refusal is not None
+
+    async def _tell(self, child: _Child, component: Component) -> None:
+        await component.order(child.role.order)
+        while True:
+            await component.order(await child.news.get())
+
+    async def _show(self, component: Component) -> None:
+        async for line in component.logs():
+            self._log(component.name, line)
+
+    async def _watch(self, name: str, path: str) -> None:
+        """Asks again and again whether it is well."""
+        timing, missed = self._timing, 0
+        while True:
+            await self._clock.sleep(timing.check)
+            before = missed
+            missed = 0 if await self._is_well(path) else missed + 1
+            if missed != before:
+                self._hear(name, Missed(name, missed))
+
+    async def _is_well(self, path: str) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timing.answer):
+                return await answers(path, self._secret)
+        return False
+
+
+async def answers(path: str, secret: str) -> bool:
+    """Returns whether the engine at the unix socket says that it is well, after as long as that takes it."""
+    asked = (
+        f"GET /verbs/health HTTP/1.1\r\nhost: engine\r\nauthorization: Bearer {secret}\r\n"
+        f"kvloom-protocol: {PROTOCOL}\r\nconnection: close\r\n\r\n"
+    )
+    try:
+        reader, writer = await asyncio.open_unix_connection(path)
+        try:
+            writer.write(asked.encode())
+            return await reader.readexactly(len(_OK)) == _OK
+        finally:
+            writer.close()
+    except (OSError, EOFError):
+        return False

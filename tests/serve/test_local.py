@@ -1,0 +1,270 @@
+"""Processes of this host under a controller: what dies comes back, whatever it dies of; one that never worked
+does not. Real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvloom.cluster.controller import Controller
+from kvloom.cluster.edits import Edit, UnitEdit
+from kvloom.cluster.launcher import Answered, Ended, Missed, Started
+from kvloom.cluster.reconcile import Timing
+from kvloom.cluster.state import FleetSpec, Phase, Process, UnitSpec, is_gateway
+from kvloom.serve.local import Heard, LocalLauncher, Role, answers
+from kvloom.serve.orders import GatewayOrder, Progress
+from kvloom.types.clock import WallClock
+from kvloom.types.spec import EngineSpec, ProgramSpec
+from tests.processes import DEADLINE
+from tests.router.managed import spec
+
+ROOT = Path(__file__).resolve().parents[2]
+SOON = Timing(first=0.01, check=0.02, answer=0.2)
+NEVER = Timing(first=1e6, most=1e6)
+KILLED = "was killed by SIGKILL, perhaps for want of memory"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+@dataclass
+class Watched:
+    """A controller's processes under test. phases: of unit-0, or of the gateways, as they follow."""
+
+    folder: Path
+    lives: list[str]
+    controller: Controller
+    launcher: LocalLauncher
+    phases: asyncio.Queue[tuple[str, Process]] = field(default_factory=asyncio.Queue)
+
+    async def until(self, phase: Phase, component: str = "unit-0") -> Process:
+        """The component comes to this phase."""
+        while True:
+            name, process = await self.phases.get()
+            if name == component and process.phase == phase:
+                return process
+
+    def edit(self, **changes: object) -> None:
+        self.controller.edit(Edit(units={"unit-0": UnitEdit(**changes)}))  # type: ignore[arg-type]
+
+    def signal(self, number: signal.Signals, component: str = "unit-0") -> None:
+        pid = self.controller.status.processes[component].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    @property
+    def starts(self) -> int:
+        return len((self.folder / "started").read_text())
+
+
+@asynccontextmanager
+async def watched(
+    folder: Path, *lives: str, timing: Timing = SOON, fleet: FleetSpec | None = None
+) -> AsyncIterator[Watched]:
+    """unit-0, and no gateway that would be watched; all end afterwards."""
+
+    def role(component: str, engine: EngineSpec | None) -> Role:
+        beside = fleet is None and engine is None
+        order = GatewayOrder(
+            secret="s",
+            listener=0,
+            api_keys={},
+            max_body=0,
+            program=ProgramSpec("child", {"lives": ["ready"] if beside else list(lives)}),
+            folder=str(folder / "beside" if beside else folder),
+            sockets=str(folder),
+        )
+        name = "gateway" if is_gateway(component) else component
+        path = str(folder / f"{name}.sock") if engine is not None else ""
+        return Role(name, "tests.serve.child", order, socket=path)
+
+    def hear(component: str, heard: Heard) -> None:
+        if isinstance(heard, Started | Answered | Ended | Missed):
+            made.controller.hear(heard)
+        else:
+            assert isinstance(heard, Progress)
+
+    (folder / "beside").mkdir()
+    first = fleet or FleetSpec(units={"unit-0": UnitSpec(engine=spec("unit-0"))})
+    async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as group:
+        clock = WallClock()
+        launcher = LocalLauncher(
+            role, group, clock, hear=hear, log=lambda *_: None, secret="s", timing=timing
+        )
+        phases: asyncio.Queue[tuple[str, Process]] = asyncio.Queue()
+        controller = Controller(
+            first,
+            launcher,
+            clock,
+            timing=timing,
+            watch=lambda name, _, process: phases.put_nowait((name, process)),
+        )
+        made = Watched(folder, list(lives), controller, launcher, phases)
+        running = group.create_task(controller.run())
+        yield made
+        running.cancel()
+        await asyncio.wait([running])
+        await launcher.end(10.0)
+        assert not launcher.running()
+
+
+def test_what_dies_comes_back(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, "ready", "refuse", "die", "ready") as one:
+            assert (await one.until("ready")).chat == ("chatty",)
+            one.signal(signal.SIGKILL)
+            for how, pause in ((KILLED, 0.01), ("this is no good", 0.02), ("ended with exit code 3", 0.04)):
+                process = await one.until("waiting")
+                assert (process.problem, process.pause) == (how, pause)
+            assert (await one.until("ready")).problem == ""
+            assert await answers(str(tmp_path / "unit-0.sock"), "s")
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("life", "how"), [("refuse", "this is no good"), ("die", "ended with exit code 3")])
+def test_what_never_worked_is_not_tried_again_until_it_is_specified_anew(
+    tmp_path: Path, life: str, how: str
+) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, life, "ready") as one:
+            assert (await one.until("failed")).problem == how
+            assert one.starts == 1
+            one.edit(restart=True)
+            await one.until("ready")
+            assert one.starts == 2
+
+    asyncio.run(check())
+
+
+def test_the_scheduler_is_tried_again_though_it_never_worked(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, "die", "refuse", "ready", fleet=FleetSpec(scheduler=1)) as one:
+            await one.until("waiting", "scheduler")
+            await one.until("ready", "scheduler")
+
+    asyncio.run(check())
+
+
+def test_a_restart_is_at_once(tmp_path: Path) -> None:
+    """Though its last process has died and another one would have to wait."""
+
+    async def check() -> None:
+        async with watched(tmp_path, "ready", "ready", "die", "ready", timing=NEVER) as one:
+            await one.until("ready")
+            one.edit(restart=True, seconds=0.0)
+            assert (await one.until("starting")).replaces
+            await one.until("ready")
+            one.edit(restart=True, seconds=0.0)
+            assert (await one.until("waiting")).problem == "ended with exit code 3"
+            one.edit(restart=True)
+            await one.until("ready")
+            assert one.starts == 4
+
+    asyncio.run(check())
+
+
+def test_one_that_does_not_listen_is_killed_and_replaced(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, "ready", timing=Timing(stop=0.01)) as one:
+            await one.until("ready")
+            one.signal(signal.SIGSTOP)
+            one.edit(restart=True, seconds=0.0)
+            await one.until("ending")
+            await one.until("ready")
+
+    asyncio.run(check())
+
+
+def test_what_hangs_is_killed_and_comes_back(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, "ready") as one:
+            await one.until("ready")
+            one.signal(signal.SIGSTOP)
+            assert (await one.until("waiting")).problem == "did not answer any more and was killed"
+            await one.until("ready")
+
+    asyncio.run(check())
+
+
+def test_it_goes_and_comes_again_and_has_one_process_at_most(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, "ready") as one:
+            await one.until("ready")
+            one.edit(wanted=False, seconds=0.0)
+            await one.until("ending")
+            one.edit(wanted=True)  # it waits for the other's end
+            await one.until("absent")
+            await one.until("ready")
+            one.edit(wanted=False, seconds=0.0)
+            await one.until("absent")
+            assert [found.component for found in one.launcher.running()] == ["gateway/1"]
+            assert one.starts == 2
+
+    asyncio.run(check())
+
+
+def test_all_end_while_one_waits_to_start_again_and_one_does_not_listen(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, "ready", timing=NEVER) as one:
+            await one.until("ready", "gateway/1")
+            one.signal(signal.SIGKILL)
+            await one.until("waiting")
+            one.signal(signal.SIGSTOP, "gateway/1")
+            await one.launcher.end(0.01)
+            while one.launcher.running():
+                await asyncio.sleep(0)
+
+    asyncio.run(check())
+
+
+def test_a_successor_takes_over_and_the_old_gateway_ends_by_itself(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, "ready", "held", fleet=FleetSpec()) as one:
+            await one.until("ready", "gateway/1")
+            one.controller.edit(Edit(gateway=True))
+            await one.until("ready", "gateway/2")
+            await one.until("retiring", "gateway/1")
+            await one.until("absent", "gateway/1")
+            assert [found.component for found in one.launcher.running()] == ["gateway/2"]
+            one.signal(signal.SIGKILL, "gateway/2")
+            await one.until("waiting", "gateway/2")
+            await one.until("ready", "gateway/2")
+
+    asyncio.run(check())
+
+
+def test_a_successor_that_dies_leaves_the_present_gateway(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, "ready", "die", "ready", fleet=FleetSpec()) as one:
+            await one.until("ready", "gateway/1")
+            one.controller.edit(Edit(gateway=True))
+            assert (await one.until("failed", "gateway/2")).problem == "ended with exit code 3"
+            assert one.controller.status.processes["gateway/1"].phase == "ready"
+            one.controller.edit(Edit(gateway=True))
+            await one.until("ready", "gateway/3")
+            await one.until("absent", "gateway/1")
+
+    asyncio.run(check())
+
+
+def test_nobody_there_is_not_well(tmp_path: Path) -> None:
+    async def check() -> None:
+        assert not await answers(str(tmp_path / "nobody.sock"), "s")
+
+        async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        async with await asyncio.start_unix_server(hang_up, tmp_path / "mute.sock"):
+            assert not await answers(str(tmp_path / "mute.sock"), "s")
+
+    asyncio.run(check())
