@@ -268,7 +268,7 @@ async def _move(router: Router, names: list[str], seed: int, fought: Fought) -> 
     draw = random.Random(seed)
     while True:
         await asyncio.sleep(draw.uniform(0.0, 0.02))
-        running = list(router._calls)
+        running = list(router.sessions)
         if not running:
             continue
         try:
