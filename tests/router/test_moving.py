@@ -196,6 +196,33 @@ def test_a_move_of_what_goes_on_under_another_name_is_none() -> None:
     run(test)
 
 
+def test_what_is_handed_over_moves_no_second_time_before_its_stream_has() -> None:
+    """The source has heard that it is to end the request, and comes to it late."""
+
+    async def test() -> None:
+        async with world(3) as w:
+            source, heard = w.units[0].engine, list[str]()
+            aborts = source.abort
+
+            async def later(request: str, choice: int | None = None) -> None:
+                heard.append(request)
+
+            source.abort = later  # type: ignore[method-assign]
+            body = generate(prompt(21), max_tokens=LONG)
+            task = w.ask(body)
+            await w.until("r", 3)
+            await w.router.move("r", "unit-1")
+            with pytest.raises(BadRequest, match="moves already"):
+                await w.router.move("r", "unit-2")
+            source.abort = aborts  # type: ignore[method-assign]
+            await aborts(heard[0])
+            await task
+            w.check(body)
+            assert w.units[2].computed == 0
+
+    run(test)
+
+
 def test_what_the_cache_spared_it_is_told_as_of_where_it_began() -> None:
     async def test() -> None:
         async with world(2) as w:
