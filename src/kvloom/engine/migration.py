@@ -104,7 +104,7 @@ class Pauses:
                 self._queues[sequence.model].enqueue(sequence, self._jobs())
 
     async def publish(self, request: str) -> None:
-        """What a running request has computed counts as cached, as far as it fills pages."""
+        """Caches what a running request has computed, as far as it fills pages."""
         stream = self._requests.stream(request)
         if stream is not None:
             await self._requests.errands.do(stream, lambda: self._publish(stream))
@@ -154,8 +154,8 @@ class Llumlet:
                     yield self._candidate(stream, [sequence])
 
     def _blocked(self, queue: ModelQueue) -> bool:
-        """Whether the first that waits finds no room beside what is kept for those that run to grow. Quotas,
-        which give way, do not count."""
+        """Returns whether the first that waits finds no room beside what is kept for those that run to grow.
+        Quotas, which give way, do not count."""
         if not queue.waiting:
             return False
         geometry = queue.cache.geometry

@@ -216,7 +216,7 @@ class Reservations:
         return closed
 
     def _keep(self, reservation: Reservation, received: int) -> None:
-        """Nobody writes any more: what has been received is cached from now on, and the room is nobody's."""
+        """Caches what has been received, and gives back the room; nobody writes to it any more."""
         cache, sequence, matched = reservation.cache, reservation.sequence, reservation.answer.matched
         self._queues[reservation.body.model].tally.received_tokens += received - matched
         cache.pages.unpromise(cache.page_list(sequence))
@@ -264,8 +264,8 @@ class Arrivals:
         self._waiting = {model for model in self._waiting if self._last[model].until > now}
 
     def waits(self, queue: ModelQueue) -> bool:
-        """Whether the decode step of a model that could begin is to wait: while a newcomer is due, but until
-        `due` at most."""
+        """Returns whether the decode step of a model that could begin is to wait: while a newcomer is due,
+        but until `due` at most."""
         model = queue.card.name
         coming = self._reservations.expected(model)
         wait = self._wait(queue) if coming else None  # mostly nobody is, and a step costs no more than that
@@ -289,7 +289,7 @@ class Arrivals:
         return _Wait(now - SOON * longest, now + SOON * longest, now + longest, step)
 
     def _joins(self, queue: ModelQueue) -> bool:
-        """Whether a newcomer would be in the step, and the wait is no other model's."""
+        """Returns whether a newcomer would be in the step, and the wait is no other model's."""
         others = (other for other in self._queues.values() if other is not queue)
         if any(other.waiting or other.running for other in others):
             return False

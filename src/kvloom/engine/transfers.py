@@ -25,7 +25,7 @@ _Key = tuple[str, Endpoint, Ticket, int, int, int]  # the last is the digest of 
 
 
 class _GivenUp(Exception):
-    """Who asked for the send has hung up; others may still wait for it."""
+    """The caller of the send has hung up; others may still wait for it."""
 
 
 class Transfers:

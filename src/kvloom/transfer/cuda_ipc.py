@@ -34,7 +34,7 @@ _HANDLE: Final = 64  # bytes
 
 
 class DeviceMemory(Protocol):
-    """What a device does for the KV plane."""
+    """A device does this for the KV plane."""
 
     def export(self, memory: Tensor) -> bytes:
         """Returns a handle for processes of this host. Raises ConfigError if the memory cannot be shared."""
@@ -200,7 +200,7 @@ class CudaPeer(PeerProcess):
 
 
 class CudaTransfer(FencedTransfer):
-    """What is put may be written to before it, on the current stream of the thread that puts it."""
+    """Blocks that are put may still be written by what the thread that puts them has asked its stream for."""
 
     PIECE: ClassVar[int] = PIECE
 

@@ -63,7 +63,7 @@ class Ledger:
         return int(self._rows[ticket.slot, _RECEIVED])
 
     def close(self, ticket: Ticket) -> bool:
-        """From here on nobody begins to write; True: and nobody is writing."""
+        """Lets nobody begin to write from here on. Returns whether nobody is writing either."""
         if ticket not in self._open:
             return True
         self._rows[ticket.slot, _GENERATION] = -ticket.generation
@@ -83,7 +83,7 @@ class Ledger:
         raise QueueFull(f"{self.slots} reservations are open already", retry_after=1)
 
     def _alone(self, byte: int) -> bool:
-        """Whether nobody has the byte locked at this moment."""
+        """Returns whether nobody has the byte locked at this moment."""
         if not _lock(self.fd, fcntl.F_WRLCK, byte):
             return False
         _lock(self.fd, fcntl.F_UNLCK, byte)

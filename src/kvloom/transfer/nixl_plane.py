@@ -51,7 +51,7 @@ class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlTransfer(PlaneTransfer):
-    """What is put may be written to before it, on the current stream of the thread that puts it."""
+    """Blocks that are put may still be written by what the thread that puts them has asked its stream for."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class NixlTransfer(PlaneTransfer):
         self.number = -1
         """Its name in the messages about it."""
         self.pieces: deque[BlockCopies] = deque()
-        """What has yet to be written."""
+        """Copies that have yet to be written."""
         self.handle: Handle | None = None
         """NIXL's, of the write that is under way."""
         self.writing = False
@@ -104,7 +104,7 @@ class NixlTransfer(PlaneTransfer):
         self.pieces.extend(copies.part(slice(at, at + rows)) for at in range(0, len(copies.own), rows))
 
     def computed(self) -> bool:
-        """Whether there is a next piece, and it can be sent."""
+        """Returns whether there is a next piece, and it can be sent."""
         if not self.pieces:
             return False
         after = self.pieces[0].after
@@ -333,7 +333,7 @@ class NixlPlane(Worker[Order]):
             transfer.handle = self._agent.write(transfer.where.agent, own, peer)
 
     def _give_up(self, transfer: NixlTransfer) -> None:
-        """While nothing of it is being written: what it claimed is the receiver's again."""
+        """Gives what it claimed back to the receiver; nothing of it is being written."""
         with suppress(Unavailable):
             self._tell(transfer, Quit(transfer.number))
         self._settle(transfer, transfer.failure)
