@@ -74,11 +74,11 @@ class Promises:
         return self.lent + sum(queue.cache.pages.promised_blocks for queue in self._queues.values())
 
     def within(self, more: int = 0) -> bool:
-        """Whether what is promised, and `more` blocks, leave the longest request its room."""
+        """Returns whether what is promised, and `more` blocks, leave the longest request its room."""
         return self.blocks + more <= self._total - self._longest
 
     def in_the_way(self, more: int = 0) -> bool:
-        """Whether a request that is here would have no room for the tokens it has."""
+        """Returns whether a request that is here would have no room for the tokens it has."""
         return self._total - self.blocks - more < self._longest_here
 
     def reserve(self, more: int) -> bool:

@@ -3,21 +3,25 @@ and the decode step that waits a little for a request that is about to begin in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
-
-from msgspec import structs
-
 from kvloom.engine.leases import Promises
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.cache import ModelCache
-from kvloom.types.address import KVAddress, KVForm, digest_of, resolve
+from kvloom.types.address import KVAddress
+from kvloom.types.address import KVForm
+from kvloom.types.address import digest_of
+from kvloom.types.address import resolve
 from kvloom.types.clock import Clock
-from kvloom.types.errors import BadRequest, QueueFull
+from kvloom.types.errors import BadRequest
+from kvloom.types.errors import QueueFull
 from kvloom.types.request import StartGenerate
 from kvloom.types.transfer import Transport
-from kvloom.types.verbs import Prepared, PrepRecv
+from kvloom.types.verbs import PrepRecv
+from kvloom.types.verbs import Prepared
+from msgspec import structs
+from typing import Final
 
 MOST_RESERVATIONS: Final = 255  # of one model
 _AGAIN: Final = 0.02  # seconds until a ticket that a sender still writes for is closed again
@@ -216,7 +220,7 @@ class Reservations:
         return closed
 
     def _keep(self, reservation: Reservation, received: int) -> None:
-        """Nobody writes any more: what has been received is cached from now on, and the room is nobody's."""
+        """Caches what has been received, and gives back the room; nobody writes to it any more."""
         cache, sequence, matched = reservation.cache, reservation.sequence, reservation.answer.matched
         self._queues[reservation.body.model].tally.received_tokens += received - matched
         cache.pages.unpromise(cache.page_list(sequence))
@@ -264,8 +268,8 @@ class Arrivals:
         self._waiting = {model for model in self._waiting if self._last[model].until > now}
 
     def waits(self, queue: ModelQueue) -> bool:
-        """Whether the decode step of a model that could begin is to wait: while a newcomer is due, but until
-        `due` at most."""
+        """Returns whether the decode step of a model that could begin is to wait: while a newcomer is due,
+        but until `due` at most."""
         model = queue.card.name
         coming = self._reservations.expected(model)
         wait = self._wait(queue) if coming else None  # mostly nobody is, and a step costs no more than that
@@ -289,7 +293,7 @@ class Arrivals:
         return _Wait(now - SOON * longest, now + SOON * longest, now + longest, step)
 
     def _joins(self, queue: ModelQueue) -> bool:
-        """Whether a newcomer would be in the step, and the wait is no other model's."""
+        """Returns whether a newcomer would be in the step, and the wait is no other model's."""
         others = (other for other in self._queues.values() if other is not queue)
         if any(other.waiting or other.running for other in others):
             return False

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
-
-from msgspec.structs import replace
-
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.stream import Stream
-from kvloom.types.address import Endpoint, Ticket, resolve
+from kvloom.types.address import Endpoint
+from kvloom.types.address import Ticket
+from kvloom.types.address import resolve
 from kvloom.types.clock import together
-from kvloom.types.errors import BadRequest, KvloomError, Unavailable
-from kvloom.types.request import EndEvent, SamplingParams, StartGenerate
-from kvloom.types.transfer import Transfer, Transport
-from kvloom.types.verbs import RemoteSend, Sent
+from kvloom.types.errors import BadRequest
+from kvloom.types.errors import KvloomError
+from kvloom.types.errors import Unavailable
+from kvloom.types.request import EndEvent
+from kvloom.types.request import SamplingParams
+from kvloom.types.request import StartGenerate
+from kvloom.types.transfer import Transfer
+from kvloom.types.transfer import Transport
+from kvloom.types.verbs import RemoteSend
+from kvloom.types.verbs import Sent
+from msgspec.structs import replace
+import asyncio
 
 _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
 
@@ -25,7 +33,7 @@ _Key = tuple[str, Endpoint, Ticket, int, int, int]  # the last is the digest of 
 
 
 class _GivenUp(Exception):
-    """Who asked for the send has hung up; others may still wait for it."""
+    """The caller of the send has hung up; others may still wait for it."""
 
 
 class Transfers:

@@ -10,21 +10,22 @@ ended. Who is in the middle of a claim writes into the row only: the slot waits 
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import struct
-import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import numpy as np
-
 from kvloom.kv import arena as memfd
-from kvloom.types.address import Ticket, other_address
-from kvloom.types.errors import BadRequest, QueueFull, Unavailable
+from kvloom.types.address import Ticket
+from kvloom.types.address import other_address
+from kvloom.types.errors import BadRequest
+from kvloom.types.errors import QueueFull
+from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import I64
+import fcntl
+import mmap
+import numpy as np
+import os
+import struct
+import threading
 
 ROW_BYTES = 32
 _GENERATION, _CLAIMED, _RECEIVED, _DIGEST = range(4)  # a row's words; an ended generation is negative
@@ -63,7 +64,7 @@ class Ledger:
         return int(self._rows[ticket.slot, _RECEIVED])
 
     def close(self, ticket: Ticket) -> bool:
-        """From here on nobody begins to write; True: and nobody is writing."""
+        """Lets nobody begin to write from here on. Returns whether nobody is writing either."""
         if ticket not in self._open:
             return True
         self._rows[ticket.slot, _GENERATION] = -ticket.generation
@@ -83,7 +84,7 @@ class Ledger:
         raise QueueFull(f"{self.slots} reservations are open already", retry_after=1)
 
     def _alone(self, byte: int) -> bool:
-        """Whether nobody has the byte locked at this moment."""
+        """Returns whether nobody has the byte locked at this moment."""
         if not _lock(self.fd, fcntl.F_WRLCK, byte):
             return False
         _lock(self.fd, fcntl.F_UNLCK, byte)

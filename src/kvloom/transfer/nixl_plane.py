@@ -6,32 +6,39 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from kvloom.transfer.grants import Claim
+from kvloom.transfer.grants import Delivered
+from kvloom.transfer.grants import Done
+from kvloom.transfer.grants import FromReceiver
+from kvloom.transfer.grants import FromSender
+from kvloom.transfer.grants import Granted
+from kvloom.transfer.grants import Grants
+from kvloom.transfer.grants import Letter
+from kvloom.transfer.grants import Message
+from kvloom.transfer.grants import Quit
+from kvloom.transfer.grants import Refused
+from kvloom.transfer.grants import Renew
+from kvloom.transfer.nixl_agent import Agent
+from kvloom.transfer.nixl_agent import Handle
+from kvloom.transfer.nixl_agent import Place
+from kvloom.transfer.nixl_agent import Spans
+from kvloom.transfer.nixl_agent import spans
+from kvloom.transfer.plane import PlaneTransfer
+from kvloom.transfer.plane import Submit
+from kvloom.transfer.plane import Worker
+from kvloom.transfer.target import Target
+from kvloom.types.address import Endpoint
+from kvloom.types.address import KVAddress
+from kvloom.types.errors import BadRequest
+from kvloom.types.errors import KvloomError
+from kvloom.types.errors import Unavailable
+from kvloom.types.transfer import BlockCopies
+from kvloom.types.transfer import DeviceEvent
+from kvloom.types.transfer import TransferState
 from queue import Empty
 from typing import get_args
-
 import msgspec
 import numpy as np
-
-from kvloom.transfer.grants import (
-    Claim,
-    Delivered,
-    Done,
-    FromReceiver,
-    FromSender,
-    Granted,
-    Grants,
-    Letter,
-    Message,
-    Quit,
-    Refused,
-    Renew,
-)
-from kvloom.transfer.nixl_agent import Agent, Handle, Place, Spans, spans
-from kvloom.transfer.plane import PlaneTransfer, Submit, Worker
-from kvloom.transfer.target import Target
-from kvloom.types.address import Endpoint, KVAddress
-from kvloom.types.errors import BadRequest, KvloomError, Unavailable
-from kvloom.types.transfer import BlockCopies, DeviceEvent, TransferState
 
 _SHORTEST, _BUSY, _IDLE = 50e-6, 1e-3, 20e-3  # seconds between two looks
 
@@ -51,7 +58,7 @@ class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlTransfer(PlaneTransfer):
-    """What is put may be written to before it, on the current stream of the thread that puts it."""
+    """Blocks that are put may still be written by what the thread that puts them has asked its stream for."""
 
     def __init__(
         self,
@@ -72,7 +79,7 @@ class NixlTransfer(PlaneTransfer):
         self.number = -1
         """Its name in the messages about it."""
         self.pieces: deque[BlockCopies] = deque()
-        """What has yet to be written."""
+        """Copies that have yet to be written."""
         self.handle: Handle | None = None
         """NIXL's, of the write that is under way."""
         self.writing = False
@@ -104,7 +111,7 @@ class NixlTransfer(PlaneTransfer):
         self.pieces.extend(copies.part(slice(at, at + rows)) for at in range(0, len(copies.own), rows))
 
     def computed(self) -> bool:
-        """Whether there is a next piece, and it can be sent."""
+        """Returns whether there is a next piece, and it can be sent."""
         if not self.pieces:
             return False
         after = self.pieces[0].after
@@ -333,7 +340,7 @@ class NixlPlane(Worker[Order]):
             transfer.handle = self._agent.write(transfer.where.agent, own, peer)
 
     def _give_up(self, transfer: NixlTransfer) -> None:
-        """While nothing of it is being written: what it claimed is the receiver's again."""
+        """Gives what it claimed back to the receiver; nothing of it is being written."""
         with suppress(Unavailable):
             self._tell(transfer, Quit(transfer.number))
         self._settle(transfer, transfer.failure)

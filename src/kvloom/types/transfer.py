@@ -62,7 +62,7 @@ class Transfer(ABC):
 
     @property
     def over(self) -> bool:
-        """Whether nothing is copied any more."""
+        """Returns whether nothing is copied any more."""
         return not NEXT[self.state]
 
     def become(self, state: TransferState) -> None:
@@ -109,7 +109,7 @@ class DeviceEvent(Protocol):
         """Returns once everything before the point is done. Raises RuntimeError if that failed."""
 
     def done(self) -> bool:
-        """Whether everything before the point is done. Raises RuntimeError if that failed."""
+        """Returns whether everything before the point is done. Raises RuntimeError if that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Transport(Protocol):
         closed."""
 
     def close(self, ticket: Ticket) -> bool:
-        """From here on no sender begins to write for this ticket, and what has not arrived never does. True:
+        """Lets no sender begin to write for this ticket from here on; what has not arrived never does. True:
         nobody is writing either, and its blocks may be used again. False: a sender is, for milliseconds (for
         as long as its grant if it cannot be asked); ask again."""
 
