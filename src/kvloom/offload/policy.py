@@ -33,14 +33,11 @@ class TokenList(Protocol):
 class SequenceState(Protocol):
     """What the policy reads of an engine's sequence."""
 
-    @property
-    def id(self) -> int: ...
-    @property
-    def order(self) -> tuple[int, int, int]: ...
-    @property
-    def computed(self) -> int: ...
-    @property
-    def in_job(self) -> bool: ...
+    id: int
+    order: tuple[int, int, int]
+    computed: int
+    in_job: bool
+
     @property
     def decodes(self) -> bool: ...
     @property

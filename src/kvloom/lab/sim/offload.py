@@ -16,7 +16,7 @@ from kvloom.lab.sim.executor import ModelledExecutor
 from kvloom.lab.sim.links import ModelledTransport
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.offload.queueing import Cut, Exchange, Rule, cut_up, issued, parts_of
-from kvloom.offload.terms import Borrow, Loan
+from kvloom.offload.terms import Borrow, LentBlocks, Loan
 from kvloom.plan.cost.work import Operated, Work
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable
@@ -25,7 +25,6 @@ from kvloom.types.job import Job, Phase
 from kvloom.types.load import UnitLoad, Waits
 from kvloom.types.plan import PageMove
 from kvloom.types.spec import EngineSpec
-from kvloom.types.transfer import KVAddress, Ticket, digest_of
 
 SIGNAL: Final = 2e-6  # seconds until a word that was written into a peer's memory is seen there
 _PROFILED: Final = 1.0  # seconds between two plans of what is split
@@ -73,7 +72,7 @@ class SimulatedLoan:
 
     borrow: Borrow
     lender: SimulatedOffloadBackend
-    ticket: Ticket
+    blocks: LentBlocks
     ended: Callable[[str], None]
     """Tells the lender's engine why the loan is over."""
     borrower: SimulatedOffloadBackend | None = None
@@ -125,7 +124,7 @@ class SimulatedOffloadBackend:
         if lender is None or not lender.reached:
             raise Unavailable(f"{loan.peer.unit} cannot be reached")
         lent = lender.lent
-        if lent is None or lent.ticket != loan.ticket or lent.over:
+        if lent is None or lent.blocks.ticket != loan.ticket or lent.over:
             raise Unavailable(f"loan: that of {loan.peer.unit} is over")
         if lent.borrow != borrow:
             raise BadRequest(f"loan: that of {loan.peer.unit} is for another model")
@@ -145,15 +144,9 @@ class SimulatedOffloadBackend:
         form = borrow.form
         if borrow.heads % form.kv_heads:
             raise BadRequest(f"borrow: {borrow.heads} heads over {form.kv_heads}; want a multiple")
-        pages = len(blocks) // (form.layers * form.kv_heads)
-        runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))
-        peer = self.transport.endpoint
-        digest = digest_of(
-            model=borrow.model, form=form, begin=0, end=0, blocks=runs, where=peer.where, prompt=()
-        )
-        ticket = self.transport.open(0, digest)
-        self.lent = SimulatedLoan(borrow, self, ticket, ended)
-        return Loan(peer=peer, ticket=ticket, pages=pages, blocks=runs, mailbox=b"modelled")
+        made = LentBlocks(borrow, blocks, self.transport, b"modelled")
+        self.lent = SimulatedLoan(borrow, self, made, ended)
+        return made.loan
 
     def recall(self) -> bool:
         loan = self.lent
@@ -161,7 +154,7 @@ class SimulatedOffloadBackend:
             return True
         loan.end("the cold unit has its blocks back")
         self.changed()
-        if not self.transport.close(loan.ticket):
+        if not loan.blocks.close():
             return False
         self.lent = None
         return True
@@ -198,7 +191,7 @@ class SimulatedOffloadBackend:
             then()
             return
         move, lender = moves.popleft(), loan.lender
-        entry = lender.transport.entry(loan.ticket)
+        entry = lender.transport.entry(loan.blocks.ticket)
         entry.copying += 1
 
         def moved() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvloom.kernels.mail import LINE, WORDS, End, Mail, Pad, Trouble, signed
 from kvloom.offload.memory.borrower import LentMemory, refuse_other
-from kvloom.offload.memory.lender import SLOTS, LentBlocks, mailbox_form
+from kvloom.offload.memory.lender import SLOTS, mailbox_form
 from kvloom.offload.memory.mailbox import (
     ENDS,
     START,
@@ -32,7 +32,7 @@ from kvloom.offload.memory.mailbox import (
     refuse_slots,
     size_of,
 )
-from kvloom.offload.terms import Borrow, Loan
+from kvloom.offload.terms import Borrow, LentBlocks, Loan
 from kvloom.transport.cuda_ipc import PIECE, CudaIpcTransport
 from kvloom.transport.cuda_ipc_memory import DeviceMemory
 from kvloom.types.clock import has_ended
