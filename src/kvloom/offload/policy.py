@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Final, Generic, Protocol, TypeVar
-
+from dataclasses import dataclass
+from dataclasses import replace
 from kvloom.kv.cache import ModelCache
 from kvloom.types.geometry import Geometry
-from kvloom.types.load import STEP_WINDOW, UnitLoad
+from kvloom.types.load import STEP_WINDOW
+from kvloom.types.load import UnitLoad
+from operator import attrgetter
+from typing import Final
+from typing import Generic
+from typing import Protocol
+from typing import TypeVar
 
 KEPT: Final = 16  # one page in so many of the loan is kept for what offloaded sequences append
 COPIED: Final = 8  # a step copies at most one page in so many of those that it is over
@@ -33,14 +37,11 @@ class TokenList(Protocol):
 class SequenceState(Protocol):
     """What the policy reads of an engine's sequence."""
 
-    @property
-    def id(self) -> int: ...
-    @property
-    def order(self) -> tuple[int, int, int]: ...
-    @property
-    def computed(self) -> int: ...
-    @property
-    def in_job(self) -> bool: ...
+    id: int
+    order: tuple[int, int, int]
+    computed: int
+    in_job: bool
+
     @property
     def decodes(self) -> bool: ...
     @property

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Protocol
-
-from msgspec import Meta, Struct
-
-from kvloom.types.address import Endpoint, KVForm, Ticket
-from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.address import Endpoint
+from kvloom.types.address import KVForm
+from kvloom.types.address import Ticket
+from kvloom.types.errors import BadRequest
+from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import I32
 from kvloom.types.load import Waits
-from kvloom.types.spec import Control, Splitting
+from kvloom.types.spec import Control
+from kvloom.types.spec import Splitting
+from kvloom.types.transfer import KVAddress
+from kvloom.types.transfer import Transport
+from kvloom.types.transfer import digest_of
+from msgspec import Meta
+from msgspec import Struct
+from typing import Annotated
+from typing import Protocol
+import asyncio
 
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 
@@ -80,7 +88,28 @@ class OffloadBackend(Protocol):
         that the caller has to ask again, in milliseconds."""
 
 
-# -- what backends of all devices say alike ---------------------------------------------------------------
+# -- what backends of all devices do alike ----------------------------------------------------------------
+
+
+class LentBlocks:
+    """Blocks lent to one model of another unit, for as long as its ticket is open."""
+
+    def __init__(self, borrow: Borrow, blocks: I32, transport: Transport, mailbox: bytes) -> None:
+        """blocks: [pages · layers · kv_heads] of the own arena. Raises QueueFull if the ledger is full."""
+        form = borrow.form
+        pages = len(blocks) // (form.layers * form.kv_heads)
+        runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))
+        where = transport.endpoint.where
+        digest = digest_of(model=borrow.model, form=form, begin=0, end=0, blocks=runs, where=where, prompt=())
+        self._transport = transport
+        self.ticket = transport.open(0, digest)
+        self.loan = Loan(
+            peer=transport.endpoint, ticket=self.ticket, pages=pages, blocks=runs, mailbox=mailbox
+        )
+
+    def close(self) -> bool:
+        """Lets the borrower begin no copy any more. Returns False while it is at one, for milliseconds."""
+        return self._transport.close(self.ticket)
 
 
 def one_number(model: str, heads: int) -> int:

@@ -3,29 +3,45 @@ ends."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Final
-
-import numpy as np
-
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.executor import ModelledExecutor
 from kvloom.lab.sim.links import ModelledTransport
 from kvloom.lab.sim.unit import SimulatedUnit
-from kvloom.offload.queueing import Cut, Exchange, Rule, cut_up, issued, parts_of
-from kvloom.offload.terms import Borrow, Loan
-from kvloom.plan.cost.work import Operated, Work
-from kvloom.types.address import KVAddress, Ticket, digest_of
+from kvloom.offload.queueing import Cut
+from kvloom.offload.queueing import Exchange
+from kvloom.offload.queueing import Rule
+from kvloom.offload.queueing import cut_up
+from kvloom.offload.queueing import issued
+from kvloom.offload.queueing import parts_of
+from kvloom.offload.terms import Borrow
+from kvloom.offload.terms import LentBlocks
+from kvloom.offload.terms import Loan
+from kvloom.plan.cost.work import Operated
+from kvloom.plan.cost.work import Work
+from kvloom.types.address import KVAddress
+from kvloom.types.address import Ticket
+from kvloom.types.address import digest_of
 from kvloom.types.clock import Clock
-from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable
+from kvloom.types.errors import BadRequest
+from kvloom.types.errors import ConfigError
+from kvloom.types.errors import Conflict
+from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import I32
-from kvloom.types.job import Job, Phase
-from kvloom.types.load import UnitLoad, Waits
+from kvloom.types.job import Job
+from kvloom.types.job import Phase
+from kvloom.types.load import UnitLoad
+from kvloom.types.load import Waits
 from kvloom.types.plan import PageMove
 from kvloom.types.spec import EngineSpec
+from typing import Final
+import asyncio
+import numpy as np
 
 SIGNAL: Final = 2e-6  # seconds until a word that was written into a peer's memory is seen there
 _PROFILED: Final = 1.0  # seconds between two plans of what is split
@@ -73,7 +89,7 @@ class SimulatedLoan:
 
     borrow: Borrow
     lender: SimulatedOffloadBackend
-    ticket: Ticket
+    blocks: LentBlocks
     ended: Callable[[str], None]
     """Tells the lender's engine why the loan is over."""
     borrower: SimulatedOffloadBackend | None = None
@@ -125,7 +141,7 @@ class SimulatedOffloadBackend:
         if lender is None or not lender.reached:
             raise Unavailable(f"{loan.peer.unit} cannot be reached")
         lent = lender.lent
-        if lent is None or lent.ticket != loan.ticket or lent.over:
+        if lent is None or lent.blocks.ticket != loan.ticket or lent.over:
             raise Unavailable(f"loan: that of {loan.peer.unit} is over")
         if lent.borrow != borrow:
             raise BadRequest(f"loan: that of {loan.peer.unit} is for another model")
@@ -145,15 +161,9 @@ class SimulatedOffloadBackend:
         form = borrow.form
         if borrow.heads % form.kv_heads:
             raise BadRequest(f"borrow: {borrow.heads} heads over {form.kv_heads}; want a multiple")
-        pages = len(blocks) // (form.layers * form.kv_heads)
-        runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))
-        peer = self.transport.endpoint
-        digest = digest_of(
-            model=borrow.model, form=form, begin=0, end=0, blocks=runs, where=peer.where, prompt=()
-        )
-        ticket = self.transport.open(0, digest)
-        self.lent = SimulatedLoan(borrow, self, ticket, ended)
-        return Loan(peer=peer, ticket=ticket, pages=pages, blocks=runs, mailbox=b"modelled")
+        made = LentBlocks(borrow, blocks, self.transport, b"modelled")
+        self.lent = SimulatedLoan(borrow, self, made, ended)
+        return made.loan
 
     def recall(self) -> bool:
         loan = self.lent
@@ -161,7 +171,7 @@ class SimulatedOffloadBackend:
             return True
         loan.end("the cold unit has its blocks back")
         self.changed()
-        if not self.transport.close(loan.ticket):
+        if not loan.blocks.close():
             return False
         self.lent = None
         return True
@@ -198,7 +208,7 @@ class SimulatedOffloadBackend:
             then()
             return
         move, lender = moves.popleft(), loan.lender
-        entry = lender.transport.entry(loan.ticket)
+        entry = lender.transport.entry(loan.blocks.ticket)
         entry.copying += 1
 
         def moved() -> None:

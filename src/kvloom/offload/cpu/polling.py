@@ -80,9 +80,24 @@ class Polling:
 
     def _record(self, receiver: TaskReceiver) -> PollArguments:
         mailbox, form, clocks = self._mailbox, self._mailbox.form, self._words[1:].ctypes.data
+        size = form.head_dim * 4
         return PollArguments(
             lock=self._words.ctypes.data,
-            **_mailbox_places(mailbox),
+            posted=mailbox.posted.address,
+            left=mailbox.left.address,
+            finished=mailbox.done.address,
+            waiting=mailbox.waiting.address,
+            asleep=mailbox.asleep.address,
+            notes=mailbox.notes.ctypes.data,
+            note_bytes=NOTE.itemsize,
+            stamp=NOTE.fields["posted"][1],  # type: ignore[index]
+            slots=form.slots,
+            qkv=mailbox.qkv.ctypes.data,
+            qkv_slot=mailbox.qkv.strides[0],
+            out=mailbox.out.ctypes.data,
+            out_slot=mailbox.out.strides[0],
+            k_bytes=form.heads * size,
+            v_bytes=(form.heads + form.kv_heads) * size,
             layers=form.layers,
             map=receiver.map.ctypes.data,
             map_layer=form.kv_heads * 4,
@@ -218,28 +233,6 @@ class Polling:
     def wake(self) -> float:
         """Mean seconds until a task that comes then is found; 0 if nobody knows."""
         return self.record.delay / self.record.met / 1e9 if self.record.met else 0.0
-
-
-def _mailbox_places(mailbox: OffloadMailbox) -> dict[str, int]:
-    """Returns the addresses of what both ends see, by the names of PollArguments."""
-    form, size = mailbox.form, mailbox.form.head_dim * 4
-    return {
-        "posted": mailbox.posted.address,
-        "left": mailbox.left.address,
-        "finished": mailbox.done.address,
-        "waiting": mailbox.waiting.address,
-        "asleep": mailbox.asleep.address,
-        "notes": mailbox.notes.ctypes.data,
-        "note_bytes": NOTE.itemsize,
-        "stamp": NOTE.fields["posted"][1],  # type: ignore[index]
-        "slots": form.slots,
-        "qkv": mailbox.qkv.ctypes.data,
-        "qkv_slot": mailbox.qkv.strides[0],
-        "out": mailbox.out.ctypes.data,
-        "out_slot": mailbox.out.strides[0],
-        "k_bytes": form.heads * size,
-        "v_bytes": (form.heads + form.kv_heads) * size,
-    }
 
 
 def _descriptor_record(

@@ -4,24 +4,23 @@ blocks."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
-
 from kvloom.kernels.mail import End
-from kvloom.offload.memory.mailbox import (
-    FLOATS,
-    MASK,
-    START,
-    LenderMailbox,
-    MailboxForm,
-    OffloadMailbox,
-    size_of,
-)
-from kvloom.offload.terms import Borrow, Loan
-from kvloom.types.address import KVAddress, digest_of
+from kvloom.offload.memory.mailbox import FLOATS
+from kvloom.offload.memory.mailbox import LenderMailbox
+from kvloom.offload.memory.mailbox import MASK
+from kvloom.offload.memory.mailbox import MailboxForm
+from kvloom.offload.memory.mailbox import OffloadMailbox
+from kvloom.offload.memory.mailbox import START
+from kvloom.offload.memory.mailbox import size_of
+from kvloom.offload.terms import Borrow
+from kvloom.offload.terms import LentBlocks
+from kvloom.types.address import KVAddress
+from kvloom.types.address import digest_of
 from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import I32, AnyArray
+from kvloom.types.geometry import AnyArray
+from kvloom.types.geometry import I32
 from kvloom.types.transfer import Transport
+import numpy as np
 
 MOST = 64 << 20  # bytes of a mailbox beyond what is lent
 SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing
@@ -44,34 +43,6 @@ def mailbox_form(borrow: Borrow, blocks: I32, slots: int, values: np.dtype[np.ge
             f"bytes for {pages} pages; {most:,} at most are right"
         )
     return made
-
-
-class LentBlocks:
-    """Blocks lent to one model of another unit, for as long as its ticket is open."""
-
-    def __init__(self, borrow: Borrow, blocks: I32, transport: Transport, mailbox: bytes) -> None:
-        """blocks: [pages · layers · kv_heads] of the own arena. Raises QueueFull if the ledger is full."""
-        form = borrow.form
-        pages = len(blocks) // (form.layers * form.kv_heads)
-        runs = KVAddress.compress(blocks.reshape(pages, form.layers, form.kv_heads))
-        digest = digest_of(
-            model=borrow.model,
-            form=form,
-            begin=0,
-            end=0,
-            blocks=runs,
-            where=transport.endpoint.where,
-            prompt=(),
-        )
-        self._transport = transport
-        self._ticket = transport.open(0, digest)
-        self.loan = Loan(
-            peer=transport.endpoint, ticket=self._ticket, pages=pages, blocks=runs, mailbox=mailbox
-        )
-
-    def close(self) -> bool:
-        """Lets the borrower begin no copy any more. Returns False while it is at one, for milliseconds."""
-        return self._transport.close(self._ticket)
 
 
 class Lending:
