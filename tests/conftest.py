@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from hypothesis import HealthCheck, settings
@@ -19,3 +20,12 @@ settings.load_profile("kvloom")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 interpreter.watch()
+
+# What is imported for hundreds of tests stays, and no collection need look at it.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -142,7 +142,8 @@ def test_a_model_without_a_plan(tmp_path: Path) -> None:
 )
 def test_a_plan_that_is_not_known(plan: dict[str, str], line: str) -> None:
     stock = stock_of("qwen2")
-    stock.tp_plan = {f"model.{name}": style for name, style in plan.items()}
+    plan = {f"model.{name}": style for name, style in plan.items()}
+    stock._tp_plan = plan  # its setter would look the styles up
     with pytest.raises(ConfigError) as caught:
         slice_model(stock, Group(0, 2))
     assert line in caught.value.message
