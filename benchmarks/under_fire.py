@@ -8,41 +8,6 @@ streams, kills and moves there were, and what was wrong; ends with 1 where anyth
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from contextlib import aclosing
-from contextlib import asynccontextmanager
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
-from kvloom.config.config import DEMO
-from kvloom.router.client import HttpEngineClient
-from kvloom.router.program import load_program
-from kvloom.router.router import Router
-from kvloom.router.session import Lost
-from kvloom.serve.events import Answers
-from kvloom.serve.events import Event
-from kvloom.serve.events import Failed
-from kvloom.serve.local import ENGINE_MODULE
-from kvloom.serve.orders import EngineOrder
-from kvloom.serve.patience import Patience
-from kvloom.serve.supervised import Role
-from kvloom.serve.supervised import Supervised
-from kvloom.types.client import Generator
-from kvloom.types.clock import WallClock
-from kvloom.types.errors import KvloomError
-from kvloom.types.request import EndEvent
-from kvloom.types.request import Guide
-from kvloom.types.request import SamplingParams
-from kvloom.types.request import StartGenerate
-from kvloom.types.request import TokenEvent
-from kvloom.types.spec import EngineSpec
-from kvloom.types.spec import ModelSpec
-from kvloom.types.verbs import Prefix
-from pathlib import Path
-from rich.console import Console
-from typing import Final
 import argparse
 import asyncio
 import itertools
@@ -55,6 +20,31 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvloom.serve.events import Answers, Event, Failed
+from kvloom.serve.patience import Patience
+from kvloom.serve.supervised import Role, Supervised
+from rich.console import Console
+
+from kvloom.config.config import DEMO
+from kvloom.router.client import HttpEngineClient
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
+from kvloom.router.session import Lost
+from kvloom.serve.local import ENGINE_MODULE
+from kvloom.serve.orders import EngineOrder
+from kvloom.types.client import Generator
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import KvloomError
+from kvloom.types.request import EndEvent, Guide, SamplingParams, StartGenerate, TokenEvent
+from kvloom.types.spec import EngineSpec, ModelSpec
+from kvloom.types.verbs import Prefix
 
 MODEL: Final = "stories"
 VOCAB: Final = 700

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from kvloom.config import DEMO
+from kvloom.config.config import DEMO
 from kvloom.serve.forkserver import SINGLE_THREADED
 
 PROGRAM = f"""

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
+
 from kvloom.engine.batching.view import kept_to_grow
-from kvloom.engine.choice import Candidate
-from kvloom.engine.choice import choose
-from kvloom.engine.choice import has_room
+from kvloom.engine.choice import Candidate, choose, has_room
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
-from kvloom.engine.sequence import Sequence
-from kvloom.engine.sequence import Status
+from kvloom.engine.sequence import Sequence, Status
 from kvloom.engine.stream import Stream
 from kvloom.kv.pool import Pool
-from kvloom.kv.prefix import PinnedPath
-from kvloom.kv.prefix import PrefixTree
+from kvloom.kv.prefix import PinnedPath, PrefixTree
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest
-from kvloom.types.request import Level
-from kvloom.types.request import Made
-from kvloom.types.request import level_of
-from kvloom.types.verbs import Offer
-from kvloom.types.verbs import Offered
+from kvloom.types.request import Level, Made, level_of
+from kvloom.types.verbs import Offer, Offered
+
 
 class Pauses:
     """The verbs hold and resume: requests that stand still between two steps, to be sent from, or to go on

@@ -3,25 +3,21 @@ and the decode step that waits a little for a request that is about to begin in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
+
+from msgspec import structs
+
 from kvloom.engine.leases import Promises
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.cache import ModelCache
-from kvloom.types.address import KVAddress
-from kvloom.types.address import KVForm
-from kvloom.types.address import digest_of
-from kvloom.types.address import resolve
+from kvloom.types.address import KVAddress, KVForm, digest_of, resolve
 from kvloom.types.clock import Clock
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import QueueFull
+from kvloom.types.errors import BadRequest, QueueFull
 from kvloom.types.request import StartGenerate
 from kvloom.types.transfer import Transport
-from kvloom.types.verbs import PrepRecv
-from kvloom.types.verbs import Prepared
-from msgspec import structs
-from typing import Final
+from kvloom.types.verbs import Prepared, PrepRecv
 
 MOST_RESERVATIONS: Final = 255  # of one model
 _AGAIN: Final = 0.02  # seconds until a ticket that a sender still writes for is closed again

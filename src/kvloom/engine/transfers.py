@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+
+from msgspec.structs import replace
+
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.stream import Stream
-from kvloom.types.address import Endpoint
-from kvloom.types.address import Ticket
-from kvloom.types.address import resolve
+from kvloom.types.address import Endpoint, Ticket, resolve
 from kvloom.types.clock import together
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import KvloomError
-from kvloom.types.errors import Unavailable
-from kvloom.types.request import EndEvent
-from kvloom.types.request import SamplingParams
-from kvloom.types.request import StartGenerate
-from kvloom.types.transfer import Transfer
-from kvloom.types.transfer import Transport
-from kvloom.types.verbs import RemoteSend
-from kvloom.types.verbs import Sent
-from msgspec.structs import replace
-import asyncio
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
+from kvloom.types.request import EndEvent, SamplingParams, StartGenerate
+from kvloom.types.transfer import Transfer, Transport
+from kvloom.types.verbs import RemoteSend, Sent
 
 _REMEMBERED = 1024  # sends whose answer is kept for a caller that asks again
 

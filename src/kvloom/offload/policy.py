@@ -5,17 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Final, Generic, Protocol, TypeVar
+
 from kvloom.kv.cache import ModelCache
 from kvloom.types.geometry import Geometry
-from kvloom.types.load import STEP_WINDOW
-from kvloom.types.load import UnitLoad
-from operator import attrgetter
-from typing import Final
-from typing import Generic
-from typing import Protocol
-from typing import TypeVar
+from kvloom.types.load import STEP_WINDOW, UnitLoad
 
 KEPT: Final = 16  # one page in so many of the loan is kept for what offloaded sequences append
 COPIED: Final = 8  # a step copies at most one page in so many of those that it is over

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from kvloom.types.address import Endpoint
-from kvloom.types.address import KVForm
-from kvloom.types.address import Ticket
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import Unavailable
+from typing import Annotated, Protocol
+
+from msgspec import Meta, Struct
+
+from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket, digest_of
+from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.geometry import I32
 from kvloom.types.load import Waits
-from kvloom.types.spec import Control
-from kvloom.types.spec import Splitting
-from kvloom.types.transfer import KVAddress
+from kvloom.types.spec import Control, Splitting
 from kvloom.types.transfer import Transport
-from kvloom.types.transfer import digest_of
-from msgspec import Meta
-from msgspec import Struct
-from typing import Annotated
-from typing import Protocol
-import asyncio
 
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 

@@ -10,38 +10,24 @@ their use.
 
 from __future__ import annotations
 
+import os
+import weakref
 from contextlib import suppress
-from kvloom.kernels.driver import Driver
-from kvloom.kernels.driver import DriverError
-from kvloom.kernels.driver import read_struct
-from kvloom.kernels.driver import write_struct
+from typing import Annotated, Any, ClassVar, Final, Protocol
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from kvloom.kernels.driver import Driver, DriverError, read_struct, write_struct
 from kvloom.kv.arena import Store
-from kvloom.transfer.fenced import FencedPlane
-from kvloom.transfer.fenced import FencedTransfer
-from kvloom.transfer.fenced import FencedTransport
-from kvloom.transfer.fenced import Memory
-from kvloom.transfer.fenced import PeerProcess
+from kvloom.transfer.fenced import FencedPlane, FencedTransfer, FencedTransport, Memory, PeerProcess
 from kvloom.transfer.ledger import ROW_BYTES
 from kvloom.transfer.target import Target
-from kvloom.types.address import Endpoint
-from kvloom.types.address import KVAddress
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import ConfigError
-from kvloom.types.errors import Unavailable
-from kvloom.types.transfer import BlockCopies
-from kvloom.types.transfer import DeviceEvent
-from msgspec import Meta
-from msgspec import Struct
-from torch import Tensor
-from typing import Annotated
-from typing import Any
-from typing import ClassVar
-from typing import Final
-from typing import Protocol
-import msgspec
-import os
-import torch
-import weakref
+from kvloom.types.address import Endpoint, KVAddress
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable
+from kvloom.types.transfer import BlockCopies, DeviceEvent
 
 PIECE = 32 << 20  # bytes copied between two looks at the ledger: a tenth of a millisecond on one GPU
 _HANDLE: Final = 64  # bytes

@@ -10,22 +10,21 @@ ended. Who is in the middle of a claim writes into the row only: the slot waits 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from kvloom.kv import arena as memfd
-from kvloom.types.address import Ticket
-from kvloom.types.address import other_address
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import QueueFull
-from kvloom.types.errors import Unavailable
-from kvloom.types.geometry import I64
 import fcntl
 import mmap
-import numpy as np
 import os
 import struct
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvloom.kv import arena as memfd
+from kvloom.types.address import Ticket, other_address
+from kvloom.types.errors import BadRequest, QueueFull, Unavailable
+from kvloom.types.geometry import I64
 
 ROW_BYTES = 32
 _GENERATION, _CLAIMED, _RECEIVED, _DIGEST = range(4)  # a row's words; an ended generation is negative

@@ -6,39 +6,32 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from kvloom.transfer.grants import Claim
-from kvloom.transfer.grants import Delivered
-from kvloom.transfer.grants import Done
-from kvloom.transfer.grants import FromReceiver
-from kvloom.transfer.grants import FromSender
-from kvloom.transfer.grants import Granted
-from kvloom.transfer.grants import Grants
-from kvloom.transfer.grants import Letter
-from kvloom.transfer.grants import Message
-from kvloom.transfer.grants import Quit
-from kvloom.transfer.grants import Refused
-from kvloom.transfer.grants import Renew
-from kvloom.transfer.nixl_agent import Agent
-from kvloom.transfer.nixl_agent import Handle
-from kvloom.transfer.nixl_agent import Place
-from kvloom.transfer.nixl_agent import Spans
-from kvloom.transfer.nixl_agent import spans
-from kvloom.transfer.plane import PlaneTransfer
-from kvloom.transfer.plane import Submit
-from kvloom.transfer.plane import Worker
-from kvloom.transfer.target import Target
-from kvloom.types.address import Endpoint
-from kvloom.types.address import KVAddress
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import KvloomError
-from kvloom.types.errors import Unavailable
-from kvloom.types.transfer import BlockCopies
-from kvloom.types.transfer import DeviceEvent
-from kvloom.types.transfer import TransferState
 from queue import Empty
 from typing import get_args
+
 import msgspec
 import numpy as np
+
+from kvloom.transfer.grants import (
+    Claim,
+    Delivered,
+    Done,
+    FromReceiver,
+    FromSender,
+    Granted,
+    Grants,
+    Letter,
+    Message,
+    Quit,
+    Refused,
+    Renew,
+)
+from kvloom.transfer.nixl_agent import Agent, Handle, Place, Spans, spans
+from kvloom.transfer.plane import PlaneTransfer, Submit, Worker
+from kvloom.transfer.target import Target
+from kvloom.types.address import Endpoint, KVAddress
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
+from kvloom.types.transfer import BlockCopies, DeviceEvent, TransferState
 
 _SHORTEST, _BUSY, _IDLE = 50e-6, 1e-3, 20e-3  # seconds between two looks
 

@@ -3,45 +3,28 @@ ends."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.executor import ModelledExecutor
 from kvloom.lab.sim.links import ModelledTransport
 from kvloom.lab.sim.unit import SimulatedUnit
-from kvloom.offload.queueing import Cut
-from kvloom.offload.queueing import Exchange
-from kvloom.offload.queueing import Rule
-from kvloom.offload.queueing import cut_up
-from kvloom.offload.queueing import issued
-from kvloom.offload.queueing import parts_of
-from kvloom.offload.terms import Borrow
-from kvloom.offload.terms import LentBlocks
-from kvloom.offload.terms import Loan
-from kvloom.plan.cost.work import Operated
-from kvloom.plan.cost.work import Work
-from kvloom.types.address import KVAddress
-from kvloom.types.address import Ticket
-from kvloom.types.address import digest_of
+from kvloom.offload.queueing import Cut, Exchange, Rule, cut_up, issued, parts_of
+from kvloom.offload.terms import Borrow, LentBlocks, Loan
+from kvloom.plan.cost.work import Operated, Work
 from kvloom.types.clock import Clock
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import ConfigError
-from kvloom.types.errors import Conflict
-from kvloom.types.errors import Unavailable
+from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable
 from kvloom.types.geometry import I32
-from kvloom.types.job import Job
-from kvloom.types.job import Phase
-from kvloom.types.load import UnitLoad
-from kvloom.types.load import Waits
+from kvloom.types.job import Job, Phase
+from kvloom.types.load import UnitLoad, Waits
 from kvloom.types.plan import PageMove
 from kvloom.types.spec import EngineSpec
-from typing import Final
-import asyncio
-import numpy as np
 
 SIGNAL: Final = 2e-6  # seconds until a word that was written into a peer's memory is seen there
 _PROFILED: Final = 1.0  # seconds between two plans of what is split

@@ -8,51 +8,36 @@ borrower's writes once an iteration.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Mapping
-from kvloom.kernels.mail import End
-from kvloom.kernels.mail import LINE
-from kvloom.kernels.mail import Mail
-from kvloom.kernels.mail import Pad
-from kvloom.kernels.mail import Trouble
-from kvloom.kernels.mail import WORDS
-from kvloom.kernels.mail import signed
-from kvloom.offload.memory.borrower import LentMemory
-from kvloom.offload.memory.borrower import refuse_other
-from kvloom.offload.memory.lender import SLOTS
-from kvloom.offload.memory.lender import mailbox_form
-from kvloom.offload.memory.mailbox import ENDS
-from kvloom.offload.memory.mailbox import MailboxForm
-from kvloom.offload.memory.mailbox import START
-from kvloom.offload.memory.mailbox import changed_pages
-from kvloom.offload.memory.mailbox import end_of
-from kvloom.offload.memory.mailbox import layout
-from kvloom.offload.memory.mailbox import refuse_slots
-from kvloom.offload.memory.mailbox import size_of
-from kvloom.offload.terms import Borrow
-from kvloom.offload.terms import LentBlocks
-from kvloom.offload.terms import Loan
-from kvloom.transfer.cuda_ipc import CudaIpcTransport
-from kvloom.transfer.cuda_ipc import DeviceMemory
-from kvloom.transfer.cuda_ipc import PIECE
-from kvloom.types.clock import has_ended
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import ConfigError
-from kvloom.types.errors import Unavailable
-from kvloom.types.geometry import AnyArray
-from kvloom.types.geometry import I32
-from kvloom.types.geometry import I64
-from kvloom.types.transfer import BlockCopies
-from msgspec import Meta
-from msgspec import Struct
-from torch import Tensor
-from typing import Annotated
-from typing import Final
-from typing import Literal
+from typing import Annotated, Final, Literal
+
 import msgspec
 import numpy as np
-import os
 import torch
-import weakref
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from kvloom.kernels.mail import LINE, WORDS, End, Mail, Pad, Trouble, signed
+from kvloom.offload.memory.borrower import LentMemory, refuse_other
+from kvloom.offload.memory.lender import SLOTS, mailbox_form
+from kvloom.offload.memory.mailbox import (
+    ENDS,
+    START,
+    MailboxForm,
+    changed_pages,
+    end_of,
+    layout,
+    refuse_slots,
+    size_of,
+)
+from kvloom.offload.terms import Borrow, LentBlocks, Loan
+from kvloom.transfer.cuda_ipc import PIECE, CudaIpcTransport, DeviceMemory
+from kvloom.types.clock import has_ended
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable
+from kvloom.types.geometry import I32, I64, AnyArray
+from kvloom.types.transfer import BlockCopies
 
 MailDtype = Literal["bfloat16", "float16", "float32"]
 _VALUES: Final[dict[str, np.dtype[np.generic]]] = {

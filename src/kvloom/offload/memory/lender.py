@@ -4,23 +4,23 @@ blocks."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from kvloom.kernels.mail import End
-from kvloom.offload.memory.mailbox import FLOATS
-from kvloom.offload.memory.mailbox import LenderMailbox
-from kvloom.offload.memory.mailbox import MASK
-from kvloom.offload.memory.mailbox import MailboxForm
-from kvloom.offload.memory.mailbox import OffloadMailbox
-from kvloom.offload.memory.mailbox import START
-from kvloom.offload.memory.mailbox import size_of
-from kvloom.offload.terms import Borrow
-from kvloom.offload.terms import LentBlocks
-from kvloom.types.address import KVAddress
-from kvloom.types.address import digest_of
-from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import AnyArray
-from kvloom.types.geometry import I32
-from kvloom.types.transfer import Transport
+
 import numpy as np
+
+from kvloom.kernels.mail import End
+from kvloom.offload.memory.mailbox import (
+    FLOATS,
+    MASK,
+    START,
+    LenderMailbox,
+    MailboxForm,
+    OffloadMailbox,
+    size_of,
+)
+from kvloom.offload.terms import Borrow, LentBlocks
+from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import I32, AnyArray
+from kvloom.types.transfer import Transport
 
 MOST = 64 << 20  # bytes of a mailbox beyond what is lent
 SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing
