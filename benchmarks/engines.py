@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from kvloom.serve.roles import ENGINE
-
 from benchmarks.places import checkpoint
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
+from kvloom.serve.local import ENGINE_MODULE
 from kvloom.serve.orders import EngineOrder, Ready, Refused
 from kvloom.types.spec import EngineSpec, ModelSpec
 
@@ -46,7 +45,7 @@ async def engines(
             unit = f"unit-{i}"
             path = str(Path(folder) / unit / "engine.sock")
             Path(path).parent.mkdir()
-            component = await Component.start(unit, ENGINE)
+            component = await Component.start(unit, ENGINE_MODULE)
             stack.push_async_callback(ending, component)
             spec = spec_of(shape, unit, kv_bytes=kv_bytes, threads=threads)
             await component.order(EngineOrder(spec=spec, socket=path, secret=secret))

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from kvloom.serve.roles import GATEWAY
 from rich.console import Console
 
 from benchmarks.load import Load
@@ -31,11 +30,14 @@ from benchmarks.procfs import cpu_seconds
 from benchmarks.report import Finding, Report, this_machine
 from benchmarks.workload import Ask
 from kvloom.api.app import DEFAULT_MAX_BODY
+from kvloom.cluster.launcher import Snapshot
+from kvloom.cluster.state import FleetSpec, FleetStatus, Process, UnitSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
-from kvloom.serve.orders import Begin, GatewayOrder, Ready
+from kvloom.serve.local import GATEWAY_MODULE
+from kvloom.serve.orders import GatewayOrder, Ready
 from kvloom.types.request import SamplingParams, StartGenerate
-from kvloom.types.spec import ProgramSpec
+from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 MOST_MS, LEAST_PACE = 3.0, 5000.0
 KEPT = 0.95
@@ -63,22 +65,39 @@ class Front:
     engine_pid: int
 
 
+def one_unit() -> Snapshot:
+    """Returns a fleet of one unit that serves."""
+    models = (ModelSpec(name="m", path=""),)
+    engine = EngineSpec(
+        models=models,
+        kv_bytes=0,
+        block_bytes=0,
+        policy="fcfs",
+        max_running=1,
+        max_waiting=1,
+        chunk_tokens=1,
+        threads=1,
+    )
+    spec = FleetSpec(units={"unit-0": UnitSpec(engine=engine)})
+    processes = {"unit-0": Process(phase="ready", generation=1)}
+    return Snapshot(seq=1, spec=spec, status=FleetStatus(processes=processes))
+
+
 @asynccontextmanager
 async def front(period: float) -> AsyncIterator[Front]:
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
-        path, secret = str(Path(folder) / "engine.sock"), secrets.token_urlsafe(16)
+        path, secret = str(Path(folder) / "unit-0.sock"), secrets.token_urlsafe(16)
         engine = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.null_engine",
             "--socket", path, "--secret", secret, "--period", str(period),
             stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert engine.stdout is not None
-        gateway = await Component.start("gateway", GATEWAY, [listener.fileno()])
+        gateway = await Component.start("gateway", GATEWAY_MODULE, [listener.fileno()])
         try:
             if await engine.stdout.readline() != b"ready\n":
                 raise RuntimeError("the null engine did not start")
             order = GatewayOrder(
-                engines={"unit-0": f"unix://{path}"},
                 secret=secret,
                 listener=listener.fileno(),
                 api_keys={},
@@ -87,7 +106,7 @@ async def front(period: float) -> AsyncIterator[Front]:
                 folder=folder,
                 sockets=folder,
             )
-            await gateway.order(order, Begin())
+            await gateway.order(order, one_unit())
             await _ready(gateway)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             yield Front(f"unix://{path}", secret, url, gateway.pid, engine.pid)

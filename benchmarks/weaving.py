@@ -23,7 +23,6 @@ from dataclasses import replace as replace_fields
 from itertools import count
 from pathlib import Path
 
-from kvloom.serve.roles import ENGINE
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -32,6 +31,7 @@ from benchmarks.report import Report
 from benchmarks.weaving_table import COLD, HOT, SHARE, VARIANTS, Found, Variant, told
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
+from kvloom.serve.local import ENGINE_MODULE
 from kvloom.serve.orders import EngineOrder
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
@@ -70,7 +70,7 @@ async def engine(spec: EngineSpec, folder: Path, secret: str) -> AsyncIterator[H
     async with AsyncExitStack() as stack:
         os.sched_setaffinity(0, {sorted(cores)[CORES[spec.unit] % len(cores)]})  # the child inherits it
         try:
-            component = await Component.start(spec.unit, ENGINE)
+            component = await Component.start(spec.unit, ENGINE_MODULE)
         finally:
             os.sched_setaffinity(0, cores)
         stack.push_async_callback(ending, component)

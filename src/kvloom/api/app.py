@@ -52,7 +52,7 @@ def create_app(
     """Holds no connection of its own: whoever makes the client closes it. moves: how many requests have been
     moved so far, by what became of that."""
     clock = clock or WallClock()
-    gateway = Gateway(client, Catalog(client, clock), Metrics(clock), clock, unix_time, random_bits)
+    gateway = Gateway(client, Catalog(client), Metrics(clock), clock, unix_time, random_bits)
     info = _Information(gateway, moves, int(unix_time()))
     app = Starlette(
         routes=[

@@ -10,13 +10,10 @@ from kvloom.api.chat_template import ChatTemplate
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.api.tool_families import Family, family_of
 from kvloom.types.client import Server
-from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
 
 log = logging.getLogger(__name__)
-
-FRESH_SECONDS = 5.0  # a name is not asked for again within this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +33,12 @@ class UnreadableModel:
 
 
 class Catalog:
-    """Asks the engine once, and again for a name it does not know. A model that cannot be read is not listed,
-    and whoever asks for it by name is told why."""
+    """Asks the server for all models, and again for a name that it does not know: models come and go. A model
+    that cannot be read is not listed, and whoever asks for it by name is told why."""
 
-    def __init__(self, client: Server, clock: Clock) -> None:
+    def __init__(self, client: Server) -> None:
         self._client = client
-        self._clock = clock
         self._models: dict[str, ServedModel | UnreadableModel] = {}
-        self._asked_at: float | None = None
         self._asking = asyncio.Lock()
 
     async def models(self) -> list[ServedModel]:
@@ -66,13 +61,9 @@ class Catalog:
 
     async def _refresh(self) -> None:
         async with self._asking:
-            now = self._clock.now()
-            if self._asked_at is not None and now - self._asked_at < FRESH_SECONDS:
-                return
             cards = await self._client.models()
             # Reading a large tokenizer takes a second; the loop has streams to serve meanwhile.
             self._models = {card.name: await self._read(card) for card in cards}
-            self._asked_at = now
 
     async def _read(self, card: ModelCard) -> ServedModel | UnreadableModel:
         known = self._models.get(card.name)

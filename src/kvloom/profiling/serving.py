@@ -20,7 +20,7 @@ from kvloom.plan.cost.work import Work
 from kvloom.profiling.session import Effort
 from kvloom.profiling.threads import all_threads_seconds, children, main_thread_seconds
 from kvloom.profiling.upkeep import Loaded, parts
-from kvloom.serve.roles import ENGINE, GATEWAY
+from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
 from kvloom.types.errors import ConfigError
 from kvloom.workload.ask import Ask
 from kvloom.workload.files import VERSION, Header, write_workload
@@ -108,8 +108,8 @@ async def _served(arguments: Sequence[str]) -> AsyncIterator[Server]:
         async with asyncio.timeout(PATIENCE):
             url = await _ready(process.stdout)
         started = children(process.pid)
-        gateway = next(pid for pid, command in started.items() if GATEWAY in command)
-        engines = tuple(pid for pid, command in started.items() if ENGINE in command)
+        gateway = next(pid for pid, command in started.items() if GATEWAY_MODULE in command)
+        engines = tuple(pid for pid, command in started.items() if ENGINE_MODULE in command)
         reading = asyncio.create_task(process.stdout.read())  # a full pipe would hold it up
         try:
             yield Server(url, gateway, engines)
