@@ -17,12 +17,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks.load import Load
@@ -31,12 +32,14 @@ from benchmarks.procfs import cpu_seconds
 from benchmarks.report import Finding, Report, this_machine
 from benchmarks.workload import Ask
 from kvloom.api.app import DEFAULT_MAX_BODY
-from kvloom.cluster.state import GATEWAY
+from kvloom.cluster.launcher import Snapshot
+from kvloom.cluster.state import FleetSpec, FleetStatus, Process, UnitSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
-from kvloom.serve.orders import Begin, GatewayOrder, Ready
+from kvloom.serve.local import GATEWAY_MODULE
+from kvloom.serve.orders import GatewayOrder, Ready
 from kvloom.types.request import SamplingParams, StartGenerate
-from kvloom.types.spec import ProgramSpec
+from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 MOST_MS, LEAST_PACE = 3.0, 5000.0
 KEPT = 0.95
@@ -65,6 +68,23 @@ class Front:
     engine_pid: int
 
 
+def serving(units: Iterable[str]) -> Snapshot:
+    """Returns a fleet of which these units serve."""
+    engine = EngineSpec(
+        models=(ModelSpec(name="m", path=""),),
+        kv_bytes=0,
+        block_bytes=0,
+        policy="fcfs",
+        max_running=1,
+        max_waiting=1,
+        chunk_tokens=1,
+        threads=1,
+    )
+    spec = FleetSpec(units={unit: UnitSpec(engine=replace(engine, unit=unit)) for unit in units})
+    processes = {unit: Process(phase="ready", generation=1) for unit in spec.units}
+    return Snapshot(seq=1, spec=spec, status=FleetStatus(processes=processes))
+
+
 @asynccontextmanager
 async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
     """Yields null engines, all in one process, and their gateway."""
@@ -81,12 +101,11 @@ async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
             sys.executable, "-m", "benchmarks.null_engine", *argv, stdout=asyncio.subprocess.PIPE
         )
         assert engine.stdout is not None
-        gateway = await Component.start("gateway", GATEWAY, [listener.fileno()])
+        gateway = await Component.start("gateway", GATEWAY_MODULE, [listener.fileno()])
         try:
             if await engine.stdout.readline() != b"ready\n":
                 raise RuntimeError("the null engine did not start")
             order = GatewayOrder(
-                engines=urls,
                 secret=secret,
                 listener=listener.fileno(),
                 api_keys={},
@@ -95,7 +114,7 @@ async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
                 folder=folder,
                 sockets=folder,
             )
-            await gateway.order(order, Begin())
+            await gateway.order(order, serving(shape.sockets))
             await _ready(gateway)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             yield Front(urls["unit-0"], secret, url, gateway.pid, engine.pid)

@@ -27,17 +27,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvloom.serve.events import Answers, Event, Failed
-from kvloom.serve.patience import Patience
-from kvloom.serve.supervised import Role, Supervised
 from rich.console import Console
 
+from kvloom.cluster.controller import Controller
+from kvloom.cluster.launcher import Answered, Ended, Missed, Started
+from kvloom.cluster.reconcile import Timing
+from kvloom.cluster.state import FleetSpec, Process, UnitSpec
 from kvloom.config.config import DEMO
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
-from kvloom.router.session import Lost
-from kvloom.serve.local import ENGINE_MODULE
+from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Role
 from kvloom.serve.orders import EngineOrder
 from kvloom.types.client import Generator
 from kvloom.types.clock import WallClock
@@ -147,34 +147,30 @@ class Engines:
         self.pids: dict[str, int] = {}  # of those that answer
         self._folder = folder
         self._secret = secrets.token_urlsafe(16)
-        self._kept: dict[str, Supervised] = {}
+        self._names: list[str] = []
         self._news = asyncio.Event()
 
     @asynccontextmanager
     async def running(self, names: list[str]) -> AsyncIterator[None]:
+        self._names, clock = names, WallClock()
+        timing = Timing(first=0.1, most=0.1)
         async with AsyncExitStack() as stack:
             group = await stack.enter_async_context(asyncio.TaskGroup())
+            launcher = LocalLauncher(
+                self._role, group, clock, hear=self._hear, log=lambda *_: None, secret=self._secret
+            )
+            fleet = FleetSpec(units={name: UnitSpec(engine=_spec(name)) for name in names}, gateway=0)
+            self._controller = Controller(fleet, launcher, clock, timing=timing, watch=self._watch)
+            controlling = group.create_task(self._controller.run())
             for name in names:
-                path = str(Path(self._folder) / f"{name}.sock")
-                order = EngineOrder(spec=_spec(name), socket=path, secret=self._secret)
-                kept = self._kept[name] = Supervised(
-                    Role(name, ENGINE_MODULE, lambda order=order: order),  # type: ignore[misc]
-                    WallClock(),
-                    tell=self._hear,
-                    log=lambda name, line: None,
-                    patience=Patience(first=0.1, most=0.1),
-                )
-                group.create_task(kept.run())
-                client = HttpEngineClient(f"unix://{path}", secret=self._secret)
+                client = HttpEngineClient(f"unix://{self._path(name)}", secret=self._secret)
                 self.clients[name] = await stack.enter_async_context(client)
-            while len(self.pids) < len(names):
-                self._news.clear()
-                await self._news.wait()
+            await self.all_answer()
             try:
                 yield
             finally:
-                for kept in self._kept.values():
-                    kept.end()
+                controlling.cancel()
+                await launcher.end(10.0)
 
     def kill(self, name: str) -> bool:
         """With -9, where it answers and is not the only one that does."""
@@ -184,19 +180,30 @@ class Engines:
         return True
 
     async def all_answer(self) -> None:
-        while len(self.pids) < len(self._kept):
+        while len(self.pids) < len(self._names):
             self._news.clear()
             await self._news.wait()
 
-    def _hear(self, event: Event) -> None:
-        match event:
-            case Answers(kept):
-                assert kept._component is not None
-                self.pids[kept.name] = kept._component.pid
-            case Lost(kept):
-                self.pids.pop(kept.name, None)
-            case Failed(kept, how):
-                raise RuntimeError(f"{kept.name} {how}")
+    def _path(self, name: str) -> str:
+        return str(Path(self._folder) / f"{name}.sock")
+
+    def _role(self, name: str, engine: EngineSpec | None) -> Role:
+        assert engine is not None
+        order = EngineOrder(spec=engine, socket=self._path(name), secret=self._secret)
+        return Role(name, ENGINE_MODULE, order)
+
+    def _hear(self, name: str, heard: Heard) -> None:
+        if isinstance(heard, Started | Answered | Ended | Missed):
+            self._controller.hear(heard)
+
+    def _watch(self, name: str, before: Process, process: Process) -> None:
+        match process.phase:
+            case "ready" if process.pid is not None:
+                self.pids[name] = process.pid
+            case "waiting":
+                self.pids.pop(name, None)
+            case "failed":
+                raise RuntimeError(f"{name} {process.problem}")
         self._news.set()
 
 

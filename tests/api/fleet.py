@@ -17,7 +17,7 @@ from kvloom.api.auth import Keys
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
-from kvloom.cluster.state import FleetSpec, UnitSpec
+from kvloom.cluster.state import FleetSpec, UnitSpec, gateway_name
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
@@ -45,7 +45,7 @@ from kvloom.types.verbs import (
 from tests.api.scripted import ScriptedEngine, card, says
 from tests.cluster.histories import Memory
 from tests.router.ledger import World
-from tests.router.managed import GATEWAY, Processes, spec
+from tests.router.managed import Processes, spec
 
 FORM = KVForm(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_bytes=256, tokens_per_block=4)
 ADDRESS = KVAddress(model="tiny", form=FORM, begin=0, end=1, blocks=b"", ticket=Ticket(slot=0, generation=1))
@@ -120,7 +120,6 @@ class Anew:
         self, engines: dict[str, Curt], told: Told, keys: Keys | None, options: dict[str, Any]
     ) -> None:
         self.processes = Processes(World())
-        self.processes.beside += ["scheduler", *engines]
         self.processes.starts.set()
         self.store = Memory()
         self._engines = engines
@@ -137,9 +136,12 @@ class Anew:
     async def _serving(self) -> AsyncIterator[Starlette]:
         units = {name: UnitSpec(engine=spec(name)) for name in ("unit-0", "unit-1")}
         fleet, processes, clock = FleetSpec(units=units, scheduler=1), self.processes, WallClock()
+        kept = self.store.load()
+        gateway = gateway_name(kept[0].gateway if kept else 1)
+        processes.beside = [gateway, "scheduler", *self._engines]
         controller = processes.controller = Controller(fleet, processes, clock, store=self.store)
-        mirror = Mirror(controller.snapshot, processes.send_from(GATEWAY))
-        processes.mirrors[GATEWAY] = mirror
+        mirror = Mirror(controller.snapshot, processes.send_from(gateway))
+        processes.mirrors = {gateway: mirror}
         link = FleetLink(mirror, lambda unit: self._engines.setdefault(unit, Curt()))
         running = asyncio.get_running_loop().create_task(controller.run())
         for one in self._engines.values():

@@ -79,11 +79,8 @@ def test_a_model_that_cannot_be_loaded_leaves_its_unit_as_it_was() -> None:
         async with managed(1) as played:
             played.processes.problem = "models.other: /other: no such checkpoint"
             played.processes.starts.set()
-            adding = asyncio.create_task(played.orders.add_model(AddModel(model=OTHER)))
-            with pytest.raises(
-                Unavailable, match=r"a models\.other: /other: no such checkpoint as it started"
-            ):
-                await adding
+            with pytest.raises(Unavailable, match=r"a models\.other: /other: no such checkpoint as it"):
+                await played.orders.add_model(AddModel(model=OTHER))
             played.processes.problem = ""
             await turns()
             await played.fleets.clock.advance(1)

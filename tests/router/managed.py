@@ -13,7 +13,7 @@ from kvloom.cluster.launcher import Answered, Counted, Ended, Found, News, Seen,
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import Timing
-from kvloom.cluster.state import FleetSpec, UnitSpec
+from kvloom.cluster.state import FleetSpec, UnitSpec, is_gateway
 from kvloom.router.program import load_program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
@@ -101,8 +101,13 @@ class Processes:
 
     def running(self) -> Sequence[Found]:
         units = (name for name, engine in self._world.engines.items() if not engine.down)
-        found = [Found(name, self.generations.get(name, 1), "ready") for name in (*units, *self.beside)]
+        found = [Found(name, self._generation(name), "ready") for name in (*units, *self.beside)]
         return [one for one in found if one.component not in self.gone]
+
+    def _generation(self, name: str) -> int:
+        if is_gateway(name):
+            return int(name.partition("/")[2])
+        return self.generations.get(name, 1)
 
     def die(self, component: str, how: str = "was killed by SIGKILL") -> None:
         """Its process ends by itself."""

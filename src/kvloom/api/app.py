@@ -55,7 +55,7 @@ def create_app(
     given.
     """
     clock = clock or WallClock()
-    gateway = Gateway(client, Catalog(client, clock), Metrics(clock), clock, unix_time, random_bits)
+    gateway = Gateway(client, Catalog(client), Metrics(clock), clock, unix_time, random_bits)
     info = _Information(gateway, admin, moves, int(unix_time()))
     handlers: dict[str, Handler] = {
         "models": info.models,

@@ -18,13 +18,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvloom.api.openai.tools import Family, family_of
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import Server
-from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
 
 log = logging.getLogger(__name__)
-
-FRESH_SECONDS = 5.0  # The engines are not asked again within this time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +43,13 @@ class UnreadableModel:
 class Catalog:
     """Knows the models that the engines serve.
 
-    The engines are asked once, and again for a name that is not known. A model that cannot be read is not
-    listed, and whoever asks for it by name is told why.
+    The server is asked for all models, and again for a name that it does not know: models come and go. A
+    model that cannot be read is not listed, and whoever asks for it by name is told why.
     """
 
-    def __init__(self, client: Server, clock: Clock) -> None:
+    def __init__(self, client: Server) -> None:
         self._client = client
-        self._clock = clock
         self._models: dict[str, ServedModel | UnreadableModel] = {}
-        self._asked_at: float | None = None
         self._asking = asyncio.Lock()
 
     async def models(self) -> list[ServedModel]:
@@ -77,13 +72,9 @@ class Catalog:
 
     async def _refresh(self) -> None:
         async with self._asking:
-            now = self._clock.now()
-            if self._asked_at is not None and now - self._asked_at < FRESH_SECONDS:
-                return
             cards = await self._client.models()
             # Reading a large tokenizer takes a second; the loop has streams to serve meanwhile.
             self._models = {card.name: await self._read(card) for card in cards}
-            self._asked_at = now
 
     async def _read(self, card: ModelCard) -> ServedModel | UnreadableModel:
         known = self._models.get(card.name)

@@ -167,7 +167,8 @@ def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> It
         elif name not in units and name != SCHEDULER:
             yield from _unit(name, None, process, now, timing)
     yield from _scheduler(spec.scheduler, processes.get(SCHEDULER, ABSENT), now, timing)
-    yield from _gateways(spec, status, gateways, now, timing)
+    if spec.gateway:
+        yield from _gateways(spec, status, gateways, now, timing)
     if spec.rolling is not None:
         yield from _roll(spec, status)
 

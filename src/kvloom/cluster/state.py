@@ -87,7 +87,7 @@ class FleetSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     program: ProgramSpec | None = None
     """The router program; None for the config's."""
     gateway: int = 1
-    """The generation of the gateway that is to serve."""
+    """The generation of the gateway that is to serve; 0 if there is none."""
     scheduler: int = 0
     """The generation of the fleet scheduler; 0 where there is to be none."""
     drain: float = 60.0

@@ -16,7 +16,6 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.cluster.state import GATEWAY
 from kvloom.lab.profile.session import Effort
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import read_results
@@ -25,7 +24,7 @@ from kvloom.plan.cost.fit import fit_positive
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Hosted, Role
 from kvloom.plan.cost.work import Work
-from kvloom.serve.local import ENGINE_MODULE
+from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
 from kvloom.types.errors import ConfigError
 
 PROC: Final = Path("/proc")
@@ -176,7 +175,7 @@ async def _served(arguments: Sequence[str]) -> AsyncIterator[Server]:
         async with asyncio.timeout(PATIENCE):
             url = await _ready(process.stdout)
         started = descendants(process.pid)
-        gateway = next(pid for pid, command in started.items() if GATEWAY in command)
+        gateway = next(pid for pid, command in started.items() if GATEWAY_MODULE in command)
         engines = tuple(pid for pid, command in started.items() if ENGINE_MODULE in command)
         reading = asyncio.create_task(process.stdout.read())  # a full pipe would hold it up
         try:
