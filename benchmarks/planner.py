@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from benchmarks.report import Cell, Finding, Report, this_machine
-from kvloom.plan.cluster import Nodes
+from kvloom.plan.cluster import Demand, Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, find_shape
 from kvloom.plan.cost.work import CostModel
-from kvloom.plan.plan import Demand, Plan
+from kvloom.plan.plan import Plan
 from kvloom.plan.planner import make_plan
 
 DEVICE, NODE = "A100-80", 8  # devices of a node

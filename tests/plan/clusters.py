@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from hypothesis import strategies as st
 
 from kvloom.plan.board import Placement
-from kvloom.plan.cluster import Nodes
+from kvloom.plan.cluster import Demand, Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, find_shape
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.plan import Demand, Plan
+from kvloom.plan.plan import Plan
 from kvloom.types.job import Phase
 
 SHAPES = ("llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama3-8b")

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
-from kvloom.plan.cluster import Nodes, homes
+from kvloom.plan.cluster import Demand, Nodes, homes
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.plan import Demand
 from kvloom.plan.planner import plan_placement
 from kvloom.types.errors import ConfigError
 from tests.plan.clusters import check, demand, muxserve, nodes, roofline, small_cases

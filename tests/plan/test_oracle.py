@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import event, given, settings
 
-from kvloom.plan.cluster import Nodes
+from kvloom.plan.cluster import Demand, Nodes
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.plan import Demand
 from kvloom.plan.planner import exhaustive
 from kvloom.plan.replicas import best_placement
 from kvloom.plan.search import Effort

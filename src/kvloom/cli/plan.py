@@ -19,11 +19,11 @@ from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.board import Placement
-from kvloom.plan.cluster import DeviceCosts, Nodes
+from kvloom.plan.cluster import Demand, DeviceCosts, Nodes
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
-from kvloom.plan.plan import Demand, Plan, PlannedUnit, write_plan
+from kvloom.plan.plan import Plan, PlannedUnit, write_plan
 from kvloom.plan.planner import plan_placement, write_down
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number

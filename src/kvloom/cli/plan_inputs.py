@@ -14,11 +14,10 @@ from kvloom.config.file import read_yaml
 from kvloom.config.models import resolve_model
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS
-from kvloom.plan.cluster import CPU, Nodes
+from kvloom.plan.cluster import CPU, Demand, Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
-from kvloom.plan.plan import Demand
 from kvloom.types.errors import ConfigError
 
 MOST_DEVICES: Final = 4096

@@ -10,11 +10,11 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.plan.cluster import Costs, MeshKind
+from kvloom.plan.cluster import Costs, Demand, MeshKind
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.growth import BATCHES
-from kvloom.plan.plan import CHUNK_TOKENS, Demand, pool_bytes, request_bytes
+from kvloom.plan.plan import CHUNK_TOKENS, pool_bytes, request_bytes
 
 NEAR: Final = 1.05  # a prefill this close to the fastest is as good; it leads to MuxServe's 80 % for a 7B
 _DECODE_MOST: Final = 0.9  # a decode leaves something for the prefill beside it

@@ -13,7 +13,6 @@ from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel
-from kvloom.plan.plan import Demand
 from kvloom.types.errors import ConfigError
 
 CPU: Final = "cpu"  # its `gpus` are cores: they share one memory, and split no head
@@ -21,6 +20,34 @@ _TENTHS: Final = tuple(tenth / 10 for tenth in range(3, 11))  # MuxServe profile
 
 Costs = Callable[[str, int, Mapping[str, ModelShape]], CostModel]
 """The cost model of so many devices of a name that work as one, with these models on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """`rate` requests a second of `prompt` tokens, answered with `output` tokens, both means. path: the
+    checkpoint, where there is one."""
+
+    name: str
+    shape: ModelShape
+    rate: float
+    prompt: float
+    output: float
+    path: str | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of one request: two for each weight and token, and attention's four for each pair and number of a
+        head."""
+        tokens = self.prompt + self.output
+        shape = self.shape
+        layer = shape.attention_parameters + shape.active * shape.expert_parameters
+        dense = 2.0 * (shape.layers * layer + shape.vocab * shape.hidden) * tokens
+        return dense + 2.0 * shape.layers * shape.heads * shape.head_dim * tokens * tokens
+
+    @property
+    def compute(self) -> float:
+        """FLOP a second: rate × scale of the model, the order in which algorithm 1 places models."""
+        return self.rate * self.flops
 
 
 @dataclass(frozen=True, slots=True)

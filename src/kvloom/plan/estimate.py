@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvloom.plan.candidates import Candidate, Catalog, Decoding
-from kvloom.plan.cluster import Costs, MeshKind
+from kvloom.plan.cluster import Costs, Demand, MeshKind
 from kvloom.plan.growth import AMPLE, Bound, Growth, Side, grow
-from kvloom.plan.plan import Demand, pool_bytes
+from kvloom.plan.plan import pool_bytes
 
 Item = int
 _OFTEN: Final = 256

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvloom.plan.board import Placement
-from kvloom.plan.cluster import MeshKind, Nodes, mesh_kinds
+from kvloom.plan.cluster import Demand, MeshKind, Nodes, mesh_kinds
 from kvloom.plan.estimate import Estimator, Item
-from kvloom.plan.plan import Demand, fixed_bytes, request_bytes, usable_bytes
+from kvloom.plan.plan import fixed_bytes, request_bytes, usable_bytes
 from kvloom.plan.replicas import MOST
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, Struct
 
-from kvloom.plan.cluster import CPU, MeshKind
+from kvloom.plan.cluster import CPU, Demand, MeshKind
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.growth import MAX_BATCH
 from kvloom.types.errors import ConfigError
@@ -118,34 +117,6 @@ def write_plan(file: Path, plan: Plan) -> None:
         file.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; a path that can be written is right") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """`rate` requests a second of `prompt` tokens, answered with `output` tokens, both means. path: the
-    checkpoint, where there is one."""
-
-    name: str
-    shape: ModelShape
-    rate: float
-    prompt: float
-    output: float
-    path: str | None = None
-
-    @property
-    def flops(self) -> float:
-        """Of one request: two for each weight and token, and attention's four for each pair and number of a
-        head."""
-        tokens = self.prompt + self.output
-        shape = self.shape
-        layer = shape.attention_parameters + shape.active * shape.expert_parameters
-        dense = 2.0 * (shape.layers * layer + shape.vocab * shape.hidden) * tokens
-        return dense + 2.0 * shape.layers * shape.heads * shape.head_dim * tokens * tokens
-
-    @property
-    def compute(self) -> float:
-        """FLOP a second: rate × scale of the model, the order in which algorithm 1 places models."""
-        return self.rate * self.flops
 
 
 USABLE: Final = 0.95  # of a device's memory; the driver, the runtime and the allocator's gaps take the rest

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from kvloom.plan.board import Board, Placement, Unit
-from kvloom.plan.cluster import Costs, MeshKind, Nodes, groups, homes, mesh_kinds, meshes
+from kvloom.plan.cluster import Costs, Demand, MeshKind, Nodes, groups, homes, mesh_kinds, meshes
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.explain import check_each, check_left
-from kvloom.plan.plan import Demand, Plan, PlannedModel, PlannedUnit, quotas
+from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, quotas
 from kvloom.plan.replicas import best_placement
 from kvloom.plan.search import Effort
 

@@ -19,13 +19,13 @@ from kvloom.lab.workload.lengths import STAND_INS, Tokens
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.board import Board
-from kvloom.plan.cluster import Costs, DeviceCosts, Nodes
+from kvloom.plan.cluster import Costs, Demand, DeviceCosts, Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, find_shape
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.plan import Demand, Plan
+from kvloom.plan.plan import Plan
 from kvloom.plan.planner import plan_placement, write_down
 from kvloom.plan.search import Effort
 from kvloom.types.geometry import I64
