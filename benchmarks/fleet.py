@@ -18,9 +18,9 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.report import Cell, Finding, Report, this_machine
-from kvloom.cluster.freeness import Thresholds
 from kvloom.cluster.scheduler import Period, decide
-from kvloom.engine.choice import Candidate, choose
+from kvloom.engine.freeness import Thresholds
+from kvloom.engine.migration import Candidate, choose
 from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad
 from kvloom.types.service import Group, Scale
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from kvloom.admin.gateway import Gateway
+from kvloom.cli.gateway import Gateway
 from kvloom.cli.main import main
 
 

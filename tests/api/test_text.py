@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models
 
-from kvloom.api.generation import StopStrings, detokenizer
+from kvloom.api.openai.generation import StopStrings, detokenizer
 from kvloom.api.tokenizer import LONG_TEXT, Tokenizer
 from kvloom.types.errors import BadRequest, ConfigError
 from tests.api.scripted import UNTIMED, card, token, tokens

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvloom.cluster.freeness import freeness
 from kvloom.engine.engine import Engine
+from kvloom.engine.freeness import freeness
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level, SamplingParams, StartGenerate
 from tests.modelled import GEOMETRIES, ModelledExecutor, ask, engine_over, modelled, turns

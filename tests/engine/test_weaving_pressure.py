@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.cluster.freeness import virtual_usage
 from kvloom.engine.engine import Engine
+from kvloom.engine.freeness import virtual_usage
 from kvloom.offload.loans import LoanKeeper
 from kvloom.offload.policy import STEP
 from kvloom.types.clock import WallClock

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvloom.cluster.freeness import Arrival
+from kvloom.engine.freeness import Arrival
 from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad
 from kvloom.types.request import Level
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.cluster.freeness import Thresholds, freeness
-from kvloom.cluster.pairing import pair
-from kvloom.engine.choice import LEAST_LEFT, Candidate, choose
+from kvloom.cluster.dispatch import pair
+from kvloom.engine.freeness import Thresholds, freeness
+from kvloom.engine.migration import LEAST_LEFT, Candidate, choose
 from kvloom.types.load import LevelLoad, UnitLoad
 from kvloom.types.request import Level
 from kvloom.types.service import Pair

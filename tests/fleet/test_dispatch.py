@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.cluster.dispatch import Dispatch, freest, infaas
-from kvloom.cluster.freeness import Arrival, freeness, headroom, wanted
+from kvloom.engine.freeness import Arrival, freeness, headroom, wanted
 from kvloom.types.load import LevelLoad, UnitLoad
 from kvloom.types.request import Level
 from tests.fleet.loads import arrivals, fleets, model, unit, unit_loads

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.cluster.freeness import batch, demanded, freeness, headroom, virtual_usage
+from kvloom.engine.freeness import batch, demanded, freeness, headroom, virtual_usage
 from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad
 from tests.fleet.loads import PAGE, model, model_loads, unit, unit_loads
 

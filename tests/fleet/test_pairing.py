@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.cluster.freeness import Thresholds, freeness
-from kvloom.cluster.pairing import pair
+from kvloom.cluster.dispatch import pair
+from kvloom.engine.freeness import Thresholds, freeness
 from kvloom.types.load import UnitLoad
 from kvloom.types.service import Pair
 from tests.fleet.loads import PAGE, fleets, model, unit

@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvloom.cluster.autoscale import Drain, Start
-from kvloom.cluster.freeness import Thresholds
 from kvloom.cluster.scheduler import Period, carried_out, decide
+from kvloom.engine.freeness import Thresholds
 from kvloom.types.service import Group, Pair, Scale, Steps
 from tests.fleet.loads import model, unit
 

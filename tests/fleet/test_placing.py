@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from kvloom.cluster.freeness import Arrival, after, freeness, headroom, held
+from kvloom.engine.freeness import Arrival, after, freeness, headroom, held
 from kvloom.types.load import LevelLoad, UnitLoad
 from kvloom.types.request import Level, level_of
 from tests.fleet.loads import arrivals, model, unit, unit_loads

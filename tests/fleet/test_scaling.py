@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.cluster.autoscale import Drain, Outside, Start, Step, fewest_running, mean_freeness, rescale
-from kvloom.cluster.freeness import freeness, wanted
+from kvloom.engine.freeness import freeness, wanted
 from kvloom.types.load import UnitLoad
 from kvloom.types.service import Scale
 from tests.fleet.loads import model, unit

@@ -10,8 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from kvloom.cli.main import main
-from kvloom.cli.plan import EXAMPLE
-from kvloom.cli.plan_inputs import read_cluster, read_demands
+from kvloom.cli.plan import EXAMPLE, read_cluster, read_demands
 from kvloom.config.config import DEMO
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine

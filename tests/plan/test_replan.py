@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvloom.admin.gateway import Gateway, ServerError
 from kvloom.cli.app import CommandFailed
+from kvloom.cli.gateway import Gateway, ServerError
 from kvloom.cli.replan import replan
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, write_plan

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from kvloom.cluster.freeness import Arrival
+from kvloom.engine.freeness import Arrival
 from kvloom.lab.reproduce.llumnix.setup import infaas_by_reports
 from kvloom.router import units
-from kvloom.router.report import LINGER, PERIOD, Report
+from kvloom.router.waiting import LINGER, PERIOD, Report
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level
 from tests.fleet.loads import model, unit

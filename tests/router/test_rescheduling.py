@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvloom.cluster.freeness import Arrival, Thresholds
 from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.engine.freeness import Arrival, Thresholds
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import BadRequest, Unavailable

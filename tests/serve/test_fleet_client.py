@@ -12,7 +12,7 @@ import pytest
 
 from kvloom.api.auth import Keys
 from kvloom.serve.connection import ClientConnection
-from kvloom.serve.fleet_client import FleetClient
+from kvloom.serve.scheduler_process import FleetClient
 from kvloom.serve.server import Server
 from kvloom.types.errors import Unavailable
 from kvloom.types.service import Pair, Pairs, Steps

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvloom.admin.gateway import Gateway, ServerError
+from kvloom.cli.gateway import Gateway, ServerError
 from kvloom.cluster.models import Wanted
 from kvloom.config.config import DEMO
 from kvloom.types.spec import ModelSpec

@@ -20,9 +20,8 @@ from msgspec import structs
 from starlette.types import Message
 
 from kvloom.api.app import create_app
-from kvloom.api.generate_verb import GenerateVerb
-from kvloom.api.generation import Generation
-from kvloom.api.verbs import create_verbs
+from kvloom.api.openai.generation import Generation
+from kvloom.api.verbs import GenerateVerb, create_verbs
 from kvloom.engine.inflight import Landings
 from kvloom.engine.requests import Requests
 from kvloom.engine.scheduler import Flights

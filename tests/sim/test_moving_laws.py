@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.cluster.freeness import Thresholds
+from kvloom.engine.freeness import Thresholds
 from kvloom.lab.faults.chaos import Verdict, run_ordeal
 from kvloom.lab.faults.faults import Client, Ordeal, Relocation, SchedulerLoss, Switch
 from kvloom.lab.faults.laws import NO_STARVATION, NOTHING_LEAKS, SAME_TOKENS

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from kvloom.cluster.freeness import Thresholds
 from kvloom.engine.engine import Engine
+from kvloom.engine.freeness import Thresholds
 from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
 from kvloom.lab.sim.run import MOVING_FRAMES, simulate, upheaval
 from kvloom.lab.sim.unit import SimulatedUnit

@@ -20,11 +20,11 @@ from kvloom.api.admin import Admin
 from kvloom.api.auth import Keys, RequireKey
 from kvloom.api.bodies import LimitBody
 from kvloom.api.catalog import Catalog, ServedModel
-from kvloom.api.chat import ChatEndpoint
-from kvloom.api.completions import CompletionEndpoint
 from kvloom.api.errors import error_response, on_disconnect, on_http_error, on_kvloom_error, on_unexpected
-from kvloom.api.gateway import Gateway
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
+from kvloom.api.openai.chat import ChatEndpoint
+from kvloom.api.openai.completions import CompletionEndpoint
+from kvloom.api.openai.generation import Gateway
 from kvloom.api.openapi import describe, page
 from kvloom.api.routes import PUBLIC, Handler, asgi_routes
 from kvloom.types.client import Server

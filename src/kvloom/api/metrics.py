@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvloom.cluster.freeness import freeness
+from kvloom.engine.freeness import freeness
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import ModelLoad, UnitLoad

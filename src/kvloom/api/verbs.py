@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,21 +19,86 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import (
+    JSON,
+    MSGPACK,
     VERBS_PATH,
     answer,
     error_response,
+    media,
     on_disconnect,
     on_http_error,
     on_kvloom_error,
 )
-from kvloom.api.generate_verb import GenerateVerb
 from kvloom.api.stream import while_connected
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.router.client import LEND
-from kvloom.types.client import EngineClient
+from kvloom.types.client import EngineClient, Frames
 from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
-from kvloom.types.request import PROTOCOL
-from kvloom.types.verbs import VERBS, Done, Verb
+from kvloom.types.request import PROTOCOL, Event, StartGenerate
+from kvloom.types.verbs import VERBS, Done, FrameEncoder, Verb
+
+
+class GenerateVerb:
+    """The verb start_generate as plain ASGI: what runs once a token is one encoding and one send."""
+
+    def __init__(self, client: EngineClient, max_body: int) -> None:
+        self._client = client
+        self._max_body = max_body
+        self._forms: dict[str, Form] = {MSGPACK: Framed(), JSON: Lines()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        body = decode(request, await read_body(request, self._max_body), StartGenerate)
+        async with aclosing(self._client.start_generate(body)) as frames:
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self.stream(frames, request, send))
+
+    async def stream(self, frames: Frames, request: Request, send: Send) -> None:
+        """Sends the frames as they come: the loop over a stream in the engine's process."""
+        try:
+            first: list[Event] = await anext(frames, [])
+        except KvloomError as error:  # refused at admission: an HTTP status still can say so
+            await error_response(request.scope, error)(request.scope, request.receive, send)
+            return
+        form = self._forms[media(request)]
+        headers = [(b"content-type", form.media)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await send({"type": "http.response.body", "body": form.events(first), "more_body": True})
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": form.events(frame), "more_body": True})
+        except KvloomError as error:
+            await send({"type": "http.response.body", "body": form.error(error), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Form(Protocol):
+    """One way to write a stream."""
+
+    media: ClassVar[bytes]
+
+    def events(self, events: list[Event]) -> bytes: ...
+
+    def error(self, error: KvloomError) -> bytes: ...
+
+
+class Framed(FrameEncoder):
+    """The form for gateways."""
+
+    media: ClassVar[bytes] = MSGPACK.encode()
+
+
+class Lines:
+    """The form for curl: a JSON array of events a line, or the error's object."""
+
+    media: ClassVar[bytes] = b"application/x-ndjson"
+
+    def events(self, events: list[Event]) -> bytes:
+        return msgspec.json.encode(events) + b"\n"
+
+    def error(self, error: KvloomError) -> bytes:
+        return msgspec.json.encode(error.to_wire()) + b"\n"
+
 
 MAX_BODY = 16 << 20
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter, Token
 
-from kvloom.admin.gateway import Gateway, ServerError
 from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible
+from kvloom.cli.gateway import Gateway, ServerError
 from kvloom.config.fields import parse_program
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import LONGEST_DRAIN, RestartStep, UnitState

@@ -25,7 +25,7 @@ from kvloom.lab.workload.request import Within, WorkloadRequest
 from kvloom.lab.workload.results import Results, read_results, write_text
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import write_workload
-from kvloom.serve.ground import raise_open_files
+from kvloom.serve.machine import raise_open_files
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_seconds

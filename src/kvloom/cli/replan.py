@@ -10,9 +10,9 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 from msgspec.structs import replace
 
-from kvloom.admin.gateway import Gateway, ServerError
 from kvloom.cli.admin import HERE, Server
 from kvloom.cli.app import CommandFailed, interruptible
+from kvloom.cli.gateway import Gateway, ServerError
 from kvloom.config.fields import show_size
 from kvloom.plan.plan import read_plan
 from kvloom.plan.repair import Repair, Start, Unreachable, repair

@@ -13,7 +13,7 @@ from kvloom.cli.app import INVALID, CommandFailed, Models
 from kvloom.config.config import Config
 from kvloom.config.file import load_config, parse_models
 from kvloom.config.machine import Machine
-from kvloom.serve.ground import listen, private_folder, raise_open_files
+from kvloom.serve.machine import listen, private_folder, raise_open_files
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervisor import Supervisor
 from kvloom.types.clock import WallClock

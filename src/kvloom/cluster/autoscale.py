@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvloom.cluster.freeness import batch, virtual_usage, wanted
+from kvloom.engine.freeness import batch, virtual_usage, wanted
 from kvloom.types.load import UnitLoad
 from kvloom.types.service import Scale
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kvloom.cluster.autoscale import Drain, Outside, Start, Step, Usage, rescale
-from kvloom.cluster.freeness import Thresholds, freeness, virtual_usage
-from kvloom.cluster.pairing import pair
+from kvloom.cluster.dispatch import pair
+from kvloom.engine.freeness import Thresholds, freeness, virtual_usage
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import UnitLoad

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from kvloom.cluster.freeness import Thresholds
 from kvloom.config.fields import (
     Auto,
     Memory,
@@ -24,6 +23,7 @@ from kvloom.config.fields import (
     show_size,
 )
 from kvloom.config.machine import Machine
+from kvloom.engine.freeness import Thresholds
 from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import (

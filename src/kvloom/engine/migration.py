@@ -2,21 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from typing import Final
 
 from kvloom.engine.batching.view import kept_to_grow
-from kvloom.engine.choice import Candidate, choose, has_room
+from kvloom.engine.freeness import after, freeness
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.requests import Requests
+from kvloom.engine.requests import Requests, Stream
 from kvloom.engine.sequence import Sequence, Status
-from kvloom.engine.stream import Stream
 from kvloom.kv.pool import Pool
 from kvloom.kv.prefix import PinnedPath, PrefixTree
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest
+from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import Level, Made, level_of
 from kvloom.types.verbs import Offer, Offered
+
+LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a move is work for both sides
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request with all its choices. lengths: of each choice in tokens, the prompt included.
+    left: tokens that the choice with most to do may still make, max_tokens and the longest context less what
+    it has made; nobody knows whether a stop token comes before. level: of its execution priority. shared:
+    tokens with which all choices begin, and which are held once for all of them."""
+
+    request: str
+    model: str
+    lengths: tuple[int, ...]
+    left: int
+    level: Level | None = None
+    shared: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """That are held for it."""
+        return sum(self.lengths) - (len(self.lengths) - 1) * self.shared
+
+    def blocks(self, model: ModelLoad) -> int:
+        """That hold it where its model is as there. Pages are shared whole."""
+        whole = self.shared - self.shared % model.page_tokens
+        return sum(map(model.blocks, self.lengths)) - (len(self.lengths) - 1) * model.blocks(whole)
+
+
+def choose(
+    candidates: Iterable[Candidate],
+    destination: UnitLoad,
+    *,
+    least_left: int = LEAST_LEFT,
+    floor: float = 0.0,
+) -> Candidate | None:
+    """The request to move to `destination`; None where there is none. One that is about to end stays. So
+    does one that would bring the destination's freeness below `floor`, in decode steps: 0 is where it just
+    holds it, and the threshold of sources where it need not give it away at once. One that drains holds
+    nothing."""
+    best, rank = None, (math.inf, math.inf)
+    for one in candidates:
+        own = one.level.headroom if one.level else 0, one.tokens
+        if own < rank and one.left >= least_left and has_room(destination, one, floor):
+            best, rank = one, own
+    return best
+
+
+def has_room(destination: UnitLoad, one: Candidate, floor: float) -> bool:
+    """Whether it keeps at least `floor` with this one."""
+    model = destination.models.get(one.model)
+    if model is None:
+        return False
+    there = after(destination, one.model, len(one.lengths), one.blocks(model), one.level)
+    return freeness(there) >= floor
 
 
 class Pauses:

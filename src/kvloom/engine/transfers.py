@@ -10,8 +10,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.requests import Requests
-from kvloom.engine.stream import Stream
+from kvloom.engine.requests import Requests, Stream
 from kvloom.types.address import Endpoint, Ticket, resolve
 from kvloom.types.clock import together
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable

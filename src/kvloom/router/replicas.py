@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from kvloom.cluster.dispatch import Dispatch, freest, infaas
-from kvloom.cluster.freeness import Arrival
+from kvloom.engine.freeness import Arrival
 from kvloom.router.prefix_index import PrefixIndex
-from kvloom.router.report import Report
+from kvloom.router.waiting import Report
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import ModelCard, StartGenerate

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvloom.cluster.state import Outlook
 from kvloom.router.replicas import Replica
-from kvloom.router.report import Report
+from kvloom.router.waiting import Report
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError, KvloomError, Unavailable

@@ -50,7 +50,7 @@ def preload() -> list[Callable[[], object]]:
     from kvloom.offload.cpu.backend import CpuOffloadBackend  # noqa: F401, PLC0415
     from kvloom.offload.loans import Borrower  # noqa: F401, PLC0415
     from kvloom.router.client import HttpEngineClient  # noqa: F401, PLC0415
-    from kvloom.serve.hub import require_hub  # noqa: F401, PLC0415
+    from kvloom.serve.machine import require_hub  # noqa: F401, PLC0415
     from kvloom.serve.server import Server  # noqa: F401, PLC0415
     from kvloom.transfer.shared_memory import ShmTransport  # noqa: F401, PLC0415
 
@@ -61,7 +61,7 @@ def preload() -> list[Callable[[], object]]:
 
 async def serve(parent: Parent, order: EngineOrder) -> None:
     """Load the models, then answer verbs until SIGTERM, which the parent's end is too."""
-    from kvloom.serve.hub import require_hub  # noqa: PLC0415
+    from kvloom.serve.machine import require_hub  # noqa: PLC0415
 
     spec = order.spec
     require_hub(spec.models)

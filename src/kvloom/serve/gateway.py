@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from kvloom.api.admin import Admin
 from kvloom.api.app import create_app
@@ -15,15 +16,44 @@ from kvloom.api.auth import Keys
 from kvloom.cluster.launcher import Snapshot
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
+from kvloom.router.client import UNIX, HttpEngineClient
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
-from kvloom.serve.clients import Clients
 from kvloom.serve.connection import ClientConnection
 from kvloom.serve.orders import GatewayOrder, News, Ready, Report, Retire, kept_cards
 from kvloom.serve.server import Server
 from kvloom.types.clock import Clock, WallClock
+
+
+class Clients:
+    """An async context manager, which closes all. A unit that went and comes again has the client that it
+    had."""
+
+    def __init__(self, sockets: str, secret: str) -> None:
+        """sockets: the folder in which each unit serves at a path of its own."""
+        self._sockets = sockets
+        self._secret = secret
+        self._stack = AsyncExitStack()
+        self._clients: dict[str, HttpEngineClient] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def of(self, unit: str) -> HttpEngineClient:
+        """Returns the unit's client, whether it has a process or not."""
+        if unit not in self._clients:
+            client = HttpEngineClient(f"{UNIX}{self._sockets}/{unit}.sock", secret=self._secret)
+            self._clients[unit] = client.open()
+            self._stack.push_async_exit(client)
+        return self._clients[unit]
+
 
 GRACE_SECONDS: Final = 2  # for running streams, once told to end; half of it by themselves
 

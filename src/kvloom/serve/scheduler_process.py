@@ -7,13 +7,74 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
 
-from kvloom.cluster.freeness import Thresholds
+import msgspec
+
 from kvloom.cluster.scheduler import FleetScheduler
-from kvloom.serve.fleet_client import FleetClient
+from kvloom.engine.freeness import Thresholds
 from kvloom.serve.orders import Ready, SchedulerOrder
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.clock import WallClock
+from kvloom.types.errors import Unavailable
+from kvloom.types.service import FleetState, Pairs, Steps
+
+ANSWER_SECONDS: Final = 10.0  # more than the gateway itself waits for a unit
+
+
+class FleetClient:
+    """Satisfies `FleetControl`. Whoever listens at the URL by now answers; nothing is kept between calls."""
+
+    def __init__(self, url: str, *, secret: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        self._where = parts.hostname, parts.port or 80
+        self._head = f"host: {parts.netloc}\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n"
+
+    async def state(self) -> FleetState:
+        answer = await self._call("GET", "/admin/fleet")
+        try:
+            return msgspec.json.decode(answer, type=FleetState)
+        except msgspec.MsgspecError as error:
+            raise Unavailable(f"the gateway's answer cannot be read: {error}") from error
+
+    async def pair(self, pairs: Pairs) -> None:
+        await self._call("POST", "/admin/pairs", msgspec.json.encode(pairs))
+
+    async def scale(self, steps: Steps) -> None:
+        await self._call("POST", "/admin/scale", msgspec.json.encode(steps))
+
+    async def _call(self, method: str, path: str, body: bytes = b"") -> bytes:
+        about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
+        asked = f"{method} {path} HTTP/1.1\r\n{self._head}{about}\r\n".encode() + body
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                head, answer = await self._answered(asked)
+        except (OSError, EOFError, TimeoutError) as error:
+            reason = str(error) or f"no answer in {ANSWER_SECONDS:g} s"
+            raise Unavailable(f"the gateway cannot be reached: {reason}") from error
+        if not head.startswith(b"HTTP/1.1 200 "):
+            raise Unavailable(f"the gateway refuses {path}: {answer[:300].decode(errors='replace')}")
+        return answer
+
+    async def _answered(self, asked: bytes) -> tuple[bytes, bytes]:
+        """Head and body. Raises EOFError where they are not whole."""
+        reader, writer = await asyncio.open_connection(*self._where)
+        try:
+            writer.write(asked)
+            head = await reader.readuntil(b"\r\n\r\n")
+            return head, await reader.readexactly(_length(head))
+        finally:
+            writer.close()
+
+
+def _length(head: bytes) -> int:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length" and value.strip().isdigit():
+            return int(value)
+    raise EOFError("an answer of unknown length")
 
 
 def main(parent: Parent) -> None:

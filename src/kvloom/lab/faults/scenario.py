@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, get_args
 
-from kvloom.cluster.freeness import Thresholds
+from kvloom.engine.freeness import Thresholds
 from kvloom.lab.faults.faults import (
     KEEPING,
     Client,

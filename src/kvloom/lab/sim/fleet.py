@@ -10,13 +10,13 @@ from math import inf
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
-from kvloom.cluster.freeness import Thresholds
 from kvloom.cluster.launcher import Counted, Seen
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.engine.engine import Engine
+from kvloom.engine.freeness import Thresholds
 from kvloom.lab.sim.hosting import HostedMachine
 from kvloom.lab.sim.links import Link
 from kvloom.lab.sim.processes import GATEWAY_NAME, ModelledLauncher

@@ -16,8 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.cluster.freeness import Thresholds, wanted
 from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.engine.freeness import Thresholds, wanted
 from kvloom.lab.reproduce.llumnix.setup import (
     INFAAS,
     INSTANCES,

@@ -13,9 +13,8 @@ from starlette.responses import Response
 from kvloom.api.auth import priority
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
-from kvloom.api.gateway import Answering, Gateway
-from kvloom.api.generation import Generation, Piece
 from kvloom.api.metrics import Watch
+from kvloom.api.openai.generation import Answering, Gateway, Generation, Piece
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, frame_interval, room_for, sampling_params
 from kvloom.api.openai.schemas_chat import ChatBody, ChatMessage, NamedTool
 from kvloom.api.openai.tools import Family, ToolCall, ToolParser, forced_guide, marks_of

@@ -12,9 +12,8 @@ from starlette.responses import Response
 from kvloom.api.auth import priority
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
-from kvloom.api.gateway import Answering, Gateway
-from kvloom.api.generation import Generation, Piece
 from kvloom.api.metrics import Watch
+from kvloom.api.openai.generation import Answering, Gateway, Generation, Piece
 from kvloom.api.openai.sampling import (
     CompletionLogprobs,
     check_prompt,

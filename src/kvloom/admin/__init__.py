@@ -1,1 +1,0 @@
-"""Administering a fleet that serves, from the command line."""
