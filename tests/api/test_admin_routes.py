@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
-from kvloom.api.openai.schemas import ErrorAnswer
+from kvloom.api.schemas import ErrorAnswer
 from kvloom.types.service import Pair, Pairs
 from kvloom.types.spec import ProgramSpec
 from tests.api.fleet import Administered, administered

@@ -11,8 +11,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
-from kvloom.api.openai.schemas import CompletionBody, ErrorAnswer
-from kvloom.api.openai.schemas_chat import ChatBody
+from kvloom.api.schemas import CompletionBody, ErrorAnswer
+from kvloom.api.schemas_chat import ChatBody
 from tests.api.fleet import administered
 
 KEY = {"authorization": "Bearer admin"}

@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
-from kvloom.api.openai.schemas import CompletionAnswer, ErrorAnswer, ModelList
-from kvloom.api.openai.schemas_chat import ChatAnswer, ChatChunk
+from kvloom.api.schemas import CompletionAnswer, ErrorAnswer, ModelList
+from kvloom.api.schemas_chat import ChatAnswer, ChatChunk
 from kvloom.types.errors import UnknownModel
 from tests.api.scripted import ScriptedEngine, card, says, serving
 

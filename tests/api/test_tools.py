@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from kvloom.api.app import create_app
-from kvloom.api.openai.tools import Family, ToolCall, ToolParser, family_of, forced_guide
 from kvloom.api.tokenizer import Tokenizer
+from kvloom.api.tools import Family, ToolCall, ToolParser, family_of, forced_guide
 from kvloom.engine.guide import GuideCompiler
 from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, serving, token
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvloom.api.errors import JSON, MSGPACK, BodyTooLarge, BodyTooSlow, error_response
-from kvloom.api.openai.schemas import GenerationBody
+from kvloom.api.schemas import GenerationBody
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvloom.api.openai.tools import Family, family_of
 from kvloom.api.tokenizer import Tokenizer
+from kvloom.api.tools import Family, family_of
 from kvloom.types.client import Server
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from kvloom.api.errors import JSON
-from kvloom.api.openai.schemas import CompletionAnswer, CompletionBody, ErrorAnswer, ModelAnswer, ModelList
-from kvloom.api.openai.schemas_chat import ChatAnswer, ChatBody, ChatChunk
+from kvloom.api.schemas import CompletionAnswer, CompletionBody, ErrorAnswer, ModelAnswer, ModelList
+from kvloom.api.schemas_chat import ChatAnswer, ChatBody, ChatChunk
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.types.errors import WireError
 from kvloom.types.request import StartGenerate

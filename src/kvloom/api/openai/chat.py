@@ -16,8 +16,8 @@ from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, Gateway, Generation, Piece
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, frame_interval, room_for, sampling_params
-from kvloom.api.openai.schemas_chat import ChatBody, ChatMessage, NamedTool
-from kvloom.api.openai.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
+from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
+from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide, StartGenerate
 
 _encode = msgspec.json.Encoder().encode

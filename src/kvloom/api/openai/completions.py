@@ -21,7 +21,7 @@ from kvloom.api.openai.sampling import (
     room_for,
     sampling_params,
 )
-from kvloom.api.openai.schemas import CompletionBody
+from kvloom.api.schemas import CompletionBody
 from kvloom.types.errors import BadRequest
 from kvloom.types.request import StartGenerate
 

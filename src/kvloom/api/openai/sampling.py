@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvloom.api.catalog import ServedModel
-from kvloom.api.openai.schemas import GenerationBody, JsonObjectFormat, JsonSchemaFormat
+from kvloom.api.schemas import GenerationBody, JsonObjectFormat, JsonSchemaFormat
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.errors import BadRequest, PromptTooLong
 from kvloom.types.request import Guide, ModelCard, SamplingParams, TokenEvent, TokenLogprob

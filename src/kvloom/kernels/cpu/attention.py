@@ -10,6 +10,7 @@ from numba import carray, njit
 from torch import Tensor
 
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row, rotate_row
+from kvloom.kernels.cpu.memory import address_of, fetch_add, pointer_at, prefetch, read, read_int, write
 from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.cpu.vector import (
     LANES,
@@ -28,7 +29,6 @@ from kvloom.kernels.cpu.vector import (
     tanh,
     total,
 )
-from kvloom.kernels.memory import address_of, fetch_add, pointer_at, prefetch, read, read_int, write
 
 TILE = 64  # tokens whose scores are held at once; a multiple of LANES
 LOWEST = -3e38

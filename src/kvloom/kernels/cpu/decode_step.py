@@ -19,13 +19,13 @@ from numba import carray, njit, types
 
 from kvloom.kernels.cpu.attention import ALL, AttentionArguments, advance, begin, room_of, tokens_of, turn
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
+from kvloom.kernels.cpu.memory import fetch_add, observe, pointer_at, read_int, write
 from kvloom.kernels.cpu.offload_serve import MASK, LookArguments, finish, look, nanoseconds, start
 from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.cpu.products import PANEL, gated, normalise, plain_head, product, wait
+from kvloom.kernels.cpu.signals import acquire, exchange, wake
 from kvloom.kernels.cpu.vector import LANES
 from kvloom.kernels.mail import NOTE
-from kvloom.kernels.memory import fetch_add, observe, pointer_at, read_int, write
-from kvloom.kernels.signals import acquire, exchange, wake
 
 NOWHERE = -1
 _SPINS = 2000  # looks before the core is offered to others at each further one

@@ -12,9 +12,9 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
+from kvloom.kernels.cpu.memory import address_of, fetch_add, read, read_int, write
 from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.cpu.vector import LANES, add, load, multiply, multiply_add, splat, store, subtract, total
-from kvloom.kernels.memory import address_of, fetch_add, read, read_int, write
 
 
 @njit(inline="never")

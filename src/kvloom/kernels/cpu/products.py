@@ -11,6 +11,7 @@ from numba import njit, types
 
 from kvloom.kernels.cpu.attention import score
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
+from kvloom.kernels.cpu.memory import fetch_add, observe, prefetch, read
 from kvloom.kernels.cpu.offload_serve import look_when_due
 from kvloom.kernels.cpu.vector import (
     LANES,
@@ -25,7 +26,6 @@ from kvloom.kernels.cpu.vector import (
     subtract,
     tanh,
 )
-from kvloom.kernels.memory import fetch_add, observe, prefetch, read
 
 PANEL = 64  # columns
 _BYTES = PANEL * 4

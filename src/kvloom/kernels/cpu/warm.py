@@ -5,9 +5,8 @@ numba notices a change in a kernel's own file only, so what is cached from older
 
 from pathlib import Path
 
-from kvloom.kernels import signals
 from kvloom.kernels.cpu import attention as cpu_attention
-from kvloom.kernels.cpu import block_copy
+from kvloom.kernels.cpu import block_copy, signals
 from kvloom.kernels.cpu import decode_step as cpu_step
 from kvloom.kernels.cpu import elementwise as cpu_elementwise
 from kvloom.kernels.cpu import offload_serve as cpu_poll

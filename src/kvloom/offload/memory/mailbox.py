@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from kvloom.kernels.cpu.signals import SignalArguments, look, spin, swap, tell, try_take
 from kvloom.kernels.mail import HEAD, LINE, NOTE, WORDS, End
-from kvloom.kernels.signals import SignalArguments, look, spin, swap, tell, try_take
 from kvloom.kv import arena as memfd
 from kvloom.transfer.fenced import Count, Memory
 from kvloom.types.errors import BadRequest, ConfigError
