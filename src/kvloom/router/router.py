@@ -107,7 +107,7 @@ class Router:
         try:
             while True:
                 await candidates.until_somebody_is_up()
-                if call.let_in and call.progress.unwanted:
+                if call.progress.unwanted:
                     yield call.progress.end_unwanted()
                     if call.progress.over:
                         break
