@@ -204,6 +204,45 @@ def test_requests_wait_for_a_unit_that_has_died_the_new_ones_too() -> None:
     run(test)
 
 
+def test_one_choice_that_is_aborted_while_the_request_waits_ends_and_the_other_is_answered() -> None:
+    async def test() -> None:
+        async with managed(1) as played:
+            played.processes.die("a")
+            await turns()
+            request = body(n=2)
+            waiting = asyncio.create_task(ask(played.fleets.router, request))
+            await turns()
+            await played.fleets.router.abort(request.request, 0)
+            await turns()
+            assert not waiting.done()
+            played.processes.starts.set()
+            await played.fleets.clock.advance(1)
+            answer = await waiting
+            assert {choice: end.reason for choice, end in answer.ends.items()} == {0: "abort", 1: "length"}
+            assert (answer.tokens.keys(), len(answer.tokens[1])) == ({1}, 3)
+
+    run(test)
+
+
+def test_a_unit_that_dies_while_it_is_drained_is_not_waited_for() -> None:
+    """Somebody has taken it out of service."""
+
+    async def test() -> None:
+        async with managed(1) as played:
+            await played.orders.drain("a")
+            played.processes.die("a")
+            await turns()
+            assert played.states() == {"a": "down"}
+            with pytest.raises(Unavailable, match=r"no unit that serves m is up \(of a\)"):
+                await ask(played.fleets.router, body())
+            played.processes.starts.set()
+            await played.fleets.clock.advance(1)
+            await turns()
+            assert played.states() == {"a": "drained"}
+
+    run(test)
+
+
 def test_requests_wait_where_the_controller_has_yet_to_hear_of_the_death() -> None:
     async def test() -> None:
         async with managed(1) as played:

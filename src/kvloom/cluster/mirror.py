@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -12,6 +13,8 @@ from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.cluster.launcher import Change, Counted, Edited, News, Seen, Snapshot
 from kvloom.cluster.state import ABSENT, FleetSpec, FleetStatus, Outlook, Process, outlook
 from kvloom.types.errors import KvloomError, Unavailable
+
+_log = logging.getLogger(__name__)
 
 Said = Edit | Seen | Counted
 """What a gateway says to its controller."""
@@ -72,7 +75,12 @@ class Mirror:
             self.send(Edit(number=number, base=self.spec.revision, units=units or {}, **fields))
             while not answer.done():
                 await self._next(answer)
-            return answer.result()
+            overrode = answer.result()
+            if overrode:
+                _log.warning(
+                    "somebody else has changed %s at the same time; the last one wins", ", ".join(overrode)
+                )
+            return overrode
         finally:
             del self._edits[number]
 

@@ -108,7 +108,7 @@ class Session:
         try:
             while True:
                 await candidates.until_somebody_is_up()
-                if self.let_in and self.progress.unwanted:
+                if self.progress.unwanted:
                     yield self.progress.end_unwanted()
                     if self.progress.over:
                         break

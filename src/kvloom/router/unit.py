@@ -94,7 +94,7 @@ class Unit:
         """Whether it will take requests again, as far as anyone knows, and requests may wait for that."""
         match self.outlook:
             case "restarting" | "starting" | "down":
-                return True
+                return not self.drained
             case "here":
                 return self._managed and self.lost
             case _:

@@ -59,7 +59,7 @@ class Units(Mapping[str, Unit]):
         self._said: dict[Unit, UnitLoad | None] = {}
         self._late: set[Unit] = set()  # whose last answer is still to come
         self._coming: dict[str, asyncio.Task[None]] = {}  # Units that are being asked what they serve.
-        self._withdrawn: dict[str, int] = {}  # Calls at units that get no new ones, as told last.
+        self._withdrawn: set[str] = set()  # Units that get no new requests, as the controller knows.
         self._units = {name: self._unit(name, client) for name, client in engines.items()}
         if link is not None:
             link.mirror.follow(self._heed)
@@ -80,7 +80,7 @@ class Units(Mapping[str, Unit]):
             self._heed([*mirror.spec.units])
             while self._coming:
                 await asyncio.wait(self._coming.values())
-            self._count()
+            self._count(self._link)
             return
         async with asyncio.TaskGroup() as asking:
             for unit in self.values():
@@ -167,7 +167,7 @@ class Units(Mapping[str, Unit]):
             admit=self._admit,
             lost=self._lost,
             changed=self._changed,
-            emptied=self._count,
+            emptied=lambda: self._emptied(name),
             managed=self._link is not None,
             cards=cards,
         )
@@ -183,8 +183,7 @@ class Units(Mapping[str, Unit]):
                 self._stand(name, link)
             elif name in self._units and mirror.process(name).phase == "absent":
                 self._drop(name)
-        if not self._withdrawn.keys().isdisjoint(names) or self._withdrawn.keys() != self._counted():
-            self._count()
+        self._withdraw(names, link)
 
     def _stand(self, name: str, link: FleetLink) -> None:
         spec, process = link.mirror.spec.units[name], link.mirror.process(name)
@@ -221,17 +220,27 @@ class Units(Mapping[str, Unit]):
         if asked := self._asked.pop(unit, None):
             asked.cancel()
 
-    def _counted(self) -> set[str]:
-        """Those that get no new requests, whose calls the controller is to know."""
-        if self._link is None:
-            return set()
-        spec, processes = self._link.mirror.spec.units, self._link.mirror.status.processes
-        return {name for name in self._units if is_counted(spec.get(name), processes.get(name, ABSENT))}
+    def _withdraw(self, names: Collection[str], link: FleetLink) -> None:
+        """Those of them that get no new requests the controller is to know the calls of."""
+        units, processes = link.mirror.spec.units, link.mirror.status.processes
+        told = False
+        for name in names:
+            if name in self._units and is_counted(units.get(name), processes.get(name, ABSENT)):
+                self._withdrawn.add(name)
+                told = True
+            elif name in self._withdrawn:
+                self._withdrawn.discard(name)
+                told = True
+        if told:
+            self._count(link)
 
-    def _count(self) -> None:
-        if self._link is not None:
-            self._withdrawn = {name: self._units[name].calls for name in sorted(self._counted())}
-            self._link.mirror.send(Counted(self._link.mirror.seq, self._withdrawn))
+    def _emptied(self, name: str) -> None:
+        if self._link is not None and name in self._withdrawn:
+            self._count(self._link)
+
+    def _count(self, link: FleetLink) -> None:
+        calls = {name: self._units[name].calls for name in sorted(self._withdrawn)}
+        link.mirror.send(Counted(link.mirror.seq, calls))
 
     def _watch(self, unit: Unit, tasks: asyncio.TaskGroup) -> None:
         watches = unit.watch, unit.report.watch

@@ -40,7 +40,7 @@ def set_program(
     """Returns the program that was set while another gateway served, else the config's. One that cannot be
     loaded any more is forgotten."""
     given = snapshot.spec.program
-    if given is None:
+    if given is None or given == order.program:
         return configured
     try:
         return load_program(given.name, given.options)
@@ -50,7 +50,7 @@ def set_program(
             error.message,
             order.program.name,
         )
-        report(Edit(program=None))
+        report(Edit(program=order.program))
         return configured
 
 

@@ -75,7 +75,16 @@ def require_hub(models: Iterable[ModelSpec]) -> None:
     """Raises ConfigError for a model that is neither here nor to be had. The loaders would find that out too,
     after half a minute of asking again; what the hub answers is left to them."""
     for model in models:
-        if Path(model.path).is_dir() or isinstance(try_to_load_from_cache(model.path, CONFIG), str):
+        if Path(model.path).is_dir():
+            continue
+        try:
+            known = isinstance(try_to_load_from_cache(model.path, CONFIG), str)
+        except ValueError as error:  # It is no id of the hub, and was meant to be a folder.
+            raise ConfigError(
+                f"models.{model.name}: {model.path}: there is no such folder; a checkpoint's folder, or an "
+                "id of the hub, is right"
+            ) from error
+        if known:
             continue
         try:
             get_hf_file_metadata(hf_hub_url(model.path, CONFIG), timeout=HUB_SECONDS)

@@ -220,6 +220,7 @@ def specified(config: Config) -> FleetSpec:
             for engine in config.engines
         },
         groups=dict(config.groups),
+        program=config.program,
         drain=config.drain,
     )
 
