@@ -216,7 +216,9 @@ def test_it_goes_and_comes_again_and_has_one_process_at_most(tmp_path: Path) -> 
 def test_all_end_while_one_waits_to_start_again_and_one_does_not_listen(tmp_path: Path) -> None:
     async def check() -> None:
         async with watched(tmp_path, "ready", timing=NEVER) as one:
-            await one.until("ready", "gateway/1")
+            there = one.controller.status.processes
+            while [process.phase for process in there.values()] != ["ready", "ready"]:
+                await one.phases.get()
             one.signal(signal.SIGKILL)
             await one.until("waiting")
             one.signal(signal.SIGSTOP, "gateway/1")
