@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvloom.api.verbs import MAX_BODY
+from kvloom.api.routes import MAX_CONFIG
 from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.serve.component import LONGEST_REPORT, Component
 from kvloom.serve.orders import Progress, Report
@@ -32,7 +32,7 @@ def test_a_unit_described_at_the_greatest_length(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     short = b'{"name":"","path":""}'
     models = msgspec.json.decode(
-        b"[" + b",".join([short] * (MAX_BODY // len(short))) + b"]", type=tuple[ModelSpec, ...]
+        b"[" + b",".join([short] * (MAX_CONFIG // len(short))) + b"]", type=tuple[ModelSpec, ...]
     )
     engine = msgspec.structs.replace(spec("u"), models=models)
     asked = Edit(units={"u": UnitEdit(engine=engine)})
@@ -46,7 +46,7 @@ def test_a_unit_described_at_the_greatest_length(tmp_path: Path, monkeypatch: py
             await component.ended()
             return found
 
-    assert report.stat().st_size > 3 * MAX_BODY
+    assert report.stat().st_size > 3 * MAX_CONFIG
     assert asyncio.run(test()) == [asked]
 
 

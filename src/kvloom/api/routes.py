@@ -38,6 +38,10 @@ class Caller(Enum):
     ADMIN = "whoever has an admin key"
 
 
+MAX_ORDER: Final = 1 << 16
+MAX_CONFIG: Final = 1 << 19
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One method of one path."""
@@ -53,7 +57,7 @@ class Row:
     media: str = JSON
     chunk: Any = None  # the type of an event's data, if a request may ask for a stream
     note: str = "Done."  # what the document says of the answer
-    most: int = 1 << 16  # bytes of a body
+    most: int = MAX_ORDER  # bytes of a body
     error: type = ErrorAnswer
 
     @property
@@ -186,7 +190,7 @@ ADMIN: Final[tuple[Row, ...]] = (
         Apply,
         Applied,
         409,
-        most=1 << 22,
+        most=MAX_CONFIG,
     ),
 )
 
