@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.model_queue import WINDOW, Pace
+from kvloom.engine.model_queue import WINDOW, StepTime
 from kvloom.offload.policy import CALM, FIRST, LONGEST, STEP, Look, Share, Slowdown, adapted
 from tests.fleet.loads import model, unit
 
@@ -85,7 +85,7 @@ def course(look: Callable[[float], Look], count: int) -> list[float]:
 
 
 def test_a_slow_step_does_not_move_the_pace() -> None:
-    pace = Pace()
+    pace = StepTime()
     assert pace.seconds == 0
     for i in range(3 * WINDOW):
         pace.note(9.0 if i % 5 == 0 else 1.0)

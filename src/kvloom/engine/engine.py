@@ -14,7 +14,7 @@ from kvloom.engine.quotas import QuotaTuner, fit
 from kvloom.engine.report import unit_load
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
-from kvloom.engine.scheduler import Flights
+from kvloom.engine.scheduler import Scheduler
 from kvloom.engine.transfers import Transfers
 from kvloom.offload.loans import Borrower, Lender
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
@@ -67,7 +67,7 @@ class Engine:
             self._queues, promises, transport, clock, spec.lease, new_id=self._requests.new_id
         )
         self._arrivals = Arrivals(self._queues, self._reservations, clock)
-        self._flights = Flights(
+        self._scheduler = Scheduler(
             self._queues,
             self.pool,
             executor,
@@ -78,10 +78,10 @@ class Engine:
             wake=self._wake.set,
         )
         self._transfers = Transfers(
-            self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._flights.jobs
+            self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._scheduler.jobs
         )
         self._pauses = Pauses(
-            self._queues, self._requests, clock, spec.lease, jobs=lambda: self._flights.jobs
+            self._queues, self._requests, clock, spec.lease, jobs=lambda: self._scheduler.jobs
         )
         queue = next(iter(self._queues.values()))
         self.lender = Lender(queue, self.pool, promises, offload, clock, wake=self._called)
@@ -96,20 +96,20 @@ class Engine:
     async def run(self) -> None:
         """Until `stop`, and then until the last job has ended."""
         while True:
-            self._flights.take_in()
-            await self._requests.errands.told()
+            self._scheduler.process_outputs()
+            await self._requests.deferred.let_callers_run()
             self._expire()
-            if self._stopping and self._flights.none and self.lender.due is None:
+            if self._stopping and self._scheduler.is_idle and self.lender.due is None:
                 self.borrower.give_back_all()
                 return
             self._tuner.adapt()
             if not self._stopping:
                 for side in (self.lender, self.borrower):
-                    side.look(self._flights.lacks, self._flights.jobs)
-            while not self._stopping and self._flights.begin(watched=self.lender.watching):
+                    side.look(self._scheduler.lacks, self._scheduler.jobs)
+            while not self._stopping and self._scheduler.start_next(watched=self.lender.watching):
                 pass
-            if not self._flights.landed:
-                if self._flights.none and self._arrivals.due is None:
+            if not self._scheduler.has_ended:
+                if self._scheduler.is_idle and self._arrivals.due is None:
                     self._transfers.give_way()
                     self.lender.give_way()
                 await self._rest()
@@ -124,7 +124,7 @@ class Engine:
     def _expire(self) -> None:
         """Give up what nobody has renewed."""
         if self._leases.left == 0:
-            self._flights.cut()
+            self._scheduler.cut()
             self._leases.expire()
 
     async def stop(self) -> None:
@@ -141,7 +141,7 @@ class Engine:
 
     def _called(self) -> None:
         """Something has to be decided, after the steps that are under way."""
-        self._flights.cut()
+        self._scheduler.cut()
         self._wake.set()
 
     # -- what others call -----------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Engine:
             self._called()
             if not stream.ended:
                 received = self._reservations.take(body)
-                self._requests.begin(stream, guides, self._flights.jobs, received)
+                self._requests.begin(stream, guides, self._scheduler.jobs, received)
             yield []
             while True:
                 frame, over = await stream.frame()
@@ -234,7 +234,7 @@ class Engine:
         self._called()
 
     async def offer(self, body: Offer) -> Offered:
-        await self._flights.settled()
+        await self._scheduler.settled()
         return self._llumlet.select_migration(body)
 
     async def lend(self, body: Borrow) -> Loan:
@@ -249,7 +249,7 @@ class Engine:
         return Held(tokens=self.pool.caches[body.model].prefixes.evict(body.prompt))
 
     async def load(self) -> UnitLoad:
-        self._flights.sync()
+        self._scheduler.sync()
         waits = self.lender.waits()
         return unit_load(self._spec, self.pool, self._queues, waits, draining=self._stopping)
 

@@ -24,7 +24,7 @@ from kvloom.types.request import ModelCard
 WINDOW: Final = STEP_WINDOW
 
 
-class Pace:
+class StepTime:
     """The running median, which one slow step does not move."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Pace:
         return min(self.seconds, self._last[-1]) if len(self._last) == WINDOW else 0.0
 
 
-class Tally:
+class ModelStats:
     """Tokens, preemptions and jobs since the start. active: jobs that run now. last: the unit's count when a
     job last began or ended. changes: how often one of these two has changed."""
 
@@ -61,20 +61,20 @@ class Tally:
         self.preemptions = 0
         self.changes = 0
 
-    def started(self, phase: Phase, now: int) -> None:
+    def started(self, phase: Phase, jobs: int) -> None:
         """A job has started, the unit's `now`-th."""
         self.changes += 1
         self.jobs[phase] += 1
         self.active[phase] += 1
-        self.last[phase] = now
+        self.last[phase] = jobs
 
-    def finished(self, job: Job, drawn: int, steps: int, now: int) -> None:
-        """A job has ended well: it drew `drawn` tokens in `steps` steps, each as good as a job. now: jobs
+    def finished(self, job: Job, drawn: int, steps: int, jobs: int) -> None:
+        """A job has ended well: it drew `drawn` tokens in `steps` steps, each as good as a job. jobs: jobs
         that the unit has started."""
         self.changes += 1
         self.active[job.phase] -= 1
         self.jobs[job.phase] += steps - 1
-        self.last[job.phase] = now
+        self.last[job.phase] = jobs
         self.output_tokens += drawn
         if job.phase is Phase.PREFILL:
             self.prompt_tokens += job.tokens.size
@@ -110,8 +110,8 @@ class ModelQueue:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.planner: DecodePlanner[Sequence] = DecodePlanner(cache)
-        self.tally = Tally()
-        self.pace = Pace()
+        self.stats = ModelStats()
+        self.step_time = StepTime()
         self.changes = 0  # of who waits and who runs
 
     @property
@@ -124,10 +124,10 @@ class ModelQueue:
         tokens = max((s.tokens.length for some in (self.waiting, self.running) for s in some), default=0)
         return self.cache.geometry.blocks(tokens)
 
-    def enqueue(self, sequence: Sequence, now: int) -> None:
+    def enqueue(self, sequence: Sequence, jobs: int) -> None:
         """now: jobs that the unit has started."""
         self.changes += 1
-        sequence.waiting_since = now
+        sequence.waiting_since = jobs
         insort(self.waiting, sequence, key=_ORDER)
 
     def admit(self, sequence: Sequence) -> None:
@@ -140,7 +140,7 @@ class ModelQueue:
         sequence.adopted(self.cache.adopt(sequence.id, tokens, most, whole_pages=whole))
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
-        self.tally.cached_tokens += sequence.hits
+        self.stats.cached_tokens += sequence.hits
         if sequence.transfer:
             self.cache.sends.begin(sequence.id, sequence.transfer, sequence.computed)
 
@@ -161,10 +161,10 @@ class ModelQueue:
                 del self.waiting[at]
         sequence.become(status)
 
-    def fork(self, parent: Sequence, child: Sequence, now: int) -> None:
+    def fork(self, parent: Sequence, child: Sequence, jobs: int) -> None:
         """`child` goes on from the parent's tokens: sharing its pages, or, where no more may run, later."""
         if len(self.running) >= self.max_running:
-            self.enqueue(child, now)
+            self.enqueue(child, jobs)
             return
         self.changes += 1
         self.cache.fork_sequence(parent.id, child.id)
@@ -172,28 +172,28 @@ class ModelQueue:
         child.become(Status.RUNNING)
         self.running.append(child)
 
-    def preempt(self, now: int) -> bool:
+    def preempt(self, jobs: int) -> bool:
         """Takes the blocks of one sequence. It waits again and is computed again later, unless it can go
         where others give way instead. Returns False if all are in jobs."""
         victim = self.victim()
         for sequence in [] if victim is None else self.planner.givers(victim):
-            self.put_back(sequence, now)
+            self.put_back(sequence, jobs)
         return victim is not None
 
-    def put_back(self, sequence: Sequence, now: int) -> None:
+    def put_back(self, sequence: Sequence, jobs: int) -> None:
         """A running sequence waits again, and has no K and V."""
-        self.tally.preemptions += 1
-        sequence.preempted_at = now
+        self.stats.preemptions += 1
+        sequence.preempted_at = jobs
         self.release(sequence, Status.WAITING)
-        self.enqueue(sequence, now)
+        self.enqueue(sequence, jobs)
 
-    def relieve(self, ready: list[Sequence], now: int) -> bool:
+    def relieve(self, ready: list[Sequence], jobs: int) -> bool:
         """Puts back one sequence if some of `ready` find room for their next token nowhere: the last of them,
         or the last of all that have a lower priority. Returns False if all find room."""
         crowded = self.planner.crowded(ready)
         if crowded:
             last, victim = crowded[-1], max((s for s in self.running if not s.in_job), key=_ORDER)
-            self.put_back(victim if victim.order[0] > last.order[0] else last, now)
+            self.put_back(victim if victim.order[0] > last.order[0] else last, jobs)
         return bool(crowded)
 
     def decodable(self) -> list[Sequence]:
@@ -203,7 +203,7 @@ class ModelQueue:
     @property
     def decoding(self) -> bool:
         """A decode job of the model is under way."""
-        return self.tally.active[Phase.DECODE] > 0
+        return self.stats.active[Phase.DECODE] > 0
 
     def victim(self) -> Sequence | None:
         """Returns who is preempted next: the lowest priority, then the latest; never one in a job, nor one
@@ -216,7 +216,7 @@ class ModelQueue:
         cache = self.cache
         return sum(cache.blocks_for(s.id, s.pending if to_end else 1) for s in sequences)
 
-    def prefill_batch(self, budget: int, tokens: int, now: int) -> list[tuple[Sequence, int]]:
+    def prefill_batch(self, budget: int, tokens: int, jobs: int) -> list[tuple[Sequence, int]]:
         """Sequences for one prefill job with the tokens each takes: begun ones first, then admissions, while
         `budget` blocks and `tokens` tokens last. Admits what it takes, and what needs no
         prefill; not twice while no job starts, or preempting it could go on for ever."""
@@ -231,7 +231,7 @@ class ModelQueue:
             if sequence.status is Status.WAITING:
                 self.admit(sequence)
             budget -= need
-            if sequence.decodes and sequence.preempted_at != now:  # the next decode step takes it along
+            if sequence.decodes and sequence.preempted_at != jobs:  # the next decode step takes it along
                 continue
             count = min(tokens, sequence.pending)
             batch.append((sequence, count))
@@ -242,7 +242,7 @@ class ModelQueue:
 _NOBODY: Final = (0, 0, 0)
 
 
-class View:
+class CachedView:
     """Of one model. Looked at anew only where something has changed: policies are asked several times a job,
     and there may be hundreds of sequences."""
 
@@ -250,19 +250,19 @@ class View:
         self._queue = queue
         self._seen: tuple[tuple[object, ...], ModelView, int | None] | None = None
 
-    def at(self, now: int) -> ModelView:
+    def at(self, jobs: int) -> ModelView:
         """now: jobs that the unit has started."""
         queue = self._queue
-        counts = queue.changes, queue.tally.changes, queue.cache.changes
+        counts = queue.changes, queue.stats.changes, queue.cache.changes
         mark = *counts, queue.quota, queue.planner.mark
         if self._seen is None or self._seen[0] != mark:
-            self._seen = mark, *look(queue)
+            self._seen = mark, *model_view(queue)
         _, view, since = self._seen
-        waited = 0 if since is None else now - since
+        waited = 0 if since is None else jobs - since
         return view if waited == view.waited else replace(view, waited=waited)
 
 
-def look(queue: ModelQueue) -> tuple[ModelView, int | None]:
+def model_view(queue: ModelQueue) -> tuple[ModelView, int | None]:
     """The view, and since when its head has waited."""
     idle = [s for s in queue.running if not s.in_job]
     here = [s for s in idle if queue.planner.is_home(s)]
@@ -270,7 +270,7 @@ def look(queue: ModelQueue) -> tuple[ModelView, int | None]:
     begun = [s for s in idle if not s.decodes]
     room = len(queue.running) < queue.max_running
     head = begun[0] if begun else queue.waiting[0] if queue.waiting and room else None
-    tally = queue.tally
+    stats = queue.stats
     view = ModelView(
         name=queue.card.name,
         waiting=len(queue.waiting) if room else 0,
@@ -282,13 +282,13 @@ def look(queue: ModelQueue) -> tuple[ModelView, int | None]:
         held=len(here),
         victim=max(map(_ORDER, here), default=_NOBODY),
         running=len(queue.running),
-        prefilling=tally.active[Phase.PREFILL] > 0,
+        prefilling=stats.active[Phase.PREFILL] > 0,
         decoding=queue.decoding,
         used=queue.cache.used_blocks,
         quota=queue.quota,
         page_blocks=queue.cache.geometry.blocks_per_page,
-        last_prefill=tally.last[Phase.PREFILL],
-        last_decode=tally.last[Phase.DECODE],
+        last_prefill=stats.last[Phase.PREFILL],
+        last_decode=stats.last[Phase.DECODE],
         waited=0,
         prefill_share=queue.shares[0],
         decode_share=queue.shares[1],

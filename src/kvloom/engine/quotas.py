@@ -9,7 +9,7 @@ import msgspec
 
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.pool import Pool
-from kvloom.kv.quota import Usage, adapt_quotas, initial_quotas
+from kvloom.kv.quota import QuotaUsage, adapt_quotas, initial_quotas
 from kvloom.types.clock import Clock
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Executor
@@ -48,7 +48,7 @@ class QuotaTuner:
         if not self._moves or self._jobs == 0 or self._clock.now() < self._due:
             return
         usage = {
-            name: Usage(self._used[name] / self._jobs, queue.blocks(queue.waiting, to_end=True))
+            name: QuotaUsage(self._used[name] / self._jobs, queue.blocks(queue.waiting, to_end=True))
             for name, queue in self._queues.items()
         }
         self._set(adapt_quotas(self._total, {n: q.quota for n, q in self._queues.items()}, usage))

@@ -29,7 +29,7 @@ EVERY: Final = 8  # steps after a wait, until there may be another
 
 
 @dataclass(slots=True)
-class Reservation:
+class KVReservation:
     """Room for one request's tokens, and what its caller has been told."""
 
     body: PrepRecv
@@ -65,8 +65,8 @@ class Reservations:
         self._clock = clock
         self._lease = lease
         self._new_id = new_id
-        self._open: dict[str, Reservation] = {}
-        self._closing: list[Reservation] = []
+        self._open: dict[str, KVReservation] = {}
+        self._closing: list[KVReservation] = []
 
     @property
     def due(self) -> float | None:
@@ -103,7 +103,7 @@ class Reservations:
             raise
         cache.pages.promise(cache.page_list(sequence))
         due = self._clock.now() + self._lease
-        self._open[body.request] = Reservation(body, answer, cache, sequence, beyond, due, expected)
+        self._open[body.request] = KVReservation(body, answer, cache, sequence, beyond, due, expected)
         return answer
 
     def expected(self, model: str) -> list[float]:
@@ -203,7 +203,7 @@ class Reservations:
         for reservation in late:
             self._close(reservation)
 
-    def _close(self, reservation: Reservation) -> bool:
+    def _close(self, reservation: KVReservation) -> bool:
         """False if a sender still writes: it has been told to stop, and soon `expire` tries again."""
         ticket = reservation.answer.address.ticket
         received = self._transport.received(ticket)
@@ -215,10 +215,10 @@ class Reservations:
             self._closing.append(reservation)
         return closed
 
-    def _keep(self, reservation: Reservation, received: int) -> None:
+    def _keep(self, reservation: KVReservation, received: int) -> None:
         """Caches what has been received, and gives back the room; nobody writes to it any more."""
         cache, sequence, matched = reservation.cache, reservation.sequence, reservation.answer.matched
-        self._queues[reservation.body.model].tally.received_tokens += received - matched
+        self._queues[reservation.body.model].stats.received_tokens += received - matched
         cache.pages.unpromise(cache.page_list(sequence))
         if reservation.answer.end > matched:
             cache.commit_receive(sequence, received - matched)
@@ -282,7 +282,7 @@ class Arrivals:
         last = self._last.get(queue.card.name)
         if queue.card.name in self._waiting:
             return last
-        now, step = self._clock.now(), queue.pace.least
+        now, step = self._clock.now(), queue.step_time.least
         if step == 0 or (last and now < last.until + EVERY * max(step, last.step)):
             return None
         longest = min(LONGEST_PART * step, LONGEST_WAIT)

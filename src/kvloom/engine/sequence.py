@@ -17,7 +17,7 @@ from kvloom.types.transfer import Transfer
 _ROOM = 16
 
 
-class Tokens:
+class TokenBuffer:
     """Only ever grows, and never in place of a token that was there. So `prompt`, `output` and slices are
     views that stay true whatever is appended later, and that a job's thread may read meanwhile.
 
@@ -114,7 +114,7 @@ class Sequence:
     choice: int
     order: tuple[int, int, int]
     sampling: SamplingParams
-    tokens: Tokens
+    tokens: TokenBuffer
     prompt_logprobs: list[TokenLogprob]
     guide: GuideState | None = None
     transfer: Transfer | None = None
@@ -210,17 +210,17 @@ class Sequence:
         follow = self.tokens.prompt[first + 1 : last + 1].tolist()
         return [PromptRow(row + at - self.computed, token, top) for at, token in enumerate(follow, first)]
 
-    def strides(self, limit: int, *, told: bool) -> int:
+    def max_steps(self, limit: int, *, step_by_step: bool) -> int:
         """Tokens that it may take one after the other; 1 where one says how the next is drawn. limit: the
-        longest sequence. told: each is known as it comes, so that one may end it; else it takes them
+        longest sequence. step_by_step: each is known as it comes, so that one may end it; else it takes them
         whatever they are."""
         sampling = self.sampling
         bent = sampling.guide or sampling.penalised or sampling.logit_bias or sampling.min_tokens
-        ends = sampling.stop_token_ids and not told
+        ends = sampling.stop_token_ids and not step_by_step
         if bent or ends or sampling.logprobs is not None or self.transfer:
             return 1
         room = limit - self.tokens.length
-        return room if told else min(self.remaining, room)
+        return room if step_by_step else min(self.remaining, room)
 
     @property
     def remaining(self) -> int:

@@ -10,7 +10,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.requests import Requests, Stream
+from kvloom.engine.requests import Requests, RequestStream
 from kvloom.types.address import Endpoint, Ticket, resolve
 from kvloom.types.clock import together
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
@@ -47,7 +47,7 @@ class Transfers:
         self._jobs = jobs
         self._known: dict[_Key, asyncio.Future[Sent]] = {}
         self._open: dict[str, set[Transfer]] = {}
-        self._computing: dict[Transfer, Stream] = {}
+        self._computing: dict[Transfer, RequestStream] = {}
         self._stopped = False
 
     async def send(self, body: RemoteSend) -> Sent:
@@ -158,7 +158,7 @@ class Transfers:
         cache, sequence = queue.cache, self._requests.new_id()
         cached = cache.adopt(sequence, body.prompt, transfer.end)
         if cached == transfer.end:
-            queue.tally.cached_tokens += transfer.end - transfer.sent
+            queue.stats.cached_tokens += transfer.end - transfer.sent
             cache.sends.begin(sequence, transfer, cached)
             cache.sends.leave(sequence, transfer)
         cache.remove_sequence(sequence)

@@ -35,7 +35,7 @@ def _name(what: str, pid: int) -> str:
     return f"kvloom-{what}-{pid}"
 
 
-class Store(Protocol):
+class ArenaMemory(Protocol):
     """An arena, wherever its bytes lie. bytes: flat, `blocks` × `block_bytes` of them at least."""
 
     blocks: int

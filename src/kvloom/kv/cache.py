@@ -11,9 +11,9 @@ import numpy as np
 
 from kvloom.kv.pages import BlockAllocator, PageTable
 from kvloom.kv.prefix import PrefixTree, Recency, TokenIds
-from kvloom.kv.sequences import Held, Sends, SequenceTable
+from kvloom.kv.sequences import Sends, SequencePages, SequenceTable
 from kvloom.types.geometry import I32, I64, Geometry
-from kvloom.types.plan import PageCopy, Plan
+from kvloom.types.plan import ForwardPlan, PageCopy
 
 
 def make_plan(
@@ -23,7 +23,7 @@ def make_plan(
     appends: Sequence[int],
     copies: tuple[PageCopy, ...],
     ahead: int = 0,
-) -> Plan:
+) -> ForwardPlan:
     """The sequences have their pages for `appends[i]` more tokens each, or for `ahead`."""
     helds = [table.held[sequence] for sequence in sequences]
     counts: I64 = np.asarray(appends, dtype=np.int64)
@@ -40,7 +40,7 @@ def make_plan(
         for transfer in held.sends
         if transfer.sent < held.length + count
     )
-    return Plan(
+    return ForwardPlan(
         model=model,
         sequences=tuple(sequences),
         appends=counts,
@@ -209,7 +209,7 @@ class ModelCache:
         """Whether the next token of one of these goes into a page that others hold, so that it is copied."""
         return any(self._table.shares_tail(self._table.held[sequence]) for sequence in sequences)
 
-    def begin_forward(self, sequences: Sequence[int], appends: Sequence[int], ahead: int = 0) -> Plan:
+    def begin_forward(self, sequences: Sequence[int], appends: Sequence[int], ahead: int = 0) -> ForwardPlan:
         """Take the blocks for `appends[i]` more tokens of each sequence and plan all layers. ahead: tokens
         that each has blocks for at once, where the forward may go on to them (`extend_forward`)."""
         helds = [self._table.idle(sequence) for sequence in sequences]
@@ -221,7 +221,7 @@ class ModelCache:
             held.planned = count
         return make_plan(self.model, self._table, sequences, appends, copies, ahead)
 
-    def extend_forward(self, plan: Plan, count: int) -> None:
+    def extend_forward(self, plan: ForwardPlan, count: int) -> None:
         """The forward goes on: take the blocks for as many as `count` tokens of each sequence, in all."""
         helds = [self._table.held[sequence] for sequence in plan.sequences]
         if any(held.planned > count for held in helds):
@@ -230,12 +230,12 @@ class ModelCache:
         for held in helds:
             held.planned = count
 
-    def shorten_forward(self, plan: Plan) -> None:
+    def shorten_forward(self, plan: ForwardPlan) -> None:
         """The forward, which runs, goes on to no more tokens than it has: give back the blocks ahead."""
         for sequence in plan.sequences if plan.ahead else ():
             self._table.trim(self._table.held[sequence])
 
-    def end_forward(self, plan: Plan) -> None:
+    def end_forward(self, plan: ForwardPlan) -> None:
         """The forward has written what it planned: the tokens are valid now."""
         owners = self._copiers(plan)
         for sequence in plan.sequences:
@@ -251,7 +251,7 @@ class ModelCache:
             else:
                 self.pages.release([copy.source])
 
-    def abort_forward(self, plan: Plan) -> None:
+    def abort_forward(self, plan: ForwardPlan) -> None:
         """The forward failed: its tokens never were, nor perhaps its copies. Who was to write to one has the
         shared page back, and with it the forward's hold on that page."""
         owners = self._copiers(plan)
@@ -265,7 +265,7 @@ class ModelCache:
             held.planned = 0
             self._table.trim(held)
 
-    def _copiers(self, plan: Plan) -> dict[int, Held]:
+    def _copiers(self, plan: ForwardPlan) -> dict[int, SequencePages]:
         """By each copy's target, the sequence in the forward that it is for."""
         if not plan.copies:
             return {}

@@ -17,7 +17,7 @@ _FLOOR = 0.25  # no quota falls below this part of an equal share
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class QuotaUsage:
     """One model's last period: mean blocks held, and the blocks that its waiting requests would take."""
 
     used: float
@@ -38,7 +38,7 @@ def initial_quotas(
     return {m: max(geometries[m].blocks_per_page, int(share * scale)) for m, share in shares.items()}
 
 
-def adapt_quotas(total: int, quotas: Mapping[str, int], usage: Mapping[str, Usage]) -> dict[str, int]:
+def adapt_quotas(total: int, quotas: Mapping[str, int], usage: Mapping[str, QuotaUsage]) -> dict[str, int]:
     """Move blocks from models that leave their quota unused to those that press against it. The sum stays."""
     floor = int(_FLOOR * total / len(quotas))
     wants: dict[str, int] = {}

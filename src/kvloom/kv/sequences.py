@@ -19,7 +19,7 @@ _FEW: Final = 6  # sequences, looked at one by one sooner than as arrays
 
 
 @dataclass(slots=True)
-class Held:
+class SequencePages:
     """One sequence's row in the table. [0, length) is valid, [length, length + planned) is being written,
     [length, length + reserved) waits for a peer's write; pages cover all of it.
 
@@ -47,16 +47,16 @@ class SequenceTable:
         self.pages = pages
         self.width = pages.geometry.tokens_per_block
         self.tables: I32 = np.zeros((max_sequences, pages.geometry.pages(max_tokens)), dtype=np.int32)
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, SequencePages] = {}
         self._prefixes = prefixes
         self._rows = list(range(max_sequences - 1, -1, -1))
 
-    def add(self, sequence: int) -> Held:
+    def add(self, sequence: int) -> SequencePages:
         if sequence in self.held:
             raise ValueError(f"sequence {sequence} exists already")
         if not self._rows:
             raise ValueError(f"{self.model}: no room for more than {len(self.held)} sequences")
-        held = self.held[sequence] = Held(self._rows.pop())
+        held = self.held[sequence] = SequencePages(self._rows.pop())
         return held
 
     def remove(self, sequence: int) -> None:
@@ -64,27 +64,27 @@ class SequenceTable:
         self.pages.release([*self.page_list(held), *held.left])
         self._rows.append(held.row)
 
-    def idle(self, sequence: int) -> Held:
+    def idle(self, sequence: int) -> SequencePages:
         held = self.held[sequence]
         if held.planned:
             raise ValueError(f"sequence {sequence} is in a running forward")
         return held
 
-    def row(self, held: Held) -> I32:
+    def row(self, held: SequencePages) -> I32:
         """[pages] ids, a view."""
         return self.tables[held.row, : held.pages]
 
-    def page_list(self, held: Held) -> list[int]:
+    def page_list(self, held: SequencePages) -> list[int]:
         pages: list[int] = self.row(held).tolist()
         return pages
 
-    def share(self, held: Held, pages: Sequence[int], length: int) -> None:
+    def share(self, held: SequencePages, pages: Sequence[int], length: int) -> None:
         """An empty sequence begins with `length` tokens in `pages`, which it holds with others."""
         held.pages, held.length = len(pages), length
         self.row(held)[:] = pages
         self.pages.retain(pages)
 
-    def switch(self, held: Held, pages: Sequence[int]) -> None:
+    def switch(self, held: SequencePages, pages: Sequence[int]) -> None:
         """Hold `pages` instead of its first ones, which hold the same tokens."""
         for i, (own, page) in enumerate(zip(self.page_list(held), pages, strict=False)):
             if own != page:
@@ -92,7 +92,7 @@ class SequenceTable:
                 self.pages.release([own])
                 self.tables[held.row, i] = page
 
-    def trim(self, held: Held) -> None:
+    def trim(self, held: SequencePages) -> None:
         """Release the pages past the sequence's tokens, and those that are to come."""
         keep = self.pages.geometry.pages(held.length + held.planned + held.reserved)
         self.pages.release(self.page_list(held)[keep:])
@@ -100,21 +100,21 @@ class SequenceTable:
 
     # -- growth ---------------------------------------------------------------------------------------
 
-    def tail(self, held: Held) -> int | None:
+    def tail(self, held: SequencePages) -> int | None:
         """The page that the next token goes into, where it holds tokens already; None for a new one."""
         edge, offset = divmod(held.length, self.width)
         return int(self.tables[held.row, edge]) if offset else None
 
-    def shares_tail(self, held: Held) -> bool:
+    def shares_tail(self, held: SequencePages) -> bool:
         tail = self.tail(held)
         return tail is not None and int(self.pages.refs[tail]) > 1
 
-    def need(self, held: Held, count: int) -> int:
+    def need(self, held: SequencePages, count: int) -> int:
         """Pages that appending `count` tokens takes at least, a copied one included."""
         fresh = max(self.pages.geometry.pages(held.length + count) - held.pages, 0)
         return fresh + (self.shares_tail(held) and not self._takers([held]))
 
-    def need_each(self, helds: Sequence[Held], count: int) -> int:
+    def need_each(self, helds: Sequence[SequencePages], count: int) -> int:
         """Pages that all of them take for `count` more tokens each, by `need`."""
         if len(helds) <= _FEW:
             return sum(self.need(held, count) for held in helds)
@@ -122,7 +122,7 @@ class SequenceTable:
         fresh = int(np.maximum(-(-(lengths + count) // self.width) - pages, 0).sum())
         return fresh + sum(not self._takers([held]) for held in shared)
 
-    def _tails(self, helds: Sequence[Held]) -> tuple[I64, I64, list[Held]]:
+    def _tails(self, helds: Sequence[SequencePages]) -> tuple[I64, I64, list[SequencePages]]:
         """[B] lengths, [B] pages, and those that share their tail."""
         each = np.asarray([(h.row, h.length, h.pages) for h in helds], dtype=np.int64)
         rows, lengths, pages = each.reshape(-1, 3).T
@@ -131,7 +131,7 @@ class SequenceTable:
         shares = self.pages.refs[self.tables[rows[inside], edges[inside]]] > 1
         return lengths, pages, [helds[i] for i in inside[shares].tolist()]
 
-    def grow(self, helds: Sequence[Held], appends: Sequence[int]) -> tuple[PageCopy, ...]:
+    def grow(self, helds: Sequence[SequencePages], appends: Sequence[int]) -> tuple[PageCopy, ...]:
         """Give each sequence the pages for its new tokens, and one of its own for a tail that others hold.
 
         The shared page stays retained until the forward, which copies it, has ended: another holder may
@@ -157,11 +157,11 @@ class SequenceTable:
             self.row(held)[held.pages - count :] = [new.pop() for _ in range(count)]
         return tuple(copies)
 
-    def _takers(self, shared: Sequence[Held]) -> list[Held]:
+    def _takers(self, shared: Sequence[SequencePages]) -> list[SequencePages]:
         """Of those that share a tail with each other and the tree alone, the one with the most tokens in it:
         what it writes, nobody else has read."""
         users = Counter(self.tail(held) for held in shared)
-        most: dict[int, Held] = {}
+        most: dict[int, SequencePages] = {}
         for held in shared:
             tail = self.tail(held)
             if tail is None or not self.pages.cached[tail] or self.pages.refs[tail] != 1 + users[tail]:
@@ -170,7 +170,7 @@ class SequenceTable:
                 most[tail] = held
         return list(most.values())
 
-    def _copy_tail(self, held: Held, page: int) -> PageCopy:
+    def _copy_tail(self, held: SequencePages, page: int) -> PageCopy:
         edge, offset = divmod(held.length, self.width)
         copy = PageCopy(int(self.tables[held.row, edge]), page, offset)
         self.tables[held.row, edge] = page

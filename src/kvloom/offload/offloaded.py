@@ -14,7 +14,7 @@ from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.offload.policy import CopyBudget, OffloadPolicy, S
 from kvloom.types.job import Job
-from kvloom.types.plan import OffloadedRows, PageMove, Plan
+from kvloom.types.plan import ForwardPlan, OffloadedRows, PageMove
 
 Batch = list[tuple[S, int]]  # sequences with the tokens that each appends
 
@@ -71,7 +71,7 @@ class DecodePlanner(Generic[S]):
         self.home.keep(sequence.id, sequence.tokens.list(), tail=True)
         self.home.remove_sequence(sequence.id)
 
-    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], Plan, OffloadedRows | None]:
+    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], ForwardPlan, OffloadedRows | None]:
         """Plans one decode step of `batch`, of whom none is crowded: returns the batch in the order of its
         rows, and what is computed at home and elsewhere. ahead: as in `ModelCache.begin_forward`. Raises
         OutOfBlocks, with nothing changed, if the pool is short."""
@@ -123,7 +123,7 @@ class OffloadedSequences(DecodePlanner[S]):
         self.short = False  # requests have waited for blocks since this was last unset
         self.withdrawn = False  # the lender says that it has its blocks back
         self._ended = ended
-        self._step: Plan | None = None  # over the loan's blocks, of the step that runs
+        self._step: ForwardPlan | None = None  # over the loan's blocks, of the step that runs
         self._moving: list[tuple[S, bool]] = []  # in that step; True: out
 
     @property
@@ -181,7 +181,7 @@ class OffloadedSequences(DecodePlanner[S]):
             super().release(sequence)
         self._forget(sequence)
 
-    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], Plan, OffloadedRows | None]:
+    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], ForwardPlan, OffloadedRows | None]:
         """Whoever would have to come back, when as much as a step may copy is copied already, is not in the
         step. No other is planned until it has landed or failed."""
         policy, form, sequences = self.policy, self.home.geometry, [s for s, _ in batch]
@@ -299,7 +299,7 @@ class OffloadedSequences(DecodePlanner[S]):
         return PageMove(home, lent, np.minimum(width, count - firsts).astype(np.int32), out)
 
 
-def _step(cache: ModelCache, sequences: list[S]) -> Plan:
+def _step(cache: ModelCache, sequences: list[S]) -> ForwardPlan:
     if sequences:
         return cache.begin_forward([s.id for s in sequences], [1] * len(sequences))
-    return replace(Plan.none(cache.model, cache.pages.map), versions=cache.pages.versions)
+    return replace(ForwardPlan.none(cache.model, cache.pages.map), versions=cache.pages.versions)

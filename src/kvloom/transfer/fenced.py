@@ -17,10 +17,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvloom.kv import arena as memfd
-from kvloom.kv.arena import Store
+from kvloom.kv.arena import ArenaMemory
 from kvloom.transfer.ledger import Ledger, PeerLedger
-from kvloom.transfer.plane import PlaneTransfer, Worker
-from kvloom.transfer.target import Target
+from kvloom.transfer.plane import PlaneTransfer, TransferWorker
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.clock import has_ended
 from kvloom.types.errors import KvloomError, Unavailable
@@ -108,7 +108,7 @@ class FencedTransfer(PlaneTransfer):
         self,
         plane: FencedPlane,
         process: PeerProcess,
-        target: Target,
+        target: WriteTarget,
         address: KVAddress,
         begin: int,
         end: int,
@@ -183,7 +183,7 @@ class FencedTransfer(PlaneTransfer):
         return Unavailable(f"copying to {self.peer.unit} failed: {error}")
 
 
-class FencedPlane(Worker[PeerProcess]):
+class FencedPlane(TransferWorker[PeerProcess]):
     """Makes copies in the order in which they were put, whatever transfer they are of."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class FencedTransport(ABC, Generic[Peer]):
     """A `Transport` whose receivers keep a ledger that senders map, on one event loop. Peers are mapped once
     each, until the unit comes with another endpoint, is forgotten, or its process ends."""
 
-    def __init__(self, arena: Store, slots: int) -> None:
+    def __init__(self, arena: ArenaMemory, slots: int) -> None:
         self._arena = arena
         self._ledger = Ledger(slots)
         self._plane = FencedPlane()
@@ -247,7 +247,7 @@ class FencedTransport(ABC, Generic[Peer]):
 
     @abstractmethod
     def _transfer(
-        self, peer: Peer, target: Target, address: KVAddress, begin: int, end: int
+        self, peer: Peer, target: WriteTarget, address: KVAddress, begin: int, end: int
     ) -> FencedTransfer: ...
 
     def open(self, begin: int, digest: int) -> Ticket:
@@ -262,7 +262,7 @@ class FencedTransport(ABC, Generic[Peer]):
     def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> FencedTransfer:
         self._plane.refuse_over()
         reached = self._reach(peer)
-        target = Target.of(address, begin, end, own=self._arena, peer=reached)
+        target = WriteTarget.of(address, begin, end, own=self._arena, peer=reached)
         reached.ledger.claim(address.ticket, digest, begin, end)
         return self._transfer(reached, target, address, begin, end)
 

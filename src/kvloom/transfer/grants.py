@@ -25,7 +25,7 @@ _OVER = "this reservation is over"
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class Claim(Struct, frozen=True, array_like=True, tag=True):
+class WriteClaim(Struct, frozen=True, array_like=True, tag=True):
     """May I write tokens [begin, end)? digest: of the address, peer and prompt that I was given. metadata:
     how to reach me, as NIXL says it."""
 
@@ -37,13 +37,13 @@ class Claim(Struct, frozen=True, array_like=True, tag=True):
     metadata: bytes
 
 
-class Renew(Struct, frozen=True, array_like=True, tag=True):
+class ClaimRenewal(Struct, frozen=True, array_like=True, tag=True):
     """I am still at it."""
 
     number: Number
 
 
-class Done(Struct, frozen=True, array_like=True, tag=True):
+class WritesDone(Struct, frozen=True, array_like=True, tag=True):
     """Everything is there; I write no more."""
 
     number: Number
@@ -61,7 +61,7 @@ class Granted(Struct, frozen=True, array_like=True, tag=True):
     number: Number
 
 
-class Refused(Struct, frozen=True, array_like=True, tag=True):
+class ClaimRefused(Struct, frozen=True, array_like=True, tag=True):
     """You may not, or not any more; answer with Quit."""
 
     number: Number
@@ -74,8 +74,8 @@ class Delivered(Struct, frozen=True, array_like=True, tag=True):
     number: Number
 
 
-FromSender = Claim | Renew | Done | Quit
-FromReceiver = Granted | Refused | Delivered
+FromSender = WriteClaim | ClaimRenewal | WritesDone | Quit
+FromReceiver = Granted | ClaimRefused | Delivered
 Message = FromSender | FromReceiver
 
 Key = tuple[str, int]  # the sender's agent, and its number for the transfer
@@ -167,7 +167,7 @@ class Grants:
         """Returns what to answer, to whom."""
         key = agent, message.number
         with self._lock:
-            if isinstance(message, Claim):
+            if isinstance(message, WriteClaim):
                 return [(agent, self._claim(key, message, now))]
             found = next((r for r in self._open.values() if key in r.sends), None)
             if found is not None:
@@ -175,27 +175,27 @@ class Grants:
             return [] if isinstance(message, Quit) else [(agent, self._over(message.number))]
 
     def _hear(
-        self, reservation: _Reservation, key: Key, message: Renew | Done | Quit, now: float
+        self, reservation: _Reservation, key: Key, message: ClaimRenewal | WritesDone | Quit, now: float
     ) -> list[Letter]:
         match message:
             case Quit():
                 reservation.forget(key)
                 return []
-            case Done():
+            case WritesDone():
                 reservation.sends[key].until = None
                 return [] if reservation.closing else reservation.deliver()
-            case Renew():
+            case ClaimRenewal():
                 return [(key[0], self._renew(key, reservation, now))]
 
-    def _claim(self, key: Key, claim: Claim, now: float) -> FromReceiver:
+    def _claim(self, key: Key, claim: WriteClaim, now: float) -> FromReceiver:
         reservation = self._open.get(claim.ticket)
         if reservation is None or reservation.closing:
             return self._over(claim.number)
         if reservation.digest != claim.digest:
-            return Refused(claim.number, other_address(self._unit))
+            return ClaimRefused(claim.number, other_address(self._unit))
         reservation.expire(now)
         if reservation.claimed != claim.begin:
-            return Refused(
+            return ClaimRefused(
                 claim.number,
                 f"begin: tokens up to {reservation.claimed} of this reservation at {self._unit} are claimed; "
                 f"the next send begins there, not at {claim.begin}",
@@ -212,5 +212,5 @@ class Grants:
             send.until = now + self._grant + GRACE
         return Granted(key[1])
 
-    def _over(self, number: int) -> Refused:
-        return Refused(number, f"the reservation at {self._unit} is over")
+    def _over(self, number: int) -> ClaimRefused:
+        return ClaimRefused(number, f"the reservation at {self._unit} is over")

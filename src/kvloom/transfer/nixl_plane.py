@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from kvloom.transfer.grants import (
-    Claim,
+    ClaimRefused,
+    ClaimRenewal,
     Delivered,
-    Done,
     FromReceiver,
     FromSender,
     Granted,
@@ -23,12 +23,12 @@ from kvloom.transfer.grants import (
     Letter,
     Message,
     Quit,
-    Refused,
-    Renew,
+    WriteClaim,
+    WritesDone,
 )
-from kvloom.transfer.nixl_agent import Agent, Handle, Place, Spans, spans
-from kvloom.transfer.plane import PlaneTransfer, Submit, Worker
-from kvloom.transfer.target import Target
+from kvloom.transfer.nixl_agent import Agent, ArenaPlace, Handle, Spans, spans
+from kvloom.transfer.plane import PlaneTransfer, Submit, TransferWorker
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.transfer import BlockCopies, DeviceEvent, TransferState
@@ -56,10 +56,10 @@ class NixlTransfer(PlaneTransfer):
     def __init__(
         self,
         submit: Submit,
-        place: Place,
+        place: ArenaPlace,
         peer: Endpoint,
         where: NixlEndpoint,
-        target: Target,
+        target: WriteTarget,
         address: KVAddress,
         digest: int,
         begin: int,
@@ -143,11 +143,11 @@ Order = Letters | NixlTransfer | str  # letters to send, a transfer that begins,
 Task = tuple[PlaneTransfer, BlockCopies | None] | Order | None
 
 
-class NixlPlane(Worker[Order]):
+class NixlPlane(TransferWorker[Order]):
     """Speaks with all peers, one step of each transfer at a time."""
 
     def __init__(
-        self, agent: Agent, place: Place, address: int, grants: Grants, grant: float, clock: Clock
+        self, agent: Agent, place: ArenaPlace, address: int, grants: Grants, grant: float, clock: Clock
     ) -> None:
         """address: where this unit's arena begins."""
         super().__init__("kv-nixl")
@@ -231,7 +231,7 @@ class NixlPlane(Worker[Order]):
         return bool(heard)
 
     def _hear_sender(self, agent: str, message: FromSender) -> None:
-        if isinstance(message, Claim):
+        if isinstance(message, WriteClaim):
             with suppress(Unavailable):
                 self._agent.meet(agent, message.metadata)
         self._answer(self._grants.hear(agent, message, self._clock()))
@@ -254,7 +254,7 @@ class NixlPlane(Worker[Order]):
                     transfer.asked = None
                 if transfer.state is TransferState.PLANNED:
                     transfer.become(TransferState.CLAIMED)
-            case Refused(_, reason):
+            case ClaimRefused(_, reason):
                 transfer.fail(BadRequest(reason))
             case Delivered() if transfer.told:
                 self._settle(transfer, None)
@@ -300,8 +300,8 @@ class NixlPlane(Worker[Order]):
 
     def _question(self, transfer: NixlTransfer) -> FromSender:
         if transfer.granted:
-            return Renew(transfer.number)
-        return Claim(
+            return ClaimRenewal(transfer.number)
+        return WriteClaim(
             transfer.number,
             transfer.address.ticket,
             transfer.digest,
@@ -318,7 +318,7 @@ class NixlPlane(Worker[Order]):
             return True
         if transfer.ended and not transfer.pieces:
             transfer.told = True
-            self._tell(transfer, Done(transfer.number))
+            self._tell(transfer, WritesDone(transfer.number))
         return transfer.told
 
     def _write(self, transfer: NixlTransfer, piece: BlockCopies) -> None:

@@ -97,7 +97,7 @@ class PlaneTransfer(Transfer):
             self._settled.set_result(failure)
 
 
-class Worker(ABC, Generic[Order]):
+class TransferWorker(ABC, Generic[Order]):
     """Takes copies and orders off one queue, until it is closed or a step raises what nobody foresaw. From
     then on all transfers fail with the reason, those that are put later too; none waits for ever."""
 

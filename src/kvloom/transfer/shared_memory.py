@@ -16,7 +16,7 @@ from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kv.arena import Arena
 from kvloom.transfer.fenced import FencedPlane, FencedTransfer, FencedTransport, Memory, PeerProcess
 from kvloom.transfer.ledger import ROW_BYTES
-from kvloom.transfer.target import Target
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest
 from kvloom.types.transfer import BlockCopies
@@ -78,7 +78,7 @@ class ShmTransfer(FencedTransfer):
         source: npt.NDArray[np.uint8],
         plane: FencedPlane,
         peer: ShmPeer,
-        target: Target,
+        target: WriteTarget,
         address: KVAddress,
         begin: int,
         end: int,
@@ -119,7 +119,7 @@ class ShmTransport(FencedTransport[ShmPeer]):
         return ShmPeer(endpoint)
 
     def _transfer(
-        self, peer: ShmPeer, target: Target, address: KVAddress, begin: int, end: int
+        self, peer: ShmPeer, target: WriteTarget, address: KVAddress, begin: int, end: int
     ) -> ShmTransfer:
         return ShmTransfer(self._source, self._plane, peer, target, address, begin, end)
 

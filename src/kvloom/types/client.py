@@ -80,7 +80,7 @@ class Generator(Protocol):
         ended requests are fine."""
 
 
-class Server(Generator, Protocol):
+class ModelServer(Generator, Protocol):
     """Many engines that a gateway calls as one."""
 
     async def loads(self) -> dict[str, UnitLoad]:

@@ -79,7 +79,7 @@ class GroupSpec(Struct, frozen=True):
     scale: Scale
 
 
-class Group(Struct, frozen=True):
+class UnitGroup(Struct, frozen=True):
     """The same as it stands. starting: those that are about to have a process. away: those that can be given
     one now, in this order; those that were to lose theirs, and still have it, come first. models: what each
     serves. idle: seconds since the last request ended there."""
@@ -121,7 +121,7 @@ class FleetState(Struct, frozen=True, kw_only=True):
 
     loads: dict[str, UnitLoad]
     waiting: dict[str, int] = {}
-    groups: dict[str, Group] = {}
+    groups: dict[str, UnitGroup] = {}
 
 
 class Placement(Struct, frozen=True, kw_only=True):

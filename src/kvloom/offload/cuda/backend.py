@@ -12,8 +12,8 @@ from typing import Final, Protocol
 import torch
 
 from kvloom.kernels.mail import Lent, Trouble
-from kvloom.kv.arena import Store
-from kvloom.offload.cuda.attention_server import CudaAttentionServer, Lane, Serve
+from kvloom.kv.arena import ArenaMemory
+from kvloom.offload.cuda.attention_server import CudaAttentionServer, PolledLane, Serve
 from kvloom.offload.memory.device import BorrowedDeviceBlocks, DeviceLending
 from kvloom.offload.terms import Borrow, Loan, on_this_loop, one_number, watched
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
@@ -25,7 +25,7 @@ LOOKS: Final = 20_000_000  # of a `collect`, some ten seconds: a lender's first 
 _log = logging.getLogger(__name__)
 
 
-class Loans(Protocol):
+class ExecutorLoans(Protocol):
     """What the executor's forwards have to do with loans."""
 
     def lend(self, server: CudaAttentionServer | None) -> None: ...
@@ -36,19 +36,19 @@ class Loans(Protocol):
 class CudaExecutor(Protocol):
     """What lending and borrowing need of the executor."""
 
-    arena: Store
+    arena: ArenaMemory
 
     @property
-    def loans(self) -> Loans: ...
+    def loans(self) -> ExecutorLoans: ...
 
     @property
-    def lanes(self) -> Sequence[Lane]:
+    def lanes(self) -> Sequence[PolledLane]:
         """The lanes that forwards run on."""
 
     @property
     def serve(self) -> Serve: ...
 
-    def beside(self) -> Lane:
+    def beside(self) -> PolledLane:
         """Returns a new lane beside those of forwards."""
 
     def enter(self) -> None:
