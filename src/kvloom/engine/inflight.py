@@ -1,4 +1,4 @@
-"""A job under way, with the sequences it is for."""
+"""Jobs under way: how one is made of sequences, and where its results go."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from kvloom.types.request import PromptEvent, TokenEvent, TokenLogprob
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InflightBatch:
-    """batch: sequences with the tokens each appends. drawers: the sequence that each sample is for; asked:
-    the sequence of each prompt row."""
+    """A job under way, with its sequences."""
 
     job: Job
     batch: list[tuple[Sequence, int]]
+    """The sequences, each with the number of tokens that it appends."""
     drawers: list[Sequence]
+    """The sequence of each sample row."""
     asked: list[Sequence]
+    """The sequence of each prompt row."""
 
     def without(self, ids: set[int], result: JobResult) -> tuple[InflightBatch, JobResult]:
-        """As if these sequences had not been in a job of one step."""
+        """Returns the batch and its result without these sequences, for a job of one step."""
         drawn = [i for i, sequence in enumerate(self.drawers) if sequence.id not in ids]
         less = replace(
             self,
@@ -37,11 +39,12 @@ class InflightBatch:
         return less, replace(result, tokens=tokens, logprobs=logprobs)
 
     def steps(self, result: JobResult) -> int:
-        """That it took."""
+        """Returns the number of steps that the job took."""
         return len(result.tokens) // len(self.drawers) if self.job.steps > 1 else 1
 
     def drawn(self, result: JobResult) -> int:
-        """Tokens that come with its result; those that were told of step by step have been counted."""
+        """Returns the number of tokens that are still to be counted: all, or those of the last step if each
+        step was reported."""
         if self.job.on_step is None:
             return len(result.tokens)
         return sum(not drawer.cancelled for drawer in self.drawers)
@@ -55,8 +58,10 @@ def compose(
     steps: int = 1,
     on_step: Callable[[Job, list[int]], None] | None = None,
 ) -> InflightBatch:
-    """Plan and describe one job. steps: of a decode job. on_step: as in `Job`, of one that has the blocks for
-    all its steps at once. Raises OutOfBlocks, with nothing changed, where the pool is short."""
+    """Plans one job and describes it. Raises OutOfBlocks, with nothing changed, if the pool is short.
+
+    steps: of a decode job. on_step: as in `Job`, for a job that has the blocks for all its steps at once.
+    """
     if phase is Phase.DECODE:
         batch, plan, offloaded = queue.planner.plan(batch, steps if on_step else 0)
     else:
@@ -86,14 +91,14 @@ def compose(
 
 
 class OutputProcessor:
-    """Of one unit's jobs, whose tokens go to sequences and streams."""
+    """Passes the results of jobs on to sequences and streams."""
 
     def __init__(self, queues: Mapping[str, ModelQueue], requests: Requests) -> None:
         self._queues = queues
         self._requests = requests
 
     def process(self, inflight: InflightBatch, result: JobResult, jobs: int) -> None:
-        """A job has ended well."""
+        """Processes the result of a job that has ended well. jobs: how many the unit has started."""
         queue = self._queues[inflight.job.model]
         for asker, report in zip(inflight.asked, result.prompt_logprobs, strict=True):
             self._report_prompt(asker, report)
@@ -126,8 +131,8 @@ class OutputProcessor:
         self._requests.deferred.run()
 
     def process_step(self, inflight: InflightBatch, tokens: list[int]) -> bool:
-        """One step of a job that goes on has ended. Returns whether a sequence in it has, by jobs: what is
-        drawn for that one from here on nobody sees, though its K and V may be cached."""
+        """Processes one step of a job that goes on. Returns whether a sequence of the job has ended: nobody
+        sees what is drawn for that one from here on, though its K and V may be cached."""
         stats = self._queues[inflight.job.model].stats
         stats.output_tokens += sum(not drawer.cancelled for drawer in inflight.drawers)
         for drawer, token in zip(inflight.drawers, tokens, strict=True):
@@ -139,7 +144,8 @@ class OutputProcessor:
         return any(drawer.cancelled for drawer in inflight.drawers)
 
     def _process_earlier(self, inflight: InflightBatch, tokens: list[int]) -> None:
-        """Those of all steps but the job's last that `step` has not had; they end nothing."""
+        """Processes the tokens of all steps but the last, as far as `process_step` has not. They end no
+        sequence."""
         each = len(inflight.drawers)
         for i, drawer in enumerate(inflight.drawers if tokens else ()):
             own = tokens[i::each][drawer.output_length - inflight.job.samples[i].index :]
@@ -152,8 +158,8 @@ class OutputProcessor:
                 stream.extend([TokenEvent(drawer.choice, at, token) for at, token in enumerate(own, index)])
 
     def lose(self, inflight: InflightBatch, kept: InflightBatch, lost: list[Sequence], jobs: int) -> None:
-        """A step has ended, but only what is `kept` of it counts. The `lost` ones have no K and V any more,
-        and are computed again; the others are as before it."""
+        """Undoes a step for the sequences that are not in `kept`. Those of `lost` have no K and V any more
+        and are computed again; the others are as they were before the step."""
         queue, counted = self._queues[inflight.job.model], {s.id for s, _ in kept.batch}
         for sequence, _ in inflight.batch:
             if sequence.id not in counted:
@@ -165,7 +171,7 @@ class OutputProcessor:
                 queue.put_back(sequence, jobs)
 
     def fail(self, inflight: InflightBatch, error: BaseException) -> None:
-        """A job has failed: so have its sequences, and nothing else."""
+        """Ends the requests of a job that has failed; all other requests go on."""
         queue = self._queues[inflight.job.model]
         for sequence, _ in inflight.batch:
             sequence.in_job = False

@@ -1,4 +1,4 @@
-"""Decode jobs of many steps, for as long as nothing can have to be decided."""
+"""Multi-step decode: jobs of many steps, while there is nothing to decide between two steps."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from kvloom.types.job import Executor, Phase
 
 @dataclass(slots=True, eq=False)
 class _LongBatch:
-    """room: blocks that all its steps may take. steps: that have begun, as far as is known."""
+    """A decode job of many steps."""
 
     inflight: InflightBatch
     room: int
+    """Blocks that all its steps may take."""
     steps: int = 1
+    """Steps that are known to have begun."""
 
 
 class MultiStepDecode:
-    """What a policy would answer after a step is what it answered before it, while each model that could
-    decode does so, no sequence ends, and nobody waits, or, where the unit has one model, nobody who could be
-    let in. So such steps may be one job, if the executor can take several in one. Who calls meanwhile cuts
-    them short, and finds the unit as if they had been many jobs. Where the executor is ahead of the tokens
-    that it tells, one of them may end a sequence, which cuts them short as well.
+    """Decides how many steps a decode job takes, and ends running ones early.
+
+    A policy answers after a step what it answered before it while each model that could decode does so, no
+    sequence ends, and no request waits; if the unit has one model, while no request that could be let in
+    waits. Such steps may be one job if the executor can take several in one. A caller that comes meanwhile
+    cuts them short, and finds the unit as if they had been many jobs. If the executor has lookahead a token
+    of such a job may end a sequence, which cuts it short as well.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class MultiStepDecode:
         self._ending: list[_LongBatch] = []  # cut short
 
     def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
-        """For the decode job that the policy wants, having seen `view`."""
+        """Returns the number of steps for the decode job that the policy wants, having seen `view`."""
         most, queue = self._executor.max_steps, self._queues[action.model]
         if most == 1 or not batch or not queue.planner.multi_step or not self._takes_all(queue, len(batch)):
             return 1
@@ -65,20 +69,22 @@ class MultiStepDecode:
         return steps if room + claimed <= free else 1
 
     def _takes_all(self, queue: ModelQueue, count: int) -> bool:
-        """Whether a decode job of so many sequences takes all that it could. Beside a prefill that runs one
-        of many steps ends some time after it, which is for an executor that has little time between steps."""
+        """Returns whether a decode job of `count` sequences takes all that it could. A job of many steps ends
+        some time after a prefill that runs beside it, which only an executor with lookahead allows: it has
+        little time between steps."""
         if not self._executor.lookahead:
             return count == len(queue.running)
         return count == sum(not sequence.in_job for sequence in queue.running)
 
     def _settled(self, queue: ModelQueue) -> bool:
-        """It has nothing to do, or its jobs run and take all it has."""
+        """Returns whether the model has nothing to do, or its jobs run and take all its sequences."""
         if queue.waiting or (queue.stats.active[Phase.PREFILL] and not self._executor.lookahead):
             return False
         return all(sequence.in_job for sequence in queue.running)
 
     def _goes_on(self, view: UnitView, action: Decode) -> bool:
-        """Whether the policy would decode again. With one model, who does not fit now fits less and less."""
+        """Returns whether the policy would decode again. With one model, a request that does not fit now fits
+        less and less."""
         if len(view.models) > 1:
             return False
         jobs = view.jobs + 1
@@ -86,7 +92,8 @@ class MultiStepDecode:
         return self._policy(replace(view, models=(model,), last_was_prefill=False, jobs=jobs)) == action
 
     def started(self, inflight: InflightBatch) -> int:
-        """A job begins; where it is a single step, so are those that follow. Returns what `cut` does."""
+        """Notes that a job begins. If it has a single step, running jobs are cut short. Returns what `cut`
+        does."""
         if inflight.job.steps == 1:
             return self.cut()
         cache = self._queues[inflight.job.model].cache
@@ -95,19 +102,19 @@ class MultiStepDecode:
         return 0
 
     def ended(self, inflight: InflightBatch, steps: int) -> int:
-        """It has taken so many steps. Returns how many have begun anywhere, since this was last told."""
+        """Notes that a job has ended after `steps` steps. Returns the number of steps, of all jobs, that have
+        begun since the last such answer."""
         ended = [long for long in (*self._running, *self._ending) if long.inflight is inflight]
         self.failed(inflight)
         return sum(self._reach(long, steps) for long in ended) + self.sync()
 
     def failed(self, inflight: InflightBatch) -> None:
-        """It is over, and has taken no step."""
+        """Notes that a job has failed, as if it had taken no step."""
         self._running = [long for long in self._running if long.inflight is not inflight]
         self._ending = [long for long in self._ending if long.inflight is not inflight]
 
     def cut(self) -> int:
-        """Something has happened: whatever runs ends with the steps that are under way. Returns what `ended`
-        does."""
+        """Ends running jobs after the steps that are under way. Returns what `ended` does."""
         for long in self._running:
             self._executor.cut(long.inflight.job)
         more = self.sync()
@@ -119,7 +126,7 @@ class MultiStepDecode:
         return more
 
     def sync(self) -> int:
-        """Take the blocks for the steps that have begun. Returns what `ended` does."""
+        """Takes the blocks for the steps that have begun. Returns what `ended` does."""
         return sum(self._reach(long, self._executor.steps_begun(long.inflight.job)) for long in self._running)
 
     def _reach(self, long: _LongBatch, steps: int) -> int:

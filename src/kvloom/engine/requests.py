@@ -208,8 +208,8 @@ class Requests:
         return self._streams.get(request)
 
     def open(self, body: StartGenerate, transfer: Transfer | None = None) -> RequestStream:
-        """Lets a checked request in. It can be ended from here on, and computes nothing before `begin`. Raises
-        BadRequest if its id is in use, and QueueFull.
+        """Lets a checked request in. It can be ended from here on, and computes nothing before `begin`.
+        Raises BadRequest if its id is in use, and QueueFull.
 
         transfer: takes its K and V to a peer; a request may have several at a time.
         """
@@ -271,7 +271,7 @@ class Requests:
             self._end_after(sequence, output[-1])
 
     def _has_room(self, body: StartGenerate) -> None:
-        """Raises QueueFull if the queue is full. A request that goes on from another unit is let in anyway."""
+        """Raises QueueFull if the queue is full. A request that goes on from another unit comes in anyway."""
         queue = self._queues[body.model]
         if queue.full and not body.made:
             waiting = len(queue.waiting)

@@ -1,4 +1,4 @@
-"""The jobs under way, and what the policy makes of the device that they leave."""
+"""The scheduler of a unit: it starts the jobs that the policy wants, and processes those that end."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """jobs: those that have begun so far, each step of a longer one counted. wake: called when one has ended
-    and `process_outputs` is due."""
+    """Starts jobs as the batching policy says, and passes on what they have computed."""
 
     def __init__(
         self,
@@ -40,7 +39,9 @@ class Scheduler:
         *,
         wake: Callable[[], None],
     ) -> None:
+        """wake: called when a job or a step has ended, so that `process_outputs` is due."""
         self.jobs = 0
+        """Jobs that have begun so far, each step of a longer one counted."""
         self._queues = queues
         self._views = [CachedView(queue) for queue in queues.values()]
         self._pool = pool
@@ -53,32 +54,32 @@ class Scheduler:
         self._multistep = MultiStepDecode(queues, pool, executor, self._policy)
         self._wake = wake
         self._ended: deque[tuple[InflightBatch, asyncio.Future[JobResult]]] = deque()
-        self._long: set[InflightBatch] = set()  # under way, of many steps
-        self._steps: deque[tuple[Job, list[int]]] = deque()  # tokens of their steps, to be taken in
-        self._settling: list[asyncio.Future[None]] = []  # for those to have landed
+        self._long: set[InflightBatch] = set()  # jobs of many steps that are under way
+        self._steps: deque[tuple[Job, list[int]]] = deque()  # their steps that are to be processed
+        self._settling: list[asyncio.Future[None]] = []  # callers that wait until these have ended
         self._idle = executor.compute
         self._last_phase = Phase.DECODE
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way."""
+        """True while no job is under way."""
         return self._idle == self._executor.compute
 
     @property
     def has_ended(self) -> bool:
-        """Something is to be taken in."""
+        """True while an ended job is to be processed."""
         return bool(self._ended)
 
     def cut(self) -> None:
-        """What is under way ends with the step that it is at: something is to be decided."""
+        """Ends running jobs after the steps that are under way, because something is to be decided."""
         self.jobs += self._multistep.cut()
 
     def sync(self) -> None:
-        """Count what has begun; all goes on."""
+        """Counts the steps that have begun. All jobs go on."""
         self.jobs += self._multistep.sync()
 
     async def settled(self) -> None:
-        """Cut, and wait until sequences have all of their tokens, where jobs of many steps are under way."""
+        """Ends jobs of many steps, and waits until their sequences have all tokens."""
         self.cut()
         if self._long:
             settling: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -86,15 +87,17 @@ class Scheduler:
             await settling
 
     def lacks(self, blocks: int) -> bool:
-        """Whether the policy would do something else, were there `blocks` more: somebody waits for them, or
-        is about to give way."""
+        """Returns whether the policy would do something else if there were `blocks` more: a sequence waits
+        for them, or is about to be preempted."""
         view = self._view()
         richer = replace(view, free_blocks=view.free_blocks + blocks)
         return not same_turn(self._policy(view), self._policy(richer))
 
     def start_next(self, *, watched: bool = False) -> bool:
-        """Do as the policy says. False where that is nothing, or needs a running job's end first. watched:
-        after each step something else is to be decided."""
+        """Does what the policy says. Returns False if that is nothing, or needs a running job's end first.
+
+        watched: after each step something else is to be decided, so a job has one step.
+        """
         view = self._view()
         action = self._policy(view)
         if action is None:
@@ -146,8 +149,7 @@ class Scheduler:
         self._wake()
 
     def process_outputs(self) -> None:
-        """The tokens of every step that was told of, and of every ended job, go to their sequences and
-        streams."""
+        """Passes the tokens of ended steps and jobs on to their sequences and streams."""
         while self._steps:
             job, tokens = self._steps.popleft()
             inflight = next(inflight for inflight in self._long if inflight.job is job)

@@ -217,7 +217,7 @@ class OffloadPolicy(Generic[S]):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Observation:
     """What one period has shown."""
 
     short: bool
@@ -240,17 +240,17 @@ class Share:
     """The next such rest: twice as long with each fall, and shorter again while all is well."""
 
 
-def adapted(share: Share, look: Look, bound: float) -> Share:
-    """Returns the share after one more look. bound: the most slowdown that is wanted."""
-    if look.pressed:
+def adapted(share: Share, seen: Observation, bound: float) -> Share:
+    """Returns the share after one more observation. bound: the most slowdown that is wanted."""
+    if seen.pressed:
         return replace(share, value=0.0, rest=share.patience)
-    if look.slowdown is None:  # it can be measured while nothing is offloaded
+    if seen.slowdown is None:  # it can be measured while nothing is offloaded
         return replace(share, value=0.0)
-    if look.slowdown > bound and share.value > 0:
+    if seen.slowdown > bound and share.value > 0:
         return Share(_moved(share, -STEP), share.patience, min(2 * share.patience, LONGEST))
     if share.rest:
         return replace(share, rest=share.rest - 1)
-    if look.short and look.slowdown <= CALM * bound and share.value < 1:
+    if seen.short and seen.slowdown <= CALM * bound and share.value < 1:
         return replace(share, value=_moved(share, STEP))
     return replace(share, patience=max(FIRST, share.patience - 1))
 

@@ -119,8 +119,8 @@ class Executor(Protocol):
         """The number of steps of a job that may have begun beside the one whose tokens come next.
 
         Above 0, a job of several steps has the blocks for all of them at its start (`ForwardPlan.ahead`) and
-        passes the tokens of each step to `Job.on_step`, so that one of them may end a sequence; the rows drawn
-        after that mean nothing. At 0, all tokens come with the result.
+        passes the tokens of each step to `Job.on_step`, so that one of them may end a sequence; the rows
+        drawn after that mean nothing. At 0, all tokens come with the result.
         """
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
