@@ -26,25 +26,27 @@ LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a mo
 
 @dataclass(frozen=True, slots=True)
 class MigrationCandidate:
-    """A request with all its choices. lengths: of each choice in tokens, the prompt included.
-    left: tokens that the choice with most to do may still make, max_tokens and the longest context less what
-    it has made; nobody knows whether a stop token comes before. level: of its execution priority. shared:
-    tokens with which all choices begin, and which are held once for all of them."""
+    """A request with all its choices, as it could move."""
 
     request: str
     model: str
     lengths: tuple[int, ...]
+    """Tokens of each choice, the prompt included."""
     left: int
+    """Tokens that the choice with most to do may still make, by max_tokens and the longest context; nobody
+    knows whether a stop token comes before."""
     level: Level | None = None
+    """That of its execution priority."""
     shared: int = 0
+    """Tokens with which all choices begin, and which are held once for all of them."""
 
     @property
     def tokens(self) -> int:
-        """That are held for it."""
+        """Tokens that are held for the request."""
         return sum(self.lengths) - (len(self.lengths) - 1) * self.shared
 
     def blocks(self, model: ModelLoad) -> int:
-        """That hold it where its model is as there. Pages are shared whole."""
+        """Returns the blocks that hold the request at a unit that reports `model`. Pages are shared whole."""
         whole = self.shared - self.shared % model.page_tokens
         return sum(map(model.blocks, self.lengths)) - (len(self.lengths) - 1) * model.blocks(whole)
 
@@ -56,10 +58,10 @@ def choose(
     least_left: int = LEAST_LEFT,
     floor: float = 0.0,
 ) -> MigrationCandidate | None:
-    """The request to move to `destination`; None where there is none. One that is about to end stays. So
-    does one that would bring the destination's freeness below `floor`, in decode steps: 0 is where it just
-    holds it, and the threshold of sources where it need not give it away at once. One that drains holds
-    nothing."""
+    """Returns the request to move to `destination`; None if there is none. A request that is about to end
+    stays, and so does one that would bring the destination's freeness below `floor`, in decode steps. At 0
+    the destination just holds it; at the threshold of sources it need not give it away at once. A destination
+    that drains holds nothing."""
     best, rank = None, (math.inf, math.inf)
     for one in candidates:
         own = one.level.headroom if one.level else 0, one.tokens
@@ -69,7 +71,7 @@ def choose(
 
 
 def has_room(destination: UnitLoad, one: MigrationCandidate, floor: float) -> bool:
-    """Whether it keeps at least `floor` with this one."""
+    """Returns whether the destination keeps at least `floor` with this request."""
     model = destination.models.get(one.model)
     if model is None:
         return False
@@ -119,7 +121,7 @@ class Pauses:
                 self._go_on(stream)
 
     def let_go(self, request: str) -> None:
-        """The request is over, or goes on: nothing is kept for it."""
+        """Gives up what is kept for a request, which is over or goes on."""
         for tree, path in self._kept.pop(request, ()):
             tree.unpin(path)
 

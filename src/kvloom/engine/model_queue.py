@@ -1,4 +1,4 @@
-"""One model's sequences in the engine: who waits, who runs, and what the next job of each kind would take."""
+"""The queue of one model: which sequences wait, which run, and what the next job of each kind would take."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ _ORDER = attrgetter("order")
 
 
 class ModelQueue:
-    """One model's sequences that wait or run."""
+    """The sequences of one model that wait or run."""
 
     def __init__(
         self,
@@ -170,8 +170,8 @@ class ModelQueue:
         self.running.append(child)
 
     def preempt(self, jobs: int) -> bool:
-        """Takes the blocks of one sequence. It waits again and is computed again later, unless it can go
-        where others give way instead. Returns False if all are in jobs."""
+        """Takes the blocks of one sequence. It waits again and is computed again later, unless it can move to
+        a loan and others give way instead. Returns False if all are in jobs."""
         victim = self.victim()
         for sequence in [] if victim is None else self.planner.givers(victim):
             self.put_back(sequence, jobs)
@@ -243,8 +243,8 @@ _NOBODY: Final = (0, 0, 0)
 
 
 class CachedView:
-    """One model's view, made anew only if something has changed: policies are asked several times a job, and
-    there may be hundreds of sequences."""
+    """The view of one model, made anew only if something has changed: policies are asked several times a job,
+    and there may be hundreds of sequences."""
 
     def __init__(self, queue: ModelQueue) -> None:
         self._queue = queue

@@ -1,4 +1,4 @@
-"""What a unit and its models' queues report of themselves to the fleet."""
+"""The load that a unit and its models' queues report to the fleet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvloom.types.spec import EngineSpec
 def unit_load(
     spec: EngineSpec, pool: Pool, queues: Mapping[str, ModelQueue], waits: Waits | None, *, draining: bool
 ) -> UnitLoad:
-    """waits: those of tasks that this unit does for another."""
+    """Returns the load of the unit. waits: those of tasks that this unit does for another."""
     return UnitLoad(
         total_blocks=pool.total,
         free_blocks=pool.free,
@@ -31,7 +31,7 @@ def unit_load(
 
 
 def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
-    """levels: of execution priority."""
+    """Returns the load of one model. levels: those of execution priority."""
     cache, geometry = queue.cache, queue.cache.geometry
     waiting = [geometry.blocks(sequence.tokens.length) for sequence in queue.waiting]
     begun = (sequence for sequence in queue.running if not sequence.decodes)

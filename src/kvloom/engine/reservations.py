@@ -30,7 +30,7 @@ EVERY: Final = 8  # steps after a wait, until there may be another
 
 @dataclass(slots=True)
 class KVReservation:
-    """Room for one request's tokens, and what its caller has been told."""
+    """Room for one request's tokens, and the answer that its caller has had."""
 
     body: PrepRecv
     """As it was asked for, without its `due`."""
@@ -75,8 +75,8 @@ class Reservations:
         return min(times, default=None)
 
     def prepare(self, body: PrepRecv) -> Prepared:
-        """The verb prep_recv for a checked body. Raises OutOfBlocks if the pool is short or too much of it is
-        promised (see `Promises`), QueueFull if there are too many reservations."""
+        """Does the verb prep_recv for a checked body. Raises OutOfBlocks if the pool is short or too much of
+        it is promised (see `Promises`), QueueFull if there are too many reservations."""
         expected = None if body.due is None else self._clock.now() + body.due
         body = structs.replace(body, due=None)
         known = self._open.get(body.request)
@@ -153,9 +153,9 @@ class Reservations:
         return max(0.0, reservation.due - now)
 
     def take(self, body: StartGenerate) -> range:
-        """start_generate is here: what has been received, of its prompt or of what one of its choices has,
-        becomes cached; its sequence takes it from there like any other prefix. Returns which tokens those
-        are. Raises BadRequest if less than `begin` has been received."""
+        """Caches what has been received for a request that starts, of its prompt or of what one of its
+        choices has; its sequence takes it from there like any other prefix. Returns which tokens those are.
+        Raises BadRequest if less than `begin` has been received."""
         begin = resolve(body.begin, len(body.prompt), "begin")
         reservation = self._open.get(body.request)
         if reservation is None:
@@ -204,7 +204,8 @@ class Reservations:
             self._close(reservation)
 
     def _close(self, reservation: KVReservation) -> bool:
-        """False if a sender still writes: it has been told to stop, and soon `expire` tries again."""
+        """Closes the ticket. Returns False if a sender still writes: it has been told to stop, and soon
+        `expire` tries again."""
         ticket = reservation.answer.address.ticket
         received = self._transport.received(ticket)
         closed = self._transport.close(ticket)

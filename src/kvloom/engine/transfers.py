@@ -28,7 +28,7 @@ class _GivenUp(Exception):
 
 
 class Transfers:
-    """A unit's sends, by what they are of and where they go."""
+    """The sends of a unit, by request and destination."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Transfers:
         return [end for _, end in ranges]
 
     def _here(self, body: RemoteSend) -> tuple[int, int]:
-        """Returns where the send begins, and up to which token it is cached."""
+        """Returns the token that the send begins with, and the one up to which it is cached."""
         length = len(body.prompt)
         begin, end = resolve(body.begin, length, "begin"), resolve(body.end, length, "end")
         _, cached = self._queues[body.model].cache.prefixes.match(body.prompt, end)
@@ -110,8 +110,8 @@ class Transfers:
                 self._requests.close(stream, "abort")
 
     def give_way(self) -> None:
-        """No job runs, and none can start. Sends that were put back still keep the pages they have sent from,
-        and all that wait may wait for those: unless a send is about to end, the last of them is given up."""
+        """Gives up the last send, unless one is about to end, when no job runs and none can start. Sends that
+        were put back keep the pages they have sent from, and everybody else may wait for those."""
         if len(self._computing) < sum(map(len, self._open.values())):
             return
         keeping = [transfer for transfer in self._computing if transfer.held]

@@ -38,7 +38,7 @@ Lacks = Callable[[int], bool]
 
 
 class Queue(Protocol[S]):
-    """What a loan needs of a model's queue in the engine."""
+    """The part of a model's queue in the engine that a loan needs."""
 
     card: ModelCard
     form: KVForm

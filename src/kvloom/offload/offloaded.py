@@ -146,7 +146,8 @@ class OffloadedSequences(DecodePlanner[S]):
         return not self.policy.has(sequence)
 
     def ready(self, sequences: list[S]) -> list[S]:
-        """If some move out with the step to make room for others, these wait for that."""
+        """Returns what `DecodePlanner.ready` does. If some sequences move out with the step to make room for
+        others, these wait for that."""
         leaving = self.policy.urged(sequences)
         if not leaving:
             return sequences
@@ -165,7 +166,8 @@ class OffloadedSequences(DecodePlanner[S]):
         return [s.id for s in ready if self.is_home(s) and s not in leaving]
 
     def givers(self, victim: S) -> list[S]:
-        """If the loan has room for `victim`, or some there have a lower priority, it goes there instead."""
+        """Returns who is computed again. If the loan has room for `victim`, or some there have a lower
+        priority, `victim` goes there instead."""
         others = self.policy.displaced(victim)
         if others is None:
             return [victim]
@@ -176,14 +178,14 @@ class OffloadedSequences(DecodePlanner[S]):
         return self.policy.divide(ready, self._spare(ready), self.home.geometry)[2]
 
     def release(self, sequence: S) -> None:
-        """K and V in the loan are not cached anywhere."""
+        """Gives up what the sequence holds. K and V in the loan are not cached anywhere."""
         if self.is_home(sequence):
             super().release(sequence)
         self._forget(sequence)
 
     def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], ForwardPlan, OffloadedRows | None]:
-        """Whoever would have to come back, when as much as a step may copy is copied already, is not in the
-        step. No other is planned until it has landed or failed."""
+        """Plans one decode step. A sequence that would have to come back, when as much as a step may copy is
+        copied already, is not in the step. No other step is planned until this one has ended or failed."""
         policy, form, sequences = self.policy, self.home.geometry, [s for s, _ in batch]
         room = self._spare(sequences)
         here, first = [s for s in sequences if self.is_home(s)], policy.urged(sequences)
@@ -211,7 +213,7 @@ class OffloadedSequences(DecodePlanner[S]):
         return [(s, 1) for s in here + there], home, offloaded
 
     def land(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
-        """If something is lost the loan is over."""
+        """Ends the forward of a job. If something is lost the loan is over."""
         super().land(job, lost)
         if job.offloaded is None:
             return set(), []
@@ -232,7 +234,8 @@ class OffloadedSequences(DecodePlanner[S]):
         return set(), []
 
     def fail(self, job: Job) -> list[S]:
-        """The loan is over too: what nobody collects of a task may still be written to its blocks."""
+        """Aborts the forward of a job that has failed. The loan is over too: what nobody collects of a task
+        may still be written to its blocks."""
         super().fail(job)
         if job.offloaded is None:
             return []
@@ -250,8 +253,8 @@ class OffloadedSequences(DecodePlanner[S]):
         return self._available - self.home.blocks_for_each(self.takers(ready), 1)
 
     def _undo(self) -> list[S]:
-        """Forgets all offloaded sequences. Those on their way out are still at home; the others are there
-        without K and V, and are returned."""
+        """Forgets all offloaded sequences. Those on their way out are still at home; the others have no K and
+        V any more, and are returned."""
         if self._step is not None:
             self.cache.abort_forward(self._step)
         leaving = {s.id for s, out in self._moving if out}
@@ -267,7 +270,7 @@ class OffloadedSequences(DecodePlanner[S]):
         return gone
 
     def _arrived(self, sequence: S, *, out: bool) -> None:
-        """Gives up what the sequence holds where it was."""
+        """Gives up what the sequence holds at the side that it has left."""
         if out:
             self.home.remove_sequence(sequence.id)
         else:
@@ -281,8 +284,8 @@ class OffloadedSequences(DecodePlanner[S]):
             self.cache.remove_sequence(sequence.id)
 
     def _move(self, sequence: S, *, out: bool) -> PageMove:
-        """Takes room where the sequence goes; what it leaves it keeps until the step has landed. At home it
-        begins with what is cached there of it."""
+        """Takes room at the side that the sequence goes to; what it leaves it keeps until the step has ended.
+        At home it begins with what is cached there of it."""
         id_, count, width = sequence.id, sequence.computed, self.cache.geometry.tokens_per_block
         target, found = self.cache if out else self.home, 0
         if out:

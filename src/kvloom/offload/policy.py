@@ -31,7 +31,7 @@ class TokenList(Protocol):
 
 
 class SequenceState(Protocol):
-    """What the policy reads of an engine's sequence."""
+    """The part of an engine's sequence that the policy reads."""
 
     id: int
     order: tuple[int, int, int]
@@ -218,7 +218,7 @@ class OffloadPolicy(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one period has shown."""
+    """The observation of one period."""
 
     short: bool
     """Requests of the borrower have waited for blocks, or were preempted, and the loan has room."""
