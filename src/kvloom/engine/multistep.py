@@ -63,9 +63,8 @@ class MultiStepDecode:
         room = queue.cache.blocks_for_each([sequence.id for sequence, _ in batch], steps)
         claimed = sum(long.room for long in self._running)
         own = next(model for model in view.models if model.name == action.model)
-        free = (
-            view.free(own) if step_by_step else self._pool.available
-        )  # where all are taken now, not step by step
+        # With lookahead all blocks are taken now, and must be the model's to take; else step by step.
+        free = view.free(own) if step_by_step else self._pool.available
         return steps if room + claimed <= free else 1
 
     def _takes_all(self, queue: ModelQueue, count: int) -> bool:

@@ -166,7 +166,7 @@ class Scheduler:
                 result, running = future.result(), len(queue.running)
                 steps = inflight.steps(result)
                 self.jobs += self._multistep.ended(inflight, steps)
-                void, gone = queue.planner.land(inflight.job, result.lost)
+                void, gone = queue.planner.finish(inflight.job, result.lost)
                 if void:
                     whole = inflight
                     inflight, result = inflight.without(void, result)

@@ -77,7 +77,7 @@ class DecodePlanner(Generic[S]):
         OutOfBlocks, with nothing changed, if the pool is short."""
         return batch, self.home.begin_forward([s.id for s, _ in batch], [n for _, n in batch], ahead), None
 
-    def land(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
+    def finish(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
         """Ends the forward of a job. lost: why what was offloaded of it does not count. Returns the ids of
         the sequences for which the step does not count, and those of them whose K and V are lost."""
         self.home.end_forward(job.plan)
@@ -212,9 +212,9 @@ class OffloadedSequences(DecodePlanner[S]):
         offloaded = OffloadedRows(lent, tuple(moves)) if there or moves else None
         return [(s, 1) for s in here + there], home, offloaded
 
-    def land(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
+    def finish(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
         """Ends the forward of a job. If something is lost the loan is over."""
-        super().land(job, lost)
+        super().finish(job, lost)
         if job.offloaded is None:
             return set(), []
         if lost is not None:

@@ -113,7 +113,7 @@ def split(
 
 
 class Exchange(NamedTuple):
-    """One layer of a step with offloaded rows, in seconds."""
+    """The exchange of one layer of a step with offloaded rows, in seconds."""
 
     own: float
     """The attention at home, which goes on meanwhile."""

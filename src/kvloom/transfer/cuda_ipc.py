@@ -88,7 +88,7 @@ class _Foreign:
 
 
 class CudaMemory:
-    """One GPU's `DeviceMemory`, for one process. Copies have a stream of their own."""
+    """The `DeviceMemory` of a GPU, for one process. Copies have a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError if the driver cannot share memory from here."""
@@ -174,7 +174,7 @@ def open_driver() -> Driver:
 
 
 class CudaEndpoint(Struct, frozen=True, array_like=True):
-    """What an endpoint of kind `cuda` says: `handle` leads to the arena, as `DeviceMemory` has exported
+    """The address of an endpoint of kind `cuda`: `handle` leads to the arena, as `DeviceMemory` has exported
     it."""
 
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]

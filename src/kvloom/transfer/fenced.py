@@ -99,7 +99,7 @@ class PeerProcess:
 
 
 class FencedTransfer(PlaneTransfer):
-    """Its tokens are claimed already in the ledger of `process`, the peer's."""
+    """A transfer whose tokens are claimed already in the ledger of `process`, the peer's."""
 
     PIECE: ClassVar[int]
     """Bytes that are copied between two looks at the ledger."""
@@ -154,8 +154,8 @@ class FencedTransfer(PlaneTransfer):
         """Copies these blocks; they are there when it returns."""
 
     def finish(self) -> bool:
-        """Nothing more is copied: tells the ledger and the sender. False: what goes before is on its way
-        still."""
+        """Tells the ledger and the sender that nothing more is copied. Returns False if what goes before is
+        still on its way."""
         failure = self.failure
         try:
             if failure is None:
@@ -197,7 +197,7 @@ class FencedPlane(TransferWorker[PeerProcess]):
         self.order(peer)
 
     def _step(self) -> None:
-        """Its variables hold no peer's memory while the thread waits."""
+        """Does one task. No variable here holds a peer's memory while the thread waits."""
         match self._next():
             case PeerProcess() as peer:
                 self._new.append(peer)
@@ -210,7 +210,7 @@ class FencedPlane(TransferWorker[PeerProcess]):
                 self._ended.remove(transfer)
 
     def _next(self) -> tuple[PlaneTransfer, BlockCopies | None] | PeerProcess | None:
-        """None: nothing came."""
+        """Returns the next task; None if nothing came."""
         try:
             return self._queue.get(timeout=0 if self._new else _RETRY if self._ended else None)
         except Empty:

@@ -1,4 +1,5 @@
-"""What a receiver has reserved for senders that share no memory with it: they ask, and write while granted.
+"""Grants: the reservations of a receiver for senders that share no memory with it. They ask, and write while
+granted.
 
 The messages are what two units' transports tell each other. `number` is the sender's own name for a transfer;
 the network tells whom a message is from.
@@ -26,50 +27,49 @@ Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class WriteClaim(Struct, frozen=True, array_like=True, tag=True):
-    """May I write tokens [begin, end)? digest: of the address, peer and prompt that I was given. metadata:
-    how to reach me, as NIXL says it."""
+    """Asks whether tokens [begin, end) may be written."""
 
     number: Number
     ticket: Ticket
-    digest: Digest
+    digest: Digest  # of the address, peer and prompt that the sender was given
     begin: Position
     end: Position
-    metadata: bytes
+    metadata: bytes  # how to reach the sender, as NIXL says it
 
 
 class ClaimRenewal(Struct, frozen=True, array_like=True, tag=True):
-    """I am still at it."""
+    """Asks for more time to write."""
 
     number: Number
 
 
 class WritesDone(Struct, frozen=True, array_like=True, tag=True):
-    """Everything is there; I write no more."""
+    """Says that everything is written, and nothing more will be."""
 
     number: Number
 
 
 class Quit(Struct, frozen=True, array_like=True, tag=True):
-    """I write no more; nothing counts."""
+    """Says that nothing more will be written, and nothing counts."""
 
     number: Number
 
 
 class Granted(Struct, frozen=True, array_like=True, tag=True):
-    """You may write for the agreed time from when you asked."""
+    """Allows to write for the agreed time from when the sender asked."""
 
     number: Number
 
 
 class ClaimRefused(Struct, frozen=True, array_like=True, tag=True):
-    """You may not, or not any more; answer with Quit."""
+    """Forbids to write, or to go on writing; the sender answers with Quit."""
 
     number: Number
     reason: str
 
 
 class Delivered(Struct, frozen=True, array_like=True, tag=True):
-    """And all tokens before yours have arrived too."""
+    """Says that everything has arrived, with all tokens before it."""
 
     number: Number
 
@@ -84,11 +84,12 @@ Letter = tuple[str, FromReceiver]  # to this agent
 
 @dataclass(slots=True)
 class _Claimed:
-    """until: when its sender has stopped for sure; None: it has said so, and all is there."""
+    """The tokens that one sender has claimed."""
 
     begin: int
     end: int
     until: float | None
+    """When the sender has stopped for sure; None: it has said so, and all is there."""
 
 
 @dataclass(slots=True)

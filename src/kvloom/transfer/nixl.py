@@ -17,8 +17,8 @@ from kvloom.types.errors import BadRequest
 
 
 class NixlTransport:
-    """Implements `Transport`. That a reservation is over, or its tokens are claimed, a transfer's `arrived`
-    tells, not `claim`."""
+    """Implements `Transport`. If a reservation is over, or its tokens are claimed, a transfer's `arrived`
+    raises that, not `claim`."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class NixlTransport:
         grant: float = 2.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """place: where the arena's bytes lie. grant: seconds for which a sender may write unheard, the same
-        at all units. Raises ConfigError if NIXL is not installed, or cannot use the bytes."""
+        """place: the memory of the arena's bytes. grant: seconds for which a sender may write unheard, the
+        same at all units. Raises ConfigError if NIXL is not installed, or cannot use the bytes."""
         self._arena = arena
         self._place = place
         self._clock = clock

@@ -33,7 +33,7 @@ _PACE = 200  # microseconds between two looks of the progress thread
 
 
 class ArenaPlace(Protocol):
-    """Where a unit's arena lies, as NIXL has to know it."""
+    """The memory that a unit's arena lies in, as NIXL has to know it."""
 
     @property
     def kind(self) -> Kind:
@@ -57,7 +57,7 @@ class ArenaPlace(Protocol):
         thread."""
 
     def enter(self) -> None:
-        """Each thread that calls NIXL calls this before it does. Raises ConfigError."""
+        """Prepares the calling thread for calls to NIXL. Raises ConfigError."""
 
     def mark(self) -> DeviceEvent | None:
         """Returns the point up to which this thread has asked the device for something; None if there is

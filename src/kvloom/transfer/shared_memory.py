@@ -27,7 +27,8 @@ _CHUNK = 16 << 20  # bytes, about a millisecond of it
 
 
 class ShmEndpoint(Struct, frozen=True, array_like=True):
-    """What an endpoint of kind `shm` says: arena is blocks × block_bytes bytes, ledger slots × ROW_BYTES."""
+    """The address of an endpoint of kind `shm`. The arena has blocks × block_bytes bytes, the ledger slots ×
+    ROW_BYTES."""
 
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
     arena: Memory
@@ -69,7 +70,7 @@ class ShmPeer(PeerProcess):
 
 
 class ShmTransfer(FencedTransfer):
-    """source: all bytes of this unit's arena."""
+    """A transfer into another process' arena."""
 
     PIECE: ClassVar[int] = PIECE
 
@@ -83,6 +84,7 @@ class ShmTransfer(FencedTransfer):
         begin: int,
         end: int,
     ) -> None:
+        """source: all bytes of this unit's arena."""
         super().__init__(plane, peer, target, address, begin, end)
         self._source = source
         self._memory = peer.memory

@@ -1,4 +1,4 @@
-"""Where a transfer may write, and how its blocks are laid out."""
+"""The blocks that a transfer may write to, and how they are laid out."""
 
 from __future__ import annotations
 

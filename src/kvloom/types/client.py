@@ -92,7 +92,7 @@ class ModelServer(Generator, Protocol):
 
 
 class EngineClient(Generator, Protocol):
-    """One engine, called by its verbs (Microserving, section 3.1). The body of a verb, in `types.verbs`, says
+    """An engine, called by its verbs (Microserving, section 3.1). The body of a verb, in `types.verbs`, says
     what the verb does."""
 
     async def prep_recv(self, body: PrepRecv) -> Prepared: ...

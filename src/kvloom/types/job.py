@@ -16,7 +16,7 @@ from kvloom.types.request import ModelCard, SamplingParams, TokenLogprob
 
 
 class Phase(StrEnum):
-    """What a job computes: prompts, or one more token of each sequence."""
+    """The kind of a job: it computes prompts, or one more token of each sequence."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -28,7 +28,7 @@ def _no_tokens() -> I64:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One token to draw. `key` and `index` alone decide the draw's randomness."""
+    """A token to draw. `key` and `index` alone decide the draw's randomness."""
 
     row: int  # of the forward's tokens; several draws may share a row (n > 1)
     key: int
@@ -80,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What a job has computed."""
+    """The result of a job."""
 
     tokens: list[int]  # one id for each sample row, step by step
     logprobs: list[TokenLogprob | None]  # likewise; None for draws that did not ask for it

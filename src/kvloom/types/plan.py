@@ -21,7 +21,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """Where a forward reads and writes K and V. B sequences append N tokens in all."""
+    """The pages that a forward reads and writes. B sequences append N tokens in all."""
 
     model: str
     sequences: tuple[int, ...]  # B ids, in batch order

@@ -99,8 +99,8 @@ class RemoteAttention:
 
 
 class Polls:
-    """One forward of a unit that lends, which does what tasks there are between its operators or their
-    parts."""
+    """The polls of one forward of a unit that lends: it does what tasks there are between its operators or
+    their parts."""
 
     def __init__(self, server: AttentionServer, split: OperatorSplit) -> None:
         self.split = split
@@ -136,7 +136,7 @@ class Polls:
 
 @dataclass(slots=True)
 class ForwardOffload:
-    """What one forward has to do with other units."""
+    """The part that one forward has in offloading, to and from other units."""
 
     remote: RemoteAttention | None = None
     polls: Polls | None = None
@@ -145,7 +145,7 @@ class ForwardOffload:
 
 
 class CpuLoans:
-    """What the forwards of a unit have to do with loans; any thread may run one."""
+    """The loans of a unit, as its forwards deal with them; any thread may run one."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

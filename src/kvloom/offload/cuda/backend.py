@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExecutorLoans(Protocol):
-    """What the executor's forwards have to do with loans."""
+    """The part that the executor's forwards have in loans."""
 
     def lend(self, server: CudaAttentionServer | None) -> None: ...
     def borrow(self, model: str, loan: BorrowedDeviceBlocks, looks: int) -> None: ...
@@ -34,7 +34,7 @@ class ExecutorLoans(Protocol):
 
 
 class CudaExecutor(Protocol):
-    """What lending and borrowing need of the executor."""
+    """The part of the executor that lending and borrowing need."""
 
     arena: ArenaMemory
 

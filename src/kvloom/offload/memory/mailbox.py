@@ -205,8 +205,8 @@ class MailboxArray(NamedTuple):
 
 
 def layout(form: MailboxForm, values: np.dtype[np.generic] = FLOATS) -> dict[str, MailboxArray]:
-    """Returns where the arrays are, after the words; each begins a cache line. values: the type of q, k, v
-    and the output."""
+    """Returns the places of the arrays, after the words; each begins a cache line. values: the type of q, k,
+    v and the output."""
     shapes: dict[str, tuple[tuple[int, ...], np.dtype[np.void] | np.dtype[np.generic]]] = {
         "head": ((1,), HEAD),
         "pace": ((2,), _DOUBLES),
