@@ -104,7 +104,7 @@ def test_slowdown_is_against_steps_with_nothing_away() -> None:
         nonlocal steps
         steps += more
         report = unit(model(running=1, decode_jobs_total=steps, step_seconds=seconds))
-        return slowdown.seen(report, away=away)
+        return slowdown.seen(report, offloaded=away)
 
     assert seen(0, 1.0, away=False) is None
     assert seen(WINDOW - 1, 1.0, away=False) is None
@@ -124,5 +124,5 @@ def test_the_model_that_suffers_most_counts() -> None:
             model(decode_jobs_total=steps, step_seconds=seconds),
             model(decode_jobs_total=steps, step_seconds=seconds**3),
         )
-        found = slowdown.seen(unit(*models), away=steps > WINDOW)
+        found = slowdown.seen(unit(*models), offloaded=steps > WINDOW)
     assert found == pytest.approx(1.1**3 - 1)

@@ -1,4 +1,4 @@
-"""Jobs under way: how one is made of sequences, and where its results go."""
+"""Jobs under way: how one is made of sequences, and how its results reach them."""
 
 from __future__ import annotations
 

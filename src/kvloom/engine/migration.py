@@ -189,9 +189,10 @@ class Llumlet:
         self._levels = levels
 
     def select_migration(self, body: Offer) -> Offered:
-        """Requests that wait behind a first one that finds no room go before all that run: nothing is copied.
-        The paper leaves them where they are. Then requests at home go before those that are offloaded, whose
-        leaving frees no block here, and whose K and V are computed again."""
+        """Returns the request that is to move to a unit, if there is one. Requests that wait behind a first
+        one that finds no room go before all that run: nothing is copied. The paper leaves such requests at
+        their unit. Then requests at home go before those that are offloaded, whose leaving frees no block
+        here, and whose K and V are computed again."""
         besides = frozenset(body.besides)
         for one in self._stuck():
             there = body.destination.models.get(one.model)

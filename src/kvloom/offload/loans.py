@@ -275,7 +275,7 @@ class Borrower(Generic[S]):
             await self._ends.wait()
 
     def _over(self, model: str, why: str) -> None:
-        _log.warning("the loan of %s is over: %s; what was away is computed again", model, why)
+        _log.warning("the loan of %s is over: %s; what was offloaded is computed again", model, why)
         self._drop(model)
         self._ends.set()
 
@@ -318,7 +318,7 @@ class LoanKeeper(Generic[S]):
         self._slowdown = Slowdown()
 
     async def run(self) -> None:
-        """Runs for ever, unless the two units can never be woven: then that is said, and not tried again."""
+        """Runs for ever. If the two units can never be woven it says so and ends."""
         while True:
             wait, told = _FIRST, ""
             while (problem := await self._tried()) is not None:
@@ -368,7 +368,8 @@ class LoanKeeper(Generic[S]):
             self._observe(load)
 
     def _observe(self, load: UnitLoad | None) -> None:
-        """load: the lender's; None if it does not answer, and nobody knows how it fares."""
+        """Adapts the share to what a period has shown. load: the lender's; None if it does not answer, and
+        nobody knows how it fares."""
         loan = self._borrower.loan(self._model)
         if loan is None:
             return
@@ -378,8 +379,8 @@ class LoanKeeper(Generic[S]):
         if self._spec.share != "auto":
             return
         short, loan.short = loan.short and loan.policy.roomy, False
-        away = loan.count > 0 or loan.share > 0
-        slowdown = self._slowdown.seen(load, away=away) if load else None
+        offloaded = loan.count > 0 or loan.share > 0
+        slowdown = self._slowdown.seen(load, offloaded=offloaded) if load else None
         seen = Observation(short, slowdown, pressed=pressed)
         self._share = adapted(self._share, seen, self._spec.bound)
         if self._share.value != loan.share:

@@ -91,11 +91,12 @@ class DecodePlanner(Generic[S]):
 
 
 class OffloadedSequences(DecodePlanner[S]):
-    """A model's loan at the unit that borrows.
+    """The loan of a model at the unit that borrows.
 
     An offloaded sequence is registered with the loan's cache alone; while a step copies it, with both caches.
-    Its number and `share`, which may be set at any time, say whether it is to be offloaded: the steps after
-    that move those that it concerns, as far as there is room where they go, and a few at a time."""
+    Its number and `share`, which may be set at any time, say whether it is to be offloaded: later steps move
+    the sequences that this concerns, as far as there is room for them, and a few at a time.
+    """
 
     multi_step = False
 

@@ -268,10 +268,10 @@ class Slowdown:
         self._since: dict[str, int] = {}  # the steps there were when nothing was offloaded any more
         self._before: dict[str, int] = {}  # at the last report
 
-    def seen(self, load: UnitLoad, *, away: bool) -> float | None:
+    def seen(self, load: UnitLoad, *, offloaded: bool) -> float | None:
         """Returns the slowdown of the model that suffers most, of those that have stepped since the last
-        report; 0 if none has, None if it is not known what its steps take alone. away: something is
-        offloaded."""
+        report; 0 if none has, None if it is not known what its steps take alone. offloaded: whether anything
+        is."""
         worst: float | None = 0.0
         for name, model in load.models.items():
             steps = model.decode_jobs_total
@@ -279,7 +279,7 @@ class Slowdown:
             self._before[name] = steps
             if steps < before:  # it is another process
                 self._alone.pop(name, None)
-            if away or steps < before:
+            if offloaded or steps < before:
                 self._since.pop(name, None)
             elif steps - self._since.setdefault(name, steps) >= STEP_WINDOW:
                 self._alone[name] = model.step_seconds

@@ -168,7 +168,8 @@ class TaskSender:
 
 
 def _record(mailbox: OffloadMailbox, spent: I64) -> AskArguments:
-    """spent [layers + 2]: where the kernel writes times."""
+    """Returns the record of a mailbox for the kernels. spent [layers + 2]: the times that the kernel
+    writes."""
     form = mailbox.form
     return AskArguments(
         posted=mailbox.posted.address,
