@@ -72,10 +72,10 @@ class Engine:
         self._arrivals = Arrivals(queues, self._reservations, clock)
 
         # What runs next.
-        pool, tuner = self.pool, QuotaTuner(queues, spec, self.pool.total, clock)
-        self._tuner = tuner
+        pool = self.pool
+        self._tuner = QuotaTuner(queues, spec, pool.total, clock)
         self._scheduler = Scheduler(
-            queues, pool, executor, requests, tuner, self._arrivals, spec, wake=self._wake.set
+            queues, pool, executor, requests, self._tuner, self._arrivals, spec, wake=self._wake.set
         )
 
         # What leaves the unit, and what it lends and borrows.

@@ -97,19 +97,19 @@ class Ledger:
 
 
 class PeerLedger:
-    """A sender's end of the ledger of `unit`. fd: an open file description of this process alone; the
-    caller closes it. Claims may come from any thread, writing from one."""
+    """A sender's end of the ledger of `unit`. Claims may come from any thread, writing from one."""
 
     def __init__(self, unit: str, fd: int, slots: int) -> None:
+        """fd: an open file description of this process alone; the caller closes it."""
         self._unit = unit
         self._fd = fd
         self._rows = _rows(fd, slots)
         self._mine = threading.Lock()  # one description's locks do not keep its own threads apart
 
     def claim(self, ticket: Ticket, digest: int, begin: int, end: int) -> None:
-        """Tokens [begin, end) are the caller's to send. Raises BadRequest if the reservation is over, was
-        opened with another digest, or these are not the next ones, Unavailable if others do not stop
-        claiming."""
+        """Claims tokens [begin, end), which are the caller's to send from then on. Raises BadRequest if the
+        reservation is over, was opened with another digest, or these are not the next ones, Unavailable if
+        others do not stop claiming."""
         with self._claiming(ticket) as row:
             self._refuse_ended(ticket)
             if row[_DIGEST] != digest:

@@ -21,13 +21,12 @@ _RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
 
 
 class KVForm(Struct, frozen=True, kw_only=True):
-    """The form of a model's K and V, which two units must have in common to exchange it. dtype: torch's
-    name."""
+    """The form of a model's K and V, which two units must have in common to exchange it."""
 
     layers: _Size
     kv_heads: _Size
     head_dim: _Size
-    dtype: str
+    dtype: str  # torch's name
     block_bytes: _Size
     tokens_per_block: _Size
 
@@ -69,17 +68,17 @@ class Ticket(Struct, frozen=True, array_like=True):
 
 
 class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
-    """Tokens [begin, end) of a sequence at the receiver.
+    """The blocks for tokens [begin, end) of a sequence at the receiver.
 
-    blocks: runs of the receiver's block ids, in order [page, layer, head], for the pages that hold these
-    tokens: first and length of each, as little-endian int32 (base64 in JSON). Position p lies at offset
-    p mod tokens_per_block in its page, at both sides.
+    Position p lies at offset p mod tokens_per_block in its page, at both sides.
     """
 
     model: str
     form: KVForm
     begin: Position
     end: Position
+    # Runs of the receiver's block ids, in order [page, layer, head], for the pages that hold these tokens:
+    # first and length of each, as little-endian int32 (base64 in JSON).
     blocks: bytes
     ticket: Ticket
 

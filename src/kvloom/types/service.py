@@ -111,19 +111,20 @@ class Steps(Struct, frozen=True):
 
 
 class Pair(Struct, frozen=True, order=True):
-    """Two units: requests are to move from the one to the other."""
+    """Two units: requests are to move from `source` to `destination`."""
 
     source: str
     destination: str
 
 
 class Pairs(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """These pairs stand for `seconds` from now, unless others are told, and none beside them. floor: freeness
-    that a destination keeps, in decode steps: what would leave it with less does not move there."""
+    """The pairs that stand for `seconds` from now, unless others come, and none beside them."""
 
     pairs: tuple[Pair, ...]
     seconds: Annotated[float, Meta(gt=0)]
     floor: float = 0.0
+    """Freeness, in decode steps, that a destination keeps: a request that would leave it less does not move
+    there."""
 
 
 class FleetState(Struct, frozen=True, kw_only=True):
