@@ -106,7 +106,7 @@ class ModelCache:
         return tuple(self._table.held)
 
     def length(self, sequence: int) -> int:
-        """Tokens whose K and V are valid."""
+        """Returns the number of tokens whose K and V are valid."""
         return self._table.held[sequence].length
 
     def page_list(self, sequence: int) -> list[int]:

@@ -49,7 +49,7 @@ class Transfer(ABC):
     """
 
     def __init__(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> None:
-        """Tokens [begin, end) of `address` go to `peer`; the range may be empty."""
+        """Plans to send tokens [begin, end) of `address` to `peer`; the range may be empty."""
         self.peer = peer
         self.address = address
         self.begin = begin

@@ -62,9 +62,9 @@ def _prefill_share(view: UnitView, model: ModelView) -> tuple[int, bool]:
 
 
 def _budget(view: UnitView, model: ModelView) -> int:
-    """Blocks that new prompts of `model` may take: its quota's rest, or what no other model claims; less a
-    little room for what runs to grow, so that admission does not force a preemption at the next step. What
-    the urgent model lacks is kept for it alone."""
+    """Returns the blocks that new prompts of `model` may take: its quota's rest, or what no other model
+    claims; less a little room for what runs to grow, so that admission does not force a preemption at the
+    next step. What the urgent model lacks is kept for it alone."""
     urgent = view.urgent
     if model is urgent or view.walls:
         return view.free(model)
