@@ -20,9 +20,9 @@ from rich.console import Console
 from benchmarks.report import Cell, Finding, Report, this_machine
 from kvloom.cluster.scheduler import Period, decide
 from kvloom.engine.freeness import Thresholds
-from kvloom.engine.migration import Candidate, choose
+from kvloom.engine.migration import MigrationCandidate, choose
 from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad
-from kvloom.types.service import Group, Scale
+from kvloom.types.service import Scale, UnitGroup
 
 MOST: Final = {64: 10.0, 1000: 100.0}  # ms a period, by units
 PERIODS: Final = 40
@@ -82,9 +82,9 @@ def unit_load(draw: random.Random) -> UnitLoad:
     )
 
 
-def candidates(draw: random.Random, load: UnitLoad) -> list[Candidate]:
+def candidates(draw: random.Random, load: UnitLoad) -> list[MigrationCandidate]:
     return [
-        Candidate(f"r{number}", name, (draw.randint(1, 8000),), draw.randint(1, 1000))
+        MigrationCandidate(f"r{number}", name, (draw.randint(1, 8000),), draw.randint(1, 1000))
         for name, model in load.models.items()
         for number in range(model.running)
     ]
@@ -94,7 +94,7 @@ def play(units: int, periods: int) -> Run:
     """Each period has reports of its own, and the pairs of the last."""
     draw = random.Random(units)
     groups = {
-        f"group-{at}": Group(
+        f"group-{at}": UnitGroup(
             frozenset(f"unit-{number}" for number in range(at, min(at + 8, units))), Scale(1, 9)
         )
         for at in range(0, units, 8)

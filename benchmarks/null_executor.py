@@ -73,12 +73,12 @@ class NullExecutor:
         self.geometries = {name: _geometry(shape) for name, shape in shapes.items()}
         self.blocks = blocks
         self.compute = compute
-        self.stride, self.ahead = 1, 0
+        self.max_steps, self.lookahead = 1, 0
         self._clockwork = clockwork or Clockwork()
         self._period = period
         self._due = 0.0
 
-    def taken(self, job: Job) -> int:
+    def steps_begun(self, job: Job) -> int:
         return job.steps
 
     def cut(self, job: Job) -> None:

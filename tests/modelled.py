@@ -80,7 +80,7 @@ class ModelledExecutor:
     ) -> None:
         self.blocks = blocks
         self.compute = compute
-        self.stride, self.ahead = 1, 0
+        self.max_steps, self.lookahead = 1, 0
         self.geometries = {model: GEOMETRIES[model] for model in models}
         self.cards = {model: card(model, context) for model in models}
         self.failing = failing
@@ -91,7 +91,7 @@ class ModelledExecutor:
         self.arena = self.witness.arena
         self.wrong = self.witness.wrong
 
-    def taken(self, job: Job) -> int:
+    def steps_begun(self, job: Job) -> int:
         return job.steps
 
     def cut(self, job: Job) -> None:

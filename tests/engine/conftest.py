@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvloom.engine.batching.view import ModelView
-from kvloom.engine.model_queue import View, look
+from kvloom.engine.model_queue import CachedView, model_view
 from tests.engine.real_fleet import Fleet, make_fleet
 
 
@@ -19,11 +19,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
 @pytest.fixture(autouse=True)
 def _kept_views_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every test: what a policy is shown is what it would be shown if it were looked at anew."""
-    kept = View.at
+    kept = CachedView.at
 
-    def at(self: View, now: int) -> ModelView:
-        told, (fresh, since) = kept(self, now), look(self._queue)
+    def at(self: CachedView, now: int) -> ModelView:
+        told, (fresh, since) = kept(self, now), model_view(self._queue)
         assert told == replace(fresh, waited=0 if since is None else now - since)
         return told
 
-    monkeypatch.setattr(View, "at", at)
+    monkeypatch.setattr(CachedView, "at", at)

@@ -37,7 +37,7 @@ class AheadExecutor(ModelledExecutor):
 
     def __init__(self, blocks: int, stride: int, seed: int) -> None:
         super().__init__(blocks, seed=seed)
-        self.stride, self.ahead = stride, 1
+        self.max_steps, self.lookahead = stride, 1
         self.longest = self.beside = self._prefills = 0
         self._order = random.Random(seed)
         self._runs: list[_Run] = []
@@ -63,7 +63,7 @@ class AheadExecutor(ModelledExecutor):
     def _ended(self, prefill: bool) -> None:
         self._prefills -= prefill
 
-    def taken(self, job: Job) -> int:
+    def steps_begun(self, job: Job) -> int:
         return self._run(job).begun
 
     def cut(self, job: Job) -> None:
@@ -100,8 +100,8 @@ class AheadExecutor(ModelledExecutor):
             run.future.set_result(JobResult(run.tokens, [None] * len(run.tokens), [], 0.0))
             return
         self._write(self._step(run))
-        assert run.job.told is not None
-        run.job.told(run.job, drawn)
+        assert run.job.on_step is not None
+        run.job.on_step(run.job, drawn)
         self._soon(run)
 
     def _step(self, run: _Run) -> Job:

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvloom.engine.leases import Pins, Promises
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.reservations import Reservation, Reservations
-from kvloom.engine.sequence import Sequence, Tokens
+from kvloom.engine.reservations import KVReservation, Reservations
+from kvloom.engine.sequence import Sequence, TokenBuffer
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.types.errors import KvloomError, OutOfBlocks
@@ -133,7 +133,7 @@ class Budget(RuleBasedStateMachine):
                 choice=0,
                 order=(0, one, 0),
                 sampling=SamplingParams(max_tokens=1, seed=0),
-                tokens=Tokens(np.asarray(tokens_of(text), dtype=np.int64)),
+                tokens=TokenBuffer(np.asarray(tokens_of(text), dtype=np.int64)),
                 prompt_logprobs=[],
             ),
             0,
@@ -157,10 +157,10 @@ class Budget(RuleBasedStateMachine):
 
     # -- what holds -------------------------------------------------------------------------------------
 
-    def rooms(self) -> list[Reservation]:
+    def rooms(self) -> list[KVReservation]:
         return [*self.reservations._open.values(), *self.reservations._closing]
 
-    def pages(self, model: str, rooms: list[Reservation]) -> set[int]:
+    def pages(self, model: str, rooms: list[KVReservation]) -> set[int]:
         """Pinned, or of these."""
         cache = self.pool.caches[model]
         found = {page for page, holders in cache.prefixes.holders().items() if holders > 1}
@@ -169,7 +169,7 @@ class Budget(RuleBasedStateMachine):
                 found.update(cache.page_list(room.sequence))
         return found
 
-    def promised(self, rooms: list[Reservation] | None = None) -> dict[str, int]:
+    def promised(self, rooms: list[KVReservation] | None = None) -> dict[str, int]:
         """Blocks by model, counted anew."""
         some = self.rooms() if rooms is None else rooms
         caches: dict[str, ModelCache] = self.pool.caches

@@ -9,42 +9,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.model_queue import WINDOW, Pace
-from kvloom.offload.policy import CALM, FIRST, LONGEST, STEP, Look, Share, Slowdown, adapted
+from kvloom.engine.model_queue import WINDOW, StepTime
+from kvloom.offload.policy import CALM, FIRST, LONGEST, STEP, Observation, Share, Slowdown, adapted
 from tests.fleet.loads import model, unit
 
 BOUND = 0.15
 slowdowns = st.none() | st.floats(-0.5, 2)
-looks = st.builds(Look, st.booleans(), slowdowns, st.booleans())
+observations = st.builds(Observation, st.booleans(), slowdowns, st.booleans())
 shares = st.builds(Share, st.floats(0, 1), st.integers(0, LONGEST), st.integers(FIRST, LONGEST))
 
 
-@given(shares, looks)
-def test_it_stays_within_bounds_and_moves_by_steps(share: Share, look: Look) -> None:
-    after = adapted(share, look, BOUND)
+@given(shares, observations)
+def test_it_stays_within_bounds_and_moves_by_steps(share: Share, seen: Observation) -> None:
+    after = adapted(share, seen, BOUND)
     assert 0 <= after.value <= 1
     assert FIRST <= after.patience <= LONGEST
     assert after.value <= share.value + STEP + 1e-6
     if after.value > share.value:
-        assert look.short
-        assert not look.pressed
-        assert look.slowdown is not None
-        assert look.slowdown <= CALM * BOUND
+        assert seen.short
+        assert not seen.pressed
+        assert seen.slowdown is not None
+        assert seen.slowdown <= CALM * BOUND
         assert not share.rest
 
 
-@given(shares, looks)
-def test_it_is_zero_where_the_lender_needs_its_memory_or_nobody_knows(share: Share, look: Look) -> None:
-    if look.pressed or look.slowdown is None:
-        assert adapted(share, look, BOUND).value == 0
+@given(shares, observations)
+def test_it_is_zero_where_the_lender_needs_its_memory_or_nobody_knows(
+    share: Share, seen: Observation
+) -> None:
+    if seen.pressed or seen.slowdown is None:
+        assert adapted(share, seen, BOUND).value == 0
 
 
-@given(shares, looks)
-def test_on_constant_input_it_comes_to_rest(share: Share, look: Look) -> None:
+@given(shares, observations)
+def test_on_constant_input_it_comes_to_rest(share: Share, seen: Observation) -> None:
     values = []
     for _ in range(LONGEST + 40):
         values.append(share.value)
-        share = adapted(share, look, BOUND)
+        share = adapted(share, seen, BOUND)
     assert values == sorted(values) or values == sorted(values, reverse=True)
     assert len(set(values[-20:])) == 1
 
@@ -57,7 +59,7 @@ def test_against_a_lender_that_suffers_it_does_not_swing(slope: float, power: fl
     def suffers(value: float) -> float:
         return float(slope * value**power)
 
-    values = course(lambda value: Look(True, suffers(value)), 1200)
+    values = course(lambda value: Observation(True, suffers(value)), 1200)
     changes = [i for i, (a, b) in enumerate(pairwise(values)) if a != b]
     assert len(changes) <= 10 + 2 * 12 + 2 * (1200 // LONGEST)
     too_much = [value for value in values if suffers(value) > BOUND]
@@ -65,18 +67,18 @@ def test_against_a_lender_that_suffers_it_does_not_swing(slope: float, power: fl
 
 
 def test_it_rises_while_blocks_are_short_and_falls_with_the_lender_s_load() -> None:
-    values = course(lambda _: Look(True, 0.0), 30)
+    values = course(lambda _: Observation(True, 0.0), 30)
     assert values[:3] == [0.0, STEP, 2 * STEP]
     assert values[-1] == 1
     share = Share(0.5)
     for _ in range(5):
-        share = adapted(share, Look(True, 2 * BOUND), BOUND)
+        share = adapted(share, Observation(True, 2 * BOUND), BOUND)
     assert share.value == 0
-    assert adapted(Share(0.3), Look(True, 0.9 * BOUND), BOUND).value == 0.3
-    assert adapted(Share(0.3), Look(False, 0.0), BOUND).value == 0.3
+    assert adapted(Share(0.3), Observation(True, 0.9 * BOUND), BOUND).value == 0.3
+    assert adapted(Share(0.3), Observation(False, 0.0), BOUND).value == 0.3
 
 
-def course(look: Callable[[float], Look], count: int) -> list[float]:
+def course(look: Callable[[float], Observation], count: int) -> list[float]:
     share, values = Share(), []
     for _ in range(count):
         values.append(share.value)
@@ -85,7 +87,7 @@ def course(look: Callable[[float], Look], count: int) -> list[float]:
 
 
 def test_a_slow_step_does_not_move_the_pace() -> None:
-    pace = Pace()
+    pace = StepTime()
     assert pace.seconds == 0
     for i in range(3 * WINDOW):
         pace.note(9.0 if i % 5 == 0 else 1.0)
@@ -102,7 +104,7 @@ def test_slowdown_is_against_steps_with_nothing_away() -> None:
         nonlocal steps
         steps += more
         report = unit(model(running=1, decode_jobs_total=steps, step_seconds=seconds))
-        return slowdown.seen(report, away=away)
+        return slowdown.seen(report, offloaded=away)
 
     assert seen(0, 1.0, away=False) is None
     assert seen(WINDOW - 1, 1.0, away=False) is None
@@ -122,5 +124,5 @@ def test_the_model_that_suffers_most_counts() -> None:
             model(decode_jobs_total=steps, step_seconds=seconds),
             model(decode_jobs_total=steps, step_seconds=seconds**3),
         )
-        found = slowdown.seen(unit(*models), away=steps > WINDOW)
+        found = slowdown.seen(unit(*models), offloaded=steps > WINDOW)
     assert found == pytest.approx(1.1**3 - 1)

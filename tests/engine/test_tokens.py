@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.engine.sequence import Tokens
+from kvloom.engine.sequence import TokenBuffer
 from kvloom.types.geometry import I64
 
 IDS = st.integers(0, 2**31 - 1)
@@ -16,7 +16,7 @@ IDS = st.integers(0, 2**31 - 1)
 def test_views_stay_true_while_the_output_grows(
     prompt: list[int], output: list[int], data: st.DataObject
 ) -> None:
-    tokens = Tokens(np.array(prompt, dtype=np.int64))
+    tokens = TokenBuffer(np.array(prompt, dtype=np.int64))
     seen: list[tuple[I64, list[int]]] = []
     whole = list(prompt)
     for token in [*output, None]:
@@ -33,7 +33,7 @@ def test_views_stay_true_while_the_output_grows(
 
 def test_choices_share_their_prompt_and_nothing_else() -> None:
     prompt = np.array([3, 1, 4], dtype=np.int64)
-    one, two = Tokens(prompt), Tokens(prompt)
+    one, two = TokenBuffer(prompt), TokenBuffer(prompt)
     one.append(1)
     two.append(5)
     assert one.prompt is two.prompt

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.engine.engine import Engine
-from kvloom.offload.cpu.attention import CpuLoans, Part
+from kvloom.offload.cpu.attention import CpuLoans, ForwardOffload
 from kvloom.offload.terms import Borrow
 from kvloom.types.address import KVForm
 from kvloom.types.errors import BadRequest, Conflict, OutOfBlocks
@@ -192,7 +192,7 @@ def test_a_step_that_fails_ends_the_loan(paths: tuple[Path, Path], monkeypatch: 
     asked, steps = prompts(4), 0
     real = CpuLoans.offloaded
 
-    def fails_once(self: CpuLoans, job: Job, rows: OffloadedRows) -> Part:
+    def fails_once(self: CpuLoans, job: Job, rows: OffloadedRows) -> ForwardOffload:
         nonlocal steps
         steps += 1
         if steps == 3:

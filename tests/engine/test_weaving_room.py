@@ -33,14 +33,14 @@ def test_a_full_loan_is_not_gone_out_into_again_and_again() -> None:
 
     async def play() -> None:
         woven = borrow(engine, 1.0, 120)
-        real = woven.land
+        real = woven.finish
 
-        def land(job: Job, lost: str | None) -> tuple[set[int], list[Sequence]]:
+        def finish(job: Job, lost: str | None) -> tuple[set[int], list[Sequence]]:
             if any(out for _, out in woven._moving):
                 left.append(woven.cache.pages.available)
             return real(job, lost)
 
-        woven.land = land  # type: ignore[method-assign]
+        woven.finish = finish  # type: ignore[method-assign]
         await answered(engine, executor, [order("r" * i, MODEL, 16 + i, max_tokens=70) for i in range(1, 17)])
         assert woven.tokens > 400
         assert woven.went < 24

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvloom.cluster.dispatch import pair
 from kvloom.engine.freeness import Thresholds, freeness
-from kvloom.engine.migration import LEAST_LEFT, Candidate, choose
+from kvloom.engine.migration import LEAST_LEFT, MigrationCandidate, choose
 from kvloom.types.load import LevelLoad, UnitLoad
 from kvloom.types.request import Level
 from kvloom.types.service import Pair
@@ -21,11 +21,11 @@ EMPTY = unit(model())
 HIGH, HIGHER = Level(-1, 1600), Level(-2, 3200)
 
 
-def candidate(request: str, *lengths: int, left: int = 1000, model: str = "m") -> Candidate:
-    return Candidate(request, model, lengths, left)
+def candidate(request: str, *lengths: int, left: int = 1000, model: str = "m") -> MigrationCandidate:
+    return MigrationCandidate(request, model, lengths, left)
 
 
-def chosen(*candidates: Candidate, to: UnitLoad = EMPTY, floor: float = 0.0) -> str | None:
+def chosen(*candidates: MigrationCandidate, to: UnitLoad = EMPTY, floor: float = 0.0) -> str | None:
     one = choose(candidates, to, floor=floor)
     return None if one is None else one.request
 
@@ -90,7 +90,7 @@ def test_headroom_needs_its_room_too() -> None:
     unit_loads(),
     st.lists(
         st.builds(
-            Candidate,
+            MigrationCandidate,
             request=st.text("ab", min_size=1, max_size=4),
             model=st.sampled_from(["m", "m1", "m2"]),
             lengths=st.lists(st.integers(1, 900), min_size=1, max_size=3).map(tuple),
@@ -100,8 +100,8 @@ def test_headroom_needs_its_room_too() -> None:
         max_size=8,
     ),
 )
-def test_the_order_does_not_matter(destination: UnitLoad, some: list[Candidate]) -> None:
-    def rank(one: Candidate | None) -> object:
+def test_the_order_does_not_matter(destination: UnitLoad, some: list[MigrationCandidate]) -> None:
+    def rank(one: MigrationCandidate | None) -> object:
         return one and (one.level.headroom if one.level else 0, sum(one.lengths))
 
     one = choose(some, destination)

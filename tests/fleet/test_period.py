@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from kvloom.cluster.autoscale import Drain, Start
 from kvloom.cluster.scheduler import Period, carried_out, decide
 from kvloom.engine.freeness import Thresholds
-from kvloom.types.service import Group, Pair, Scale, Steps
+from kvloom.types.service import Pair, Scale, Steps, UnitGroup
 from tests.fleet.loads import model, unit
 
 BAND = Thresholds()
@@ -15,7 +15,7 @@ BAND = Thresholds()
 
 def test_a_period() -> None:
     scale = Scale(least=1, most=3, low=100, high=400, seconds=10)
-    groups = {"x": Group(frozenset("ab"), scale), "y": Group(frozenset("cde"), scale)}
+    groups = {"x": UnitGroup(frozenset("ab"), scale), "y": UnitGroup(frozenset("cde"), scale)}
     loads = {
         "a": unit(model(4, 16 * 999)),
         "b": unit(model(4, 16 * 985)),
@@ -40,8 +40,8 @@ def test_a_period() -> None:
 def test_of_several_groups_that_serve_a_model_the_first_is_started() -> None:
     scale = Scale(least=0, most=2, idle=60)
     both = {
-        "x": Group(frozenset("ab"), scale, away=("b", "a"), models=frozenset({"m", "n"})),
-        "y": Group(frozenset("c"), scale, away=("c",), models=frozenset({"m", "o"})),
+        "x": UnitGroup(frozenset("ab"), scale, away=("b", "a"), models=frozenset({"m", "n"})),
+        "y": UnitGroup(frozenset("c"), scale, away=("c",), models=frozenset({"m", "o"})),
     }
     for waiting, started in (({"m": 1}, "b"), ({"o": 1, "m": 0}, "c"), ({"m": 1, "o": 1}, "bc"), ({}, "")):
         steps = decide({}, Period(), 0.0, BAND, both, waiting).steps
@@ -55,6 +55,6 @@ def test_of_several_groups_that_serve_a_model_the_first_is_started() -> None:
 
 
 def test_what_is_idle_is_stopped() -> None:
-    group = Group(frozenset("ab"), Scale(least=0, most=2, idle=60), idle=61.0)
+    group = UnitGroup(frozenset("ab"), Scale(least=0, most=2, idle=60), idle=61.0)
     steps = decide({"a": unit(model())}, Period(), 0.0, BAND, {"x": group}).steps
     assert carried_out(steps, {"x": group}) == Steps(stop=("a",))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import Geometry
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 
 GEOMETRIES = {
     "wide": Geometry(layers=3, kv_heads=4, head_dim=16, itemsize=4, block_bytes=1024),  # 8 tokens, 12 blocks
@@ -51,7 +51,7 @@ class Account:
     def cache(self, name: Name) -> ModelCache:
         return self.pool.caches[name[0]]
 
-    def fill(self, plan: Plan, new: Sequence[Sequence[int]]) -> None:
+    def fill(self, plan: ForwardPlan, new: Sequence[Sequence[int]]) -> None:
         """A forward has copied its pages and written `new` to its sequences."""
         written = self.written[plan.model]
         for copy in plan.copies:

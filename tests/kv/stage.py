@@ -8,7 +8,7 @@ from random import Random
 
 from kvloom.kv.prefix import PinnedPath
 from kvloom.types.errors import OutOfBlocks
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 from tests.kv.account import CONTEXT, GEOMETRIES, SEQUENCES, TOTAL, Account, Contents, Name, after
 from tests.kv.trees import cached_tokens, check_form, longest, nodes
 
@@ -38,7 +38,7 @@ class Stage:
         self.account = Account()
         self.pool = self.account.pool
         self.tokens = self.account.tokens
-        self.flights: list[tuple[Plan, list[list[int]]]] = []
+        self.flights: list[tuple[ForwardPlan, list[list[int]]]] = []
         self.reserved: dict[Name, list[int]] = {}
         self.shipping: dict[Name, Shipping] = {}
         self.held: list[tuple[str, list[int], Contents]] = []
@@ -126,7 +126,7 @@ class Stage:
         self.flights.append((plan, new))
         return True
 
-    def check_sends(self, plan: Plan) -> None:
+    def check_sends(self, plan: ForwardPlan) -> None:
         """Each marked token that the forward computes is sent from where it is written."""
         wanted: list[tuple[int, int]] = []
         for sequence, start, count in zip(plan.sequences, plan.starts, plan.appends, strict=True):
@@ -143,7 +143,7 @@ class Stage:
         ]
         assert sorted(found) == sorted(wanted)
 
-    def do_end(self, plan: Plan, new: list[list[int]]) -> None:
+    def do_end(self, plan: ForwardPlan, new: list[list[int]]) -> None:
         self.pool.caches[plan.model].end_forward(plan)
         for sequence, tokens in zip(plan.sequences, new, strict=True):
             name = (plan.model, sequence)

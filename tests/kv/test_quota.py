@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.kv.quota import Usage, adapt_quotas, initial_quotas
+from kvloom.kv.quota import QuotaUsage, adapt_quotas, initial_quotas
 from kvloom.types.geometry import Geometry
 
 WIDE = Geometry(layers=4, kv_heads=4, head_dim=16, itemsize=4, block_bytes=1024)  # 8 tokens, 16 blocks
@@ -43,17 +43,18 @@ def test_initial_quotas_follow_rate_and_blocks_a_token() -> None:
 
 
 @st.composite
-def _periods(draw: st.DrawFn) -> tuple[int, dict[str, int], dict[str, Usage]]:
+def _periods(draw: st.DrawFn) -> tuple[int, dict[str, int], dict[str, QuotaUsage]]:
     quotas = {name: draw(st.integers(1, 1000)) for name in sorted(draw(_NAMES))}
     usage = {
-        name: Usage(draw(st.floats(0, 1500)), draw(st.sampled_from([0, 0, 1, 40, 5000]))) for name in quotas
+        name: QuotaUsage(draw(st.floats(0, 1500)), draw(st.sampled_from([0, 0, 1, 40, 5000])))
+        for name in quotas
     }
     return sum(quotas.values()), quotas, usage
 
 
 @given(period=_periods())
 def test_adapting_moves_blocks_from_the_idle_to_the_pressed(
-    period: tuple[int, dict[str, int], dict[str, Usage]],
+    period: tuple[int, dict[str, int], dict[str, QuotaUsage]],
 ) -> None:
     total, quotas, usage = period
     after = adapt_quotas(total, quotas, usage)
@@ -82,7 +83,7 @@ def test_adapting_settles() -> None:
     quotas = {"busy": 500, "idle": 500}
     seen = [quotas]
     while len(seen) < 20:
-        usage = {"busy": Usage(0.95 * quotas["busy"], 10_000), "idle": Usage(0.0, 0)}
+        usage = {"busy": QuotaUsage(0.95 * quotas["busy"], 10_000), "idle": QuotaUsage(0.0, 0)}
         quotas = adapt_quotas(1000, quotas, usage)
         seen.append(quotas)
     assert seen[1] == {"busy": 600, "idle": 400}

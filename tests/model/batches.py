@@ -13,7 +13,7 @@ from kvloom.exec.cpu.layer import Forward
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import I64, Geometry
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 
 
 class Batch:
@@ -34,7 +34,7 @@ class Batch:
         tokens: I64,
         appends: Sequence[int],
         kept: I64,
-        state: Callable[[Plan, Tensor], ForwardState] = ForwardState,
+        state: Callable[[ForwardPlan, Tensor], ForwardState] = ForwardState,
     ) -> Tensor:
         """Append `appends[i]` tokens to each sequence → logits of the rows `kept`."""
         plan = self._cache.begin_forward(self._sequences, list(appends))

@@ -25,7 +25,7 @@ from kvloom.offload.terms import Borrow
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.address import KVForm
 from kvloom.types.geometry import I64
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.model.batches import Batch, on_threads
 from tests.model.loading import load
@@ -68,7 +68,7 @@ class Loaned:
 
     def step(self, tokens: I64, kept: I64) -> tuple[Tensor, str | None]:
         plans = [
-            cache.begin_forward(ids, [1] * len(ids)) if ids else Plan.none("m", cache.pages.map)
+            cache.begin_forward(ids, [1] * len(ids)) if ids else ForwardPlan.none("m", cache.pages.map)
             for cache, ids in zip(self._caches, self._ids, strict=True)
         ]
         geometry = self._caches[0].geometry

@@ -19,7 +19,7 @@ from kvloom.offload.cpu.attention_server import AttentionServer, OperatorSplit
 from kvloom.offload.memory.borrower import BorrowedBlocks
 from kvloom.offload.queueing import Rule, split
 from kvloom.types.geometry import F64
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.model.batches import Batch, on_threads
 from tests.model.loading import load
@@ -30,7 +30,7 @@ from tests.transport.loans import GEOMETRY, HEADS, begin, borrowed
 _TOTAL = HEADS + 2 * GEOMETRY.kv_heads
 
 
-def polls(attender: AttentionServer) -> Callable[[Plan, Tensor], ForwardState]:
+def polls(attender: AttentionServer) -> Callable[[ForwardPlan, Tensor], ForwardState]:
     """What a forward of the model `m` is given."""
     return lambda plan, view: ForwardState(plan, view, polls=Polls(attender, attender.split("m")))
 
@@ -139,7 +139,7 @@ def test_a_layer_by_layer_forward_looks_too(tmp_path: Path) -> None:
         post(loan)
         looked: list[Polls] = []
 
-        def state(plan: Plan, view: Tensor) -> ForwardState:
+        def state(plan: ForwardPlan, view: Tensor) -> ForwardState:
             looked.append(Polls(attender, attender.split("m")))
             return ForwardState(plan, view, polls=looked[-1])
 
@@ -178,7 +178,7 @@ def test_many_rows_go_in_runs(tmp_path: Path) -> None:
         step = OperatorSplit(attender.split("m").record.poll, lambda: Rule(0.0, 5e-6), lambda _: None)
         looked: list[Polls] = []
 
-        def state(plan: Plan, view: Tensor) -> ForwardState:
+        def state(plan: ForwardPlan, view: Tensor) -> ForwardState:
             looked.append(Polls(attender, step))
             return ForwardState(plan, view, polls=looked[-1])
 

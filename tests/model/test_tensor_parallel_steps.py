@@ -18,7 +18,7 @@ from kvloom.kv.pool import Pool
 from kvloom.types.errors import OutOfBlocks
 from kvloom.types.geometry import I32, I64, Geometry
 from kvloom.types.job import Job, Phase
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 
 BLOCKS = 48
 GEOMETRIES = {"a": Geometry(2, 1, 4, 4, 128), "b": Geometry(1, 3, 8, 4, 256)}
@@ -33,7 +33,7 @@ class Ranks:
         self.sent = SentMaps(GEOMETRIES, BLOCKS)
         self.maps = {name: ToldMap(geometry, BLOCKS) for name, geometry in GEOMETRIES.items()}
 
-    def tell(self, plan: Plan, tokens: I64, kept: I64) -> Step:
+    def tell(self, plan: ForwardPlan, tokens: I64, kept: I64) -> Step:
         job = Job(plan.model, Phase.PREFILL, 1, plan, tokens, ())
         body = msgspec.msgpack.encode(self.sent.step(0, job, kept))
         step = msgspec.msgpack.decode(body, type=Step)
@@ -49,7 +49,7 @@ class Ranks:
         return step
 
 
-def used(plan: Plan) -> set[int]:
+def used(plan: ForwardPlan) -> set[int]:
     tokens = GEOMETRIES[plan.model].tokens_per_block
     counts = -(-(plan.starts + plan.appends) // tokens)
     pages = {int(page) for row, count in zip(plan.tables, counts, strict=True) for page in row[:count]}

@@ -22,9 +22,9 @@ from starlette.types import Message
 from kvloom.api.app import create_app
 from kvloom.api.openai.generation import Generation
 from kvloom.api.verbs import GenerateVerb, create_verbs
-from kvloom.engine.inflight import Landings
+from kvloom.engine.inflight import OutputProcessor
 from kvloom.engine.requests import Requests
-from kvloom.engine.scheduler import Flights
+from kvloom.engine.scheduler import Scheduler
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
@@ -37,7 +37,7 @@ from tests.scripted import served
 MODEL, TOKENS = "wide", 40
 MOST_FUNCTIONS, MOST_GENERATORS = 25, 3
 # Where a batch ends, and the loops over a stream: in the engine's process, and in the gateway's.
-ENDS = (Flights.take_in.__code__, Landings.land.__code__)
+ENDS = (Scheduler.process_outputs.__code__, OutputProcessor.process.__code__)
 LOOPS = (inspect.getfile(GenerateVerb), inspect.getfile(Generation))
 TOKEN = Requests.append.__code__
 

@@ -17,7 +17,7 @@ from kvloom.plan.cost.work import Work
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult, Phase, SampleRow
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 from kvloom.types.request import SamplingParams
 from kvloom.types.transfer import BlockCopies, PageCopies, Transfer
 
@@ -76,7 +76,7 @@ def job(
     *, share: int = 4, tokens: int = 1, context: int = 0, steps: int = 1, sends: tuple[PageCopies, ...] = ()
 ) -> Job:
     """One sequence. Its page has blocks 2 × layer + head."""
-    plan = Plan(
+    plan = ForwardPlan(
         model="m",
         sequences=(0,),
         appends=np.array([tokens]),
@@ -205,14 +205,14 @@ def test_cut_ends_with_the_step_under_way() -> None:
         executor = device(Noted())
         running = job(context=10, steps=50)
         future = executor.launch(running)
-        assert executor.taken(running) == 1
+        assert executor.steps_begun(running) == 1
         await asyncio.sleep(4.5)  # steps end at 2.0, 4.1, 6.3
-        assert executor.taken(running) == 3
+        assert executor.steps_begun(running) == 3
         executor.cut(running)
         assert await ended(future) == pytest.approx([6.3, 6.3])
         assert future.result().tokens == [0, 1, 2]
         executor.cut(running)  # too late, and of no effect
-        assert executor.taken(running) == 50
+        assert executor.steps_begun(running) == 50
 
     run_virtual(main())
 

@@ -14,7 +14,7 @@ from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kv.arena import Arena
 from kvloom.transfer.cuda_ipc import DeviceMemory
 from kvloom.transfer.nixl_agent import HostPlace
-from kvloom.transfer.target import Target
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.errors import Unavailable
 from kvloom.types.transfer import BlockCopies, DeviceEvent
 
@@ -46,7 +46,7 @@ class _Shared:
     def mark(self) -> DeviceEvent:
         return Done()
 
-    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: Target) -> None:
+    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: WriteTarget) -> None:
         lists = (copies.own, copies.peer, copies.offsets, copies.counts)
         copy_blocks(
             source.numpy(),
@@ -90,7 +90,7 @@ class GatedMemory:
         self._passing = passing
         self.export, self.map, self.mark = memory.export, memory.map, memory.mark
 
-    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: Target) -> None:
+    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: WriteTarget) -> None:
         self._passing()
         self._memory.copy(source, target, copies, room)
 

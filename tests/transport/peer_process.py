@@ -23,7 +23,7 @@ from kvloom.kv.arena import Arena
 from kvloom.transfer import nixl_plane, shared_memory
 from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory, CudaTransfer, DeviceMemory
 from kvloom.transfer.nixl import NixlTransport
-from kvloom.transfer.nixl_agent import GpuPlace, HostPlace, Place
+from kvloom.transfer.nixl_agent import ArenaPlace, GpuPlace, HostPlace
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest, KvloomError
@@ -183,7 +183,7 @@ def _cuda(name: str, arena: Any, gate: Gate) -> CudaIpcTransport:
     return _device(name, arena, gate, CudaMemory(torch.device("cuda", 0)))
 
 
-def _nixl(name: str, arena: Any, gate: Gate, place: Place | None = None) -> NixlTransport:
+def _nixl(name: str, arena: Any, gate: Gate, place: ArenaPlace | None = None) -> NixlTransport:
     write = nixl_plane.NixlPlane._write
 
     def before(self: nixl_plane.NixlPlane, transfer: nixl_plane.NixlTransfer, piece: BlockCopies) -> None:

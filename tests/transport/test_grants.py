@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from kvloom.transfer.grants import (
     GRACE,
-    Claim,
+    ClaimRefused,
+    ClaimRenewal,
     Delivered,
-    Done,
     FromReceiver,
     Granted,
     Grants,
     Quit,
-    Refused,
-    Renew,
+    WriteClaim,
+    WritesDone,
 )
 from kvloom.types.address import Ticket
 
@@ -28,7 +28,7 @@ def _grants() -> Grants:
 def _claim(
     grants: Grants, ticket: Ticket, number: int, begin: int, end: int, now: float, digest: int = DIGEST
 ) -> FromReceiver:
-    ((agent, answer),) = grants.hear("s", Claim(number, ticket, digest, begin, end, b""), now)
+    ((agent, answer),) = grants.hear("s", WriteClaim(number, ticket, digest, begin, end, b""), now)
     assert agent == "s"
     return answer
 
@@ -39,7 +39,7 @@ def test_a_silent_sender_holds_a_reservation_for_as_long_as_its_grant() -> None:
     assert _claim(grants, ticket, 1, 0, 5, now=10.0) == Granted(1)
     closed, letters = grants.close(ticket, now=11.0)
     assert not closed
-    assert letters == [("s", Refused(1, "the reservation at u is over"))]
+    assert letters == [("s", ClaimRefused(1, "the reservation at u is over"))]
     assert grants.close(ticket, now=10.0 + LONG - 0.01) == (False, [])
     assert grants.close(ticket, now=10.0 + LONG) == (True, [])
 
@@ -48,10 +48,10 @@ def test_renewing_holds_on_until_it_closes() -> None:
     grants = _grants()
     ticket = grants.open(0, DIGEST)
     _claim(grants, ticket, 1, 0, 5, now=0.0)
-    assert grants.hear("s", Renew(1), now=2.0) == [("s", Granted(1))]
+    assert grants.hear("s", ClaimRenewal(1), now=2.0) == [("s", Granted(1))]
     assert not grants.close(ticket, now=LONG)[0]
-    ((_, refused),) = grants.hear("s", Renew(1), now=LONG)
-    assert isinstance(refused, Refused)
+    ((_, refused),) = grants.hear("s", ClaimRenewal(1), now=LONG)
+    assert isinstance(refused, ClaimRefused)
     assert grants.close(ticket, now=2.0 + LONG)[0]
 
 
@@ -60,7 +60,7 @@ def test_who_quits_or_is_done_is_not_waited_for() -> None:
     ticket = grants.open(0, DIGEST)
     _claim(grants, ticket, 1, 0, 5, now=0.0)
     _claim(grants, ticket, 2, 5, 9, now=0.0)
-    assert grants.hear("s", Done(2), now=0.1) == []
+    assert grants.hear("s", WritesDone(2), now=0.1) == []
     assert grants.received(ticket) == 0
     assert not grants.close(ticket, now=0.2)[0]
     assert grants.hear("s", Quit(1), now=0.3) == []
@@ -72,10 +72,10 @@ def test_what_is_there_counts_once_what_is_before_it_is_there() -> None:
     ticket = grants.open(0, DIGEST)
     for number, (begin, end) in enumerate([(0, 5), (5, 5), (5, 9)]):
         assert _claim(grants, ticket, number, begin, end, now=0.0) == Granted(number)
-    assert grants.hear("s", Done(2), now=0.1) == []
-    assert grants.hear("s", Done(0), now=0.2) == [("s", Delivered(0)), ("s", Delivered(2))]
+    assert grants.hear("s", WritesDone(2), now=0.1) == []
+    assert grants.hear("s", WritesDone(0), now=0.2) == [("s", Delivered(0)), ("s", Delivered(2))]
     assert grants.received(ticket) == 9
-    assert grants.hear("s", Done(1), now=0.3) == [("s", Delivered(1))]  # which was of no tokens
+    assert grants.hear("s", WritesDone(1), now=0.3) == [("s", Delivered(1))]  # which was of no tokens
     assert grants.received(ticket) == 9
 
 
@@ -83,9 +83,9 @@ def test_a_claim_that_has_run_out_is_free_again() -> None:
     grants = _grants()
     ticket = grants.open(0, DIGEST)
     _claim(grants, ticket, 1, 0, 5, now=0.0)
-    assert isinstance(_claim(grants, ticket, 2, 0, 5, now=LONG - 0.01), Refused)
+    assert isinstance(_claim(grants, ticket, 2, 0, 5, now=LONG - 0.01), ClaimRefused)
     assert _claim(grants, ticket, 3, 0, 5, now=LONG) == Granted(3)
-    assert isinstance(grants.hear("s", Done(1), now=LONG)[0][1], Refused)
+    assert isinstance(grants.hear("s", WritesDone(1), now=LONG)[0][1], ClaimRefused)
     assert grants.received(ticket) == 0
 
 
@@ -93,8 +93,10 @@ def test_whoever_shows_another_digest_claims_nothing() -> None:
     grants = _grants()
     ticket, other = grants.open(0, DIGEST), grants.open(0, DIGEST + 1)
     refused = _claim(grants, ticket, 1, 0, 5, now=0.0, digest=DIGEST + 1)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, ClaimRefused)
     assert refused.reason.startswith("address: the reservation at u is for other blocks")
-    assert grants.hear("s", Renew(1), now=0.1) == [("s", Refused(1, "the reservation at u is over"))]
+    assert grants.hear("s", ClaimRenewal(1), now=0.1) == [
+        ("s", ClaimRefused(1, "the reservation at u is over"))
+    ]
     assert _claim(grants, ticket, 2, 0, 5, now=0.2) == Granted(2)
     assert grants.close(other, now=0.2) == (True, [])

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from kvloom.transfer.grants import (
-    Claim,
+    ClaimRefused,
     Delivered,
-    Done,
     FromReceiver,
     FromSender,
     Granted,
     Grants,
     Message,
-    Refused,
+    WriteClaim,
+    WritesDone,
 )
-from kvloom.transfer.nixl_agent import Agent, HostPlace, Place, Spans
+from kvloom.transfer.nixl_agent import Agent, ArenaPlace, HostPlace, Spans
 from kvloom.transfer.nixl_plane import NixlEndpoint, NixlPlane, NixlTransfer
-from kvloom.transfer.target import Target
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.geometry import I32
@@ -103,15 +103,15 @@ def _plane(network: Network) -> Iterator[NixlPlane]:
         plane.close()
 
 
-def _begin(plane: NixlPlane, place: Place) -> NixlTransfer:
-    target = Target(BLOCK, 4, 8, 4, np.ones(4, np.bool_))
+def _begin(plane: NixlPlane, place: ArenaPlace) -> NixlTransfer:
+    target = WriteTarget(BLOCK, 4, 8, 4, np.ones(4, np.bool_))
     peer = Endpoint(unit="peer", kind="nixl", where=msgspec.msgpack.encode(PEER))
     transfer = NixlTransfer(plane.submit, place, peer, PEER, target, ADDRESS, 0, 0, 4)
     plane.start(transfer)
     return transfer
 
 
-def _send(network: Network, *several: BlockCopies, place: Place = HOST) -> None:
+def _send(network: Network, *several: BlockCopies, place: ArenaPlace = HOST) -> None:
     async def send() -> None:
         with _plane(network) as plane:
             transfer = _begin(plane, place)
@@ -131,11 +131,11 @@ def _copies() -> BlockCopies:
 
 
 def _willing(message: FromSender) -> FromReceiver | None:
-    return Delivered(message.number) if isinstance(message, Done) else Granted(message.number)
+    return Delivered(message.number) if isinstance(message, WritesDone) else Granted(message.number)
 
 
 def _refused(message: FromSender) -> FromReceiver:
-    return Refused(message.number, "no reservation")
+    return ClaimRefused(message.number, "no reservation")
 
 
 async def _until(met: Callable[[], bool]) -> None:
@@ -145,7 +145,7 @@ async def _until(met: Callable[[], bool]) -> None:
 
 
 def _claims_only(message: FromSender) -> FromReceiver | None:
-    return Granted(message.number) if isinstance(message, Claim) else None
+    return Granted(message.number) if isinstance(message, WriteClaim) else None
 
 
 def test_a_peer_that_tells_of_an_arrival_before_all_is_written_is_not_believed() -> None:
@@ -161,14 +161,14 @@ def test_a_peer_that_tells_of_an_arrival_before_all_is_written_is_not_believed()
 def test_to_connect_may_take_longer_than_a_grant() -> None:
     network = Network(_willing, connecting=3 * GRANT)
     _send(network)
-    assert network.log == ["meet", "Claim", "Done"]
+    assert network.log == ["meet", "WriteClaim", "WritesDone"]
 
 
 def test_a_silent_peer_is_told_that_nothing_is_written_before_it_is_parted_from() -> None:
     network = Network(lambda message: None)
     with pytest.raises(Unavailable, match="peer is gone: no answer in 2 s"):
         _send(network)
-    assert network.log == ["meet", "Claim", "Quit", "part"]
+    assert network.log == ["meet", "WriteClaim", "Quit", "part"]
 
 
 def test_while_a_transfer_is_under_way_a_silent_peer_is_told_nothing() -> None:
@@ -176,7 +176,7 @@ def test_while_a_transfer_is_under_way_a_silent_peer_is_told_nothing() -> None:
     network = Network(_claims_only)
     with pytest.raises(Unavailable, match="peer is gone: no answer in 2 s"):
         _send(network, _copies())
-    assert network.log == ["meet", "Claim", "write", "Renew", "drop", "part"]
+    assert network.log == ["meet", "WriteClaim", "write", "ClaimRenewal", "drop", "part"]
 
 
 def test_a_write_that_nobody_wants_any_more_keeps_its_grant_until_it_ends() -> None:
@@ -190,7 +190,7 @@ def test_a_write_that_nobody_wants_any_more_keeps_its_grant_until_it_ends() -> N
             await _until(lambda: "write" in network.log)
             transfer.abandon()
             await _until(lambda: network.now > 5 * GRANT)
-            assert "Renew" in network.log
+            assert "ClaimRenewal" in network.log
             assert transfer.deadline > network.now - GRANT
             network.ending = True
             with pytest.raises(BadRequest, match="given up"):
@@ -202,10 +202,12 @@ def test_a_write_that_nobody_wants_any_more_keeps_its_grant_until_it_ends() -> N
 
 
 def test_a_write_that_is_refused_while_it_is_under_way_is_let_go_of_with_the_grant() -> None:
-    network = Network(lambda message: _willing(message) if isinstance(message, Claim) else _refused(message))
+    network = Network(
+        lambda message: _willing(message) if isinstance(message, WriteClaim) else _refused(message)
+    )
     with pytest.raises(BadRequest, match="no reservation"):
         _send(network, _copies())
-    assert network.log == ["meet", "Claim", "write", "Renew", "drop", "part"]
+    assert network.log == ["meet", "WriteClaim", "write", "ClaimRenewal", "drop", "part"]
     assert network.now < 3 * GRANT
 
 
@@ -214,7 +216,7 @@ def test_after_a_write_that_failed_the_peer_is_told_nothing() -> None:
     network = Network(_willing, failing=True)
     with pytest.raises(Unavailable, match="peer is gone: writing failed"):
         _send(network, _copies())
-    assert network.log == ["meet", "Claim", "write", "part"]
+    assert network.log == ["meet", "WriteClaim", "write", "part"]
 
 
 def test_a_peer_that_answers_another_transfer_is_not_parted_from() -> None:
@@ -280,9 +282,9 @@ class _Gpu(HostPlace):
 def test_what_is_computed_still_is_written_later_and_the_grant_is_renewed_meanwhile() -> None:
     network = Network(_willing, ending=True)
     _send(network, _copies(), place=_Gpu(network, times=3))
-    log = [entry for entry in network.log if entry != "Renew"]
-    assert log == ["meet", "Claim", "look", "look", "look", "write", "drop", "Done"]
-    assert network.log.count("Renew") >= 2
+    log = [entry for entry in network.log if entry != "ClaimRenewal"]
+    assert log == ["meet", "WriteClaim", "look", "look", "look", "write", "drop", "WritesDone"]
+    assert network.log.count("ClaimRenewal") >= 2
     [(own, peer)] = network.written_to
     assert (own[:, 2].tolist(), peer[:, 2].tolist()) == ([5], [3])  # each side's GPU
 

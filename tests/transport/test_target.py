@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.transfer.target import Target
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest
 
@@ -34,8 +34,8 @@ def _packed(runs: Sequence[tuple[int, int]]) -> bytes:
     return b"".join(struct.pack("<ii", *run) for run in runs)
 
 
-def _room(address: KVAddress) -> Target:
-    return Target.of(address, 0, address.end, own=Size(9, 4096), peer=Size(ARENA, 4096))
+def _room(address: KVAddress) -> WriteTarget:
+    return WriteTarget.of(address, 0, address.end, own=Size(9, 4096), peer=Size(ARENA, 4096))
 
 
 @given(st.lists(st.integers(0, ARENA - 1), min_size=12, max_size=12))

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvloom.transfer.plane import PlaneTransfer, Worker
+from kvloom.transfer.plane import PlaneTransfer, TransferWorker
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.transfer import BlockCopies, TransferState
@@ -23,14 +23,14 @@ ADDRESS = KVAddress(model="m", form=FORM, begin=0, end=4, blocks=b"", ticket=Tic
 PEER = Endpoint(unit="peer", kind="modelled", where=b"")
 
 
-def _transfer(worker: Worker[int], kind: type[PlaneTransfer] = PlaneTransfer) -> PlaneTransfer:
+def _transfer(worker: TransferWorker[int], kind: type[PlaneTransfer] = PlaneTransfer) -> PlaneTransfer:
     """One that its receiver has granted."""
     transfer = kind(worker.submit, PEER, ADDRESS, 0, 4)
     transfer.become(TransferState.CLAIMED)
     return transfer
 
 
-class Counting(Worker[int]):
+class Counting(TransferWorker[int]):
     """Settles each transfer at its end, but holds every third one back; fails at an order below 0."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from tools.gpu_checks.report import Figure
 
 from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.transfer.cuda_ipc import CudaMemory
-from kvloom.transfer.target import Target
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.transfer import BlockCopies
 
 _BLOCKS, _BLOCK_BYTES = 16384, 16 << 10
@@ -56,7 +56,7 @@ def main() -> None:
     source = torch.full_like(target, 7)
     blocks = np.random.default_rng(0).permutation(_BLOCKS).astype(np.int32)
     none, all_ = np.zeros(_BLOCKS, np.int32), np.full(_BLOCKS, 32, np.int32)
-    room = Target(_BLOCK_BYTES, 32, 256, _BLOCKS, np.ones(_BLOCKS, np.bool_))
+    room = WriteTarget(_BLOCK_BYTES, 32, 256, _BLOCKS, np.ones(_BLOCKS, np.bool_))
     found: list[float] = []
     for _ in range(3):
         began = time.perf_counter()

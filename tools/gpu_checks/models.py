@@ -21,7 +21,7 @@ from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
 from kvloom.exec.loader import LoadedModel
-from kvloom.kv.arena import Arena, Store
+from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.terms import OffloadBackend
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import WallClock
@@ -120,7 +120,7 @@ def _make(name: str, shape: Shape, ground: Ground) -> LoadedModel:
 
 def executor_of(
     loaded: Mapping[str, LoadedModel],
-    arena: Store,
+    arena: ArenaMemory,
     ground: Ground,
     *,
     most_running: int,

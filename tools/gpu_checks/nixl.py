@@ -18,7 +18,7 @@ from msgspec import Struct
 from tools.gpu_checks.report import Figure
 
 from kvloom.exec.cuda.loader import DeviceArena
-from kvloom.kv.arena import Arena, Store
+from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.transfer.nixl import NixlTransport
 from kvloom.transfer.nixl_agent import place_of
 from kvloom.types.address import Endpoint, KVAddress, KVForm
@@ -80,7 +80,7 @@ def over_nixl(device: torch.device, pages: int = 64) -> list[Figure]:
     ]
 
 
-def _arena(device: torch.device, pages: int) -> Store:
+def _arena(device: torch.device, pages: int) -> ArenaMemory:
     on_host = device.type == "cpu"
     return Arena(pages * _PAGE, _BLOCK_BYTES) if on_host else DeviceArena(pages * _PAGE, _BLOCK_BYTES, device)
 

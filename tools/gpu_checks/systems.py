@@ -21,7 +21,7 @@ from torch import Tensor
 from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.loader import LoadedModel
-from kvloom.kv.arena import Store, view_blocks
+from kvloom.kv.arena import ArenaMemory, view_blocks
 from kvloom.kv.quota import initial_quotas
 from kvloom.types.spec import Policy
 
@@ -33,7 +33,7 @@ MULTIPLEXING, SPATIAL, TEMPORAL = "multiplexing", "spatial", "temporal"
 class Part:
     """`blocks` blocks of an arena, from block `first` on, as an arena of their own."""
 
-    def __init__(self, whole: Store, first: int, blocks: int) -> None:
+    def __init__(self, whole: ArenaMemory, first: int, blocks: int) -> None:
         self.blocks, self.block_bytes = blocks, whole.block_bytes
         self.bytes: Tensor = whole.bytes[first * self.block_bytes : (first + blocks) * self.block_bytes]
 
@@ -47,7 +47,7 @@ class Stage:
 
     ground: Ground
     loaded: Mapping[str, LoadedModel]
-    arena: Store
+    arena: ArenaMemory
     shared: GpuExecutor
     most_running: int
     chunk: int

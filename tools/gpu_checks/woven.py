@@ -36,7 +36,7 @@ from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.device import Device, Lane, Partitions
 from kvloom.offload.cuda.backend import CudaOffloadBackend
 from kvloom.transfer.cuda_ipc import CudaIpcTransport, DeviceMemory
-from kvloom.transfer.target import Target
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import Control
@@ -93,7 +93,7 @@ class OneProcess:
     def mark(self) -> DeviceEvent:
         return self._real.mark()
 
-    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: Target) -> None:
+    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: WriteTarget) -> None:
         self._real.copy(source, target, copies, room)
 
 

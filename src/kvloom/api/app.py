@@ -27,7 +27,7 @@ from kvloom.api.openai.completions import CompletionEndpoint
 from kvloom.api.openai.generation import Gateway
 from kvloom.api.openapi import describe, page
 from kvloom.api.routes import PUBLIC, Handler, asgi_routes
-from kvloom.types.client import Server
+from kvloom.types.client import ModelServer
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
@@ -38,7 +38,7 @@ ENGINE_SECONDS = 5.0  # An engine that does not answer within this time counts a
 
 
 def create_app(
-    client: Server,
+    client: ModelServer,
     *,
     keys: Keys | None = None,
     admin: Admin | None = None,

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.api.tools import Family, family_of
-from kvloom.types.client import Server
+from kvloom.types.client import ModelServer
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
 
@@ -47,7 +47,7 @@ class Catalog:
     model that cannot be read is not listed, and whoever asks for it by name is told why.
     """
 
-    def __init__(self, client: Server) -> None:
+    def __init__(self, client: ModelServer) -> None:
         self._client = client
         self._models: dict[str, ServedModel | UnreadableModel] = {}
         self._asking = asyncio.Lock()

@@ -15,7 +15,7 @@ from kvloom.engine.freeness import Thresholds, freeness, virtual_usage
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import UnitLoad
-from kvloom.types.service import FleetState, Group, Pair, Pairs, Steps
+from kvloom.types.service import FleetState, Pair, Pairs, Steps, UnitGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def decide(
     last: Period,
     now: float,
     thresholds: Thresholds,
-    groups: Mapping[str, Group] | None = None,
+    groups: Mapping[str, UnitGroup] | None = None,
     waiting: Mapping[str, int] | None = None,
     usage: Usage = virtual_usage,
 ) -> Period:
@@ -66,7 +66,7 @@ def decide(
     return Period(pair(loads, free, last.pairs, thresholds), outside, steps)
 
 
-def carried_out(steps: Mapping[str, Step], groups: Mapping[str, Group]) -> Steps:
+def carried_out(steps: Mapping[str, Step], groups: Mapping[str, UnitGroup]) -> Steps:
     """Which units that means. Those that cannot be started now are not: the next period asks anew."""
     return Steps(
         start=tuple(

@@ -1,1 +1,2 @@
-"""One unit's engine: admits, queues, batches, and carries tokens to their streams. No torch here."""
+"""The engine of one unit: it admits, queues and batches requests, and carries tokens to their streams. No
+torch here."""

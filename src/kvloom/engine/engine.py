@@ -14,7 +14,7 @@ from kvloom.engine.quotas import QuotaTuner, fit
 from kvloom.engine.report import unit_load
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
-from kvloom.engine.scheduler import Flights
+from kvloom.engine.scheduler import Scheduler
 from kvloom.engine.transfers import Transfers
 from kvloom.offload.loans import Borrower, Lender
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
@@ -45,7 +45,7 @@ MAX_RESERVED: Final = MOST_RESERVATIONS + 1
 
 
 class Engine:
-    """Satisfies `EngineClient`; `run` is its loop. All of it lives on one event loop and one thread."""
+    """The engine of one unit. It satisfies `EngineClient`, and lives on one event loop and one thread."""
 
     def __init__(
         self,
@@ -56,79 +56,95 @@ class Engine:
         offload: OffloadBackend | None = None,
     ) -> None:
         self._spec = spec
-        self.pool, self._queues = fit(executor, spec, reserved=MAX_RESERVED)
-        self._tuner = QuotaTuner(self._queues, spec, self.pool.total, clock)
-        self._wake = asyncio.Event()
-        self._requests = Requests(self._queues)
-        self._guides = Guides({name: queue.card for name, queue in self._queues.items()})
-        promises = Promises(self._queues, self.pool.total)
-        self._pins = Pins(self._queues, promises, clock, spec.lease)
-        self._reservations = Reservations(
-            self._queues, promises, transport, clock, spec.lease, new_id=self._requests.new_id
-        )
-        self._arrivals = Arrivals(self._queues, self._reservations, clock)
-        self._flights = Flights(
-            self._queues,
-            self.pool,
-            executor,
-            self._requests,
-            self._tuner,
-            self._arrivals,
-            spec,
-            wake=self._wake.set,
-        )
-        self._transfers = Transfers(
-            self._queues, transport, self._requests, wake=self._called, jobs=lambda: self._flights.jobs
-        )
-        self._pauses = Pauses(
-            self._queues, self._requests, clock, spec.lease, jobs=lambda: self._flights.jobs
-        )
-        queue = next(iter(self._queues.values()))
-        self.lender = Lender(queue, self.pool, promises, offload, clock, wake=self._called)
-        self.borrower = Borrower(self._queues, self.pool.total, offload, wake=self._called)
-        parts = (self._reservations, self._pins, self._pauses, self.lender, self._arrivals)
-        self._leases = Leases(parts, clock)
-        self._llumlet = Llumlet(self._queues, self.pool, self._requests, spec.priorities)
         self._stopping = False
+        self._wake = asyncio.Event()
+        self.pool, queues = fit(executor, spec, reserved=MAX_RESERVED)
+        self._queues = queues
+
+        # The requests, and what is kept for them.
+        requests = self._requests = Requests(queues)
+        self._guides = Guides({name: queue.card for name, queue in queues.items()})
+        promises = Promises(queues, self.pool.total)
+        self._pins = Pins(queues, promises, clock, spec.lease)
+        self._reservations = Reservations(
+            queues, promises, transport, clock, spec.lease, new_id=requests.new_id
+        )
+        self._arrivals = Arrivals(queues, self._reservations, clock)
+
+        # What runs next.
+        pool = self.pool
+        self._tuner = QuotaTuner(queues, spec, pool.total, clock)
+        self._scheduler = Scheduler(
+            queues, pool, executor, requests, self._tuner, self._arrivals, spec, wake=self._wake.set
+        )
+
+        # What leaves the unit, and what it lends and borrows.
+        self._transfers = Transfers(queues, transport, requests, wake=self._interrupt, jobs=self._jobs)
+        self._pauses = Pauses(queues, requests, clock, spec.lease, jobs=self._jobs)
+        self._llumlet = Llumlet(queues, pool, requests, spec.priorities)
+        first = next(iter(queues.values()))
+        self.lender = Lender(first, pool, promises, offload, clock, wake=self._interrupt)
+        self.borrower = Borrower(queues, pool.total, offload, wake=self._interrupt)
+        leased = (self._reservations, self._pins, self._pauses, self.lender, self._arrivals)
+        self._leases = Leases(leased, clock)
 
     # -- the loop -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until `stop`, and then until the last job has ended."""
+        """Runs jobs until `stop`, and then until the last one has ended."""
         while True:
-            self._flights.take_in()
-            await self._requests.errands.told()
-            self._expire()
-            if self._stopping and self._flights.none and self.lender.due is None:
-                self.borrower.give_back_all()
-                return
+            self._scheduler.process_outputs()
+            await self._requests.deferred.let_callers_run()
+            self._expire_leases()
+            if self._has_stopped:
+                break
             self._tuner.adapt()
             if not self._stopping:
-                for side in (self.lender, self.borrower):
-                    side.look(self._flights.lacks, self._flights.jobs)
-            while not self._stopping and self._flights.begin(watched=self.lender.watching):
-                pass
-            if not self._flights.landed:
-                if self._flights.none and self._arrivals.due is None:
-                    self._transfers.give_way()
-                    self.lender.give_way()
-                await self._rest()
-            self._wake.clear()
+                self._review_loans()
+                self._start_jobs()
+            await self._rest()
+        self.borrower.give_back_all()
 
-    async def _rest(self) -> None:
-        """Until a job ends, a caller comes, or a lease runs out."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._leases.left):
-                await self._wake.wait()
+    @property
+    def _has_stopped(self) -> bool:
+        return self._stopping and self._scheduler.is_idle and self.lender.due is None
 
-    def _expire(self) -> None:
-        """Give up what nobody has renewed."""
+    def _expire_leases(self) -> None:
+        """Gives up what nobody has renewed."""
         if self._leases.left == 0:
-            self._flights.cut()
+            self._scheduler.cut()
             self._leases.expire()
 
+    def _review_loans(self) -> None:
+        for side in (self.lender, self.borrower):
+            side.review(self._scheduler.lacks, self._scheduler.jobs)
+
+    def _start_jobs(self) -> None:
+        while self._scheduler.start_next(watched=self.lender.watching):
+            pass
+
+    async def _rest(self) -> None:
+        """Waits until a job ends, a caller comes, or a lease runs out."""
+        if not self._scheduler.has_ended:
+            if self._scheduler.is_idle and self._arrivals.due is None:
+                self._transfers.give_way()
+                self.lender.give_way()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._leases.left):
+                    await self._wake.wait()
+        self._wake.clear()
+
+    def _interrupt(self) -> None:
+        """Ends running jobs after the steps that are under way, because something is to be decided."""
+        self._scheduler.cut()
+        self._wake.set()
+
+    def _jobs(self) -> int:
+        """Returns the number of jobs that the unit has started."""
+        return self._scheduler.jobs
+
     async def stop(self) -> None:
-        """Refuse new requests, end every stream, and let the loop end when running jobs have."""
+        """Refuses new requests, ends every stream, and lets the loop end once running jobs have."""
         self._stopping = True
         for request in self._requests.ids:
             self._requests.cancel(request, "error", "the engine is stopping")
@@ -137,12 +153,7 @@ class Engine:
         self._pins.unpin_all()
         self.lender.recall()
         self._transfers.stop()
-        self._called()
-
-    def _called(self) -> None:
-        """Something has to be decided, after the steps that are under way."""
-        self._flights.cut()
-        self._wake.set()
+        self._interrupt()
 
     # -- what others call -----------------------------------------------------------------------------
 
@@ -152,17 +163,17 @@ class Engine:
         return [queue.card for queue in self._queues.values()]
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        """First an empty frame, once the request is let in; then its events. See `EngineClient`."""
+        """Yields an empty frame once the request is let in, and then its events. See `EngineClient`."""
         self._requests.check(body)
         stream = self._requests.open(body)
         try:
             guides = await self._guides.compiled(body, wanted=lambda: not stream.ended)
             if self._stopping:
                 raise Unavailable("the engine is stopping")
-            self._called()
+            self._interrupt()
             if not stream.ended:
                 received = self._reservations.take(body)
-                self._requests.begin(stream, guides, self._flights.jobs, received)
+                self._requests.begin(stream, guides, self._scheduler.jobs, received)
             yield []
             while True:
                 frame, over = await stream.frame()
@@ -176,7 +187,7 @@ class Engine:
             self._pauses.let_go(body.request)
             if not stream.ended:
                 self._requests.close(stream, "abort")
-                self._called()
+                self._interrupt()
 
     async def abort(self, request: str, choice: int | None = None) -> None:
         self._requests.cancel(request, "abort", choice=choice)
@@ -185,18 +196,18 @@ class Engine:
             self._transfers.abort(request)
             self._pins.unpin(request)
             self._pauses.let_go(request)
-        self._called()
+        self._interrupt()
 
     async def prep_recv(self, body: PrepRecv) -> Prepared:
         self._requests.check_prompt(body.model, body.prompt)
         if self._stopping:
             raise Unavailable("the engine is stopping")
-        self._called()  # the loop rests until the lease runs out, at most
+        self._interrupt()  # the loop must rest no longer than until the new lease runs out
         return self._reservations.prepare(body)
 
     async def remote_send(self, body: RemoteSend) -> Sent:
         self._requests.check_prompt(body.model, body.prompt)
-        self._called()
+        self._interrupt()
         await self._pauses.publish(body.request)
         return await self._transfers.send(body)
 
@@ -214,34 +225,34 @@ class Engine:
         self._requests.check_prompt(body.model, body.prompt)
         if self._stopping:
             raise Unavailable("the engine is stopping")
-        self._called()  # as for prep_recv
+        self._interrupt()  # as for prep_recv
         return self._pins.pin(body)
 
     async def unpin(self, request: str) -> Held:
-        self._called()
+        self._interrupt()
         return Held(tokens=self._pins.unpin(request))
 
     async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
         for body in sends:
             self._requests.check_prompt(body.model, body.prompt)
-        self._called()
+        self._interrupt()
         made = await self._pauses.pause(request)
         return Standing(made=made, sent=await self._transfers.send_what_is_here(sends))
 
     async def resume(self, request: str) -> None:
-        self._called()
+        self._interrupt()
         await self._pauses.resume(request)
-        self._called()
+        self._interrupt()
 
     async def offer(self, body: Offer) -> Offered:
-        await self._flights.settled()
+        await self._scheduler.settled()
         return self._llumlet.select_migration(body)
 
     async def lend(self, body: Borrow) -> Loan:
-        """Not one of the router's verbs: a unit that borrows asks its lender."""
+        """Lends blocks to another unit. The borrower's unit asks for them itself; the router does not."""
         if self._stopping:
             raise Unavailable("the engine is stopping")
-        self._called()
+        self._interrupt()
         return self.lender.lend(body)
 
     async def evict(self, body: Prefix) -> Held:
@@ -249,7 +260,7 @@ class Engine:
         return Held(tokens=self.pool.caches[body.model].prefixes.evict(body.prompt))
 
     async def load(self) -> UnitLoad:
-        self._flights.sync()
+        self._scheduler.sync()
         waits = self.lender.waits()
         return unit_load(self._spec, self.pool, self._queues, waits, draining=self._stopping)
 

@@ -25,23 +25,24 @@ from kvloom.types.request import Level, level_of
 
 
 def held(load: UnitLoad) -> int:
-    """Blocks that what runs here has taken, and has yet to take for its prompts, and those that are lent."""
+    """Returns the blocks that what runs here has taken, and has yet to take for its prompts, and those that
+    are lent."""
     return load.lent_blocks + sum(model.used_blocks + model.begun_blocks for model in load.models.values())
 
 
 def demanded(load: UnitLoad) -> int:
-    """Blocks that the first which waits of each model needs."""
+    """Returns the blocks that the first waiting request of each model needs."""
     return sum(model.head_blocks for model in load.models.values())
 
 
 def wanted(load: UnitLoad) -> int:
-    """Blocks that are held, and those that all which waits needs: memory load, as INFaaS++ has it (Llumnix,
-    section 6.1)."""
+    """Returns the blocks that are held, and those that all waiting requests need: memory load, as INFaaS++
+    has it (Llumnix, section 6.1)."""
     return held(load) + sum(model.waiting_blocks for model in load.models.values())
 
 
 def headroom(load: UnitLoad) -> float:
-    """Blocks that stay free for priorities."""
+    """Returns the blocks that stay free for priorities."""
     running: Counter[int] = Counter()
     for model in load.models.values():
         for level in model.levels:
@@ -55,21 +56,22 @@ def headroom(load: UnitLoad) -> float:
 
 
 def virtual_usage(load: UnitLoad) -> float:
-    """Blocks; more than the pool has where too much waits or is kept free, infinite where the unit drains."""
+    """Returns blocks: more than the pool has if too much waits or is kept free, infinite if the unit
+    drains."""
     return math.inf if load.draining else held(load) + demanded(load) + headroom(load)
 
 
 def batch(load: UnitLoad) -> float:
-    """Blocks that a decode step takes on average. Where nothing runs yet, those that wait first are the
-    batch."""
+    """Returns the blocks that a decode step takes on average. If nothing runs yet, the requests that wait
+    first are the batch."""
     models = load.models.values()
     step = sum(model.running * model.token_blocks for model in models)
     return step or sum(model.token_blocks for model in models if model.waiting)
 
 
 def freeness(load: UnitLoad) -> float:
-    """Decode steps. Where more is wanted than there is, the tokens of the largest model that are missing, as
-    a negative number; −∞ where the unit drains; ∞ where it is idle."""
+    """Returns decode steps. If more is wanted than there is, it returns the tokens of the largest model that
+    are missing, as a negative number; −∞ if the unit drains; ∞ if it is idle."""
     if load.draining:
         return -math.inf
     left, step = load.total_blocks - virtual_usage(load), batch(load)
@@ -80,36 +82,36 @@ def freeness(load: UnitLoad) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as it is known before it runs there. prompt: in tokens. choices: sequences that answer it.
-    made: tokens that these have already, together, where it ran elsewhere before."""
+    """A request as it is known before it runs there."""
 
     model: str
-    prompt: int
+    prompt: int  # tokens
     choices: int = 1
     priority: int = 0
-    made: int = 0
+    made: int = 0  # tokens that its choices have together, if it ran elsewhere before
 
     def placed(self, load: UnitLoad) -> UnitLoad:
-        """The load once it runs there, its prompt held once for all choices, at the level that its priority
-        has on that unit; the same load where its model is not served."""
+        """Returns the load once the request runs there, its prompt held once for all choices, at the level
+        that its priority has on that unit; the same load if its model is not served."""
         own = load.models.get(self.model)
         if own is None:
             return load
         return after(load, self.model, self.choices, own.blocks(self.prompt + self.made), self._level(load))
 
     def freeness(self, load: UnitLoad) -> float:
-        """Of the load `placed`."""
+        """Returns the freeness of the load once the request runs there."""
         return freeness(self.placed(load))
 
     def lacks(self, load: UnitLoad) -> float:
-        """Room that is missing once it runs there, and all that waits, in tokens of the unit's largest model;
-        negative where some is left."""
+        """Returns the room that is missing once the request runs there, and all that waits, in tokens of the
+        unit's largest model; negative if some is left."""
         placed = self.placed(load)
         missing = wanted(placed) + headroom(placed) - placed.total_blocks
         return missing / max((one.token_blocks for one in placed.models.values()), default=1.0)
 
     def headroom(self, load: UnitLoad) -> int:
-        """Tokens of its model by which more is kept free there for its level: none where others have paid."""
+        """Returns the tokens of its model by which more is kept free there for its level: none if others have
+        paid."""
         own = load.models.get(self.model)
         if own is None or self._level(load) is None:
             return 0
@@ -121,8 +123,8 @@ class Arrival:
 
 
 def after(load: UnitLoad, model: str, sequences: int, blocks: int, level: Level | None = None) -> UnitLoad:
-    """The load once so many more sequences of `model`, which hold so many blocks together, run there. level:
-    their execution priority's."""
+    """Returns the load once so many more sequences of `model`, which hold so many blocks together, run there.
+    level: their execution priority's."""
     own = load.models[model]
     levels = own.levels if level is None else _with_level(own.levels, level, sequences)
     more = structs.replace(
@@ -141,14 +143,15 @@ def _with_level(levels: tuple[LevelLoad, ...], level: Level, sequences: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Freeness, in decode steps: units below `out` give requests away, those above `into` take them, and keep
-    at least `floor`; where that is left out `out`, so that they need not give away what they have taken.
-    Raises ValueError where one unit could do both. The defaults are the artifact's 1.5 and 3 blocks a
-    request."""
+    """Freeness, in decode steps, from which units give and take requests. Raises ValueError if one unit could
+    do both. The defaults are the artifact's 1.5 and 3 blocks a request."""
 
     out: float = 24.0
+    """Units below it give requests away."""
     into: float = 48.0
+    """Units above it take requests."""
     floor: float | None = None
+    """Units that take keep at least this; None: `out`, so that they need not give away what they took."""
 
     def __post_init__(self) -> None:
         if not self.out <= self.into:
@@ -159,5 +162,5 @@ class Thresholds:
 
     @property
     def kept(self) -> float:
-        """By a unit that takes."""
+        """The freeness that a unit keeps when it takes a request."""
         return self.out if self.floor is None else self.floor

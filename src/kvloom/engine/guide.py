@@ -19,14 +19,16 @@ _ANY_OBJECT = json.dumps({"type": "object"})
 
 
 class GuideCompiler:
-    """One model's. The tokenizer's trie is built at the first guided request; it takes up to a second."""
+    """Compiles the grammars of one model. The tokenizer's trie is built at the first guided request; it takes
+    up to a second."""
 
     def __init__(self, card: ModelCard) -> None:
         self._card = card
         self._tokenizer: llguidance.LLTokenizer | None = None
 
     def start(self, guide: Guide, choices: int = 1) -> list[GuideState]:
-        """A state at the beginning of the grammar for each choice. Raises BadRequest where it is none."""
+        """Returns a state at the beginning of the grammar for each choice. Raises BadRequest if the grammar
+        cannot be used."""
         try:
             matcher = llguidance.LLMatcher(self._trie(), _grammar(guide), log_level=0)
         except ValueError as error:
@@ -54,8 +56,9 @@ class Guides:
         self._turn = asyncio.Semaphore(1)
 
     async def compiled(self, body: StartGenerate, wanted: Callable[[], bool]) -> list[GuideState | None]:
-        """One for each choice. A large grammar takes a while, and so one at a time, beside the loop; a
-        request may not want it any more when its turn comes. Raises BadRequest."""
+        """Returns a state for each choice, or None. A large grammar takes a while, so grammars are compiled
+        one at a time, beside the loop; a request may not want its own any more when its turn comes. Raises
+        BadRequest."""
         guide, count = body.sampling.guide, len(body.choices)
         nothing = [None] * count
         if guide is None:
@@ -67,7 +70,7 @@ class Guides:
 
 
 class GuideState:
-    """Where one choice stands in its grammar. Not to be shared between choices."""
+    """The state of one choice in its grammar. Choices do not share one."""
 
     def __init__(self, matcher: Any, vocab_size: int, eos: tuple[int, ...]) -> None:
         self._matcher = matcher
@@ -83,9 +86,9 @@ class GuideState:
         return self._closed or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def mask(self) -> U32:
-        """[ceil(vocab / 32)], a bit for each token, set where it is allowed; an eos token exactly where the
-        grammar may end. Empty only where the matcher gave up, or the grammar ended without an eos token.
-        Safe on another thread while nobody steps."""
+        """Returns [ceil(vocab / 32)] words with a bit for each token, set if the token is allowed; an eos
+        token is allowed exactly if the grammar may end. No bit is set only if the matcher gave up, or the
+        grammar ended without an eos token. Safe on another thread while nobody steps."""
         mask = np.zeros(self._words, np.uint32)
         if not self._matcher.is_stopped():
             known = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
@@ -98,8 +101,8 @@ class GuideState:
         return mask
 
     def accepts(self, token: int) -> bool:
-        """The token was drawn: step on. False, and no step, for one that the mask forbids; eos ends the
-        grammar."""
+        """Steps over a drawn token; eos ends the grammar. Returns False, and does not step, if the mask
+        forbids the token."""
         if token in self._eos and self._may_end():
             self._closed = True
             return True

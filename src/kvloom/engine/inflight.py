@@ -1,4 +1,4 @@
-"""A job under way, with the sequences it is for."""
+"""Jobs under way: how one is made of sequences, and how its results reach them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from kvloom.types.request import PromptEvent, TokenEvent, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
-    """batch: sequences with the tokens each appends. drawers: the sequence that each sample is for; asked:
-    the sequence of each prompt row."""
+class InflightBatch:
+    """A job under way, with its sequences."""
 
     job: Job
     batch: list[tuple[Sequence, int]]
+    """The sequences, each with the number of tokens that it appends."""
     drawers: list[Sequence]
+    """The sequence of each sample row."""
     asked: list[Sequence]
+    """The sequence of each prompt row."""
 
-    def without(self, ids: set[int], result: JobResult) -> tuple[Flight, JobResult]:
-        """As if these sequences had not been in a job of one step."""
+    def without(self, ids: set[int], result: JobResult) -> tuple[InflightBatch, JobResult]:
+        """Returns the batch and its result without these sequences, for a job of one step."""
         drawn = [i for i, sequence in enumerate(self.drawers) if sequence.id not in ids]
         less = replace(
             self,
@@ -37,12 +39,13 @@ class Flight:
         return less, replace(result, tokens=tokens, logprobs=logprobs)
 
     def steps(self, result: JobResult) -> int:
-        """That it took."""
+        """Returns the number of steps that the job took."""
         return len(result.tokens) // len(self.drawers) if self.job.steps > 1 else 1
 
     def drawn(self, result: JobResult) -> int:
-        """Tokens that come with its result; those that were told of step by step have been counted."""
-        if self.job.told is None:
+        """Returns the number of tokens that are still to be counted: all, or those of the last step if each
+        step was reported."""
+        if self.job.on_step is None:
             return len(result.tokens)
         return sum(not drawer.cancelled for drawer in self.drawers)
 
@@ -53,12 +56,14 @@ def compose(
     share: int,
     batch: list[tuple[Sequence, int]],
     steps: int = 1,
-    told: Callable[[Job, list[int]], None] | None = None,
-) -> Flight:
-    """Plan and describe one job. steps: of a decode job. told: as in `Job`, of one that has the blocks for
-    all its steps at once. Raises OutOfBlocks, with nothing changed, where the pool is short."""
+    on_step: Callable[[Job, list[int]], None] | None = None,
+) -> InflightBatch:
+    """Plans one job and describes it. Raises OutOfBlocks, with nothing changed, if the pool is short.
+
+    steps: of a decode job. on_step: as in `Job`, for a job that has the blocks for all its steps at once.
+    """
     if phase is Phase.DECODE:
-        batch, plan, offloaded = queue.planner.plan(batch, steps if told else 0)
+        batch, plan, offloaded = queue.planner.plan(batch, steps if on_step else 0)
     else:
         plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
         offloaded = None
@@ -81,68 +86,69 @@ def compose(
                 samples.append(drawer.sample_row(total - 1))
     inputs = np.concatenate(tokens)
     drawn = tuple(samples), tuple(prompts)
-    job = Job(queue.card.name, phase, share, plan, inputs, *drawn, steps, offloaded, told)
-    return Flight(job, batch, drawers, asked)
+    job = Job(queue.card.name, phase, share, plan, inputs, *drawn, steps, offloaded, on_step)
+    return InflightBatch(job, batch, drawers, asked)
 
 
-class Landings:
-    """Of one unit's jobs, whose tokens go to sequences and streams."""
+class OutputProcessor:
+    """Passes the results of jobs on to sequences and streams."""
 
     def __init__(self, queues: Mapping[str, ModelQueue], requests: Requests) -> None:
         self._queues = queues
         self._requests = requests
 
-    def land(self, flight: Flight, result: JobResult, now: int) -> None:
-        """A job has ended well."""
-        queue = self._queues[flight.job.model]
-        for asker, report in zip(flight.asked, result.prompt_logprobs, strict=True):
+    def process(self, inflight: InflightBatch, result: JobResult, jobs: int) -> None:
+        """Processes the result of a job that has ended well. jobs: how many the unit has started."""
+        queue = self._queues[inflight.job.model]
+        for asker, report in zip(inflight.asked, result.prompt_logprobs, strict=True):
             self._report_prompt(asker, report)
-        drawn = len(flight.drawers)
-        self._land_earlier(flight, result.tokens[: len(result.tokens) - drawn])
-        for sequence, count in flight.batch:
+        drawn = len(inflight.drawers)
+        self._process_earlier(inflight, result.tokens[: len(result.tokens) - drawn])
+        for sequence, count in inflight.batch:
             sequence.in_job = False
             sequence.computed += count
             if sequence.transfer:
                 sequence.transfer.advance(sequence.computed)
             if sequence.pending == 0:
-                if flight.job.phase is Phase.PREFILL:
+                if inflight.job.phase is Phase.PREFILL:
                     queue.cache.keep(sequence.id, sequence.tokens.list())
                 siblings, sequence.siblings = sequence.siblings, []
                 for sibling in siblings:
                     if not sibling.cancelled:
-                        queue.fork(sequence, sibling, now)
+                        queue.fork(sequence, sibling, jobs)
             if sequence.cancelled:
                 self._requests.release(queue, sequence)
             elif sequence.pending == 0 and not sequence.draws:
                 self._requests.end(sequence, "length")
         last = (
-            zip(flight.drawers, result.tokens[-drawn:], result.logprobs[-drawn:], strict=True)
+            zip(inflight.drawers, result.tokens[-drawn:], result.logprobs[-drawn:], strict=True)
             if drawn
             else ()
         )
         for drawer, token, logprob in last:
             if not drawer.cancelled:
                 self._requests.append(drawer, token, logprob)
-        self._requests.errands.run()
+        self._requests.deferred.run()
 
-    def step(self, flight: Flight, tokens: list[int]) -> bool:
-        """One step of a job that goes on has ended. Returns whether a sequence in it has, by now: what is
-        drawn for that one from here on nobody sees, though its K and V may be cached."""
-        tally = self._queues[flight.job.model].tally
-        tally.output_tokens += sum(not drawer.cancelled for drawer in flight.drawers)
-        for drawer, token in zip(flight.drawers, tokens, strict=True):
+    def process_step(self, inflight: InflightBatch, tokens: list[int]) -> bool:
+        """Processes one step of a job that goes on. Returns whether a sequence of the job has ended: nobody
+        sees what is drawn for that one from here on, though its K and V may be cached."""
+        stats = self._queues[inflight.job.model].stats
+        stats.output_tokens += sum(not drawer.cancelled for drawer in inflight.drawers)
+        for drawer, token in zip(inflight.drawers, tokens, strict=True):
             drawer.computed += 1
             if drawer.cancelled:
                 drawer.tokens.append(token)
             else:
                 self._requests.append(drawer, token, None)
-        return any(drawer.cancelled for drawer in flight.drawers)
+        return any(drawer.cancelled for drawer in inflight.drawers)
 
-    def _land_earlier(self, flight: Flight, tokens: list[int]) -> None:
-        """Those of all steps but the job's last that `step` has not had; they end nothing."""
-        each = len(flight.drawers)
-        for i, drawer in enumerate(flight.drawers if tokens else ()):
-            own = tokens[i::each][drawer.output_length - flight.job.samples[i].index :]
+    def _process_earlier(self, inflight: InflightBatch, tokens: list[int]) -> None:
+        """Processes the tokens of all steps but the last, as far as `process_step` has not. They end no
+        sequence."""
+        each = len(inflight.drawers)
+        for i, drawer in enumerate(inflight.drawers if tokens else ()):
+            own = tokens[i::each][drawer.output_length - inflight.job.samples[i].index :]
             index = drawer.output_length
             drawer.tokens.extend(own)
             drawer.computed += len(own)
@@ -151,31 +157,31 @@ class Landings:
                 assert stream is not None
                 stream.extend([TokenEvent(drawer.choice, at, token) for at, token in enumerate(own, index)])
 
-    def lose(self, flight: Flight, kept: Flight, lost: list[Sequence], now: int) -> None:
-        """A step has ended, but only what is `kept` of it counts. The `lost` ones have no K and V any more,
-        and are computed again; the others are as before it."""
-        queue, counted = self._queues[flight.job.model], {s.id for s, _ in kept.batch}
-        for sequence, _ in flight.batch:
+    def lose(self, inflight: InflightBatch, kept: InflightBatch, lost: list[Sequence], jobs: int) -> None:
+        """Undoes a step for the sequences that are not in `kept`. Those of `lost` have no K and V any more
+        and are computed again; the others are as they were before the step."""
+        queue, counted = self._queues[inflight.job.model], {s.id for s, _ in kept.batch}
+        for sequence, _ in inflight.batch:
             if sequence.id not in counted:
                 sequence.in_job = False
                 if sequence.cancelled:
                     self._requests.release(queue, sequence)
         for sequence in lost:
             if not sequence.cancelled:
-                queue.put_back(sequence, now)
+                queue.put_back(sequence, jobs)
 
-    def fail(self, flight: Flight, error: BaseException) -> None:
-        """A job has failed: so have its sequences, and nothing else."""
-        queue = self._queues[flight.job.model]
-        for sequence, _ in flight.batch:
+    def fail(self, inflight: InflightBatch, error: BaseException) -> None:
+        """Ends the requests of a job that has failed; all other requests go on."""
+        queue = self._queues[inflight.job.model]
+        for sequence, _ in inflight.batch:
             sequence.in_job = False
             if sequence.cancelled:
                 self._requests.release(queue, sequence)
         message = f"the job failed ({type(error).__name__}); the engine's log has more"
-        for sequence, _ in flight.batch:
+        for sequence, _ in inflight.batch:
             if not sequence.cancelled:
                 self._requests.cancel(sequence.request, "error", message)
-        self._requests.errands.run()
+        self._requests.deferred.run()
 
     def _report_prompt(self, sequence: Sequence, logprob: TokenLogprob) -> None:
         sequence.prompt_logprobs.append(logprob)

@@ -1,4 +1,4 @@
-"""What an engine keeps for a time: the clock of its leases, the budget of promised blocks, and the pins."""
+"""The leases of an engine: their clock, the budget of promised blocks, and the pins."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Leases:
         return None if due is None else max(0.0, due - self._clock.now())
 
     def expire(self) -> None:
+        """Gives up everything whose lease has run out."""
         for part in self._parts:
             part.expire()
 
@@ -53,11 +54,11 @@ class Promises:
     can be computed to its end.
 
     A pool that does not hold two of the longest requests has a budget smaller than one of them, and none at
-    all where it holds just one; but a reservation may be as long as that. There reservations may go beyond
-    the budget as long as each request that is here has room for the tokens it has by now. As requests grow,
-    and others come, that may become too little. While it is, what went beyond is not renewed, so nobody waits
-    for it longer than one lease: nor do two units whose sends wait for room that each has promised to the
-    other's. Pins, which may last, never go beyond.
+    all if it holds just one; but a reservation may be as long as that. In such a pool reservations may go
+    beyond the budget as long as each request that is here has room for the tokens it has by now. As requests
+    grow, and others come, that may become too little. While it is, what went beyond is not renewed, so nobody
+    waits for it longer than one lease: nor do two units whose sends wait for room that each has promised to
+    the other's. Pins, which may last, never go beyond.
     """
 
     def __init__(self, queues: Mapping[str, ModelQueue], total: int) -> None:
@@ -90,6 +91,7 @@ class Promises:
         return beyond
 
     def refusal(self, verb: str, more: int = 0) -> OutOfBlocks:
+        """Returns the error that says why `more` blocks may not be promised."""
         return OutOfBlocks(
             f"{verb}: {self.blocks + more} of {self._total} blocks would be promised to pins and "
             f"reservations, and the longest request needs {self._longest}; end others first, or raise "
@@ -103,7 +105,7 @@ class Promises:
 
 @dataclass(slots=True)
 class _Kept:
-    """What one request has pinned."""
+    """The pin of one request."""
 
     tree: PrefixTree
     path: PinnedPath

@@ -11,7 +11,7 @@ from typing import Final
 from kvloom.engine.batching.view import kept_to_grow
 from kvloom.engine.freeness import after, freeness
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.requests import Requests, Stream
+from kvloom.engine.requests import Requests, RequestStream
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.kv.pool import Pool
 from kvloom.kv.prefix import PinnedPath, PrefixTree
@@ -25,41 +25,43 @@ LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a mo
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A request with all its choices. lengths: of each choice in tokens, the prompt included.
-    left: tokens that the choice with most to do may still make, max_tokens and the longest context less what
-    it has made; nobody knows whether a stop token comes before. level: of its execution priority. shared:
-    tokens with which all choices begin, and which are held once for all of them."""
+class MigrationCandidate:
+    """A request with all its choices, as it could move."""
 
     request: str
     model: str
     lengths: tuple[int, ...]
+    """Tokens of each choice, the prompt included."""
     left: int
+    """Tokens that the choice with most to do may still make, by max_tokens and the longest context; nobody
+    knows whether a stop token comes before."""
     level: Level | None = None
+    """That of its execution priority."""
     shared: int = 0
+    """Tokens with which all choices begin, and which are held once for all of them."""
 
     @property
     def tokens(self) -> int:
-        """That are held for it."""
+        """Tokens that are held for the request."""
         return sum(self.lengths) - (len(self.lengths) - 1) * self.shared
 
     def blocks(self, model: ModelLoad) -> int:
-        """That hold it where its model is as there. Pages are shared whole."""
+        """Returns the blocks that hold the request at a unit that reports `model`. Pages are shared whole."""
         whole = self.shared - self.shared % model.page_tokens
         return sum(map(model.blocks, self.lengths)) - (len(self.lengths) - 1) * model.blocks(whole)
 
 
 def choose(
-    candidates: Iterable[Candidate],
+    candidates: Iterable[MigrationCandidate],
     destination: UnitLoad,
     *,
     least_left: int = LEAST_LEFT,
     floor: float = 0.0,
-) -> Candidate | None:
-    """The request to move to `destination`; None where there is none. One that is about to end stays. So
-    does one that would bring the destination's freeness below `floor`, in decode steps: 0 is where it just
-    holds it, and the threshold of sources where it need not give it away at once. One that drains holds
-    nothing."""
+) -> MigrationCandidate | None:
+    """Returns the request to move to `destination`; None if there is none. A request that is about to end
+    stays, and so does one that would bring the destination's freeness below `floor`, in decode steps. At 0
+    the destination just holds it; at the threshold of sources it need not give it away at once. A destination
+    that drains holds nothing."""
     best, rank = None, (math.inf, math.inf)
     for one in candidates:
         own = one.level.headroom if one.level else 0, one.tokens
@@ -68,8 +70,8 @@ def choose(
     return best
 
 
-def has_room(destination: UnitLoad, one: Candidate, floor: float) -> bool:
-    """Whether it keeps at least `floor` with this one."""
+def has_room(destination: UnitLoad, one: MigrationCandidate, floor: float) -> bool:
+    """Returns whether the destination keeps at least `floor` with this request."""
     model = destination.models.get(one.model)
     if model is None:
         return False
@@ -119,7 +121,7 @@ class Pauses:
                 self._go_on(stream)
 
     def let_go(self, request: str) -> None:
-        """The request is over, or goes on: nothing is kept for it."""
+        """Gives up what is kept for a request, which is over or goes on."""
         for tree, path in self._kept.pop(request, ()):
             tree.unpin(path)
 
@@ -129,9 +131,9 @@ class Pauses:
         stream = self._requests.stream(request)
         if stream is None:
             raise BadRequest(f"no request {request} is here: it never was, or it has ended", param="request")
-        return await self._requests.errands.do(stream, lambda: self._stand_still(stream))
+        return await self._requests.deferred.do(stream, lambda: self._stand_still(stream))
 
-    def _stand_still(self, stream: Stream) -> list[Made]:
+    def _stand_still(self, stream: RequestStream) -> list[Made]:
         live = stream.live
         if not live or not all(sequence.output_length for sequence in live):
             problem = "has a choice without a token; ask once each has one" if live else "has ended"
@@ -152,9 +154,9 @@ class Pauses:
         self._due.pop(request, None)
         stream = self._requests.stream(request)
         if stream is not None:
-            await self._requests.errands.do(stream, lambda: self._go_on(stream))
+            await self._requests.deferred.do(stream, lambda: self._go_on(stream))
 
-    def _go_on(self, stream: Stream) -> None:
+    def _go_on(self, stream: RequestStream) -> None:
         self.let_go(stream.body.request)
         for sequence in stream.live:
             if sequence.status is Status.HELD:
@@ -165,9 +167,9 @@ class Pauses:
         """Caches what a running request has computed, as far as it fills pages."""
         stream = self._requests.stream(request)
         if stream is not None:
-            await self._requests.errands.do(stream, lambda: self._publish(stream))
+            await self._requests.deferred.do(stream, lambda: self._publish(stream))
 
-    def _publish(self, stream: Stream) -> None:
+    def _publish(self, stream: RequestStream) -> None:
         for sequence in stream.live:
             queue = self._queues[sequence.model]
             if sequence.status is Status.RUNNING and queue.planner.is_home(sequence):
@@ -187,9 +189,10 @@ class Llumlet:
         self._levels = levels
 
     def select_migration(self, body: Offer) -> Offered:
-        """Requests that wait behind a first one that finds no room go before all that run: nothing is copied.
-        The paper leaves them where they are. Then requests at home go before those that are offloaded, whose
-        leaving frees no block here, and whose K and V are computed again."""
+        """Returns the request that is to move to a unit, if there is one. Requests that wait behind a first
+        one that finds no room go before all that run: nothing is copied. The paper leaves such requests at
+        their unit. Then requests at home go before those that are offloaded, whose leaving frees no block
+        here, and whose K and V are computed again."""
         besides = frozenset(body.besides)
         for one in self._stuck():
             there = body.destination.models.get(one.model)
@@ -203,7 +206,7 @@ class Llumlet:
                 return Offered(request=chosen.request)
         return Offered(request=None)
 
-    def _stuck(self) -> Iterator[Candidate]:
+    def _stuck(self) -> Iterator[MigrationCandidate]:
         """Yields requests of models of which the first that waits finds no room, in the order in which they
         wait. Those with several choices stay, and those of which a part is here."""
         for queue in filter(self._blocked, self._queues.values()):
@@ -221,7 +224,7 @@ class Llumlet:
         kept = kept_to_grow(len(queue.running), geometry.blocks_per_page)
         return geometry.blocks(queue.waiting[0].tokens.length) + kept > self._pool.available
 
-    def _candidates(self, *, home: bool) -> Iterator[Candidate]:
+    def _candidates(self, *, home: bool) -> Iterator[MigrationCandidate]:
         """Yields requests of which every choice that has not ended decodes. home: those with all choices at
         home; else those with some offloaded."""
         for stream in self._requests.streams:
@@ -231,8 +234,8 @@ class Llumlet:
             if all(map(self._queues[stream.body.model].planner.is_home, live)) == home:
                 yield self._candidate(stream, live)
 
-    def _candidate(self, stream: Stream, live: list[Sequence]) -> Candidate:
-        return Candidate(
+    def _candidate(self, stream: RequestStream, live: list[Sequence]) -> MigrationCandidate:
+        return MigrationCandidate(
             request=str(stream.id),
             model=stream.body.model,
             lengths=tuple(sequence.tokens.length for sequence in live),

@@ -1,4 +1,4 @@
-"""One model's sequences in the engine: who waits, who runs, and what the next job of each kind would take."""
+"""The queue of one model: which sequences wait, which run, and what the next job of each kind would take."""
 
 from __future__ import annotations
 
@@ -24,63 +24,62 @@ from kvloom.types.request import ModelCard
 WINDOW: Final = STEP_WINDOW
 
 
-class Pace:
-    """The running median, which one slow step does not move."""
+class StepTime:
+    """The running median of what a decode step takes; one slow step does not move it."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
 
     def note(self, seconds: float) -> None:
-        """Of one more step."""
+        """Notes the seconds of one more step."""
         self._last.append(seconds)
 
     @property
     def seconds(self) -> float:
-        """Of a step; 0 where there was none yet."""
+        """Seconds of a step; 0 if there was none yet."""
         return median(self._last) if self._last else 0.0
 
     @property
     def least(self) -> float:
-        """Of the next step, as far as is known: no more than of the last one, which may have been of fewer
-        sequences. 0 before there were `WINDOW`: first ones take longer."""
+        """Seconds that the next step takes at least, as far as is known: no more than the last one, which may
+        have had fewer sequences. 0 before there were `WINDOW` steps: the first ones take longer."""
         return min(self.seconds, self._last[-1]) if len(self._last) == WINDOW else 0.0
 
 
-class Tally:
-    """Tokens, preemptions and jobs since the start. active: jobs that run now. last: the unit's count when a
-    job last began or ended. changes: how often one of these two has changed."""
+class ModelStats:
+    """Counts one model's tokens, preemptions and jobs since the start."""
 
     def __init__(self) -> None:
         self.jobs: dict[Phase, int] = dict.fromkeys(Phase, 0)
-        self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)
-        self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)  # jobs that run now
+        self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when a job began or ended
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.received_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
-        self.changes = 0
+        self.changes = 0  # of `active` and `last`
 
-    def started(self, phase: Phase, now: int) -> None:
-        """A job has started, the unit's `now`-th."""
+    def started(self, phase: Phase, jobs: int) -> None:
+        """Counts a job that has started. jobs: how many the unit has started, with this one."""
         self.changes += 1
         self.jobs[phase] += 1
         self.active[phase] += 1
-        self.last[phase] = now
+        self.last[phase] = jobs
 
-    def finished(self, job: Job, drawn: int, steps: int, now: int) -> None:
-        """A job has ended well: it drew `drawn` tokens in `steps` steps, each as good as a job. now: jobs
-        that the unit has started."""
+    def finished(self, job: Job, drawn: int, steps: int, jobs: int) -> None:
+        """Counts a job that has ended well, with the tokens that it drew; each of its steps counts as a job.
+        jobs: how many the unit has started."""
         self.changes += 1
         self.active[job.phase] -= 1
         self.jobs[job.phase] += steps - 1
-        self.last[job.phase] = now
+        self.last[job.phase] = jobs
         self.output_tokens += drawn
         if job.phase is Phase.PREFILL:
             self.prompt_tokens += job.tokens.size
 
     def failed(self, job: Job) -> None:
-        """A job has ended as if it had never been."""
+        """Forgets a job that has failed."""
         self.changes += 1
         self.active[job.phase] -= 1
 
@@ -89,8 +88,7 @@ _ORDER = attrgetter("order")
 
 
 class ModelQueue:
-    """waiting is sorted by order; running holds every sequence with blocks, in order of admission. shares:
-    of a prefill and of a decode job, in units of compute; 0 where the policy is to say."""
+    """The sequences of one model that wait or run."""
 
     def __init__(
         self,
@@ -100,6 +98,7 @@ class ModelQueue:
         max_waiting: int,
         shares: tuple[int, int] = (0, 0),
     ) -> None:
+        """shares: of a prefill and of a decode job, in units of compute; 0 if the policy is to say."""
         self.form = KVForm.of(cache.geometry, card.dtype)
         self.card = structs.replace(card, form=self.form)
         self.cache = cache
@@ -107,11 +106,11 @@ class ModelQueue:
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.shares = shares
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []  # sorted by `order`
+        self.running: list[Sequence] = []  # all that have blocks, in the order of admission
         self.planner: DecodePlanner[Sequence] = DecodePlanner(cache)
-        self.tally = Tally()
-        self.pace = Pace()
+        self.stats = ModelStats()
+        self.step_time = StepTime()
         self.changes = 0  # of who waits and who runs
 
     @property
@@ -124,15 +123,15 @@ class ModelQueue:
         tokens = max((s.tokens.length for some in (self.waiting, self.running) for s in some), default=0)
         return self.cache.geometry.blocks(tokens)
 
-    def enqueue(self, sequence: Sequence, now: int) -> None:
-        """now: jobs that the unit has started."""
+    def enqueue(self, sequence: Sequence, jobs: int) -> None:
+        """Lets a sequence wait, at the place that its order gives it. jobs: how many the unit has started."""
         self.changes += 1
-        sequence.waiting_since = now
+        sequence.waiting_since = jobs
         insort(self.waiting, sequence, key=_ORDER)
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a waiting sequence its place, and what is cached of its tokens. One that sends takes whole
-        pages: it would have to keep a page that it has sent a part of and then copied, beside the copy."""
+        """Moves a waiting sequence to the running ones, with what is cached of its tokens. A sequence that
+        sends takes whole pages: it would have to keep a page of which it has sent a part, beside its copy."""
         self.changes += 1
         self.waiting.remove(sequence)
         whole = sequence.transfer is not None
@@ -140,12 +139,12 @@ class ModelQueue:
         sequence.adopted(self.cache.adopt(sequence.id, tokens, most, whole_pages=whole))
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
-        self.tally.cached_tokens += sequence.hits
+        self.stats.cached_tokens += sequence.hits
         if sequence.transfer:
             self.cache.sends.begin(sequence.id, sequence.transfer, sequence.computed)
 
     def release(self, sequence: Sequence, status: Status) -> None:
-        """Take a sequence's place and its blocks, which stay cached while nobody needs them."""
+        """Takes a sequence out of the queue. Its blocks stay cached while nobody needs them."""
         self.changes += 1
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
@@ -155,16 +154,14 @@ class ModelQueue:
             sequence.computed = 0
         else:
             at = bisect_left(self.waiting, sequence.order, key=_ORDER)
-            if self.waiting[at : at + 1] == [
-                sequence
-            ]:  # a sibling that has not forked yet is in neither list
+            if self.waiting[at : at + 1] == [sequence]:  # a sibling that has not forked is in neither list
                 del self.waiting[at]
         sequence.become(status)
 
-    def fork(self, parent: Sequence, child: Sequence, now: int) -> None:
-        """`child` goes on from the parent's tokens: sharing its pages, or, where no more may run, later."""
+    def fork(self, parent: Sequence, child: Sequence, jobs: int) -> None:
+        """Lets `child` go on from the parent's tokens, in shared pages; later if no more may run now."""
         if len(self.running) >= self.max_running:
-            self.enqueue(child, now)
+            self.enqueue(child, jobs)
             return
         self.changes += 1
         self.cache.fork_sequence(parent.id, child.id)
@@ -172,28 +169,28 @@ class ModelQueue:
         child.become(Status.RUNNING)
         self.running.append(child)
 
-    def preempt(self, now: int) -> bool:
-        """Takes the blocks of one sequence. It waits again and is computed again later, unless it can go
-        where others give way instead. Returns False if all are in jobs."""
+    def preempt(self, jobs: int) -> bool:
+        """Takes the blocks of one sequence. It waits again and is computed again later, unless it can move to
+        a loan and others give way instead. Returns False if all are in jobs."""
         victim = self.victim()
         for sequence in [] if victim is None else self.planner.givers(victim):
-            self.put_back(sequence, now)
+            self.put_back(sequence, jobs)
         return victim is not None
 
-    def put_back(self, sequence: Sequence, now: int) -> None:
-        """A running sequence waits again, and has no K and V."""
-        self.tally.preemptions += 1
-        sequence.preempted_at = now
+    def put_back(self, sequence: Sequence, jobs: int) -> None:
+        """Lets a running sequence wait again, without K and V."""
+        self.stats.preemptions += 1
+        sequence.preempted_at = jobs
         self.release(sequence, Status.WAITING)
-        self.enqueue(sequence, now)
+        self.enqueue(sequence, jobs)
 
-    def relieve(self, ready: list[Sequence], now: int) -> bool:
+    def relieve(self, ready: list[Sequence], jobs: int) -> bool:
         """Puts back one sequence if some of `ready` find room for their next token nowhere: the last of them,
         or the last of all that have a lower priority. Returns False if all find room."""
         crowded = self.planner.crowded(ready)
         if crowded:
             last, victim = crowded[-1], max((s for s in self.running if not s.in_job), key=_ORDER)
-            self.put_back(victim if victim.order[0] > last.order[0] else last, now)
+            self.put_back(victim if victim.order[0] > last.order[0] else last, jobs)
         return bool(crowded)
 
     def decodable(self) -> list[Sequence]:
@@ -203,7 +200,7 @@ class ModelQueue:
     @property
     def decoding(self) -> bool:
         """A decode job of the model is under way."""
-        return self.tally.active[Phase.DECODE] > 0
+        return self.stats.active[Phase.DECODE] > 0
 
     def victim(self) -> Sequence | None:
         """Returns who is preempted next: the lowest priority, then the latest; never one in a job, nor one
@@ -212,14 +209,17 @@ class ModelQueue:
         return max(held, key=_ORDER, default=None)
 
     def blocks(self, sequences: Iterable[Sequence], *, to_end: bool = False) -> int:
-        """Blocks that the sequences' next token, or all they have pending, would take."""
+        """Returns the blocks that the sequences' next token, or all they have pending, would take."""
         cache = self.cache
         return sum(cache.blocks_for(s.id, s.pending if to_end else 1) for s in sequences)
 
-    def prefill_batch(self, budget: int, tokens: int, now: int) -> list[tuple[Sequence, int]]:
-        """Sequences for one prefill job with the tokens each takes: begun ones first, then admissions, while
-        `budget` blocks and `tokens` tokens last. Admits what it takes, and what needs no
-        prefill; not twice while no job starts, or preempting it could go on for ever."""
+    def prefill_batch(self, budget: int, tokens: int, jobs: int) -> list[tuple[Sequence, int]]:
+        """Returns the sequences for one prefill job, each with the tokens that it takes: begun ones first,
+        then admissions, while `budget` blocks and `tokens` tokens last.
+
+        Admits what it takes, and what needs no prefill; the latter not twice while no job starts, or
+        preempting it could go on for ever. jobs: how many the unit has started.
+        """
         batch: list[tuple[Sequence, int]] = []
         begun = [s for s in self.running if not s.in_job and not s.decodes]
         for sequence in [*begun, *self.waiting]:
@@ -231,7 +231,7 @@ class ModelQueue:
             if sequence.status is Status.WAITING:
                 self.admit(sequence)
             budget -= need
-            if sequence.decodes and sequence.preempted_at != now:  # the next decode step takes it along
+            if sequence.decodes and sequence.preempted_at != jobs:  # the next decode step takes it along
                 continue
             count = min(tokens, sequence.pending)
             batch.append((sequence, count))
@@ -242,35 +242,35 @@ class ModelQueue:
 _NOBODY: Final = (0, 0, 0)
 
 
-class View:
-    """Of one model. Looked at anew only where something has changed: policies are asked several times a job,
+class CachedView:
+    """The view of one model, made anew only if something has changed: policies are asked several times a job,
     and there may be hundreds of sequences."""
 
     def __init__(self, queue: ModelQueue) -> None:
         self._queue = queue
         self._seen: tuple[tuple[object, ...], ModelView, int | None] | None = None
 
-    def at(self, now: int) -> ModelView:
-        """now: jobs that the unit has started."""
+    def at(self, jobs: int) -> ModelView:
+        """Returns the view after the unit has started `jobs` jobs."""
         queue = self._queue
-        counts = queue.changes, queue.tally.changes, queue.cache.changes
+        counts = queue.changes, queue.stats.changes, queue.cache.changes
         mark = *counts, queue.quota, queue.planner.mark
         if self._seen is None or self._seen[0] != mark:
-            self._seen = mark, *look(queue)
+            self._seen = mark, *model_view(queue)
         _, view, since = self._seen
-        waited = 0 if since is None else now - since
+        waited = 0 if since is None else jobs - since
         return view if waited == view.waited else replace(view, waited=waited)
 
 
-def look(queue: ModelQueue) -> tuple[ModelView, int | None]:
-    """The view, and since when its head has waited."""
+def model_view(queue: ModelQueue) -> tuple[ModelView, int | None]:
+    """Returns the view, and the unit's count of jobs since which its head has waited."""
     idle = [s for s in queue.running if not s.in_job]
     here = [s for s in idle if queue.planner.is_home(s)]
     ready = queue.decodable()
     begun = [s for s in idle if not s.decodes]
     room = len(queue.running) < queue.max_running
     head = begun[0] if begun else queue.waiting[0] if queue.waiting and room else None
-    tally = queue.tally
+    stats = queue.stats
     view = ModelView(
         name=queue.card.name,
         waiting=len(queue.waiting) if room else 0,
@@ -282,13 +282,13 @@ def look(queue: ModelQueue) -> tuple[ModelView, int | None]:
         held=len(here),
         victim=max(map(_ORDER, here), default=_NOBODY),
         running=len(queue.running),
-        prefilling=tally.active[Phase.PREFILL] > 0,
+        prefilling=stats.active[Phase.PREFILL] > 0,
         decoding=queue.decoding,
         used=queue.cache.used_blocks,
         quota=queue.quota,
         page_blocks=queue.cache.geometry.blocks_per_page,
-        last_prefill=tally.last[Phase.PREFILL],
-        last_decode=tally.last[Phase.DECODE],
+        last_prefill=stats.last[Phase.PREFILL],
+        last_decode=stats.last[Phase.DECODE],
         waited=0,
         prefill_share=queue.shares[0],
         decode_share=queue.shares[1],

@@ -1,4 +1,4 @@
-"""Decode jobs of many steps, for as long as nothing can have to be decided."""
+"""Multi-step decode: jobs of many steps, while there is nothing to decide between two steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvloom.engine.batching import Policy
 from kvloom.engine.batching.view import Decode, UnitView
-from kvloom.engine.inflight import Flight
+from kvloom.engine.inflight import InflightBatch
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence
 from kvloom.kv.pool import Pool
@@ -15,20 +15,24 @@ from kvloom.types.job import Executor, Phase
 
 
 @dataclass(slots=True, eq=False)
-class _Stride:
-    """room: blocks that all its steps may take. steps: that have begun, as far as is known."""
+class _LongBatch:
+    """A decode job of many steps."""
 
-    flight: Flight
+    inflight: InflightBatch
     room: int
+    """Blocks that all its steps may take."""
     steps: int = 1
+    """Steps that are known to have begun."""
 
 
-class Strides:
-    """What a policy would answer after a step is what it answered before it, while each model that could
-    decode does so, no sequence ends, and nobody waits, or, where the unit has one model, nobody who could be
-    let in. So such steps may be one job, if the executor can take several in one. Who calls meanwhile cuts
-    them short, and finds the unit as if they had been many jobs. Where the executor is ahead of the tokens
-    that it tells, one of them may end a sequence, which cuts them short as well.
+class MultiStepDecode:
+    """Decides how many steps a decode job takes, and ends running ones early.
+
+    A policy answers after a step what it answered before it while each model that could decode does so, no
+    sequence ends, and no request waits; if the unit has one model, while no request that could be let in
+    waits. Such steps may be one job if the executor can take several in one. A caller that comes meanwhile
+    cuts them short, and finds the unit as if they had been many jobs. If the executor has lookahead a token
+    of such a job may end a sequence, which cuts it short as well.
     """
 
     def __init__(
@@ -38,12 +42,12 @@ class Strides:
         self._pool = pool
         self._executor = executor
         self._policy = policy
-        self._running: list[_Stride] = []
-        self._ending: list[_Stride] = []  # cut short
+        self._running: list[_LongBatch] = []
+        self._ending: list[_LongBatch] = []  # cut short
 
     def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
-        """For the decode job that the policy wants, having seen `view`."""
-        most, queue = self._executor.stride, self._queues[action.model]
+        """Returns the number of steps for the decode job that the policy wants, having seen `view`."""
+        most, queue = self._executor.max_steps, self._queues[action.model]
         if most == 1 or not batch or not queue.planner.multi_step or not self._takes_all(queue, len(batch)):
             return 1
         if not all(self._settled(other) for other in self._queues.values() if other is not queue):
@@ -53,76 +57,80 @@ class Strides:
         if queue.cache.shares_a_tail([sequence.id for sequence, _ in batch]):
             return 1  # the page that is copied is held until this job has ended
         limit = queue.card.context_length
-        told = self._executor.ahead > 0
-        steps = min(most, *(sequence.strides(limit, told=told) for sequence, _ in batch))
+        step_by_step = self._executor.lookahead > 0
+        steps = min(most, *(sequence.max_steps(limit, step_by_step=step_by_step) for sequence, _ in batch))
         steps = min(steps, max(sequence.remaining for sequence, _ in batch))
         room = queue.cache.blocks_for_each([sequence.id for sequence, _ in batch], steps)
-        claimed = sum(stride.room for stride in self._running)
+        claimed = sum(long.room for long in self._running)
         own = next(model for model in view.models if model.name == action.model)
-        free = view.free(own) if told else self._pool.available  # where all are taken now, not step by step
+        # With lookahead all blocks are taken now, and must be the model's to take; else step by step.
+        free = view.free(own) if step_by_step else self._pool.available
         return steps if room + claimed <= free else 1
 
     def _takes_all(self, queue: ModelQueue, count: int) -> bool:
-        """Whether a decode job of so many sequences takes all that it could. Beside a prefill that runs one
-        of many steps ends some time after it, which is for an executor that has little time between steps."""
-        if not self._executor.ahead:
+        """Returns whether a decode job of `count` sequences takes all that it could. A job of many steps ends
+        some time after a prefill that runs beside it, which only an executor with lookahead allows: it has
+        little time between steps."""
+        if not self._executor.lookahead:
             return count == len(queue.running)
         return count == sum(not sequence.in_job for sequence in queue.running)
 
     def _settled(self, queue: ModelQueue) -> bool:
-        """It has nothing to do, or its jobs run and take all it has."""
-        if queue.waiting or (queue.tally.active[Phase.PREFILL] and not self._executor.ahead):
+        """Returns whether the model has nothing to do, or its jobs run and take all its sequences."""
+        if queue.waiting or (queue.stats.active[Phase.PREFILL] and not self._executor.lookahead):
             return False
         return all(sequence.in_job for sequence in queue.running)
 
     def _goes_on(self, view: UnitView, action: Decode) -> bool:
-        """Whether the policy would decode again. With one model, who does not fit now fits less and less."""
+        """Returns whether the policy would decode again. With one model, a request that does not fit now fits
+        less and less."""
         if len(view.models) > 1:
             return False
         jobs = view.jobs + 1
         model = replace(view.models[0], last_decode=jobs, waited=view.models[0].waited + 1)
         return self._policy(replace(view, models=(model,), last_was_prefill=False, jobs=jobs)) == action
 
-    def took_off(self, flight: Flight) -> int:
-        """A job begins; where it is a single step, so are those that follow. Returns what `cut` does."""
-        if flight.job.steps == 1:
+    def started(self, inflight: InflightBatch) -> int:
+        """Notes that a job begins. If it has a single step, running jobs are cut short. Returns what `cut`
+        does."""
+        if inflight.job.steps == 1:
             return self.cut()
-        cache = self._queues[flight.job.model].cache
-        room = cache.blocks_for_each([sequence.id for sequence, _ in flight.batch], flight.job.steps)
-        self._running.append(_Stride(flight, room))
+        cache = self._queues[inflight.job.model].cache
+        room = cache.blocks_for_each([sequence.id for sequence, _ in inflight.batch], inflight.job.steps)
+        self._running.append(_LongBatch(inflight, room))
         return 0
 
-    def landed(self, flight: Flight, steps: int) -> int:
-        """It has taken so many steps. Returns how many have begun anywhere, since this was last told."""
-        ended = [stride for stride in (*self._running, *self._ending) if stride.flight is flight]
-        self.failed(flight)
-        return sum(self._reach(stride, steps) for stride in ended) + self.sync()
+    def ended(self, inflight: InflightBatch, steps: int) -> int:
+        """Notes that a job has ended after `steps` steps. Returns the number of steps, of all jobs, that have
+        begun since the last such answer."""
+        ended = [long for long in (*self._running, *self._ending) if long.inflight is inflight]
+        self.failed(inflight)
+        return sum(self._reach(long, steps) for long in ended) + self.sync()
 
-    def failed(self, flight: Flight) -> None:
-        """It is over, and has taken no step."""
-        self._running = [stride for stride in self._running if stride.flight is not flight]
-        self._ending = [stride for stride in self._ending if stride.flight is not flight]
+    def failed(self, inflight: InflightBatch) -> None:
+        """Notes that a job has failed, as if it had taken no step."""
+        self._running = [long for long in self._running if long.inflight is not inflight]
+        self._ending = [long for long in self._ending if long.inflight is not inflight]
 
     def cut(self) -> int:
-        """Something has happened: whatever runs ends with the steps that are under way. Returns what `landed`
-        does."""
-        for stride in self._running:
-            self._executor.cut(stride.flight.job)
+        """Ends running jobs after the steps that are under way. Returns what `ended` does."""
+        for long in self._running:
+            self._executor.cut(long.inflight.job)
         more = self.sync()
-        for stride in self._running:
-            job = stride.flight.job
+        for long in self._running:
+            job = long.inflight.job
             self._queues[job.model].cache.shorten_forward(job.plan)
         self._ending += self._running
         self._running = []
         return more
 
     def sync(self) -> int:
-        """Take the blocks for the steps that have begun. Returns what `landed` does."""
-        return sum(self._reach(stride, self._executor.taken(stride.flight.job)) for stride in self._running)
+        """Takes the blocks for the steps that have begun. Returns what `ended` does."""
+        return sum(self._reach(long, self._executor.steps_begun(long.inflight.job)) for long in self._running)
 
-    def _reach(self, stride: _Stride, steps: int) -> int:
-        more, stride.steps = steps - stride.steps, steps
+    def _reach(self, long: _LongBatch, steps: int) -> int:
+        more, long.steps = steps - long.steps, steps
         if more:
-            job = stride.flight.job
+            job = long.inflight.job
             self._queues[job.model].cache.extend_forward(job.plan, steps)
         return more

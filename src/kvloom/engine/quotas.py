@@ -1,4 +1,4 @@
-"""Watches how models use their quotas and moves blocks between them (MuxServe, algorithm 3, last line)."""
+"""Quotas: how models use theirs, and how blocks move between them (MuxServe, algorithm 3, last line)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.pool import Pool
-from kvloom.kv.quota import Usage, adapt_quotas, initial_quotas
+from kvloom.kv.quota import QuotaUsage, adapt_quotas, initial_quotas
 from kvloom.types.clock import Clock
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Executor
@@ -20,6 +20,8 @@ _PERIOD = 8.0  # seconds, MuxServe's
 
 
 class QuotaTuner:
+    """Measures how models use their quotas, and adapts them."""
+
     def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec, total: int, clock: Clock) -> None:
         self._queues = queues
         self._total = total
@@ -38,17 +40,17 @@ class QuotaTuner:
         self._jobs = 0
 
     def observe(self, jobs: int) -> None:
-        """So many jobs have ended: note who holds what."""
+        """Notes who holds what as `jobs` jobs have ended."""
         self._jobs += jobs
         for name, queue in self._queues.items():
             self._used[name] += jobs * queue.cache.used_blocks
 
     def adapt(self) -> None:
-        """Once a period in which jobs ran, move quotas towards use."""
+        """Moves quotas towards use, once a period in which jobs ran."""
         if not self._moves or self._jobs == 0 or self._clock.now() < self._due:
             return
         usage = {
-            name: Usage(self._used[name] / self._jobs, queue.blocks(queue.waiting, to_end=True))
+            name: QuotaUsage(self._used[name] / self._jobs, queue.blocks(queue.waiting, to_end=True))
             for name, queue in self._queues.items()
         }
         self._set(adapt_quotas(self._total, {n: q.quota for n, q in self._queues.items()}, usage))
@@ -64,8 +66,8 @@ _MUCH_WASTE = 0.05
 
 
 def fit(executor: Executor, spec: EngineSpec, *, reserved: int) -> tuple[Pool, dict[str, ModelQueue]]:
-    """A pool over the executor's blocks, and a queue for each model. reserved: a cache's rows beyond those of
-    sequences that run."""
+    """Returns a pool over the executor's blocks, and a queue for each model. reserved: a cache's rows beyond
+    those of sequences that run."""
     _tell_waste(executor.geometries)
     cards = {
         name: fitted(card, executor.geometries[name], executor.blocks)
@@ -88,7 +90,7 @@ def fit(executor: Executor, spec: EngineSpec, *, reserved: int) -> tuple[Pool, d
 
 
 def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
-    """The card of a model that can hold no longer sequence than the whole pool does."""
+    """Returns the card of a model that can hold no longer sequence than the whole pool does."""
     most = blocks // geometry.blocks_per_page * geometry.tokens_per_block
     if most >= card.context_length:
         return card
@@ -102,7 +104,7 @@ def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
 
 
 def _planned_shares(model: ModelSpec, compute: int) -> tuple[int, int]:
-    """Of a prefill and of a decode job, in units of `compute`; 0 where none is planned."""
+    """Returns the shares of a prefill and of a decode job, in units of `compute`; 0 if none is planned."""
     prefill, decode = (
         0 if share is None else max(1, round(share * compute))
         for share in (model.prefill_share, model.decode_share)
@@ -111,7 +113,7 @@ def _planned_shares(model: ModelSpec, compute: int) -> tuple[int, int]:
 
 
 def _tell_waste(geometries: Mapping[str, Geometry]) -> None:
-    """Whose head size fits the blocks badly."""
+    """Logs the models whose head size fits the blocks badly."""
     for name, geometry in geometries.items():
         if geometry.waste > _MUCH_WASTE:
             _log.info(

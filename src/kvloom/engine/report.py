@@ -1,4 +1,4 @@
-"""What a unit and its models' queues report of themselves to the fleet."""
+"""The load that a unit and its models' queues report to the fleet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvloom.types.spec import EngineSpec
 def unit_load(
     spec: EngineSpec, pool: Pool, queues: Mapping[str, ModelQueue], waits: Waits | None, *, draining: bool
 ) -> UnitLoad:
-    """waits: those of tasks that this unit does for another."""
+    """Returns the load of the unit. waits: those of tasks that this unit does for another."""
     return UnitLoad(
         total_blocks=pool.total,
         free_blocks=pool.free,
@@ -31,7 +31,7 @@ def unit_load(
 
 
 def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
-    """levels: of execution priority."""
+    """Returns the load of one model. levels: those of execution priority."""
     cache, geometry = queue.cache, queue.cache.geometry
     waiting = [geometry.blocks(sequence.tokens.length) for sequence in queue.waiting]
     begun = (sequence for sequence in queue.running if not sequence.decodes)
@@ -47,17 +47,17 @@ def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
         waiting_blocks=sum(waiting),
         page_blocks=geometry.blocks_per_page,
         page_tokens=geometry.tokens_per_block,
-        prompt_tokens_total=queue.tally.prompt_tokens,
-        cached_tokens_total=queue.tally.cached_tokens,
-        received_tokens_total=queue.tally.received_tokens,
-        output_tokens_total=queue.tally.output_tokens,
-        preemptions_total=queue.tally.preemptions,
-        prefill_jobs_total=queue.tally.jobs[Phase.PREFILL],
-        decode_jobs_total=queue.tally.jobs[Phase.DECODE],
+        prompt_tokens_total=queue.stats.prompt_tokens,
+        cached_tokens_total=queue.stats.cached_tokens,
+        received_tokens_total=queue.stats.received_tokens,
+        output_tokens_total=queue.stats.output_tokens,
+        preemptions_total=queue.stats.preemptions,
+        prefill_jobs_total=queue.stats.jobs[Phase.PREFILL],
+        decode_jobs_total=queue.stats.jobs[Phase.DECODE],
         away=queue.planner.count,
         away_tokens_total=queue.planner.tokens_total,
         away_share=queue.planner.share,
-        step_seconds=queue.pace.seconds,
+        step_seconds=queue.step_time.seconds,
         levels=_running(queue, levels) if levels else (),
     )
 

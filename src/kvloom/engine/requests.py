@@ -12,7 +12,7 @@ import numpy as np
 
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.sequence import Sequence, Status, StreamId, Tokens
+from kvloom.engine.sequence import Sequence, Status, StreamId, TokenBuffer
 from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, UnknownModel
 from kvloom.types.request import (
     EndEvent,
@@ -28,7 +28,7 @@ from kvloom.types.transfer import Transfer
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class RequestStream:
     """The events of one request on their way to its caller. They are held back until `body.interval` of a
     choice have gathered, one is a choice's first token, or a choice ends."""
 
@@ -97,7 +97,8 @@ def check_prompt(prompt: list[int], card: ModelCard) -> None:
 
 
 def check_request(body: StartGenerate, card: ModelCard) -> None:
-    """As `check_prompt`; a request wants room for a token more."""
+    """Checks the prompt, room for one more token, `made` and the token ids of the sampling. Raises
+    PromptTooLong or BadRequest."""
     check_prompt(body.prompt, card)
     if len(body.prompt) >= card.context_length:
         raise PromptTooLong(
@@ -138,41 +139,40 @@ def _check_made(body: StartGenerate, card: ModelCard) -> None:
 T = TypeVar("T")
 
 
-class Errands:
-    """Of all streams of an engine."""
+class DeferredActions:
+    """Actions on requests that must not run while the request is in a job."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Stream, Callable[[], None]]] = []
-        self._done = False  # since `told`
+        self._waiting: list[tuple[RequestStream, Callable[[], None]]] = []
+        self._done = False  # whether any has run since `let_callers_run`
 
-    async def do(self, stream: Stream, errand: Callable[[], T]) -> T:
-        """What it returns, or the KvloomError that it raises. Done at once, or when the job under way has
-        landed, before the next one begins."""
+    async def do(self, stream: RequestStream, action: Callable[[], T]) -> T:
+        """Runs the action at once, or when the job under way has ended, before the next one begins. Returns
+        what the action returns, or raises its KvloomError."""
         if not stream.in_job:
-            return errand()
+            return action()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def do() -> None:
             if done.cancelled():
                 return
             try:
-                done.set_result(errand())
+                done.set_result(action())
             except KvloomError as error:
                 done.set_exception(error)
 
         self._waiting.append((stream, do))
         return await done
 
-    async def told(self) -> None:
-        """Whoever had to wait goes on before the next job begins, which would want the core for itself; so do
-        the tasks that this begins."""
+    async def let_callers_run(self) -> None:
+        """Lets callers whose actions have run go on before the next job begins and takes the core."""
         if self._done:
             self._done = False
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # each caller goes on from its future
+            await asyncio.sleep(0)  # and the tasks that it starts, one for each send of a `hold`, begin
 
     def run(self) -> None:
-        """A job has landed."""
+        """Runs the actions that waited for the job that has ended."""
         if not self._waiting:
             return
         waiting, self._waiting, self._done = self._waiting, [], True
@@ -184,13 +184,13 @@ class Errands:
 
 
 class Requests:
-    """Streams by request id. A choice ends by its own tokens, by its request's abort, or by an error; its
-    blocks come back then, or with the end of the job it is in."""
+    """The requests that have not ended, by id. A choice ends by its own tokens, by its request's abort, or by
+    an error; its blocks come back then, or with the end of the job it is in."""
 
     def __init__(self, queues: Mapping[str, ModelQueue]) -> None:
         self._queues = queues
-        self._streams: dict[StreamId, Stream] = {}
-        self.errands = Errands()
+        self._streams: dict[StreamId, RequestStream] = {}
+        self.deferred = DeferredActions()
         self.new_id = itertools.count().__next__
         self._arrivals = itertools.count()
 
@@ -199,17 +199,20 @@ class Requests:
         return list(self._streams)
 
     @property
-    def streams(self) -> Iterable[Stream]:
-        """Those that have not ended, sends among them."""
+    def streams(self) -> Iterable[RequestStream]:
+        """The streams that have not ended, those of sends included."""
         return self._streams.values()
 
-    def stream(self, request: StreamId) -> Stream | None:
-        """None where it is not here, or has ended."""
+    def stream(self, request: StreamId) -> RequestStream | None:
+        """Returns the stream of a request; None if it is not here, or has ended."""
         return self._streams.get(request)
 
-    def open(self, body: StartGenerate, transfer: Transfer | None = None) -> Stream:
-        """Let a checked request in, or raise why not now. It can be ended from here on, and computes nothing
-        before `begin`. transfer: takes its K and V away; a request may send to many at a time."""
+    def open(self, body: StartGenerate, transfer: Transfer | None = None) -> RequestStream:
+        """Lets a checked request in. It can be ended from here on, and computes nothing before `begin`.
+        Raises BadRequest if its id is in use, and QueueFull.
+
+        transfer: takes its K and V to a peer; a request may have several at a time.
+        """
         name: StreamId = body.request if transfer is None else self.new_id()
         if name in self._streams:
             raise BadRequest(f"request id {name} is in use", param="request")
@@ -224,20 +227,23 @@ class Requests:
                 choice=made.choice,
                 order=(body.priority, arrival, made.choice),
                 sampling=body.sampling,
-                tokens=Tokens(prompt, made.tokens),
+                tokens=TokenBuffer(prompt, made.tokens),
                 prompt_logprobs=prompt_logprobs,
                 transfer=transfer,
             )
             for made in body.choices
         ]
-        stream = self._streams[name] = Stream(name, body, sequences)
+        stream = self._streams[name] = RequestStream(name, body, sequences)
         return stream
 
     def begin(
-        self, stream: Stream, guides: list[GuideState | None], now: int, foreign: range = range(0)
+        self, stream: RequestStream, guides: list[GuideState | None], jobs: int, foreign: range = range(0)
     ) -> None:
-        """What nobody has ended of an open request waits for its turn. guides: one a choice. now: jobs that
-        the unit has started. foreign: see `Sequence`. Raises QueueFull where others came before it."""
+        """Enqueues the choices of an open request that nobody has ended. Raises QueueFull if other requests
+        have filled the queue meanwhile.
+
+        guides: one for each choice. jobs: how many the unit has started. foreign: see `Sequence`.
+        """
         body, queue = stream.body, self._queues[stream.body.model]
         self._has_room(body)
         for sequence, guide in zip(stream.sequences, guides, strict=True):
@@ -250,13 +256,13 @@ class Requests:
             first.siblings.extend(siblings)
             if body.sampling.prompt_logprobs is not None and len(body.prompt) == 1:
                 stream.add(PromptEvent(first.prompt_logprobs))  # all there is: it has one token
-            queue.enqueue(first, now)
+            queue.enqueue(first, jobs)
         for sequence in live:
             if sequence.output_length:
-                queue.enqueue(sequence, now)
+                queue.enqueue(sequence, jobs)
 
     def _retrace(self, sequence: Sequence) -> None:
-        """Bring its guide to where the tokens that were made elsewhere have led; these may have ended it."""
+        """Steps its guide over the tokens that were made elsewhere; they may end the sequence."""
         output = sequence.tokens.output.tolist()
         for token in output if sequence.guide else ():
             if not sequence.cancelled and sequence.guide and not sequence.guide.accepts(token):
@@ -265,18 +271,18 @@ class Requests:
             self._end_after(sequence, output[-1])
 
     def _has_room(self, body: StartGenerate) -> None:
-        """One that goes on has had its place in a queue."""
+        """Raises QueueFull if the queue is full. A request that goes on from another unit comes in anyway."""
         queue = self._queues[body.model]
         if queue.full and not body.made:
             waiting = len(queue.waiting)
             raise QueueFull(f"{waiting} requests wait for {queue.card.name} already", retry_after=1)
 
     def check(self, body: StartGenerate) -> None:
-        """Raise what is wrong with a request, before anything is made for it."""
+        """Raises UnknownModel, PromptTooLong or BadRequest if the request is wrong by itself."""
         check_request(body, self._card(body.model))
 
     def check_prompt(self, model: str, prompt: list[int]) -> None:
-        """Raise what is wrong with a prompt by itself."""
+        """Raises UnknownModel, PromptTooLong or BadRequest if the prompt is wrong by itself."""
         check_prompt(prompt, self._card(model))
 
     def _card(self, model: str) -> ModelCard:
@@ -287,15 +293,15 @@ class Requests:
     def cancel(
         self, request: StreamId, reason: FinishReason, message: str = "", *, choice: int | None = None
     ) -> None:
-        """End every choice that still runs, or the one. Unknown and ended requests are fine."""
+        """Ends every choice that still runs, or only `choice`. Unknown and ended requests are fine."""
         stream = self._streams.get(request)
         if stream:
             self.close(stream, reason, message, choice=choice)
 
     def close(
-        self, stream: Stream, reason: FinishReason, message: str = "", *, choice: int | None = None
+        self, stream: RequestStream, reason: FinishReason, message: str = "", *, choice: int | None = None
     ) -> None:
-        """`cancel` for a request in hand, whose id may be another's by now."""
+        """Does what `cancel` does, for a stream whose id another request may have by now."""
         for sequence in stream.sequences:
             if choice not in (None, sequence.choice):
                 continue
@@ -303,15 +309,17 @@ class Requests:
                 self.end(sequence, reason, message=message)
 
     def release(self, queue: ModelQueue, sequence: Sequence) -> None:
-        """It has ended and is in no job. The first of those who wait for its prompt takes its place."""
+        """Releases a sequence that has ended and is in no job. The first sibling that waits for its prompt
+        takes its place in the queue."""
         queue.release(sequence, Status.ENDED)
-        heirs, sequence.siblings = [s for s in sequence.siblings if not s.cancelled], []
-        if heirs:
-            first, *rest = heirs
+        waiting, sequence.siblings = [s for s in sequence.siblings if not s.cancelled], []
+        if waiting:
+            first, *rest = waiting
             first.siblings.extend(rest)
             queue.enqueue(first, sequence.waiting_since)
 
     def append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        """Appends a drawn token and adds its event to the stream; the token may end the sequence."""
         index = sequence.tokens.made
         sequence.tokens.append(token)
         if sequence.guide and not sequence.guide.accepts(token):
@@ -321,7 +329,7 @@ class Requests:
         self._end_after(sequence, token)
 
     def _end_after(self, sequence: Sequence, token: int) -> None:
-        """Where the token, its last one, ends it."""
+        """Ends the sequence if its last token, `token`, does."""
         reason = sequence.ends_with(token, self._queues[sequence.model].card.context_length)
         if reason:
             stop = token if token in sequence.sampling.stop_token_ids else None
@@ -330,6 +338,7 @@ class Requests:
     def end(
         self, sequence: Sequence, reason: FinishReason, *, stop_token: int | None = None, message: str = ""
     ) -> None:
+        """Ends a sequence; it is released now, or when its job has ended."""
         sequence.cancelled = True
         if not sequence.in_job:
             self.release(self._queues[sequence.model], sequence)

@@ -29,8 +29,8 @@ EVERY: Final = 8  # steps after a wait, until there may be another
 
 
 @dataclass(slots=True)
-class Reservation:
-    """Room for one request's tokens, and what its caller has been told."""
+class KVReservation:
+    """Room for one request's tokens, and the answer that its caller has had."""
 
     body: PrepRecv
     """As it was asked for, without its `due`."""
@@ -65,8 +65,8 @@ class Reservations:
         self._clock = clock
         self._lease = lease
         self._new_id = new_id
-        self._open: dict[str, Reservation] = {}
-        self._closing: list[Reservation] = []
+        self._open: dict[str, KVReservation] = {}
+        self._closing: list[KVReservation] = []
 
     @property
     def due(self) -> float | None:
@@ -75,8 +75,8 @@ class Reservations:
         return min(times, default=None)
 
     def prepare(self, body: PrepRecv) -> Prepared:
-        """The verb prep_recv for a checked body. Raises OutOfBlocks if the pool is short or too much of it is
-        promised (see `Promises`), QueueFull if there are too many reservations."""
+        """Does the verb prep_recv for a checked body. Raises OutOfBlocks if the pool is short or too much of
+        it is promised (see `Promises`), QueueFull if there are too many reservations."""
         expected = None if body.due is None else self._clock.now() + body.due
         body = structs.replace(body, due=None)
         known = self._open.get(body.request)
@@ -103,7 +103,7 @@ class Reservations:
             raise
         cache.pages.promise(cache.page_list(sequence))
         due = self._clock.now() + self._lease
-        self._open[body.request] = Reservation(body, answer, cache, sequence, beyond, due, expected)
+        self._open[body.request] = KVReservation(body, answer, cache, sequence, beyond, due, expected)
         return answer
 
     def expected(self, model: str) -> list[float]:
@@ -153,9 +153,9 @@ class Reservations:
         return max(0.0, reservation.due - now)
 
     def take(self, body: StartGenerate) -> range:
-        """start_generate is here: what has been received, of its prompt or of what one of its choices has,
-        becomes cached; its sequence takes it from there like any other prefix. Returns which tokens those
-        are. Raises BadRequest if less than `begin` has been received."""
+        """Caches what has been received for a request that starts, of its prompt or of what one of its
+        choices has; its sequence takes it from there like any other prefix. Returns which tokens those are.
+        Raises BadRequest if less than `begin` has been received."""
         begin = resolve(body.begin, len(body.prompt), "begin")
         reservation = self._open.get(body.request)
         if reservation is None:
@@ -203,8 +203,9 @@ class Reservations:
         for reservation in late:
             self._close(reservation)
 
-    def _close(self, reservation: Reservation) -> bool:
-        """False if a sender still writes: it has been told to stop, and soon `expire` tries again."""
+    def _close(self, reservation: KVReservation) -> bool:
+        """Closes the ticket. Returns False if a sender still writes: it has been told to stop, and soon
+        `expire` tries again."""
         ticket = reservation.answer.address.ticket
         received = self._transport.received(ticket)
         closed = self._transport.close(ticket)
@@ -215,10 +216,10 @@ class Reservations:
             self._closing.append(reservation)
         return closed
 
-    def _keep(self, reservation: Reservation, received: int) -> None:
+    def _keep(self, reservation: KVReservation, received: int) -> None:
         """Caches what has been received, and gives back the room; nobody writes to it any more."""
         cache, sequence, matched = reservation.cache, reservation.sequence, reservation.answer.matched
-        self._queues[reservation.body.model].tally.received_tokens += received - matched
+        self._queues[reservation.body.model].stats.received_tokens += received - matched
         cache.pages.unpromise(cache.page_list(sequence))
         if reservation.answer.end > matched:
             cache.commit_receive(sequence, received - matched)
@@ -282,7 +283,7 @@ class Arrivals:
         last = self._last.get(queue.card.name)
         if queue.card.name in self._waiting:
             return last
-        now, step = self._clock.now(), queue.pace.least
+        now, step = self._clock.now(), queue.step_time.least
         if step == 0 or (last and now < last.until + EVERY * max(step, last.step)):
             return None
         longest = min(LONGEST_PART * step, LONGEST_WAIT)

@@ -1,4 +1,4 @@
-"""The jobs under way, and what the policy makes of the device that they leave."""
+"""The scheduler of a unit: it starts the jobs that the policy wants, and processes those that end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Preempt, Prefill, UnitView, same_turn
-from kvloom.engine.inflight import Flight, Landings, compose
-from kvloom.engine.model_queue import ModelQueue, View
-from kvloom.engine.multistep import Strides
+from kvloom.engine.inflight import InflightBatch, OutputProcessor, compose
+from kvloom.engine.model_queue import CachedView, ModelQueue
+from kvloom.engine.multistep import MultiStepDecode
 from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import Arrivals
@@ -24,9 +24,8 @@ from kvloom.types.spec import EngineSpec
 _log = logging.getLogger(__name__)
 
 
-class Flights:
-    """jobs: those that have begun so far, each step of a longer one counted. wake: called when one has ended
-    and `take_in` is due."""
+class Scheduler:
+    """Starts jobs as the batching policy says, and passes on what they have computed."""
 
     def __init__(
         self,
@@ -40,45 +39,47 @@ class Flights:
         *,
         wake: Callable[[], None],
     ) -> None:
+        """wake: called when a job or a step has ended, so that `process_outputs` is due."""
         self.jobs = 0
+        """Jobs that have begun so far, each step of a longer one counted."""
         self._queues = queues
-        self._views = [View(queue) for queue in queues.values()]
+        self._views = [CachedView(queue) for queue in queues.values()]
         self._pool = pool
         self._executor = executor
-        self._landings = Landings(queues, requests)
+        self._outputs = OutputProcessor(queues, requests)
         self._tuner = tuner
         self._arrivals = arrivals
         self._spec = spec
         self._policy = POLICIES[spec.policy]
-        self._strides = Strides(queues, pool, executor, self._policy)
+        self._multistep = MultiStepDecode(queues, pool, executor, self._policy)
         self._wake = wake
-        self._ended: deque[tuple[Flight, asyncio.Future[JobResult]]] = deque()
-        self._long: set[Flight] = set()  # under way, of many steps
-        self._told: deque[tuple[Job, list[int]]] = deque()  # tokens of their steps, to be taken in
-        self._settling: list[asyncio.Future[None]] = []  # for those to have landed
+        self._ended: deque[tuple[InflightBatch, asyncio.Future[JobResult]]] = deque()
+        self._long: set[InflightBatch] = set()  # jobs of many steps that are under way
+        self._steps: deque[tuple[Job, list[int]]] = deque()  # their steps that are to be processed
+        self._settling: list[asyncio.Future[None]] = []  # callers that wait until these have ended
         self._idle = executor.compute
         self._last_phase = Phase.DECODE
 
     @property
-    def none(self) -> bool:
-        """Nothing is under way."""
+    def is_idle(self) -> bool:
+        """True while no job is under way."""
         return self._idle == self._executor.compute
 
     @property
-    def landed(self) -> bool:
-        """Something is to be taken in."""
+    def has_ended(self) -> bool:
+        """True while an ended job is to be processed."""
         return bool(self._ended)
 
     def cut(self) -> None:
-        """What is under way ends with the step that it is at: something is to be decided."""
-        self.jobs += self._strides.cut()
+        """Ends running jobs after the steps that are under way, because something is to be decided."""
+        self.jobs += self._multistep.cut()
 
     def sync(self) -> None:
-        """Count what has begun; all goes on."""
-        self.jobs += self._strides.sync()
+        """Counts the steps that have begun. All jobs go on."""
+        self.jobs += self._multistep.sync()
 
     async def settled(self) -> None:
-        """Cut, and wait until sequences have all of their tokens, where jobs of many steps are under way."""
+        """Ends jobs of many steps, and waits until their sequences have all tokens."""
         self.cut()
         if self._long:
             settling: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -86,15 +87,17 @@ class Flights:
             await settling
 
     def lacks(self, blocks: int) -> bool:
-        """Whether the policy would do something else, were there `blocks` more: somebody waits for them, or
-        is about to give way."""
+        """Returns whether the policy would do something else if there were `blocks` more: a sequence waits
+        for them, or is about to be preempted."""
         view = self._view()
         richer = replace(view, free_blocks=view.free_blocks + blocks)
         return not same_turn(self._policy(view), self._policy(richer))
 
-    def begin(self, *, watched: bool = False) -> bool:
-        """Do as the policy says. False where that is nothing, or needs a running job's end first. watched:
-        after each step something else is to be decided."""
+    def start_next(self, *, watched: bool = False) -> bool:
+        """Does what the policy says. Returns False if that is nothing, or needs a running job's end first.
+
+        watched: after each step something else is to be decided, so a job has one step.
+        """
         view = self._view()
         action = self._policy(view)
         if action is None:
@@ -112,7 +115,7 @@ class Flights:
         if self._arrivals.waits(queue):
             return False
         batch = [(sequence, 1) for sequence in ready]
-        steps = 1 if self._settling or watched else self._strides.steps(view, action, batch)
+        steps = 1 if self._settling or watched else self._multistep.steps(view, action, batch)
         return self._start(queue, Phase.DECODE, action.share, batch, steps)
 
     def _start(
@@ -125,66 +128,65 @@ class Flights:
     ) -> bool:
         if not batch:
             return False
-        told = self._hear if steps > 1 and self._executor.ahead else None
-        flight = compose(queue, phase, share, batch, steps, told)
+        on_step = self._on_step if steps > 1 and self._executor.lookahead else None
+        inflight = compose(queue, phase, share, batch, steps, on_step)
         self.jobs += 1
         self._idle -= share
         self._last_phase = phase
-        queue.tally.started(phase, self.jobs)
-        self.jobs += self._strides.took_off(flight)
+        queue.stats.started(phase, self.jobs)
+        self.jobs += self._multistep.started(inflight)
         if steps > 1:
-            self._long.add(flight)
-        self._executor.launch(flight.job).add_done_callback(lambda future: self._land(flight, future))
+            self._long.add(inflight)
+        self._executor.launch(inflight.job).add_done_callback(lambda future: self._on_end(inflight, future))
         return True
 
-    def _hear(self, job: Job, tokens: list[int]) -> None:
-        self._told.append((job, tokens))
+    def _on_step(self, job: Job, tokens: list[int]) -> None:
+        self._steps.append((job, tokens))
         self._wake()
 
-    def _land(self, flight: Flight, future: asyncio.Future[JobResult]) -> None:
-        self._ended.append((flight, future))
+    def _on_end(self, inflight: InflightBatch, future: asyncio.Future[JobResult]) -> None:
+        self._ended.append((inflight, future))
         self._wake()
 
-    def take_in(self) -> None:
-        """The tokens of every step that was told of, and of every ended job, go to their sequences and
-        streams."""
-        while self._told:
-            job, tokens = self._told.popleft()
-            flight = next(flight for flight in self._long if flight.job is job)
-            if self._landings.step(flight, tokens):
+    def process_outputs(self) -> None:
+        """Passes the tokens of ended steps and jobs on to their sequences and streams."""
+        while self._steps:
+            job, tokens = self._steps.popleft()
+            inflight = next(inflight for inflight in self._long if inflight.job is job)
+            if self._outputs.process_step(inflight, tokens):
                 self.cut()
         while self._ended:
-            flight, future = self._ended.popleft()
-            queue = self._queues[flight.job.model]
-            self._idle += flight.job.share
-            self._long.discard(flight)
+            inflight, future = self._ended.popleft()
+            queue = self._queues[inflight.job.model]
+            self._idle += inflight.job.share
+            self._long.discard(inflight)
             error = future.exception()
             steps = 1
             if error is None:
                 result, running = future.result(), len(queue.running)
-                steps = flight.steps(result)
-                self.jobs += self._strides.landed(flight, steps)
-                void, gone = queue.planner.land(flight.job, result.lost)
+                steps = inflight.steps(result)
+                self.jobs += self._multistep.ended(inflight, steps)
+                void, gone = queue.planner.finish(inflight.job, result.lost)
                 if void:
-                    whole = flight
-                    flight, result = flight.without(void, result)
-                    self._landings.lose(whole, flight, gone, self.jobs)
-                if flight.job.phase is Phase.DECODE:
-                    queue.pace.note(result.seconds / steps)
-                queue.tally.finished(flight.job, flight.drawn(result), steps, self.jobs)
-                self._landings.land(flight, result, self.jobs)
-                if len(queue.running) < running or flight.job.phase is Phase.PREFILL:
+                    whole = inflight
+                    inflight, result = inflight.without(void, result)
+                    self._outputs.lose(whole, inflight, gone, self.jobs)
+                if inflight.job.phase is Phase.DECODE:
+                    queue.step_time.note(result.seconds / steps)
+                queue.stats.finished(inflight.job, inflight.drawn(result), steps, self.jobs)
+                self._outputs.process(inflight, result, self.jobs)
+                if len(queue.running) < running or inflight.job.phase is Phase.PREFILL:
                     self.cut()
             else:
-                self._strides.failed(flight)
-                gone = queue.planner.fail(flight.job)
-                queue.tally.failed(flight.job)
-                failed = {sequence.id for sequence, _ in flight.batch}
+                self._multistep.failed(inflight)
+                gone = queue.planner.fail(inflight.job)
+                queue.stats.failed(inflight.job)
+                failed = {sequence.id for sequence, _ in inflight.batch}
                 for sequence in gone:
                     if sequence.id not in failed:
                         queue.put_back(sequence, self.jobs)
-                _log.error("a %s job of %s failed", flight.job.phase, flight.job.model, exc_info=error)
-                self._landings.fail(flight, error)
+                _log.error("a %s job of %s failed", inflight.job.phase, inflight.job.model, exc_info=error)
+                self._outputs.fail(inflight, error)
                 self.cut()
             self._tuner.observe(steps)
         self._settle()

@@ -17,19 +17,17 @@ from kvloom.types.transfer import Transfer
 _ROOM = 16
 
 
-class Tokens:
-    """Only ever grows, and never in place of a token that was there. So `prompt`, `output` and slices are
-    views that stay true whatever is appended later, and that a job's thread may read meanwhile.
-
-    asked, made: tokens of the prompt and of the output; length: of both.
+class TokenBuffer:
+    """A sequence's tokens. The buffer only grows, and no token is ever replaced. So `prompt`, `output` and
+    slices are views that stay true whatever is appended later, and a job's thread may read them meanwhile.
     """
 
     __slots__ = ("_room", "asked", "length", "made", "prompt")
 
     def __init__(self, prompt: I64, output: abc.Sequence[int] = ()) -> None:
         self.prompt = prompt
-        self.asked = int(prompt.size)
-        self.made = len(output)
+        self.asked = int(prompt.size)  # tokens of the prompt
+        self.made = len(output)  # tokens of the output
         self.length = self.asked + self.made
         self._room = np.array(output, dtype=np.int64)
 
@@ -57,11 +55,11 @@ class Tokens:
         self._room = room
 
     def list(self) -> list[int]:
-        """All, copied."""
+        """Returns a copy of all tokens."""
         return [*self.prompt.tolist(), *self.output.tolist()]
 
     def between(self, start: int, end: int) -> I64:
-        """Tokens [start, end), counted from the prompt's first."""
+        """Returns the tokens [start, end), counted from the prompt's first."""
         length = self.asked
         if start >= length:
             return self._room[start - length : end - length]
@@ -76,12 +74,11 @@ _CHOICE_STRIDE = 0xD1B54A32D192ED03  # odd, so that a seed's choices have keys o
 
 
 class Status(Enum):
-    """waiting: holds no blocks. running: holds blocks, or is in a job that will. held: as waiting, but not to
-    be run. ended: none of these."""
+    """The states of a sequence in the engine."""
 
-    WAITING = "waiting"
-    RUNNING = "running"
-    HELD = "held"
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"  # holds blocks, or is in a job that takes them
+    HELD = "held"  # holds no blocks and is not to be run: it stands still for a move
     ENDED = "ended"
 
 
@@ -99,33 +96,34 @@ _LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """[0, computed) of its tokens have K and V in the cache.
-
-    order: (priority, arrival, choice); who is smaller goes first and is preempted last. siblings: choices
-    that fork off this one when its prompt has been computed. prompt_logprobs: those known so far, in one list
-    for all choices. cached: tokens of the prompt that needed no computing when it was first admitted.
-    transfer: takes its K and V to a peer. foreign: tokens that a peer has sent here for it, or, where it owes
-    a peer what follows, those that the peer has. preempted_at: jobs that the unit had started then.
-    """
+    """One choice of a request; [0, computed) of its tokens have K and V in the cache."""
 
     id: int
     model: str
     request: StreamId
     choice: int
     order: tuple[int, int, int]
+    """(priority, arrival, choice): the smaller goes first and is preempted last."""
     sampling: SamplingParams
-    tokens: Tokens
+    tokens: TokenBuffer
     prompt_logprobs: list[TokenLogprob]
+    """Those known so far, in one list for all choices."""
     guide: GuideState | None = None
     transfer: Transfer | None = None
+    """Takes the K and V to a peer."""
     foreign: range = range(0)
+    """Tokens that a peer has sent here; if this sequence sends, tokens that its peer has already."""
     siblings: list[Sequence] = field(default_factory=list)
+    """Choices that fork off this one when its prompt has been computed."""
     computed: int = 0
     cached: int | None = None
+    """Tokens of the prompt that needed no computing when the sequence was first admitted."""
     in_job: bool = False
     cancelled: bool = False
     waiting_since: int = 0
+    """Jobs that the unit had started when the sequence began to wait."""
     preempted_at: int = -1
+    """Jobs that the unit had started when the sequence was last preempted."""
     status: Status = Status.WAITING
     key: int = field(init=False)
 
@@ -133,7 +131,7 @@ class Sequence:
         self.key = (self.sampling.seed + self.choice * _CHOICE_STRIDE) % 2**64
 
     def become(self, status: Status) -> None:
-        """Raises ValueError where the step from the present status is illegal."""
+        """Changes the status. Raises ValueError if that is illegal from the present one."""
         if (self.status, status) not in _LEGAL:
             raise ValueError(f"sequence {self.id}: {self.status.value} cannot become {status.value}")
         self.status = status
@@ -149,38 +147,38 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """True where the next forward is a decode step."""
+        """True if the next forward is a decode step."""
         tokens = self.tokens
         return tokens.length - self.computed == 1 and tokens.made > 0
 
     @property
     def untouched(self) -> bool:
-        """Nothing of it was ever computed, here or elsewhere."""
+        """True if nothing of it was ever computed, here or elsewhere."""
         return self.cached is None and not self.output_length and not self.foreign
 
     @property
     def draws(self) -> bool:
-        """False where nothing but the prompt's K and V is wanted."""
+        """False if nothing but the prompt's K and V is wanted."""
         return self.sampling.max_tokens > 0
 
     @property
     def cacheable(self) -> int:
         """Tokens that may come from the cache: all but the last, whose logits are needed, and only those
-        whose log-probabilities are known where they are asked for."""
+        whose log-probabilities are known if they are asked for."""
         known, wanted = len(self.prompt_logprobs), self.prompt_length - 1
         if self.sampling.prompt_logprobs is not None and known < wanted:
             return known
         return self.tokens.length - 1
 
     def adopted(self, tokens: int) -> None:
-        """The sequence begins with `tokens` tokens of the cache."""
+        """Notes that the sequence begins with `tokens` tokens of the cache."""
         self.computed = tokens
         if self.cached is None:
             self.cached = min(tokens, self.prompt_length)
 
     @property
     def hits(self) -> int:
-        """Tokens that this unit's cache spares it, where it has just begun with what is cached."""
+        """Tokens that this unit's cache spares the sequence, which has just been admitted."""
         return self.computed - len(range(self.foreign.start, min(self.foreign.stop, self.computed)))
 
     @property
@@ -188,7 +186,7 @@ class Sequence:
         return self.tokens.made
 
     def sample_row(self, row: int) -> SampleRow:
-        """Draw this sequence's next token after the forward's token `row`."""
+        """Returns the draw of the sequence's next token after the forward's token `row`."""
         return SampleRow(
             row,
             self.key,
@@ -200,8 +198,8 @@ class Sequence:
         )
 
     def prompt_rows(self, count: int, row: int) -> list[PromptRow]:
-        """The prompt's tokens whose log-probability the next `count` tokens, from the forward's token `row`
-        on, give for the first time."""
+        """Returns the prompt's tokens whose log-probability the next `count` tokens, from the forward's token
+        `row` on, give for the first time."""
         top = self.sampling.prompt_logprobs
         if top is None:
             return []
@@ -210,17 +208,19 @@ class Sequence:
         follow = self.tokens.prompt[first + 1 : last + 1].tolist()
         return [PromptRow(row + at - self.computed, token, top) for at, token in enumerate(follow, first)]
 
-    def strides(self, limit: int, *, told: bool) -> int:
-        """Tokens that it may take one after the other; 1 where one says how the next is drawn. limit: the
-        longest sequence. told: each is known as it comes, so that one may end it; else it takes them
-        whatever they are."""
+    def max_steps(self, limit: int, *, step_by_step: bool) -> int:
+        """Returns the number of tokens that it may take in one job; 1 if the draw of the next depends on one.
+
+        limit: tokens of the longest sequence. step_by_step: each token is known as it comes, so that one may
+        end the sequence; else it takes them whatever they are.
+        """
         sampling = self.sampling
         bent = sampling.guide or sampling.penalised or sampling.logit_bias or sampling.min_tokens
-        ends = sampling.stop_token_ids and not told
+        ends = sampling.stop_token_ids and not step_by_step
         if bent or ends or sampling.logprobs is not None or self.transfer:
             return 1
         room = limit - self.tokens.length
-        return room if told else min(self.remaining, room)
+        return room if step_by_step else min(self.remaining, room)
 
     @property
     def remaining(self) -> int:
@@ -228,7 +228,8 @@ class Sequence:
         return self.sampling.max_tokens - self.output_length
 
     def ends_with(self, token: int, limit: int) -> FinishReason | None:
-        """Why the sequence is over after `token`, which was just appended. limit: the longest sequence."""
+        """Returns why the sequence is over after `token`, which was just appended; None if it is not. limit:
+        tokens of the longest sequence."""
         sampling = self.sampling
         if token in sampling.stop_token_ids:
             return "stop"

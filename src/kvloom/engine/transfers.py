@@ -10,7 +10,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.requests import Requests, Stream
+from kvloom.engine.requests import Requests, RequestStream
 from kvloom.types.address import Endpoint, Ticket, resolve
 from kvloom.types.clock import together
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
@@ -28,7 +28,7 @@ class _GivenUp(Exception):
 
 
 class Transfers:
-    """A unit's sends, by what they are of and where they go."""
+    """The sends of a unit, by request and destination."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Transfers:
         self._jobs = jobs
         self._known: dict[_Key, asyncio.Future[Sent]] = {}
         self._open: dict[str, set[Transfer]] = {}
-        self._computing: dict[Transfer, Stream] = {}
+        self._computing: dict[Transfer, RequestStream] = {}
         self._stopped = False
 
     async def send(self, body: RemoteSend) -> Sent:
@@ -95,7 +95,7 @@ class Transfers:
         return [end for _, end in ranges]
 
     def _here(self, body: RemoteSend) -> tuple[int, int]:
-        """Returns where the send begins, and up to which token it is cached."""
+        """Returns the token that the send begins with, and the one up to which it is cached."""
         length = len(body.prompt)
         begin, end = resolve(body.begin, length, "begin"), resolve(body.end, length, "end")
         _, cached = self._queues[body.model].cache.prefixes.match(body.prompt, end)
@@ -110,8 +110,8 @@ class Transfers:
                 self._requests.close(stream, "abort")
 
     def give_way(self) -> None:
-        """No job runs, and none can start. Sends that were put back still keep the pages they have sent from,
-        and all that wait may wait for those: unless a send is about to end, the last of them is given up."""
+        """Gives up the last send, unless one is about to end, when no job runs and none can start. Sends that
+        were put back keep the pages they have sent from, and everybody else may wait for those."""
         if len(self._computing) < sum(map(len, self._open.values())):
             return
         keeping = [transfer for transfer in self._computing if transfer.held]
@@ -158,7 +158,7 @@ class Transfers:
         cache, sequence = queue.cache, self._requests.new_id()
         cached = cache.adopt(sequence, body.prompt, transfer.end)
         if cached == transfer.end:
-            queue.tally.cached_tokens += transfer.end - transfer.sent
+            queue.stats.cached_tokens += transfer.end - transfer.sent
             cache.sends.begin(sequence, transfer, cached)
             cache.sends.leave(sequence, transfer)
         cache.remove_sequence(sequence)

@@ -15,7 +15,7 @@ from kvloom.kernels import cpu, reference
 from kvloom.offload.cpu.attention import Polls, RemoteAttention
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64
-from kvloom.types.plan import PageCopy, Plan
+from kvloom.types.plan import ForwardPlan, PageCopy
 
 NAME = "kvloom"
 _KNOWN = {"dropout", "position_ids", "kv", "is_causal"}  # asked for, and harmless to leave out
@@ -40,7 +40,7 @@ class ForwardState:
     the layer, [0, start + append) after its write.
     """
 
-    plan: Plan
+    plan: ForwardPlan
     arena: Tensor
     remote: RemoteAttention | None = None
     """Attends for rows after those of the plan, if some are offloaded."""

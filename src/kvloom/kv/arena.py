@@ -15,19 +15,20 @@ from kvloom.types.errors import ConfigError
 
 
 def create(what: str) -> int:
-    """A new descriptor of nothing yet, of this process alone; it is not inherited. `seal` it once it has its
-    size."""
+    """Returns a descriptor of an empty memory that this process alone has; it is not inherited. `seal` it
+    once it has its size."""
     return os.memfd_create(_name(what, os.getpid()), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def seal(fd: int) -> None:
-    """Its size is what it is, whoever else opens it: a peer that made it smaller would end each process that
+    """Fixes the size, whoever else opens the memory: a peer that made it smaller would end each process that
     touches what is gone."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 def link(what: str, pid: int) -> str:
-    """Where /proc/PID/fd says that a descriptor of `what` leads, which process `pid` has made."""
+    """Returns the target of the link in /proc/PID/fd for a memory named `what` that process `pid` has
+    made."""
     return f"/memfd:{_name(what, pid)} (deleted)"
 
 
@@ -35,12 +36,13 @@ def _name(what: str, pid: int) -> str:
     return f"kvloom-{what}-{pid}"
 
 
-class Store(Protocol):
-    """An arena, wherever its bytes lie. bytes: flat, `blocks` × `block_bytes` of them at least."""
+class ArenaMemory(Protocol):
+    """An arena, on whichever device its bytes are."""
 
     blocks: int
     block_bytes: int
     bytes: Tensor
+    """Flat, `blocks` × `block_bytes` of them at least."""
 
     def view(self, head_dim: int, dtype: torch.dtype) -> Tensor: ...
 
@@ -69,13 +71,13 @@ class Arena:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def view(self, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """The arena as one model sees it: [blocks, 2, tokens, head_dim]; see `view_blocks`."""
+        """Returns the arena as one model sees it: [blocks, 2, tokens, head_dim]; see `view_blocks`."""
         return view_blocks(self.bytes, self.block_bytes, head_dim, dtype)
 
 
 def view_blocks(memory: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Flat bytes as [blocks, 2, tokens, head_dim]; 0 is K, 1 is V. Bytes at a block's end that hold no whole
-    token are skipped."""
+    """Returns flat bytes as [blocks, 2, tokens, head_dim]; 0 is K, 1 is V. Bytes at a block's end that hold
+    no whole token are skipped."""
     blocks, tokens = memory.numel() // block_bytes, block_bytes // (2 * head_dim * dtype.itemsize)
     row = block_bytes // dtype.itemsize
     shape, stride = (blocks, 2, tokens, head_dim), (row, tokens * head_dim, head_dim, 1)

@@ -1,6 +1,5 @@
 """The two-stage cache interface, accounting side (Microserving, table 2): what is held, and one plan a
-forward for all its layers. The torch side is `kv/arena.py` and `model/attention.py`.
-"""
+forward for all its layers. The torch side is `kv/arena.py` and `exec/attention.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ import numpy as np
 
 from kvloom.kv.pages import BlockAllocator, PageTable
 from kvloom.kv.prefix import PrefixTree, Recency, TokenIds
-from kvloom.kv.sequences import Held, Sends, SequenceTable
+from kvloom.kv.sequences import Sends, SequencePages, SequenceTable
 from kvloom.types.geometry import I32, I64, Geometry
-from kvloom.types.plan import PageCopy, Plan
+from kvloom.types.plan import ForwardPlan, PageCopy
 
 
 def make_plan(
@@ -23,8 +22,9 @@ def make_plan(
     appends: Sequence[int],
     copies: tuple[PageCopy, ...],
     ahead: int = 0,
-) -> Plan:
-    """The sequences have their pages for `appends[i]` more tokens each, or for `ahead`."""
+) -> ForwardPlan:
+    """Returns the plan of a forward over sequences that have their pages for `appends[i]` more tokens each,
+    or for `ahead`."""
     helds = [table.held[sequence] for sequence in sequences]
     counts: I64 = np.asarray(appends, dtype=np.int64)
     starts: I64 = np.asarray([held.length for held in helds], dtype=np.int64)
@@ -40,7 +40,7 @@ def make_plan(
         for transfer in held.sends
         if transfer.sent < held.length + count
     )
-    return Plan(
+    return ForwardPlan(
         model=model,
         sequences=tuple(sequences),
         appends=counts,
@@ -60,8 +60,8 @@ def make_plan(
 class ModelCache:
     """One model's sequences over the shared pool.
 
-    Nothing here locks: one thread plans. Every method either does all it says or raises and changes
-    nothing: OutOfBlocks where the pool is short, ValueError where the call makes no sense.
+    Nothing here locks: one thread plans. Every method either does all it says or raises and changes nothing:
+    OutOfBlocks if the pool is short, ValueError if the call makes no sense.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class ModelCache:
         return tuple(self._table.held)
 
     def length(self, sequence: int) -> int:
-        """Tokens whose K and V are valid."""
+        """Returns the number of tokens whose K and V are valid."""
         return self._table.held[sequence].length
 
     def page_list(self, sequence: int) -> list[int]:
         return self._table.page_list(self._table.held[sequence])
 
     def holders(self) -> Counter[int]:
-        """Who holds which page, counted anew: what `pages.refs` must say."""
+        """Returns how often each page is held, counted anew: what `pages.refs` must say."""
         found = Counter(self.copying) + self.sends.held + Counter(self.prefixes.holders())
         for held in self._table.held.values():
             found.update([*self._table.page_list(held), *held.left])
@@ -123,15 +123,16 @@ class ModelCache:
         self._table.add(sequence)
 
     def remove_sequence(self, sequence: int) -> None:
-        """Give back all its pages. Not while a forward runs that includes it, or a peer may still write."""
+        """Gives back all pages of a sequence. No forward that includes it may run, and no peer may still
+        write."""
         held = self._table.idle(sequence)
         if held.reserved:
             raise ValueError(f"sequence {sequence} waits for {held.reserved} tokens; commit those first")
         self._table.remove(sequence)
 
     def fork_sequence(self, parent: int, child: int, at: int | None = None) -> None:
-        """`child` begins with the parent's first `at` tokens (all by default), sharing their pages; the
-        page that both would write next is copied when one of them does."""
+        """Lets `child` begin with the parent's first `at` tokens (all by default), in shared pages; the page
+        that both would write next is copied when one of them does."""
         held = self._table.idle(parent)
         at = held.length if at is None else at
         if not 0 <= at <= held.length:
@@ -142,9 +143,9 @@ class ModelCache:
     # -- the prefix tree ------------------------------------------------------------------------------
 
     def adopt(self, sequence: int, tokens: TokenIds, limit: int, *, whole_pages: bool = False) -> int:
-        """Add a sequence that begins with the longest cached prefix of tokens[:limit]; returns its length.
-        It shares those pages; the last is copied when the sequence writes to it. whole_pages: take no part
-        of a page, for a peer writes at once."""
+        """Adds a sequence that begins with the longest cached prefix of tokens[:limit]. Returns the length of
+        that. The sequence shares those pages; the last is copied when the sequence writes to it. whole_pages:
+        takes no part of a page, for a peer writes at once."""
         held = self._table.add(sequence)
         pages, length = self.prefixes.match(tokens, limit)
         if whole_pages:
@@ -153,8 +154,8 @@ class ModelCache:
         return length
 
     def keep(self, sequence: int, tokens: TokenIds, *, tail: bool = False) -> None:
-        """Cache the sequence's valid tokens, which `tokens` begins with, as far as they fill pages; with
-        `tail` all of them, for a sequence that is removed next. Where the same is cached already the sequence
+        """Caches the sequence's valid tokens, which `tokens` begins with, as far as they fill pages; with
+        `tail` all of them, for a sequence that is removed next. If the same is cached already the sequence
         goes over to those pages, unless it ships from its own."""
         held = self._table.idle(sequence)
         if held.reserved or len(tokens) < held.length:
@@ -170,7 +171,7 @@ class ModelCache:
     # -- receiving ------------------------------------------------------------------------------------
 
     def prepare_receive(self, sequence: int, count: int) -> I32:
-        """Reserve room for `count` more tokens, which a peer will write. Returns the blocks [pages, layers,
+        """Reserves room for `count` more tokens, which a peer will write. Returns the blocks [pages, layers,
         kv_heads] of the pages that hold them."""
         held = self._table.idle(sequence)
         if held.reserved or count < 1:
@@ -183,7 +184,7 @@ class ModelCache:
         return blocks
 
     def commit_receive(self, sequence: int, count: int) -> None:
-        """The first `count` of the reserved tokens are the sequence's own; the others are given up."""
+        """Makes the first `count` of the reserved tokens the sequence's own, and gives up the others."""
         held = self._table.idle(sequence)
         if not 0 <= count <= held.reserved:
             raise ValueError(f"cannot commit {count} of {held.reserved} reserved tokens")
@@ -193,25 +194,28 @@ class ModelCache:
     # -- one forward ----------------------------------------------------------------------------------
 
     def blocks_for(self, sequence: int, count: int) -> int:
-        """Blocks that appending `count` tokens takes at least, a copied page included. For a sequence that is
-        not there yet: without anything cached, which is the most that it takes."""
+        """Returns the blocks that appending `count` tokens takes at least, a copied page included. For a
+        sequence that is not there yet it is the number without anything cached, which is the most that it
+        takes."""
         held = self._table.held.get(sequence)
         if held is None:
             return self.geometry.blocks(count)
         return self._table.need(held, count) * self.geometry.blocks_per_page
 
     def blocks_for_each(self, sequences: Sequence[int], count: int) -> int:
-        """Blocks that appending `count` tokens to each of these takes at least, copied pages included."""
+        """Returns the blocks that appending `count` tokens to each of these takes at least, copied pages
+        included."""
         helds = [self._table.held[sequence] for sequence in sequences]
         return self._table.need_each(helds, count) * self.geometry.blocks_per_page
 
     def shares_a_tail(self, sequences: Sequence[int]) -> bool:
-        """Whether the next token of one of these goes into a page that others hold, so that it is copied."""
+        """Returns whether the next token of one of these goes into a page that others hold, so that it is
+        copied."""
         return any(self._table.shares_tail(self._table.held[sequence]) for sequence in sequences)
 
-    def begin_forward(self, sequences: Sequence[int], appends: Sequence[int], ahead: int = 0) -> Plan:
-        """Take the blocks for `appends[i]` more tokens of each sequence and plan all layers. ahead: tokens
-        that each has blocks for at once, where the forward may go on to them (`extend_forward`)."""
+    def begin_forward(self, sequences: Sequence[int], appends: Sequence[int], ahead: int = 0) -> ForwardPlan:
+        """Takes the blocks for `appends[i]` more tokens of each sequence, and plans all layers. ahead: tokens
+        that each has blocks for at once, if the forward may go on to them (`extend_forward`)."""
         helds = [self._table.idle(sequence) for sequence in sequences]
         if len(set(sequences)) != len(sequences) or min(appends) < 1 or any(h.reserved for h in helds):
             raise ValueError("a forward takes idle sequences, each once and by at least one token")
@@ -221,8 +225,8 @@ class ModelCache:
             held.planned = count
         return make_plan(self.model, self._table, sequences, appends, copies, ahead)
 
-    def extend_forward(self, plan: Plan, count: int) -> None:
-        """The forward goes on: take the blocks for as many as `count` tokens of each sequence, in all."""
+    def extend_forward(self, plan: ForwardPlan, count: int) -> None:
+        """Takes the blocks of a forward that goes on, for `count` tokens of each sequence in all."""
         helds = [self._table.held[sequence] for sequence in plan.sequences]
         if any(held.planned > count for held in helds):
             raise ValueError(f"cannot extend a forward to {count} tokens: it has more")
@@ -230,13 +234,13 @@ class ModelCache:
         for held in helds:
             held.planned = count
 
-    def shorten_forward(self, plan: Plan) -> None:
-        """The forward, which runs, goes on to no more tokens than it has: give back the blocks ahead."""
+    def shorten_forward(self, plan: ForwardPlan) -> None:
+        """Gives back the blocks ahead of a running forward, which goes on to no more tokens than it has."""
         for sequence in plan.sequences if plan.ahead else ():
             self._table.trim(self._table.held[sequence])
 
-    def end_forward(self, plan: Plan) -> None:
-        """The forward has written what it planned: the tokens are valid now."""
+    def end_forward(self, plan: ForwardPlan) -> None:
+        """Makes the tokens valid that the forward has written."""
         owners = self._copiers(plan)
         for sequence in plan.sequences:
             held = self._table.held[sequence]
@@ -251,9 +255,9 @@ class ModelCache:
             else:
                 self.pages.release([copy.source])
 
-    def abort_forward(self, plan: Plan) -> None:
-        """The forward failed: its tokens never were, nor perhaps its copies. Who was to write to one has the
-        shared page back, and with it the forward's hold on that page."""
+    def abort_forward(self, plan: ForwardPlan) -> None:
+        """Undoes a forward that has failed: its tokens never were, nor perhaps its copies. A sequence that
+        was to write to a copy has the shared page back, and with it the forward's hold on that page."""
         owners = self._copiers(plan)
         for copy in plan.copies:
             held = owners[copy.target]
@@ -265,8 +269,8 @@ class ModelCache:
             held.planned = 0
             self._table.trim(held)
 
-    def _copiers(self, plan: Plan) -> dict[int, Held]:
-        """By each copy's target, the sequence in the forward that it is for."""
+    def _copiers(self, plan: ForwardPlan) -> dict[int, SequencePages]:
+        """Returns the sequence that each copy is for, by the copy's target."""
         if not plan.copies:
             return {}
         helds = [self._table.held[sequence] for sequence in plan.sequences]

@@ -16,10 +16,10 @@ class Reclaimable(Protocol):
 
     @property
     def blocks(self) -> int:
-        """How many there are."""
+        """The number of such blocks."""
 
     def reclaim(self, count: int) -> None:
-        """Give back at least `count` of them."""
+        """Gives back at least `count` of them."""
 
 
 class BlockAllocator:
@@ -43,8 +43,8 @@ class BlockAllocator:
         return self._free + self._cached.blocks
 
     def take(self, count: int) -> I32:
-        """`count` block ids, for which cached pages give way. Raises OutOfBlocks, with nothing taken or
-        reclaimed, where fewer are available."""
+        """Takes `count` block ids, for which cached pages give way. Raises OutOfBlocks, with nothing taken or
+        reclaimed, if fewer are available."""
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks asked for, {self.available} of {self.total} available")
         if count > self._free:
@@ -55,7 +55,7 @@ class BlockAllocator:
         return blocks
 
     def give(self, blocks: I32) -> None:
-        """Return held blocks. Raises ValueError where one is free already, and returns none."""
+        """Takes back held blocks. Raises ValueError, with none taken back, if one is free already."""
         places = np.arange(blocks.size, dtype=np.int32)
         self._place[blocks] = places
         if not self._held[blocks].all() or not np.array_equal(self._place[blocks], places):
@@ -66,14 +66,8 @@ class BlockAllocator:
 
 
 class PageTable:
-    """`map[page, layer, head]` is a block. Sized once for the whole pool, so that running jobs never see
-    it move; a page's row is constant while anyone holds the page.
-
-    refs: [pages] holders. cached: [pages] whether the prefix tree is one of them. promises: [pages] pins and
-    reservations among them, whom no preemption takes the page from. held: pages with a holder; idle:
-    those that the tree alone holds, which may be reclaimed; promised: those with a promise. changes: how
-    often holders have changed. versions: [pages], another number after each change of a page's row.
-    """
+    """The pages of one model: `map[page, layer, head]` is a block. It is sized once for the whole pool, so
+    that running jobs never see it move; a page's row is constant while anyone holds the page."""
 
     def __init__(self, geometry: Geometry, allocator: BlockAllocator) -> None:
         self.geometry = geometry
@@ -81,14 +75,18 @@ class PageTable:
         capacity = allocator.total // geometry.blocks_per_page
         self.map: I32 = np.zeros((capacity, geometry.layers, geometry.kv_heads), dtype=np.int32)
         self.refs = np.zeros(capacity, dtype=np.int32)
+        """[pages] holders."""
         self.cached = np.zeros(capacity, dtype=np.bool_)
+        """[pages] whether the prefix tree is one of them."""
         self.versions: I64 = np.zeros(capacity, dtype=np.int64)
+        """[pages] another number after each change of a page's row."""
         self.promises = np.zeros(capacity, dtype=np.int32)
+        """[pages] pins and reservations among the holders, from whom no preemption takes the page."""
         self._ids = list(range(capacity - 1, -1, -1))
-        self.held = 0
-        self.idle = 0
-        self.promised = 0
-        self.changes = 0
+        self.held = 0  # pages with a holder
+        self.idle = 0  # pages that the tree alone holds, which may be reclaimed
+        self.promised = 0  # pages with a promise
+        self.changes = 0  # how often holders have changed
 
     @property
     def used_blocks(self) -> int:
@@ -103,7 +101,7 @@ class PageTable:
         return self.promised * self.geometry.blocks_per_page
 
     def promised_of(self, pages: Sequence[int]) -> int:
-        """Blocks of those of these pages that have a promise."""
+        """Returns the blocks of those of these pages that have a promise."""
         return int(np.count_nonzero(self.promises[pages])) * self.geometry.blocks_per_page
 
     @property
@@ -112,7 +110,7 @@ class PageTable:
         return self._allocator.available // self.geometry.blocks_per_page
 
     def allocate(self, count: int) -> list[int]:
-        """`count` new pages, each with one holder. Raises OutOfBlocks and takes nothing."""
+        """Returns `count` new pages, each with one holder. Raises OutOfBlocks and takes nothing."""
         if count == 0:
             return []
         shape = (count, self.geometry.layers, self.geometry.kv_heads)
@@ -126,7 +124,7 @@ class PageTable:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more holder for each page."""
+        """Adds a holder to each page."""
         self.changes += 1
         for page in pages:
             if self.refs[page] < 1:
@@ -135,7 +133,7 @@ class PageTable:
             self.refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder fewer; pages without one give their blocks back."""
+        """Takes a holder from each page; pages without one give their blocks back."""
         self.changes += 1
         gone: list[int] = []
         for page in pages:
@@ -151,14 +149,14 @@ class PageTable:
             self.held -= len(gone)
 
     def cache(self, page: int) -> None:
-        """The tree becomes a holder of a page that somebody holds."""
+        """Makes the tree a holder of a page that somebody holds."""
         if self.cached[page]:
             raise ValueError(f"page {page} is cached already")
         self.retain([page])
         self.cached[page] = True
 
     def uncache(self, page: int) -> None:
-        """The tree holds the page no longer."""
+        """Takes the tree from the holders of a page."""
         if not self.cached[page]:
             raise ValueError(f"page {page} is not cached")
         self.changes += 1
@@ -167,7 +165,7 @@ class PageTable:
         self.release([page])
 
     def promise(self, pages: Iterable[int]) -> None:
-        """A holder of these pages keeps them until `unpromise`, whoever else wants them."""
+        """Promises these pages to a holder, whoever else wants them, until `unpromise`."""
         for page in pages:
             if self.promises[page] == self.refs[page]:
                 raise ValueError(f"page {page} has {self.refs[page]} holders, and as many promises")
@@ -175,7 +173,7 @@ class PageTable:
             self.promises[page] += 1
 
     def unpromise(self, pages: Iterable[int]) -> None:
-        """Undo `promise` for these pages; before their holder lets go of them."""
+        """Undoes `promise` for these pages, before their holder lets go of them."""
         for page in pages:
             if self.promises[page] < 1:
                 raise ValueError(f"page {page} is promised to nobody")

@@ -13,8 +13,7 @@ from kvloom.types.geometry import I32, Geometry
 
 
 class Pool:
-    """All models of a unit share `total_blocks` blocks; none has a part of its own. lent: blocks that another
-    unit has."""
+    """The blocks that all models of a unit share; none has a part of its own."""
 
     def __init__(
         self,
@@ -24,7 +23,7 @@ class Pool:
         max_sequences: int,
         max_tokens: Mapping[str, int],
     ) -> None:
-        self.lent = 0
+        self.lent = 0  # blocks that another unit has
         self._recency = Recency()
         self._allocator = BlockAllocator(total_blocks, self._recency)
         self.caches = {
@@ -59,19 +58,19 @@ class Pool:
         return self._allocator.available
 
     def lend(self, count: int) -> I32:
-        """Blocks that are another unit's for a while, and count as used. Raises OutOfBlocks, with none
+        """Takes blocks that are another unit's for a while, and count as used. Raises OutOfBlocks, with none
         lent."""
         blocks = self._allocator.take(count)
         self.lent += count
         return blocks
 
     def take_back(self, blocks: I32) -> None:
-        """Undo `lend` for these."""
+        """Undoes `lend` for these blocks."""
         self._allocator.give(blocks)
         self.lent -= blocks.size
 
     def check(self) -> None:
-        """Law 1, conservation. Raises AssertionError with the numbers where it does not hold."""
+        """Checks law 1, conservation. Raises AssertionError with the numbers if it does not hold."""
         used = self.lent + sum(cache.used_blocks for cache in self.caches.values())
         assert self.free + used + self.cached == self.total, (
             f"free {self.free} + used {used} + cached {self.cached} != total {self.total}"

@@ -19,17 +19,17 @@ Run = tuple[int, ...]  # the token ids of one page
 @dataclass(slots=True, eq=False)
 class Node:
     """The page that holds `tokens` after all that its ancestors hold. A full page's run is as long as a page;
-    a shorter one is a leaf. The root holds nothing: no tokens, page -1, no parent.
-
-    children: by their tokens. runs: those tokens, sorted; none begins another. pins: of paths through here.
-    """
+    a shorter one is a leaf. The root holds nothing: no tokens, page -1, no parent."""
 
     tokens: Run
     page: int
     parent: Node | None
     pins: int = 0
+    """Pins whose path leads through here."""
     children: dict[Run, Node] = field(default_factory=dict)
+    """The children by their tokens."""
     runs: list[Run] = field(default_factory=list)
+    """Those tokens, sorted; none begins another."""
 
     def add(self, child: Node) -> None:
         self.children[child.tokens] = child
@@ -40,8 +40,8 @@ class Node:
         del self.runs[bisect_left(self.runs, child.tokens)]
 
     def closest(self, run: Run) -> tuple[Node | None, int]:
-        """The child that has the most first tokens in common with `run`, and how many; None for none. Of all
-        sorted runs, it is one of the two between which `run` would stand."""
+        """Returns the child that has the most first tokens in common with `run`, and how many; None if none
+        has any. Of all sorted runs, it is one of the two between which `run` would stand."""
         place = bisect_left(self.runs, run)
         near = self.runs[max(place - 1, 0) : place + 1]
         counts = [_common(one, run) for one in near]
@@ -49,7 +49,7 @@ class Node:
         return (self.children[near[counts.index(most)]], most) if most else (None, 0)
 
     def beginning_with(self, run: Run) -> list[Node]:
-        """The children whose tokens begin with `run`."""
+        """Returns the children whose tokens begin with `run`."""
         first = bisect_left(self.runs, run)
         last = first
         while last < len(self.runs) and self.runs[last][: len(run)] == run:
@@ -57,14 +57,14 @@ class Node:
         return [self.children[one] for one in self.runs[first:last]]
 
     def upwards(self) -> Iterator[Node]:
-        """This node and its ancestors, but not the root."""
+        """Yields this node and its ancestors, but not the root."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def subtree(self) -> list[Node]:
-        """This node and all below it, each before its children."""
+        """Returns this node and all below it, each before its children."""
         found = [self]
         for node in found:  # grows while it is read
             found.extend(node.children.values())
@@ -72,7 +72,7 @@ class Node:
 
 
 def _common(a: Run, b: Run) -> int:
-    """How many first tokens are equal."""
+    """Returns how many first tokens are equal."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -87,10 +87,10 @@ class Keeper(Protocol):
         """Blocks of pages that nobody but the tree holds."""
 
     def is_idle(self, node: Node) -> bool:
-        """True where nobody but the tree holds the node's page."""
+        """Returns whether nobody but the tree holds the node's page."""
 
     def drop(self, node: Node) -> int:
-        """Let go of the node and all below it; returns how many tokens that were."""
+        """Lets go of the node and all below it. Returns the number of tokens."""
 
 
 class Recency:
@@ -110,22 +110,22 @@ class Recency:
         return tuple(self._order)
 
     def enter(self, node: Node, keeper: Keeper) -> None:
-        """A new leaf; `touch` its path next."""
+        """Adds a new leaf; `touch` its path next."""
         self._order[node] = keeper
 
     def leave(self, node: Node) -> None:
         del self._order[node]
 
     def touch(self, node: Node) -> None:
-        """The path to `node` is used now."""
+        """Marks the path to `node` as used now."""
         for one in node.upwards():
             self._order.move_to_end(one)
 
     def reclaim(self, count: int) -> None:
-        """Drop the least recently used pages that nobody uses, until `count` blocks are given back or there
-        are no more. Pages in use that stand before them count as used now, lest they are looked at each time.
+        """Drops the least recently used pages that nobody uses, until `count` blocks are given back or there
+        are no more. Pages in use that come before them count as used now, lest they are looked at each time.
 
-        A page in use may have a parent that is not, where a transfer uses it, or a sequence that has another
+        A page in use may have a parent that is not, if a transfer uses it, or a sequence that has another
         page like the parent. It is dropped with that parent, and stays its users'.
         """
         left = max(self.blocks - count, 0)
@@ -147,14 +147,15 @@ TokenIds = Sequence[int] | I64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PinnedPath:
-    """What a pin keeps: the first `tokens` tokens of what was asked for, up to the page of `end`."""
+    """A pinned prefix: the first `tokens` tokens of what was asked for, up to the page of `end`."""
 
     end: Node
     tokens: int
 
 
 class PrefixTree:
-    """Holds each of its pages once, and once more for each pin whose path leads through it.
+    """The cached prefixes of one model. The tree holds each of its pages once, and once more for each pin
+    whose path leads through it.
 
     A page that nobody else holds is idle: it gives way when blocks are short, the least recently used first.
     """
@@ -171,16 +172,16 @@ class PrefixTree:
     # -- what the cache asks --------------------------------------------------------------------------
 
     def match(self, tokens: TokenIds, limit: int) -> tuple[list[int], int]:
-        """The pages that hold the longest cached prefix of tokens[:limit], and its length; the last page may
-        hold more than that. They are used now."""
+        """Returns the pages that hold the longest cached prefix of tokens[:limit], and its length; the last
+        page may hold more than that. They count as used now."""
         path, length = self._walk(_plain(tokens), limit)
         if path:
             self._recency.touch(path[-1])
         return [node.page for node in path], length
 
     def insert(self, tokens: TokenIds, pages: Sequence[int]) -> list[int]:
-        """Cache `tokens`, which `pages` hold; returns the pages that hold them here, which are others where
-        the same tokens were cached before. Raises ValueError where the pages are not as many as it takes."""
+        """Caches `tokens`, which `pages` hold. Returns the pages that hold them here, which are others if the
+        same tokens were cached before. Raises ValueError if the pages are not as many as it takes."""
         if len(pages) != -(-len(tokens) // self._width):
             raise ValueError(f"{len(pages)} pages cannot be those of {len(tokens)} tokens")
         ids, node, found = _plain(tokens), self._root, []
@@ -192,12 +193,12 @@ class PrefixTree:
         return found
 
     def give_up(self, page: int) -> None:
-        """Let go of a page, if it is cached, and all below it: its user is about to write to it."""
+        """Lets go of a page, if it is cached, and of all below it: its user is about to write to it."""
         if page in self._nodes:
             self.drop(self._nodes[page])
 
     def holders(self) -> dict[int, int]:
-        """By page, how often the tree and its pins hold it."""
+        """Returns how often the tree and its pins hold each page."""
         return {page: 1 + node.pins for page, node in self._nodes.items()}
 
     @property
@@ -208,7 +209,8 @@ class PrefixTree:
     # -- what the verbs ask ---------------------------------------------------------------------------
 
     def pin(self, tokens: TokenIds) -> PinnedPath | None:
-        """Keep what is cached of `tokens` until `unpin`, to be called once; None where nothing is."""
+        """Keeps what is cached of `tokens` until `unpin`, to be called once. Returns None if nothing is
+        cached."""
         ids = _plain(tokens)
         path, length = self._walk(ids, len(ids))
         if not path:
@@ -218,7 +220,7 @@ class PrefixTree:
         return pinned
 
     def pin_again(self, path: PinnedPath) -> None:
-        """Undo `unpin`, before anything could give way since."""
+        """Undoes `unpin`, before anything could give way since."""
         self._recency.touch(path.end)
         for node in path.end.upwards():
             self._keep(node.page)
@@ -233,8 +235,9 @@ class PrefixTree:
         self._recency.touch(path.end)
 
     def evict(self, tokens: TokenIds) -> int:
-        """Drop what is cached of `tokens` and what goes on from them, but for pages that are used, or lead to
-        ones that are used or to other prefixes; returns how many tokens that were. No tokens: everything."""
+        """Drops what is cached of `tokens` and what goes on from them, but for pages that are used, or lead
+        to ones that are used or to other prefixes. Returns the number of tokens. Without tokens it drops
+        everything."""
         ids = _plain(tokens)
         path, length = self._walk(ids, len(ids))
         dropped = 0
@@ -259,7 +262,7 @@ class PrefixTree:
         return int(self._pages.refs[node.page]) == 1
 
     def drop(self, node: Node) -> int:
-        """See `Keeper`. Not where a pin leads through it."""
+        """Does what `Keeper` says, for a node through which no pin leads."""
         gone = node.subtree()
         assert node.parent is not None, "the root stays"
         assert not node.pins, "a pinned page stays"
@@ -273,8 +276,8 @@ class PrefixTree:
     # -- inside ---------------------------------------------------------------------------------------
 
     def _walk(self, tokens: Sequence[int], limit: int) -> tuple[list[Node], int]:
-        """The nodes from the root's child on that hold the longest cached prefix of tokens[:limit], and its
-        length: full pages, and at the end perhaps one of which it takes a part."""
+        """Returns the nodes, from the root's child on, that hold the longest cached prefix of tokens[:limit],
+        and its length: full pages, and at the end perhaps one of which it takes a part."""
         node, path, limit = self._root, list[Node](), min(max(limit, 0), len(tokens))
         while True:
             at = len(path) * self._width
@@ -290,7 +293,7 @@ class PrefixTree:
         return path, at + common
 
     def _child(self, parent: Node, run: Run, page: int) -> Node:
-        """The child that holds `run`: as it was, grown from one that held its beginning, or new."""
+        """Returns the child that holds `run`: as it was, grown from one that held its beginning, or new."""
         if run in parent.children:
             return parent.children[run]
         near, common = parent.closest(run)
@@ -307,7 +310,7 @@ class PrefixTree:
         return child
 
     def _grow(self, node: Node, run: Run, page: int) -> None:
-        """A tail gives way to `page`, which holds what it holds and more. Its pins go over."""
+        """Replaces the page of a tail by `page`, which holds what it holds and more. Its pins go over."""
         assert node.parent is not None
         if page != node.page:
             self._pages.cache(page)
@@ -322,7 +325,7 @@ class PrefixTree:
         node.parent.add(node)
 
     def _keep(self, page: int) -> None:
-        """For one pin."""
+        """Keeps a page for one pin."""
         self._pages.retain([page])
         self._pages.promise([page])
 
@@ -331,7 +334,7 @@ class PrefixTree:
         self._pages.release([page])
 
     def _prune(self, top: Node) -> int:
-        """Drop what is idle at and below `top` and leads to nothing that stays."""
+        """Drops what is idle at and below `top` and leads to nothing that stays."""
         return sum(self._drop_idle_leaf(node) for node in reversed(top.subtree()))
 
     def _drop_idle_leaf(self, node: Node) -> int:
@@ -339,7 +342,7 @@ class PrefixTree:
 
 
 def _plain(tokens: TokenIds) -> Sequence[int]:
-    """Python's own numbers: they are kept for long, and compared often."""
+    """Returns Python's own numbers, which are kept for long and compared often."""
     if isinstance(tokens, np.ndarray):
         plain: list[int] = tokens.tolist()
         return plain

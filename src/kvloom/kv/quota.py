@@ -17,18 +17,20 @@ _FLOOR = 0.25  # no quota falls below this part of an equal share
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """One model's last period: mean blocks held, and the blocks that its waiting requests would take."""
+class QuotaUsage:
+    """The use that one model has made of its quota in the last period."""
 
     used: float
+    """Blocks held on average."""
     wanted: int
+    """Blocks that the waiting requests would take."""
 
 
 def initial_quotas(
     total: int, geometries: Mapping[str, Geometry], rates: Mapping[str, float]
 ) -> dict[str, int]:
-    """Blocks in proportion to rate × blocks a token; at least one page each. They sum to `total` where the
-    floors allow it."""
+    """Returns blocks in proportion to rate × blocks a token; at least one page each. They sum to `total` if
+    the floors allow it."""
     weights = {m: rates[m] * g.blocks_per_page / g.tokens_per_block for m, g in geometries.items()}
     even = 1.0 / len(weights)
     whole = sum(weights.values())
@@ -38,8 +40,9 @@ def initial_quotas(
     return {m: max(geometries[m].blocks_per_page, int(share * scale)) for m, share in shares.items()}
 
 
-def adapt_quotas(total: int, quotas: Mapping[str, int], usage: Mapping[str, Usage]) -> dict[str, int]:
-    """Move blocks from models that leave their quota unused to those that press against it. The sum stays."""
+def adapt_quotas(total: int, quotas: Mapping[str, int], usage: Mapping[str, QuotaUsage]) -> dict[str, int]:
+    """Moves blocks from models that leave their quota unused to those that press against it. The sum
+    stays."""
     floor = int(_FLOOR * total / len(quotas))
     wants: dict[str, int] = {}
     gives: dict[str, int] = {}
@@ -60,7 +63,8 @@ def adapt_quotas(total: int, quotas: Mapping[str, int], usage: Mapping[str, Usag
 
 
 def _shares(amount: int, weights: Mapping[str, int]) -> dict[str, int]:
-    """`amount` split in proportion to `weights`, whole numbers, never more than the weight itself."""
+    """Returns `amount` split in proportion to `weights`, in whole numbers, none more than the weight
+    itself."""
     whole = sum(weights.values())
     shares = {m: amount * w // whole for m, w in weights.items()}
     left = amount - sum(shares.values())

@@ -1,4 +1,4 @@
-"""A model's sequences: which pages each is made of, and how it gets and loses them."""
+"""The sequences of a model: which pages each is made of, and how it gets and loses them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ _FEW: Final = 6  # sequences, looked at one by one sooner than as arrays
 
 
 @dataclass(slots=True)
-class Held:
-    """One sequence's row in the table. [0, length) is valid, [length, length + planned) is being written,
-    [length, length + reserved) waits for a peer's write; pages cover all of it.
-
-    ships: whether K and V of it have gone to a peer, whose copies may still read its pages. left: pages that
-    it ships from and has a copy of instead, so that it is still their holder.
-    """
+class SequencePages:
+    """The row of one sequence in the table. [0, length) is valid, [length, length + planned) is being
+    written, [length, length + reserved) waits for a peer's write; pages cover all of it."""
 
     row: int
     pages: int = 0
@@ -33,12 +29,14 @@ class Held:
     planned: int = 0
     reserved: int = 0
     ships: bool = False
+    """Whether K and V of it have gone to a peer, whose copies may still read its pages."""
     sends: list[Transfer] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
+    """Pages that it ships from and has a copy of instead, so that it is still their holder."""
 
 
 class SequenceTable:
-    """tables: [max_sequences, pages] page ids, each sequence's in its own row."""
+    """The page tables of one model's sequences."""
 
     def __init__(
         self, model: str, pages: PageTable, prefixes: PrefixTree, *, max_sequences: int, max_tokens: int
@@ -47,16 +45,17 @@ class SequenceTable:
         self.pages = pages
         self.width = pages.geometry.tokens_per_block
         self.tables: I32 = np.zeros((max_sequences, pages.geometry.pages(max_tokens)), dtype=np.int32)
-        self.held: dict[int, Held] = {}
+        """[max_sequences, pages] page ids, each sequence's in its own row."""
+        self.held: dict[int, SequencePages] = {}
         self._prefixes = prefixes
         self._rows = list(range(max_sequences - 1, -1, -1))
 
-    def add(self, sequence: int) -> Held:
+    def add(self, sequence: int) -> SequencePages:
         if sequence in self.held:
             raise ValueError(f"sequence {sequence} exists already")
         if not self._rows:
             raise ValueError(f"{self.model}: no room for more than {len(self.held)} sequences")
-        held = self.held[sequence] = Held(self._rows.pop())
+        held = self.held[sequence] = SequencePages(self._rows.pop())
         return held
 
     def remove(self, sequence: int) -> None:
@@ -64,66 +63,66 @@ class SequenceTable:
         self.pages.release([*self.page_list(held), *held.left])
         self._rows.append(held.row)
 
-    def idle(self, sequence: int) -> Held:
+    def idle(self, sequence: int) -> SequencePages:
         held = self.held[sequence]
         if held.planned:
             raise ValueError(f"sequence {sequence} is in a running forward")
         return held
 
-    def row(self, held: Held) -> I32:
-        """[pages] ids, a view."""
+    def row(self, held: SequencePages) -> I32:
+        """Returns [pages] ids, a view."""
         return self.tables[held.row, : held.pages]
 
-    def page_list(self, held: Held) -> list[int]:
+    def page_list(self, held: SequencePages) -> list[int]:
         pages: list[int] = self.row(held).tolist()
         return pages
 
-    def share(self, held: Held, pages: Sequence[int], length: int) -> None:
-        """An empty sequence begins with `length` tokens in `pages`, which it holds with others."""
+    def share(self, held: SequencePages, pages: Sequence[int], length: int) -> None:
+        """Lets an empty sequence begin with `length` tokens in `pages`, which it holds with others."""
         held.pages, held.length = len(pages), length
         self.row(held)[:] = pages
         self.pages.retain(pages)
 
-    def switch(self, held: Held, pages: Sequence[int]) -> None:
-        """Hold `pages` instead of its first ones, which hold the same tokens."""
+    def switch(self, held: SequencePages, pages: Sequence[int]) -> None:
+        """Replaces the first pages of a sequence by `pages`, which hold the same tokens."""
         for i, (own, page) in enumerate(zip(self.page_list(held), pages, strict=False)):
             if own != page:
                 self.pages.retain([page])
                 self.pages.release([own])
                 self.tables[held.row, i] = page
 
-    def trim(self, held: Held) -> None:
-        """Release the pages past the sequence's tokens, and those that are to come."""
+    def trim(self, held: SequencePages) -> None:
+        """Releases the pages past the sequence's tokens, and those that are to come."""
         keep = self.pages.geometry.pages(held.length + held.planned + held.reserved)
         self.pages.release(self.page_list(held)[keep:])
         held.pages = keep
 
     # -- growth ---------------------------------------------------------------------------------------
 
-    def tail(self, held: Held) -> int | None:
-        """The page that the next token goes into, where it holds tokens already; None for a new one."""
+    def tail(self, held: SequencePages) -> int | None:
+        """Returns the page that the next token goes into, if it holds tokens already; None for a new one."""
         edge, offset = divmod(held.length, self.width)
         return int(self.tables[held.row, edge]) if offset else None
 
-    def shares_tail(self, held: Held) -> bool:
+    def shares_tail(self, held: SequencePages) -> bool:
         tail = self.tail(held)
         return tail is not None and int(self.pages.refs[tail]) > 1
 
-    def need(self, held: Held, count: int) -> int:
-        """Pages that appending `count` tokens takes at least, a copied one included."""
+    def need(self, held: SequencePages, count: int) -> int:
+        """Returns the pages that appending `count` tokens takes at least, a copied one included."""
         fresh = max(self.pages.geometry.pages(held.length + count) - held.pages, 0)
         return fresh + (self.shares_tail(held) and not self._takers([held]))
 
-    def need_each(self, helds: Sequence[Held], count: int) -> int:
-        """Pages that all of them take for `count` more tokens each, by `need`."""
+    def need_each(self, helds: Sequence[SequencePages], count: int) -> int:
+        """Returns the pages that all of them take for `count` more tokens each, by `need`."""
         if len(helds) <= _FEW:
             return sum(self.need(held, count) for held in helds)
         lengths, pages, shared = self._tails(helds)
         fresh = int(np.maximum(-(-(lengths + count) // self.width) - pages, 0).sum())
         return fresh + sum(not self._takers([held]) for held in shared)
 
-    def _tails(self, helds: Sequence[Held]) -> tuple[I64, I64, list[Held]]:
-        """[B] lengths, [B] pages, and those that share their tail."""
+    def _tails(self, helds: Sequence[SequencePages]) -> tuple[I64, I64, list[SequencePages]]:
+        """Returns [B] lengths, [B] pages, and those that share their tail."""
         each = np.asarray([(h.row, h.length, h.pages) for h in helds], dtype=np.int64)
         rows, lengths, pages = each.reshape(-1, 3).T
         edges, offsets = np.divmod(lengths, self.width)
@@ -131,13 +130,13 @@ class SequenceTable:
         shares = self.pages.refs[self.tables[rows[inside], edges[inside]]] > 1
         return lengths, pages, [helds[i] for i in inside[shares].tolist()]
 
-    def grow(self, helds: Sequence[Held], appends: Sequence[int]) -> tuple[PageCopy, ...]:
-        """Give each sequence the pages for its new tokens, and one of its own for a tail that others hold.
+    def grow(self, helds: Sequence[SequencePages], appends: Sequence[int]) -> tuple[PageCopy, ...]:
+        """Gives each sequence the pages for its new tokens, and one of its own for a tail that others hold.
 
-        The shared page stays retained until the forward, which copies it, has ended: another holder may
-        be writing at the same time otherwise. Where the pool is too short for a copy, and only the prefix
-        tree holds the page beside these sequences, one of them writes to it, and the tree lets go of it: what
-        is cached never costs a sequence more than it would take without.
+        The shared page stays retained until the forward, which copies it, has ended: another holder may be
+        writing at the same time otherwise. If the pool is too short for a copy, and only the prefix tree
+        holds the page beside these sequences, one of them writes to it, and the tree lets go of it: what is
+        cached never costs a sequence more than it would take without.
         """
         lengths, pages, shared = self._tails(helds)
         fresh = np.maximum(-(-(lengths + np.asarray(appends)) // self.width) - pages, 0)
@@ -157,11 +156,11 @@ class SequenceTable:
             self.row(held)[held.pages - count :] = [new.pop() for _ in range(count)]
         return tuple(copies)
 
-    def _takers(self, shared: Sequence[Held]) -> list[Held]:
-        """Of those that share a tail with each other and the tree alone, the one with the most tokens in it:
-        what it writes, nobody else has read."""
+    def _takers(self, shared: Sequence[SequencePages]) -> list[SequencePages]:
+        """Returns, for each tail that some of these share with each other and the tree alone, the one with
+        the most tokens in it: what that one writes, nobody else has read."""
         users = Counter(self.tail(held) for held in shared)
-        most: dict[int, Held] = {}
+        most: dict[int, SequencePages] = {}
         for held in shared:
             tail = self.tail(held)
             if tail is None or not self.pages.cached[tail] or self.pages.refs[tail] != 1 + users[tail]:
@@ -170,7 +169,7 @@ class SequenceTable:
                 most[tail] = held
         return list(most.values())
 
-    def _copy_tail(self, held: Held, page: int) -> PageCopy:
+    def _copy_tail(self, held: SequencePages, page: int) -> PageCopy:
         edge, offset = divmod(held.length, self.width)
         copy = PageCopy(int(self.tables[held.row, edge]), page, offset)
         self.tables[held.row, edge] = page
@@ -187,7 +186,7 @@ class Sends:
         self._geometry = table.pages.geometry
 
     def begin(self, sequence: int, transfer: Transfer, computed: int) -> None:
-        """The sequence has blocks and `computed` tokens: those go at once, later ones with their forwards."""
+        """Sends the `computed` tokens of a sequence at once; later ones go with their forwards."""
         ready = min(computed, transfer.end)
         if ready > transfer.sent:
             self.planned(sequence, transfer, ready).put_all(self._table.pages.map)
@@ -207,9 +206,9 @@ class Sends:
         return owed
 
     def mark(self, sequence: int, transfer: Transfer) -> None:
-        """From the next forward on, each that computes some of the tokens that the transfer has not sent
-        plans to send those. They are none of the sequence's valid tokens, which `planned` is for. Raises
-        BadRequest if the address does not list the blocks of its pages."""
+        """Marks a sequence so that each forward from the next one on plans to send those tokens of the
+        transfer that it computes. They are none of the sequence's valid tokens, which `planned` is for.
+        Raises BadRequest if the address does not list the blocks of its pages."""
         held = self._table.idle(sequence)
         if transfer.sent < held.length:
             raise ValueError(f"tokens from {transfer.sent} on: {held.length} are computed already")
@@ -218,12 +217,13 @@ class Sends:
         held.ships = True
 
     def leave(self, sequence: int, transfer: Transfer) -> None:
-        """The sequence is about to lose its pages, from which copies may still read until `settle`."""
+        """Keeps the pages of a sequence that is about to lose them until `settle`: copies may still read from
+        them."""
         if not transfer.over:
             transfer.held += self.hold(sequence, transfer.address.begin, transfer.sent)
 
     def settle(self, transfer: Transfer) -> None:
-        """The transfer is over: lets go of the pages that were kept for it."""
+        """Lets go of the pages that were kept for a transfer that is over."""
         self.let_go(transfer.held)
         transfer.held = []
 

@@ -16,7 +16,7 @@ from msgspec import structs
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.offload.offloaded import DecodePlanner, OffloadedSequences
-from kvloom.offload.policy import Look, S, Share, Slowdown, adapted
+from kvloom.offload.policy import Observation, S, Share, Slowdown, adapted
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
 from kvloom.types.address import KVForm
 from kvloom.types.clock import Clock
@@ -38,7 +38,7 @@ Lacks = Callable[[int], bool]
 
 
 class Queue(Protocol[S]):
-    """What a loan needs of a model's queue in the engine."""
+    """The part of a model's queue in the engine that a loan needs."""
 
     card: ModelCard
     form: KVForm
@@ -51,8 +51,8 @@ class Queue(Protocol[S]):
     def decoding(self) -> bool:
         """A decode job of the model is under way."""
 
-    def put_back(self, sequence: S, now: int) -> None:
-        """Lets a running sequence wait again, without K and V. now: jobs that the unit has started."""
+    def put_back(self, sequence: S, jobs: int) -> None:
+        """Lets a running sequence wait again, without K and V. jobs: how many the unit has started."""
 
 
 class Budget(Protocol):
@@ -99,15 +99,15 @@ class Lender(Generic[S]):
         """Own models are short of what is lent, so each step counts."""
         return self._lacking
 
-    def look(self, lacks: Lacks, now: int) -> None:
+    def review(self, lacks: Lacks, jobs: int) -> None:
         """Ends the loan if own models have waited for its blocks for a few jobs. A brief shortage does not
-        end it. now: jobs that the unit has started."""
+        end it. jobs: how many the unit has started."""
         self._lacking = self._lent is not None and self.due is None and lacks(self._promises.lent)
         if self._lacking:
             first, last = self._lacked
-            first = first if now - last <= SHORT // 2 else now  # while a job runs, nobody seems to wait
-            self._lacked = first, now
-            if now - first >= SHORT:
+            first = first if jobs - last <= SHORT // 2 else jobs  # while a job runs, nobody seems to wait
+            self._lacked = first, jobs
+            if jobs - first >= SHORT:
                 self.give_way()
 
     def give_way(self) -> None:
@@ -191,15 +191,15 @@ class Borrower(Generic[S]):
         self._wake = wake
         self._ends = asyncio.Event()  # of a loan
 
-    def look(self, lacks: Lacks, now: int) -> None:
-        """Notes whether the models are short of blocks, and ends loans that lenders have withdrawn. now: jobs
-        that the unit has started."""
+    def review(self, lacks: Lacks, jobs: int) -> None:
+        """Notes whether the models are short of blocks, and ends loans that lenders have withdrawn.
+        jobs: how many the unit has started."""
         for model, queue in self._queues.items():
             loan = self.loan(model)
             if loan is None:
                 continue
             if loan.withdrawn and not queue.decoding:
-                self.give_back(model, now)
+                self.give_back(model, jobs)
                 self._ends.set()
             elif not loan.short:
                 loan.short = lacks(self._total)
@@ -254,13 +254,13 @@ class Borrower(Generic[S]):
             loan.withdrawn = True
             self._wake()
 
-    def give_back(self, model: str, now: int = 0) -> None:
-        """Ends the loan while no sequence is in a decode step. Offloaded sequences are computed again. now:
-        jobs that the unit has started."""
+    def give_back(self, model: str, jobs: int = 0) -> None:
+        """Ends the loan while no sequence is in a decode step. Offloaded sequences are computed again. jobs:
+        how many the unit has started."""
         queue = self._queues[model]
         if self.loan(model) is not None:
             for sequence in [s for s in queue.running if not queue.planner.is_home(s)]:
-                queue.put_back(sequence, now)
+                queue.put_back(sequence, jobs)
             self._drop(model)
 
     def give_back_all(self) -> None:
@@ -275,7 +275,7 @@ class Borrower(Generic[S]):
             await self._ends.wait()
 
     def _over(self, model: str, why: str) -> None:
-        _log.warning("the loan of %s is over: %s; what was away is computed again", model, why)
+        _log.warning("the loan of %s is over: %s; what was offloaded is computed again", model, why)
         self._drop(model)
         self._ends.set()
 
@@ -318,7 +318,7 @@ class LoanKeeper(Generic[S]):
         self._slowdown = Slowdown()
 
     async def run(self) -> None:
-        """Runs for ever, unless the two units can never be woven: then that is said, and not tried again."""
+        """Runs for ever. If the two units can never be woven it says so and ends."""
         while True:
             wait, told = _FIRST, ""
             while (problem := await self._tried()) is not None:
@@ -365,10 +365,11 @@ class LoanKeeper(Generic[S]):
                 if not silent:
                     _log.warning("%s does not tell its load: %s", self._spec.cold, error.message)
                 load, silent = None, True
-            self._look(load)
+            self._observe(load)
 
-    def _look(self, load: UnitLoad | None) -> None:
-        """load: the lender's; None if it does not answer, and nobody knows how it fares."""
+    def _observe(self, load: UnitLoad | None) -> None:
+        """Adapts the share to what a period has shown. load: the lender's; None if it does not answer, and
+        nobody knows how it fares."""
         loan = self._borrower.loan(self._model)
         if loan is None:
             return
@@ -378,9 +379,9 @@ class LoanKeeper(Generic[S]):
         if self._spec.share != "auto":
             return
         short, loan.short = loan.short and loan.policy.roomy, False
-        away = loan.count > 0 or loan.share > 0
-        slowdown = self._slowdown.seen(load, away=away) if load else None
-        look = Look(short, slowdown, pressed=pressed)
-        self._share = adapted(self._share, look, self._spec.bound)
+        offloaded = loan.count > 0 or loan.share > 0
+        slowdown = self._slowdown.seen(load, offloaded=offloaded) if load else None
+        seen = Observation(short, slowdown, pressed=pressed)
+        self._share = adapted(self._share, seen, self._spec.bound)
         if self._share.value != loan.share:
             self._borrower.set_share(self._model, self._share.value)

@@ -14,7 +14,7 @@ from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.offload.policy import CopyBudget, OffloadPolicy, S
 from kvloom.types.job import Job
-from kvloom.types.plan import OffloadedRows, PageMove, Plan
+from kvloom.types.plan import ForwardPlan, OffloadedRows, PageMove
 
 Batch = list[tuple[S, int]]  # sequences with the tokens that each appends
 
@@ -71,13 +71,13 @@ class DecodePlanner(Generic[S]):
         self.home.keep(sequence.id, sequence.tokens.list(), tail=True)
         self.home.remove_sequence(sequence.id)
 
-    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], Plan, OffloadedRows | None]:
+    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], ForwardPlan, OffloadedRows | None]:
         """Plans one decode step of `batch`, of whom none is crowded: returns the batch in the order of its
         rows, and what is computed at home and elsewhere. ahead: as in `ModelCache.begin_forward`. Raises
         OutOfBlocks, with nothing changed, if the pool is short."""
         return batch, self.home.begin_forward([s.id for s, _ in batch], [n for _, n in batch], ahead), None
 
-    def land(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
+    def finish(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
         """Ends the forward of a job. lost: why what was offloaded of it does not count. Returns the ids of
         the sequences for which the step does not count, and those of them whose K and V are lost."""
         self.home.end_forward(job.plan)
@@ -91,11 +91,12 @@ class DecodePlanner(Generic[S]):
 
 
 class OffloadedSequences(DecodePlanner[S]):
-    """A model's loan at the unit that borrows.
+    """The loan of a model at the unit that borrows.
 
     An offloaded sequence is registered with the loan's cache alone; while a step copies it, with both caches.
-    Its number and `share`, which may be set at any time, say whether it is to be offloaded: the steps after
-    that move those that it concerns, as far as there is room where they go, and a few at a time."""
+    Its number and `share`, which may be set at any time, say whether it is to be offloaded: later steps move
+    the sequences that this concerns, as far as there is room for them, and a few at a time.
+    """
 
     multi_step = False
 
@@ -123,7 +124,7 @@ class OffloadedSequences(DecodePlanner[S]):
         self.short = False  # requests have waited for blocks since this was last unset
         self.withdrawn = False  # the lender says that it has its blocks back
         self._ended = ended
-        self._step: Plan | None = None  # over the loan's blocks, of the step that runs
+        self._step: ForwardPlan | None = None  # over the loan's blocks, of the step that runs
         self._moving: list[tuple[S, bool]] = []  # in that step; True: out
 
     @property
@@ -146,7 +147,8 @@ class OffloadedSequences(DecodePlanner[S]):
         return not self.policy.has(sequence)
 
     def ready(self, sequences: list[S]) -> list[S]:
-        """If some move out with the step to make room for others, these wait for that."""
+        """Returns what `DecodePlanner.ready` does. If some sequences move out with the step to make room for
+        others, these wait for that."""
         leaving = self.policy.urged(sequences)
         if not leaving:
             return sequences
@@ -165,7 +167,8 @@ class OffloadedSequences(DecodePlanner[S]):
         return [s.id for s in ready if self.is_home(s) and s not in leaving]
 
     def givers(self, victim: S) -> list[S]:
-        """If the loan has room for `victim`, or some there have a lower priority, it goes there instead."""
+        """Returns who is computed again. If the loan has room for `victim`, or some there have a lower
+        priority, `victim` goes there instead."""
         others = self.policy.displaced(victim)
         if others is None:
             return [victim]
@@ -176,14 +179,14 @@ class OffloadedSequences(DecodePlanner[S]):
         return self.policy.divide(ready, self._spare(ready), self.home.geometry)[2]
 
     def release(self, sequence: S) -> None:
-        """K and V in the loan are not cached anywhere."""
+        """Gives up what the sequence holds. K and V in the loan are not cached anywhere."""
         if self.is_home(sequence):
             super().release(sequence)
         self._forget(sequence)
 
-    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], Plan, OffloadedRows | None]:
-        """Whoever would have to come back, when as much as a step may copy is copied already, is not in the
-        step. No other is planned until it has landed or failed."""
+    def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], ForwardPlan, OffloadedRows | None]:
+        """Plans one decode step. A sequence that would have to come back, when as much as a step may copy is
+        copied already, is not in the step. No other step is planned until this one has ended or failed."""
         policy, form, sequences = self.policy, self.home.geometry, [s for s, _ in batch]
         room = self._spare(sequences)
         here, first = [s for s in sequences if self.is_home(s)], policy.urged(sequences)
@@ -210,9 +213,9 @@ class OffloadedSequences(DecodePlanner[S]):
         offloaded = OffloadedRows(lent, tuple(moves)) if there or moves else None
         return [(s, 1) for s in here + there], home, offloaded
 
-    def land(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
-        """If something is lost the loan is over."""
-        super().land(job, lost)
+    def finish(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
+        """Ends the forward of a job. If something is lost the loan is over."""
+        super().finish(job, lost)
         if job.offloaded is None:
             return set(), []
         if lost is not None:
@@ -232,7 +235,8 @@ class OffloadedSequences(DecodePlanner[S]):
         return set(), []
 
     def fail(self, job: Job) -> list[S]:
-        """The loan is over too: what nobody collects of a task may still be written to its blocks."""
+        """Aborts the forward of a job that has failed. The loan is over too: what nobody collects of a task
+        may still be written to its blocks."""
         super().fail(job)
         if job.offloaded is None:
             return []
@@ -250,8 +254,8 @@ class OffloadedSequences(DecodePlanner[S]):
         return self._available - self.home.blocks_for_each(self.takers(ready), 1)
 
     def _undo(self) -> list[S]:
-        """Forgets all offloaded sequences. Those on their way out are still at home; the others are there
-        without K and V, and are returned."""
+        """Forgets all offloaded sequences. Those on their way out are still at home; the others have no K and
+        V any more, and are returned."""
         if self._step is not None:
             self.cache.abort_forward(self._step)
         leaving = {s.id for s, out in self._moving if out}
@@ -267,7 +271,7 @@ class OffloadedSequences(DecodePlanner[S]):
         return gone
 
     def _arrived(self, sequence: S, *, out: bool) -> None:
-        """Gives up what the sequence holds where it was."""
+        """Gives up what the sequence holds at the side that it has left."""
         if out:
             self.home.remove_sequence(sequence.id)
         else:
@@ -281,8 +285,8 @@ class OffloadedSequences(DecodePlanner[S]):
             self.cache.remove_sequence(sequence.id)
 
     def _move(self, sequence: S, *, out: bool) -> PageMove:
-        """Takes room where the sequence goes; what it leaves it keeps until the step has landed. At home it
-        begins with what is cached there of it."""
+        """Takes room at the side that the sequence goes to; what it leaves it keeps until the step has ended.
+        At home it begins with what is cached there of it."""
         id_, count, width = sequence.id, sequence.computed, self.cache.geometry.tokens_per_block
         target, found = self.cache if out else self.home, 0
         if out:
@@ -299,7 +303,7 @@ class OffloadedSequences(DecodePlanner[S]):
         return PageMove(home, lent, np.minimum(width, count - firsts).astype(np.int32), out)
 
 
-def _step(cache: ModelCache, sequences: list[S]) -> Plan:
+def _step(cache: ModelCache, sequences: list[S]) -> ForwardPlan:
     if sequences:
         return cache.begin_forward([s.id for s in sequences], [1] * len(sequences))
-    return replace(Plan.none(cache.model, cache.pages.map), versions=cache.pages.versions)
+    return replace(ForwardPlan.none(cache.model, cache.pages.map), versions=cache.pages.versions)

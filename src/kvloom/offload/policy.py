@@ -31,7 +31,7 @@ class TokenList(Protocol):
 
 
 class SequenceState(Protocol):
-    """What the policy reads of an engine's sequence."""
+    """The part of an engine's sequence that the policy reads."""
 
     id: int
     order: tuple[int, int, int]
@@ -217,8 +217,8 @@ class OffloadPolicy(Generic[S]):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What one period has shown."""
+class Observation:
+    """The observation of one period."""
 
     short: bool
     """Requests of the borrower have waited for blocks, or were preempted, and the loan has room."""
@@ -240,17 +240,17 @@ class Share:
     """The next such rest: twice as long with each fall, and shorter again while all is well."""
 
 
-def adapted(share: Share, look: Look, bound: float) -> Share:
-    """Returns the share after one more look. bound: the most slowdown that is wanted."""
-    if look.pressed:
+def adapted(share: Share, seen: Observation, bound: float) -> Share:
+    """Returns the share after one more observation. bound: the most slowdown that is wanted."""
+    if seen.pressed:
         return replace(share, value=0.0, rest=share.patience)
-    if look.slowdown is None:  # it can be measured while nothing is offloaded
+    if seen.slowdown is None:  # it can be measured while nothing is offloaded
         return replace(share, value=0.0)
-    if look.slowdown > bound and share.value > 0:
+    if seen.slowdown > bound and share.value > 0:
         return Share(_moved(share, -STEP), share.patience, min(2 * share.patience, LONGEST))
     if share.rest:
         return replace(share, rest=share.rest - 1)
-    if look.short and look.slowdown <= CALM * bound and share.value < 1:
+    if seen.short and seen.slowdown <= CALM * bound and share.value < 1:
         return replace(share, value=_moved(share, STEP))
     return replace(share, patience=max(FIRST, share.patience - 1))
 
@@ -268,10 +268,10 @@ class Slowdown:
         self._since: dict[str, int] = {}  # the steps there were when nothing was offloaded any more
         self._before: dict[str, int] = {}  # at the last report
 
-    def seen(self, load: UnitLoad, *, away: bool) -> float | None:
+    def seen(self, load: UnitLoad, *, offloaded: bool) -> float | None:
         """Returns the slowdown of the model that suffers most, of those that have stepped since the last
-        report; 0 if none has, None if it is not known what its steps take alone. away: something is
-        offloaded."""
+        report; 0 if none has, None if it is not known what its steps take alone. offloaded: whether anything
+        is."""
         worst: float | None = 0.0
         for name, model in load.models.items():
             steps = model.decode_jobs_total
@@ -279,7 +279,7 @@ class Slowdown:
             self._before[name] = steps
             if steps < before:  # it is another process
                 self._alone.pop(name, None)
-            if away or steps < before:
+            if offloaded or steps < before:
                 self._since.pop(name, None)
             elif steps - self._since.setdefault(name, steps) >= STEP_WINDOW:
                 self._alone[name] = model.step_seconds

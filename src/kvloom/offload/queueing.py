@@ -80,9 +80,9 @@ def _longer(times: Sequence[float] | F64, c: float, gap: Gap) -> tuple[F64, F64]
 def split(
     times: Sequence[float], ahead: float, most: float, limits: Sequence[int] | None = None
 ) -> list[int]:
-    """Algorithm 1 cuts the longest operator into halves while the expected stall is more than `most` and that
-    operator longer than c. Returns the parts of each operator. limits: the most parts of each, if there are
-    any.
+    """Returns the parts of each operator. Algorithm 1 cuts the longest operator into halves while the
+    expected stall is more than `most` and that operator longer than c. limits: the most parts of each, if
+    there are any.
 
     Parts of one operator are to be of one size, whatever halves they came from: as many of one size stall
     less. The paper compares its estimate with 5 % of the asking unit's mean iteration; a stall comes once a
@@ -113,7 +113,7 @@ def split(
 
 
 class Exchange(NamedTuple):
-    """One layer of a step with offloaded rows, in seconds."""
+    """The exchange of one layer of a step with offloaded rows, in seconds."""
 
     own: float
     """The attention at home, which goes on meanwhile."""

@@ -1,4 +1,4 @@
-"""What a unit that lends blocks and a unit that borrows them agree on (Weaver, section 4)."""
+"""The terms of a loan, between a unit that lends blocks and a unit that borrows them (Weaver, section 4)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Borrow(Struct, frozen=True, kw_only=True):
 
 
 class Loan(Struct, frozen=True, kw_only=True):
-    """The answer to a `Borrow`: the blocks that are lent, and where tasks go."""
+    """The answer to a `Borrow`: the blocks that are lent, and the mailbox that tasks go to."""
 
     peer: Endpoint
     ticket: Ticket

@@ -15,7 +15,7 @@ from kvloom.router.unit import Unit
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import UnitLoad
-from kvloom.types.service import IN_SERVICE, FleetState, Group, GroupSpec, Pair, Pairs, Steps
+from kvloom.types.service import IN_SERVICE, FleetState, GroupSpec, Pair, Pairs, Steps, UnitGroup
 from kvloom.types.verbs import Offer
 
 MOST_REFUSALS: Final = 3  # in a row, after which a pair is left in peace until pairs are told again
@@ -73,17 +73,17 @@ class Rescheduler:
         )
 
     @property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, UnitGroup]:
         """Units that come and go, as they stand now."""
         groups = self._orders.mirror.spec.groups if self._orders is not None else {}
         return {name: self._group(spec) for name, spec in groups.items()}
 
-    def _group(self, spec: GroupSpec) -> Group:
+    def _group(self, spec: GroupSpec) -> UnitGroup:
         known = self._router.units
         units = [known[name] for name in spec.units if name in known]
         leaving = [unit for unit in units if unit.outlook == "leaving"]
         away = [unit for unit in units if unit.outlook in ("away", "failed") and unit.may_start]
-        return Group(
+        return UnitGroup(
             units=frozenset(unit.name for unit in units),
             scale=spec.scale,
             starting=sum(unit.outlook in ("starting", "restarting") for unit in units),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvloom.engine.engine import Engine
     from kvloom.exec.cpu.executor import TorchExecutor
     from kvloom.exec.cuda.executor import GpuExecutor
-    from kvloom.kv.arena import Store
+    from kvloom.kv.arena import ArenaMemory
     from kvloom.offload.cpu.backend import CpuOffloadBackend
     from kvloom.offload.cuda.backend import CudaOffloadBackend
     from kvloom.transfer.cuda_ipc import CudaIpcTransport
@@ -157,7 +157,7 @@ async def _end_when_lost(executor: TorchExecutor | GpuExecutor) -> None:
 
 
 def open_transport(
-    spec: EngineSpec, arena: Store
+    spec: EngineSpec, arena: ArenaMemory
 ) -> ShmTransport | NixlTransport | CudaIpcTransport | NoTransport:
     """The unit's end of the KV plane, as the config chooses. Raises ConfigError."""
     from kvloom.kv.arena import Arena  # noqa: PLC0415

@@ -21,10 +21,10 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from kvloom.kernels.driver import Driver, DriverError, read_struct, write_struct
-from kvloom.kv.arena import Store
+from kvloom.kv.arena import ArenaMemory
 from kvloom.transfer.fenced import FencedPlane, FencedTransfer, FencedTransport, Memory, PeerProcess
 from kvloom.transfer.ledger import ROW_BYTES
-from kvloom.transfer.target import Target
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from kvloom.types.transfer import BlockCopies, DeviceEvent
@@ -47,7 +47,7 @@ class DeviceMemory(Protocol):
         """Returns the point up to which this thread has asked the device for something, on its current
         stream."""
 
-    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: Target) -> None:
+    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: WriteTarget) -> None:
         """Copies as `reference.copy_blocks` does from `source` to `target`, with the room's layout; the
         copies are done when it returns. Raises RuntimeError."""
 
@@ -88,7 +88,7 @@ class _Foreign:
 
 
 class CudaMemory:
-    """One GPU's `DeviceMemory`, for one process. Copies have a stream of their own."""
+    """The `DeviceMemory` of a GPU, for one process. Copies have a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError if the driver cannot share memory from here."""
@@ -141,7 +141,7 @@ class CudaMemory:
         with torch.cuda.device(self._device):
             return CudaEvent()
 
-    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: Target) -> None:
+    def copy(self, source: Tensor, target: Tensor, copies: BlockCopies, room: WriteTarget) -> None:
         from kvloom.kernels.cuda.copy import copy_blocks  # noqa: PLC0415 -- triton reads its environment then
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -174,7 +174,7 @@ def open_driver() -> Driver:
 
 
 class CudaEndpoint(Struct, frozen=True, array_like=True):
-    """What an endpoint of kind `cuda` says: `handle` leads to the arena, as `DeviceMemory` has exported
+    """The address of an endpoint of kind `cuda`: `handle` leads to the arena, as `DeviceMemory` has exported
     it."""
 
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -210,7 +210,7 @@ class CudaTransfer(FencedTransfer):
         device: DeviceMemory,
         plane: FencedPlane,
         peer: CudaPeer,
-        target: Target,
+        target: WriteTarget,
         address: KVAddress,
         begin: int,
         end: int,
@@ -233,7 +233,7 @@ class CudaTransfer(FencedTransfer):
 class CudaIpcTransport(FencedTransport[CudaPeer]):
     """Implements `Transport`."""
 
-    def __init__(self, unit: str, arena: Store, device: DeviceMemory, *, slots: int = 4096) -> None:
+    def __init__(self, unit: str, arena: ArenaMemory, device: DeviceMemory, *, slots: int = 4096) -> None:
         """Raises ConfigError if the arena cannot be shared."""
         self._handle = device.export(arena.bytes)
         super().__init__(arena, slots)
@@ -254,7 +254,7 @@ class CudaIpcTransport(FencedTransport[CudaPeer]):
         return CudaPeer(endpoint, self._device, self._handle, self._arena.bytes)
 
     def _transfer(
-        self, peer: CudaPeer, target: Target, address: KVAddress, begin: int, end: int
+        self, peer: CudaPeer, target: WriteTarget, address: KVAddress, begin: int, end: int
     ) -> CudaTransfer:
         source, device = self._arena.bytes, self._device
         return CudaTransfer(source, device, self._plane, peer, target, address, begin, end)

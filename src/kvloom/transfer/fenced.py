@@ -17,10 +17,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvloom.kv import arena as memfd
-from kvloom.kv.arena import Store
+from kvloom.kv.arena import ArenaMemory
 from kvloom.transfer.ledger import Ledger, PeerLedger
-from kvloom.transfer.plane import PlaneTransfer, Worker
-from kvloom.transfer.target import Target
+from kvloom.transfer.plane import PlaneTransfer, TransferWorker
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.clock import has_ended
 from kvloom.types.errors import KvloomError, Unavailable
@@ -99,7 +99,7 @@ class PeerProcess:
 
 
 class FencedTransfer(PlaneTransfer):
-    """Its tokens are claimed already in the ledger of `process`, the peer's."""
+    """A transfer whose tokens are claimed already in the ledger of `process`, the peer's."""
 
     PIECE: ClassVar[int]
     """Bytes that are copied between two looks at the ledger."""
@@ -108,7 +108,7 @@ class FencedTransfer(PlaneTransfer):
         self,
         plane: FencedPlane,
         process: PeerProcess,
-        target: Target,
+        target: WriteTarget,
         address: KVAddress,
         begin: int,
         end: int,
@@ -154,8 +154,8 @@ class FencedTransfer(PlaneTransfer):
         """Copies these blocks; they are there when it returns."""
 
     def finish(self) -> bool:
-        """Nothing more is copied: tells the ledger and the sender. False: what goes before is on its way
-        still."""
+        """Tells the ledger and the sender that nothing more is copied. Returns False if what goes before is
+        still on its way."""
         failure = self.failure
         try:
             if failure is None:
@@ -183,7 +183,7 @@ class FencedTransfer(PlaneTransfer):
         return Unavailable(f"copying to {self.peer.unit} failed: {error}")
 
 
-class FencedPlane(Worker[PeerProcess]):
+class FencedPlane(TransferWorker[PeerProcess]):
     """Makes copies in the order in which they were put, whatever transfer they are of."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class FencedPlane(Worker[PeerProcess]):
         self.order(peer)
 
     def _step(self) -> None:
-        """Its variables hold no peer's memory while the thread waits."""
+        """Does one task. No variable here holds a peer's memory while the thread waits."""
         match self._next():
             case PeerProcess() as peer:
                 self._new.append(peer)
@@ -210,7 +210,7 @@ class FencedPlane(Worker[PeerProcess]):
                 self._ended.remove(transfer)
 
     def _next(self) -> tuple[PlaneTransfer, BlockCopies | None] | PeerProcess | None:
-        """None: nothing came."""
+        """Returns the next task; None if nothing came."""
         try:
             return self._queue.get(timeout=0 if self._new else _RETRY if self._ended else None)
         except Empty:
@@ -230,7 +230,7 @@ class FencedTransport(ABC, Generic[Peer]):
     """A `Transport` whose receivers keep a ledger that senders map, on one event loop. Peers are mapped once
     each, until the unit comes with another endpoint, is forgotten, or its process ends."""
 
-    def __init__(self, arena: Store, slots: int) -> None:
+    def __init__(self, arena: ArenaMemory, slots: int) -> None:
         self._arena = arena
         self._ledger = Ledger(slots)
         self._plane = FencedPlane()
@@ -247,7 +247,7 @@ class FencedTransport(ABC, Generic[Peer]):
 
     @abstractmethod
     def _transfer(
-        self, peer: Peer, target: Target, address: KVAddress, begin: int, end: int
+        self, peer: Peer, target: WriteTarget, address: KVAddress, begin: int, end: int
     ) -> FencedTransfer: ...
 
     def open(self, begin: int, digest: int) -> Ticket:
@@ -262,7 +262,7 @@ class FencedTransport(ABC, Generic[Peer]):
     def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> FencedTransfer:
         self._plane.refuse_over()
         reached = self._reach(peer)
-        target = Target.of(address, begin, end, own=self._arena, peer=reached)
+        target = WriteTarget.of(address, begin, end, own=self._arena, peer=reached)
         reached.ledger.claim(address.ticket, digest, begin, end)
         return self._transfer(reached, target, address, begin, end)
 

@@ -1,4 +1,5 @@
-"""What a receiver has reserved for senders that share no memory with it: they ask, and write while granted.
+"""Grants: the reservations of a receiver for senders that share no memory with it. They ask, and write while
+granted.
 
 The messages are what two units' transports tell each other. `number` is the sender's own name for a transfer;
 the network tells whom a message is from.
@@ -25,57 +26,56 @@ _OVER = "this reservation is over"
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class Claim(Struct, frozen=True, array_like=True, tag=True):
-    """May I write tokens [begin, end)? digest: of the address, peer and prompt that I was given. metadata:
-    how to reach me, as NIXL says it."""
+class WriteClaim(Struct, frozen=True, array_like=True, tag=True):
+    """Asks whether tokens [begin, end) may be written."""
 
     number: Number
     ticket: Ticket
-    digest: Digest
+    digest: Digest  # of the address, peer and prompt that the sender was given
     begin: Position
     end: Position
-    metadata: bytes
+    metadata: bytes  # how to reach the sender, as NIXL says it
 
 
-class Renew(Struct, frozen=True, array_like=True, tag=True):
-    """I am still at it."""
+class ClaimRenewal(Struct, frozen=True, array_like=True, tag=True):
+    """Asks for more time to write."""
 
     number: Number
 
 
-class Done(Struct, frozen=True, array_like=True, tag=True):
-    """Everything is there; I write no more."""
+class WritesDone(Struct, frozen=True, array_like=True, tag=True):
+    """Says that everything is written, and nothing more will be."""
 
     number: Number
 
 
 class Quit(Struct, frozen=True, array_like=True, tag=True):
-    """I write no more; nothing counts."""
+    """Says that nothing more will be written, and nothing counts."""
 
     number: Number
 
 
 class Granted(Struct, frozen=True, array_like=True, tag=True):
-    """You may write for the agreed time from when you asked."""
+    """Allows to write for the agreed time from when the sender asked."""
 
     number: Number
 
 
-class Refused(Struct, frozen=True, array_like=True, tag=True):
-    """You may not, or not any more; answer with Quit."""
+class ClaimRefused(Struct, frozen=True, array_like=True, tag=True):
+    """Forbids to write, or to go on writing; the sender answers with Quit."""
 
     number: Number
     reason: str
 
 
 class Delivered(Struct, frozen=True, array_like=True, tag=True):
-    """And all tokens before yours have arrived too."""
+    """Says that everything has arrived, with all tokens before it."""
 
     number: Number
 
 
-FromSender = Claim | Renew | Done | Quit
-FromReceiver = Granted | Refused | Delivered
+FromSender = WriteClaim | ClaimRenewal | WritesDone | Quit
+FromReceiver = Granted | ClaimRefused | Delivered
 Message = FromSender | FromReceiver
 
 Key = tuple[str, int]  # the sender's agent, and its number for the transfer
@@ -84,11 +84,12 @@ Letter = tuple[str, FromReceiver]  # to this agent
 
 @dataclass(slots=True)
 class _Claimed:
-    """until: when its sender has stopped for sure; None: it has said so, and all is there."""
+    """The tokens that one sender has claimed."""
 
     begin: int
     end: int
     until: float | None
+    """When the sender has stopped for sure; None: it has said so, and all is there."""
 
 
 @dataclass(slots=True)
@@ -167,7 +168,7 @@ class Grants:
         """Returns what to answer, to whom."""
         key = agent, message.number
         with self._lock:
-            if isinstance(message, Claim):
+            if isinstance(message, WriteClaim):
                 return [(agent, self._claim(key, message, now))]
             found = next((r for r in self._open.values() if key in r.sends), None)
             if found is not None:
@@ -175,27 +176,27 @@ class Grants:
             return [] if isinstance(message, Quit) else [(agent, self._over(message.number))]
 
     def _hear(
-        self, reservation: _Reservation, key: Key, message: Renew | Done | Quit, now: float
+        self, reservation: _Reservation, key: Key, message: ClaimRenewal | WritesDone | Quit, now: float
     ) -> list[Letter]:
         match message:
             case Quit():
                 reservation.forget(key)
                 return []
-            case Done():
+            case WritesDone():
                 reservation.sends[key].until = None
                 return [] if reservation.closing else reservation.deliver()
-            case Renew():
+            case ClaimRenewal():
                 return [(key[0], self._renew(key, reservation, now))]
 
-    def _claim(self, key: Key, claim: Claim, now: float) -> FromReceiver:
+    def _claim(self, key: Key, claim: WriteClaim, now: float) -> FromReceiver:
         reservation = self._open.get(claim.ticket)
         if reservation is None or reservation.closing:
             return self._over(claim.number)
         if reservation.digest != claim.digest:
-            return Refused(claim.number, other_address(self._unit))
+            return ClaimRefused(claim.number, other_address(self._unit))
         reservation.expire(now)
         if reservation.claimed != claim.begin:
-            return Refused(
+            return ClaimRefused(
                 claim.number,
                 f"begin: tokens up to {reservation.claimed} of this reservation at {self._unit} are claimed; "
                 f"the next send begins there, not at {claim.begin}",
@@ -212,5 +213,5 @@ class Grants:
             send.until = now + self._grant + GRACE
         return Granted(key[1])
 
-    def _over(self, number: int) -> Refused:
-        return Refused(number, f"the reservation at {self._unit} is over")
+    def _over(self, number: int) -> ClaimRefused:
+        return ClaimRefused(number, f"the reservation at {self._unit} is over")

@@ -1,11 +1,13 @@
-"""What a receiver has reserved, in shared memory, so that senders claim, are fenced and deliver without it.
+"""The ledger: a receiver's reservations, in shared memory, so that senders claim, are fenced and deliver
+without it.
 
 A slot is a row of words that outlives its reservations; generations tell those apart. Two bytes of the
 ledger's file stand for each slot, as ranges to lock: senders hold the first, shared, while they write into
 the slot's blocks, and the second, alone, while they claim. Locks belong to an open file description
 (F_OFD_SETLK), each process has its own, and the kernel drops them when it dies, however it dies. Whoever
 holds the first alone knows that nobody is writing, and one that starts later sees that the generation has
-ended. Who is in the middle of a claim writes into the row only: the slot waits for it, and the blocks do not.
+ended. A sender in the middle of a claim writes into the row only: the slot waits for it, and the blocks do
+not.
 """
 
 from __future__ import annotations
@@ -95,19 +97,19 @@ class Ledger:
 
 
 class PeerLedger:
-    """A sender's end of the ledger of `unit`. fd: an open file description of this process alone; the
-    caller closes it. Claims may come from any thread, writing from one."""
+    """A sender's end of the ledger of `unit`. Claims may come from any thread, writing from one."""
 
     def __init__(self, unit: str, fd: int, slots: int) -> None:
+        """fd: an open file description of this process alone; the caller closes it."""
         self._unit = unit
         self._fd = fd
         self._rows = _rows(fd, slots)
         self._mine = threading.Lock()  # one description's locks do not keep its own threads apart
 
     def claim(self, ticket: Ticket, digest: int, begin: int, end: int) -> None:
-        """Tokens [begin, end) are the caller's to send. Raises BadRequest if the reservation is over, was
-        opened with another digest, or these are not the next ones, Unavailable if others do not stop
-        claiming."""
+        """Claims tokens [begin, end), which are the caller's to send from then on. Raises BadRequest if the
+        reservation is over, was opened with another digest, or these are not the next ones, Unavailable if
+        others do not stop claiming."""
         with self._claiming(ticket) as row:
             self._refuse_ended(ticket)
             if row[_DIGEST] != digest:
@@ -176,13 +178,14 @@ class PeerLedger:
 
 
 def _rows(fd: int, slots: int) -> I64:
-    """[slots, 4] words, mapped for as long as the array lives."""
+    """Returns [slots, 4] words, mapped for as long as the array lives."""
     words: I64 = np.frombuffer(mmap.mmap(fd, slots * ROW_BYTES), np.int64)
     return words.reshape(slots, ROW_BYTES // 8)
 
 
 def _lock(fd: int, kind: int, byte: int) -> bool:
-    """Locks, or unlocks, a byte for this open file description, without waiting. False: another holds it."""
+    """Locks, or unlocks, a byte for this open file description, without waiting. Returns False if another
+    holds it."""
     flock = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, flock)

@@ -7,31 +7,31 @@ import time
 
 import msgspec
 
-from kvloom.kv.arena import Store
+from kvloom.kv.arena import ArenaMemory
 from kvloom.transfer.grants import Grants
-from kvloom.transfer.nixl_agent import Agent, Place
+from kvloom.transfer.nixl_agent import Agent, ArenaPlace
 from kvloom.transfer.nixl_plane import Clock, NixlEndpoint, NixlPlane, NixlTransfer
-from kvloom.transfer.target import Target
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest
 
 
 class NixlTransport:
-    """Implements `Transport`. That a reservation is over, or its tokens are claimed, a transfer's `arrived`
-    tells, not `claim`."""
+    """Implements `Transport`. If a reservation is over, or its tokens are claimed, a transfer's `arrived`
+    raises that, not `claim`."""
 
     def __init__(
         self,
         unit: str,
-        arena: Store,
-        place: Place,
+        arena: ArenaMemory,
+        place: ArenaPlace,
         *,
         slots: int = 4096,
         grant: float = 2.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """place: where the arena's bytes lie. grant: seconds for which a sender may write unheard, the same
-        at all units. Raises ConfigError if NIXL is not installed, or cannot use the bytes."""
+        """place: the memory of the arena's bytes. grant: seconds for which a sender may write unheard, the
+        same at all units. Raises ConfigError if NIXL is not installed, or cannot use the bytes."""
         self._arena = arena
         self._place = place
         self._clock = clock
@@ -65,7 +65,7 @@ class NixlTransport:
     def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> NixlTransfer:
         self._plane.refuse_over()
         where = self._read(peer)
-        target = Target.of(address, begin, end, own=self._arena, peer=where)
+        target = WriteTarget.of(address, begin, end, own=self._arena, peer=where)
         if self._agents.get(peer.unit) != where.agent:
             self.forget(peer.unit)
             self._agents[peer.unit] = where.agent

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.kernels.driver import DriverError
-from kvloom.kv.arena import Store
+from kvloom.kv.arena import ArenaMemory
 from kvloom.transfer.cuda_ipc import CudaEvent, open_driver
 from kvloom.types.address import Kind
 from kvloom.types.errors import ConfigError, Unavailable
@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 _PACE = 200  # microseconds between two looks of the progress thread
 
 
-class Place(Protocol):
-    """Where a unit's arena lies, as NIXL has to know it."""
+class ArenaPlace(Protocol):
+    """The memory that a unit's arena lies in, as NIXL has to know it."""
 
     @property
     def kind(self) -> Kind:
@@ -57,7 +57,7 @@ class Place(Protocol):
         thread."""
 
     def enter(self) -> None:
-        """Each thread that calls NIXL calls this before it does. Raises ConfigError."""
+        """Prepares the calling thread for calls to NIXL. Raises ConfigError."""
 
     def mark(self) -> DeviceEvent | None:
         """Returns the point up to which this thread has asked the device for something; None if there is
@@ -65,7 +65,7 @@ class Place(Protocol):
 
 
 class HostPlace:
-    """The `Place` of an arena in the host's memory."""
+    """The `ArenaPlace` of an arena in the host's memory."""
 
     kind: Kind = "nixl"
     segment: Segment = "DRAM"
@@ -83,7 +83,7 @@ class HostPlace:
 
 
 class GpuPlace:
-    """The `Place` of an arena in a GPU's memory.
+    """The `ArenaPlace` of an arena in a GPU's memory.
 
     UCX takes the CUDA transports, and with them NVLink, only on threads with a current context (vLLM's pull
     request 36475). A progress thread of NIXL 1.5.1 has none, and dies of that (NIXL's issue 2102): so there
@@ -112,7 +112,7 @@ class GpuPlace:
             return CudaEvent()
 
 
-def place_of(arena: Store) -> Place:
+def place_of(arena: ArenaMemory) -> ArenaPlace:
     """Raises ConfigError."""
     device = arena.bytes.device
     return HostPlace() if device.type == "cpu" else GpuPlace(device)
@@ -121,7 +121,7 @@ def place_of(arena: Store) -> Place:
 class Agent:
     """NIXL's agent of one unit, on one thread at a time, which has entered its place."""
 
-    def __init__(self, unit: str, address: int, size: int, place: Place) -> None:
+    def __init__(self, unit: str, address: int, size: int, place: ArenaPlace) -> None:
         """address, size: the memory that peers may write to, and that is sent from. Raises ConfigError if
         NIXL is not there, or cannot use this memory."""
         try:

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from kvloom.transfer.grants import (
-    Claim,
+    ClaimRefused,
+    ClaimRenewal,
     Delivered,
-    Done,
     FromReceiver,
     FromSender,
     Granted,
@@ -23,12 +23,12 @@ from kvloom.transfer.grants import (
     Letter,
     Message,
     Quit,
-    Refused,
-    Renew,
+    WriteClaim,
+    WritesDone,
 )
-from kvloom.transfer.nixl_agent import Agent, Handle, Place, Spans, spans
-from kvloom.transfer.plane import PlaneTransfer, Submit, Worker
-from kvloom.transfer.target import Target
+from kvloom.transfer.nixl_agent import Agent, ArenaPlace, Handle, Spans, spans
+from kvloom.transfer.plane import PlaneTransfer, Submit, TransferWorker
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.transfer import BlockCopies, DeviceEvent, TransferState
@@ -39,8 +39,8 @@ Clock = Callable[[], float]
 
 
 class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """What an endpoint of kind `nixl` or `nixl-cuda` says: its agent, and where its arena begins in its own
-    memory: the host's, or that of its GPU `index`."""
+    """The address of an endpoint of kind `nixl` or `nixl-cuda`: its agent, and the beginning of its arena in
+    its own memory, which is the host's, or that of its GPU `index`."""
 
     agent: str
     metadata: bytes
@@ -56,16 +56,16 @@ class NixlTransfer(PlaneTransfer):
     def __init__(
         self,
         submit: Submit,
-        place: Place,
+        place: ArenaPlace,
         peer: Endpoint,
         where: NixlEndpoint,
-        target: Target,
+        target: WriteTarget,
         address: KVAddress,
         digest: int,
         begin: int,
         end: int,
     ) -> None:
-        """where: what `peer` says."""
+        """where: the endpoint that `peer` tells of."""
         super().__init__(submit, peer, address, begin, end)
         self._place = place
         self.where, self.target, self.digest = where, target, digest
@@ -83,7 +83,7 @@ class NixlTransfer(PlaneTransfer):
         """Until when it may write."""
         self.ended = False
         """Whether all that was put has been taken."""
-        self.told = False
+        self.announced = False
         """Whether the peer has been told that everything is written."""
 
     @property
@@ -115,8 +115,8 @@ class NixlTransfer(PlaneTransfer):
             return False
 
     def spans(self, piece: BlockCopies, address: int) -> tuple[Spans, Spans]:
-        """Returns own and peer's spans: a whole block is one, a run of tokens two. address: where the own
-        arena begins."""
+        """Returns own and peer's spans: a whole block is one, a run of tokens two. address: the beginning of
+        the own arena."""
         target = self.target
         whole = piece.counts == target.page_tokens
         at = np.where(whole, 0, piece.offsets.astype(np.int64) * target.token_bytes)
@@ -143,13 +143,13 @@ Order = Letters | NixlTransfer | str  # letters to send, a transfer that begins,
 Task = tuple[PlaneTransfer, BlockCopies | None] | Order | None
 
 
-class NixlPlane(Worker[Order]):
+class NixlPlane(TransferWorker[Order]):
     """Speaks with all peers, one step of each transfer at a time."""
 
     def __init__(
-        self, agent: Agent, place: Place, address: int, grants: Grants, grant: float, clock: Clock
+        self, agent: Agent, place: ArenaPlace, address: int, grants: Grants, grant: float, clock: Clock
     ) -> None:
-        """address: where this unit's arena begins."""
+        """address: the beginning of this unit's arena."""
         super().__init__("kv-nixl")
         self._agent, self._place, self._address, self._grants = agent, place, address, grants
         self._grant, self._clock = grant, clock
@@ -185,7 +185,8 @@ class NixlPlane(Worker[Order]):
         self._pause = _SHORTEST if busy else min(2 * self._pause, most)
 
     def _left(self) -> list[PlaneTransfer]:
-        """A write that is under way ends by itself; its receiver waits for its grant's end."""
+        """Returns the transfers that are left. A write that is under way ends by itself; its receiver waits
+        for its grant's end."""
         left: list[PlaneTransfer] = [*self._live.values()]
         self._live = {}
         return left
@@ -231,7 +232,7 @@ class NixlPlane(Worker[Order]):
         return bool(heard)
 
     def _hear_sender(self, agent: str, message: FromSender) -> None:
-        if isinstance(message, Claim):
+        if isinstance(message, WriteClaim):
             with suppress(Unavailable):
                 self._agent.meet(agent, message.metadata)
         self._answer(self._grants.hear(agent, message, self._clock()))
@@ -254,9 +255,9 @@ class NixlPlane(Worker[Order]):
                     transfer.asked = None
                 if transfer.state is TransferState.PLANNED:
                     transfer.become(TransferState.CLAIMED)
-            case Refused(_, reason):
+            case ClaimRefused(_, reason):
                 transfer.fail(BadRequest(reason))
-            case Delivered() if transfer.told:
+            case Delivered() if transfer.announced:
                 self._settle(transfer, None)
 
     # what is to be sent
@@ -300,8 +301,8 @@ class NixlPlane(Worker[Order]):
 
     def _question(self, transfer: NixlTransfer) -> FromSender:
         if transfer.granted:
-            return Renew(transfer.number)
-        return Claim(
+            return ClaimRenewal(transfer.number)
+        return WriteClaim(
             transfer.number,
             transfer.address.ticket,
             transfer.digest,
@@ -311,15 +312,15 @@ class NixlPlane(Worker[Order]):
         )
 
     def _progress(self, transfer: NixlTransfer) -> bool:
-        if not transfer.granted or transfer.told:
+        if not transfer.granted or transfer.announced:
             return False
         if transfer.computed():
             self._write(transfer, transfer.pieces.popleft())
             return True
         if transfer.ended and not transfer.pieces:
-            transfer.told = True
-            self._tell(transfer, Done(transfer.number))
-        return transfer.told
+            transfer.announced = True
+            self._tell(transfer, WritesDone(transfer.number))
+        return transfer.announced
 
     def _write(self, transfer: NixlTransfer, piece: BlockCopies) -> None:
         """Unless the grant has run out meanwhile."""
@@ -339,9 +340,9 @@ class NixlPlane(Worker[Order]):
         self._settle(transfer, transfer.failure)
 
     def _lose(self, transfer: NixlTransfer, error: KvloomError) -> None:
-        """Its peer is silent, or cannot be reached. If something may still be written the receiver is not
-        told, and waits for the grant's end. To part from the peer fails its other transfers too, so that is
-        not done while one of them shows that it answers."""
+        """Ends a transfer whose peer is silent, or cannot be reached. If something may still be written the
+        receiver is not told, and waits for the grant's end. To part from the peer fails its other transfers
+        too, so that is not done while one of them shows that it answers."""
         transfer.fail(Unavailable(f"{transfer.peer.unit} is gone: {error.message}"))
         if transfer.writing:
             if transfer.handle is not None:

@@ -27,8 +27,8 @@ class PlaneTransfer(Transfer):
     """A transfer whose copies a thread makes, and which the event loop that claimed it waits for."""
 
     def __init__(self, submit: Submit, peer: Endpoint, address: KVAddress, begin: int, end: int) -> None:
-        """submit(transfer, copies) queues copies, or, with None, the end: all that was put has been queued,
-        or nothing more is to be copied. The thread answers the end with `settle`, once."""
+        """submit: queues copies, or, with None, the end: all that was put has been queued, or nothing more is
+        to be copied. The thread answers the end with `settle`, once."""
         super().__init__(peer, address, begin, end)
         self._submit = submit
         self._loop = asyncio.get_running_loop()
@@ -73,7 +73,7 @@ class PlaneTransfer(Transfer):
         return BadRequest("the send was given up") if self._abandoned else self._failure
 
     def fail(self, error: KvloomError) -> None:
-        """The first reason counts."""
+        """Notes why the transfer fails. The first reason counts."""
         self._failure = self._failure or error
 
     def not_computed(self, error: RuntimeError) -> Unavailable:
@@ -85,7 +85,7 @@ class PlaneTransfer(Transfer):
         self.settle(self.failure)
 
     def settle(self, failure: KvloomError | None) -> None:
-        """Nothing is copied any more. The first call counts."""
+        """Ends the transfer: nothing is copied any more. The first call counts."""
         if self.over:
             return
         self.become(TransferState.ARRIVED if failure is None else TransferState.FAILED)
@@ -97,7 +97,7 @@ class PlaneTransfer(Transfer):
             self._settled.set_result(failure)
 
 
-class Worker(ABC, Generic[Order]):
+class TransferWorker(ABC, Generic[Order]):
     """Takes copies and orders off one queue, until it is closed or a step raises what nobody foresaw. From
     then on all transfers fail with the reason, those that are put later too; none waits for ever."""
 
@@ -114,7 +114,7 @@ class Worker(ABC, Generic[Order]):
         self._put((transfer, copies))
 
     def order(self, order: Order) -> None:
-        """Once there is no thread any more nobody follows it."""
+        """Queues an order. Once there is no thread any more nobody follows it."""
         self._put(order)
 
     def refuse_over(self) -> None:
@@ -136,12 +136,12 @@ class Worker(ABC, Generic[Order]):
         self._thread.start()
 
     def _begin(self) -> None:
-        """The thread calls this before its first step."""
+        """Prepares the thread, before its first step."""
 
     @abstractmethod
     def _step(self) -> None:
-        """The thread calls this again and again: it takes what there is, or waits for it a while, and does
-        it."""
+        """Takes what there is, or waits for it a while, and does it. The thread calls this again and
+        again."""
 
     @abstractmethod
     def _left(self) -> list[PlaneTransfer]:

@@ -16,7 +16,7 @@ from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kv.arena import Arena
 from kvloom.transfer.fenced import FencedPlane, FencedTransfer, FencedTransport, Memory, PeerProcess
 from kvloom.transfer.ledger import ROW_BYTES
-from kvloom.transfer.target import Target
+from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest
 from kvloom.types.transfer import BlockCopies
@@ -27,7 +27,8 @@ _CHUNK = 16 << 20  # bytes, about a millisecond of it
 
 
 class ShmEndpoint(Struct, frozen=True, array_like=True):
-    """What an endpoint of kind `shm` says: arena is blocks × block_bytes bytes, ledger slots × ROW_BYTES."""
+    """The address of an endpoint of kind `shm`. The arena has blocks × block_bytes bytes, the ledger slots ×
+    ROW_BYTES."""
 
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
     arena: Memory
@@ -69,7 +70,7 @@ class ShmPeer(PeerProcess):
 
 
 class ShmTransfer(FencedTransfer):
-    """source: all bytes of this unit's arena."""
+    """A transfer into another process' arena."""
 
     PIECE: ClassVar[int] = PIECE
 
@@ -78,11 +79,12 @@ class ShmTransfer(FencedTransfer):
         source: npt.NDArray[np.uint8],
         plane: FencedPlane,
         peer: ShmPeer,
-        target: Target,
+        target: WriteTarget,
         address: KVAddress,
         begin: int,
         end: int,
     ) -> None:
+        """source: all bytes of this unit's arena."""
         super().__init__(plane, peer, target, address, begin, end)
         self._source = source
         self._memory = peer.memory
@@ -119,7 +121,7 @@ class ShmTransport(FencedTransport[ShmPeer]):
         return ShmPeer(endpoint)
 
     def _transfer(
-        self, peer: ShmPeer, target: Target, address: KVAddress, begin: int, end: int
+        self, peer: ShmPeer, target: WriteTarget, address: KVAddress, begin: int, end: int
     ) -> ShmTransfer:
         return ShmTransfer(self._source, self._plane, peer, target, address, begin, end)
 

@@ -1,4 +1,4 @@
-"""Where a transfer may write, and how its blocks are laid out."""
+"""The blocks that a transfer may write to, and how they are laid out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Blocks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WriteTarget:
     """The blocks of an address. The blocks of both arenas are [2, page_tokens, token_bytes]; 0 is K, 1 is
     V."""
 
@@ -46,7 +46,7 @@ class Target:
         *,
         own: Blocks,
         peer: Blocks,
-    ) -> Target:
+    ) -> WriteTarget:
         """Raises BadRequest if the address cannot be the peer's, or [begin, end) is not in it."""
         if not address.begin <= begin <= end <= address.end:
             raise BadRequest(
@@ -59,7 +59,7 @@ class Target:
         blocks = _blocks(address, peer.blocks)
         allowed = np.zeros(peer.blocks, dtype=np.bool_)
         allowed[blocks] = True
-        return Target(own.block_bytes, address.form.tokens_per_block, token_bytes, own.blocks, allowed)
+        return WriteTarget(own.block_bytes, address.form.tokens_per_block, token_bytes, own.blocks, allowed)
 
     def check(self, copies: BlockCopies) -> None:
         """Raises BadRequest if some copies leave the target: an error of this unit, not of the peer."""

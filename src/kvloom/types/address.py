@@ -1,4 +1,4 @@
-"""Where in a peer's arena a run of tokens goes, as it crosses the verbs."""
+"""Addresses: the blocks of a peer's arena that a run of tokens goes to, as they cross the verbs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
 
 
 class KVForm(Struct, frozen=True, kw_only=True):
-    """What two units must have in common to exchange a model's K and V. dtype: torch's name."""
+    """The form of a model's K and V, which two units must have in common to exchange it."""
 
     layers: _Size
     kv_heads: _Size
     head_dim: _Size
-    dtype: str
+    dtype: str  # torch's name
     block_bytes: _Size
     tokens_per_block: _Size
 
@@ -68,17 +68,17 @@ class Ticket(Struct, frozen=True, array_like=True):
 
 
 class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
-    """Tokens [begin, end) of a sequence at the receiver.
+    """The blocks for tokens [begin, end) of a sequence at the receiver.
 
-    blocks: runs of the receiver's block ids, in order [page, layer, head], for the pages that hold these
-    tokens: first and length of each, as little-endian int32 (base64 in JSON). Position p lies at offset
-    p mod tokens_per_block in its page, at both sides.
+    Position p lies at offset p mod tokens_per_block in its page, at both sides.
     """
 
     model: str
     form: KVForm
     begin: Position
     end: Position
+    # Runs of the receiver's block ids, in order [page, layer, head], for the pages that hold these tokens:
+    # first and length of each, as little-endian int32 (base64 in JSON).
     blocks: bytes
     ticket: Ticket
 
@@ -93,7 +93,7 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def block_map(self) -> I32:
-        """[pages, layers, kv_heads], not to be written to. Raises BadRequest where the runs do not make up as
+        """[pages, layers, kv_heads], not to be written to. Raises BadRequest if the runs do not make up as
         many blocks."""
         shape = (self.pages, self.form.layers, self.form.kv_heads)
         if len(self.blocks) % _RUN.itemsize:
@@ -111,8 +111,8 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
         return blocks
 
     def digest(self, prompt: Sequence[int], peer: Endpoint) -> int:
-        """What the address takes, and where, as one word: its receiver keeps it, and each sender shows it.
-        peer: the receiver's endpoint."""
+        """Returns one word that stands for the blocks, tokens and model of the address: its receiver keeps
+        it, and each sender shows it. peer: the receiver's endpoint."""
         return digest_of(
             model=self.model,
             form=self.form,
@@ -125,7 +125,7 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
 
     @staticmethod
     def compress(block_map: I32) -> bytes:
-        """[pages, layers, kv_heads] → the shortest run list in that order."""
+        """Returns the shortest run list of [pages, layers, kv_heads] blocks, in that order."""
         ids = block_map.ravel()
         if not ids.size:
             return b""
@@ -138,15 +138,15 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
 def digest_of(
     *, model: str, form: KVForm, begin: int, end: int, blocks: bytes, where: bytes, prompt: Sequence[int]
 ) -> int:
-    """64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, over `where` of the receiver's
-    endpoint, from which a sender counts the blocks, and over prompt[:end]: what comes after the address does
-    not change its K and V."""
+    """Returns 64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, over `where` of the
+    receiver's endpoint, from which a sender counts the blocks, and over prompt[:end]: what comes after the
+    address does not change its K and V."""
     whole = msgpack.encode((model, form, begin, end, blocks, where, prompt[:end]))
     return int.from_bytes(blake2b(whole, digest_size=8).digest(), "little", signed=True)
 
 
 def other_address(unit: str) -> str:
-    """What a sender is told whose digest is not the reservation's."""
+    """Returns the message to a sender whose digest is not the reservation's."""
     return (
         f"address: the reservation at {unit} is for other blocks, tokens, or another model, prompt or "
         "endpoint; send to the address and peer that prep_recv answered, and the prompt that it was asked for"
@@ -154,7 +154,8 @@ def other_address(unit: str) -> str:
 
 
 def resolve(position: int | None, length: int, name: str) -> int:
-    """Negative positions count from the back, None is the whole. Raises BadRequest naming `name`."""
+    """Returns a position in a prompt of `length` tokens: negative ones count from the back, None is the
+    whole. Raises BadRequest naming `name`."""
     found = length if position is None else position + length if position < 0 else position
     if not 0 <= found <= length:
         raise BadRequest(f"{name}: {position} is outside a prompt of {length} tokens", param=name)

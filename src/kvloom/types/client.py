@@ -47,7 +47,7 @@ from kvloom.types.verbs import (
 Item_co = TypeVar("Item_co", covariant=True)
 
 
-class Stream(Protocol[Item_co]):
+class ClosableStream(Protocol[Item_co]):
     """An asynchronous iterator that can be closed before its end, as every async generator can."""
 
     def __aiter__(self) -> AsyncIterator[Item_co]: ...
@@ -57,7 +57,7 @@ class Stream(Protocol[Item_co]):
     async def aclose(self) -> None: ...
 
 
-Frames = Stream[list[Event]]
+Frames = ClosableStream[list[Event]]
 """A request's answer: each frame holds the events that reach the caller at once."""
 
 
@@ -80,7 +80,7 @@ class Generator(Protocol):
         ended requests are fine."""
 
 
-class Server(Generator, Protocol):
+class ModelServer(Generator, Protocol):
     """Many engines that a gateway calls as one."""
 
     async def loads(self) -> dict[str, UnitLoad]:
@@ -92,7 +92,7 @@ class Server(Generator, Protocol):
 
 
 class EngineClient(Generator, Protocol):
-    """One engine, called by its verbs (Microserving, section 3.1). The body of a verb, in `types.verbs`, says
+    """An engine, called by its verbs (Microserving, section 3.1). The body of a verb, in `types.verbs`, says
     what the verb does."""
 
     async def prep_recv(self, body: PrepRecv) -> Prepared: ...

@@ -17,7 +17,8 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KvloomError(Exception):
-    """The base of all errors. `message` is one line: what was wrong, where, and what would be right."""
+    """The base of all errors. `message` is one line that says what was wrong, in what, and what would be
+    right."""
 
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500

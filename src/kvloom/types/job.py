@@ -11,12 +11,12 @@ from typing import Protocol
 import numpy as np
 
 from kvloom.types.geometry import I64, U32, Geometry
-from kvloom.types.plan import OffloadedRows, Plan
+from kvloom.types.plan import ForwardPlan, OffloadedRows
 from kvloom.types.request import ModelCard, SamplingParams, TokenLogprob
 
 
 class Phase(StrEnum):
-    """What a job computes: prompts, or one more token of each sequence."""
+    """The kind of a job: it computes prompts, or one more token of each sequence."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -28,7 +28,7 @@ def _no_tokens() -> I64:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One token to draw. `key` and `index` alone decide the draw's randomness."""
+    """A token to draw. `key` and `index` alone decide the draw's randomness."""
 
     row: int  # of the forward's tokens; several draws may share a row (n > 1)
     key: int
@@ -62,14 +62,14 @@ class Job:
     model: str
     phase: Phase
     share: int  # units of the device's compute that are this job's own until it ends
-    plan: Plan
+    plan: ForwardPlan
     tokens: I64  # [N] input ids
     samples: tuple[SampleRow, ...]
     prompts: tuple[PromptRow, ...] = ()
     steps: int = 1
     offloaded: OffloadedRows | None = None  # rows after those of `plan` for which another unit attends
-    # An executor that is `ahead` calls it on the loop with the tokens of each step but the last.
-    told: Callable[[Job, list[int]], None] | None = None
+    # An executor with `lookahead` calls it on the event loop with the tokens of each step but the last.
+    on_step: Callable[[Job, list[int]], None] | None = None
 
     @property
     def kept(self) -> I64:
@@ -80,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What a job has computed."""
+    """The result of a job."""
 
     tokens: list[int]  # one id for each sample row, step by step
     logprobs: list[TokenLogprob | None]  # likewise; None for draws that did not ask for it
@@ -111,22 +111,22 @@ class Executor(Protocol):
         """The number of blocks in the arena."""
 
     @property
-    def stride(self) -> int:
+    def max_steps(self) -> int:
         """The largest number of steps that a decode job may take."""
 
     @property
-    def ahead(self) -> int:
+    def lookahead(self) -> int:
         """The number of steps of a job that may have begun beside the one whose tokens come next.
 
-        Above 0, a job of several steps has the blocks for all of them at its start (`Plan.ahead`) and tells
-        the tokens of each step, so that one of them may end a sequence; the rows drawn after that mean
-        nothing. At 0, all tokens come with the result.
+        Above 0, a job of several steps has the blocks for all of them at its start (`ForwardPlan.ahead`) and
+        passes the tokens of each step to `Job.on_step`, so that one of them may end a sequence; the rows
+        drawn after that mean nothing. At 0, all tokens come with the result.
         """
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         """Starts a job and returns its result's future."""
 
-    def taken(self, job: Job) -> int:
+    def steps_begun(self, job: Job) -> int:
         """Returns the number of steps of a job that have begun, or that it took if it has just ended."""
 
     def cut(self, job: Job) -> None:

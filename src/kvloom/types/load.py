@@ -20,7 +20,8 @@ class LevelLoad(Struct, frozen=True, kw_only=True):
 
 
 class ModelLoad(Struct, frozen=True, kw_only=True):
-    """One model's share of a unit. Blocks are the pool's. Counts since the start end in `_total`."""
+    """The part of one model in a unit's load. Blocks are the pool's. Counts since the start end in
+    `_total`."""
 
     waiting: int  # sequences
     running: int

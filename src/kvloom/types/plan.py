@@ -20,8 +20,8 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Where a forward reads and writes K and V. B sequences append N tokens in all."""
+class ForwardPlan:
+    """The pages that a forward reads and writes. B sequences append N tokens in all."""
 
     model: str
     sequences: tuple[int, ...]  # B ids, in batch order
@@ -39,10 +39,10 @@ class Plan:
     ahead: int = 0  # tokens that `tables` has pages for in each sequence, if more than it appends
 
     @staticmethod
-    def none(model: str, page_map: I32) -> Plan:
+    def none(model: str, page_map: I32) -> ForwardPlan:
         """Returns the plan of a forward without sequences."""
         words, ids = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        return Plan(model, (), words, words, page_map, ids.reshape(0, 1), words, ids, ids)
+        return ForwardPlan(model, (), words, words, page_map, ids.reshape(0, 1), words, ids, ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PageMove:
 class OffloadedRows:
     """The rows of a decode step, after those at home, for which another unit attends."""
 
-    plan: Plan
+    plan: ForwardPlan
     """The plan over the loan's blocks; each sequence appends one token."""
     moves: tuple[PageMove, ...] = ()
     """Copies that come before the step, in this order."""

@@ -162,7 +162,7 @@ class SamplingDefaults(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """What a gateway must know of a model to speak for it."""
+    """The facts of a model that a gateway must know to speak for it."""
 
     name: str
     path: str

@@ -18,32 +18,35 @@ IN_SERVICE: Final[tuple[Service, ...]] = ("up", "down")  # others give away what
 
 
 class UnitState(Struct, frozen=True, kw_only=True):
-    """state: up, it takes requests; down, it does not answer; draining, it takes none and still works on
-    some; drained, it works on none; restarting, it is about to be a new process; away, it has no process, and
-    gets one where it is needed; starting, it is about to. calls: those that the router has in flight there.
-    models: those it serves, or is to serve once it has a process. problem: why it is down."""
+    """One unit as the gateway sees it."""
 
     name: str
     state: Service
+    """up: it takes requests. down: it does not answer. draining: it takes none and still works on some.
+    drained: it works on none. restarting: it is about to be a new process. away: it has no process, and gets
+    one when it is needed. starting: it is about to have one."""
     calls: int
+    """Those that the router has in flight there."""
     models: tuple[str, ...]
+    """Those it serves, or is to serve once it has a process."""
     problem: str = ""
+    """Why it is down."""
 
 
 class Drain(Struct, frozen=True, kw_only=True):
-    """Body of drain and restart. seconds: how long what runs there is waited for, the config's `drain` where
+    """The body of drain and restart. seconds: how long what runs there is waited for; the config's `drain` if
     it is left out."""
 
     seconds: Annotated[float, Meta(ge=0, le=LONGEST_DRAIN)] | None = None
 
 
 class Admit(Struct, frozen=True):
-    """Body of admit, which has nothing to say."""
+    """The body of admit, which is empty."""
 
 
 class RestartStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of a rolling restart: a component begins to restart, has done so in `seconds`, or has failed to, of
-    `problem`, with which the whole ends."""
+    """A step of a rolling restart: a component begins to restart, has done so in `seconds`, or has failed to
+    because of `problem`, with which the whole restart ends."""
 
     component: str
     state: Literal["restarting", "restarted", "failed"]
@@ -52,16 +55,21 @@ class RestartStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Scale(Struct, frozen=True):
-    """least, most: replicas. low, high: mean freeness in decode steps, outside of which it must be for
-    `seconds` before there is one more or one less. idle: seconds without a request before the last one goes,
-    where least is 0. Raises ValueError where they are the wrong way round."""
+    """How many replicas a model has, and when that changes. Raises ValueError if bounds are the wrong way
+    round."""
 
     least: int
+    """Replicas."""
     most: int
+    """Replicas."""
     low: float = 160.0
+    """Mean freeness, in decode steps, below which there is to be one more."""
     high: float = 960.0
+    """Mean freeness, in decode steps, above which there is to be one less."""
     seconds: float = 10.0
+    """For so long freeness must be outside before that."""
     idle: float = 60.0
+    """Seconds without a request before the last replica goes, if `least` is 0."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most or not self.most:
@@ -79,58 +87,67 @@ class GroupSpec(Struct, frozen=True):
     scale: Scale
 
 
-class Group(Struct, frozen=True):
-    """The same as it stands. starting: those that are about to have a process. away: those that can be given
-    one now, in this order; those that were to lose theirs, and still have it, come first. models: what each
-    serves. idle: seconds since the last request ended there."""
+class UnitGroup(Struct, frozen=True):
+    """The units of a `GroupSpec` as they are now."""
 
     units: frozenset[str]
     scale: Scale
     starting: int = 0
+    """Units that are about to have a process."""
     away: tuple[str, ...] = ()
+    """Units that can be given a process now, in this order; those that were to lose theirs, and still have
+    it, come first."""
     models: frozenset[str] = frozenset()
+    """What each unit serves."""
     idle: float = 0.0
+    """Seconds since the last request ended there."""
 
 
 class Steps(Struct, frozen=True):
-    """Units that are to have a process, and those that are to lose theirs once nothing runs there."""
+    """The units that are to have a process, and those that are to lose theirs once nothing runs there."""
 
     start: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
 
 
 class Pair(Struct, frozen=True, order=True):
-    """Two units: requests are to move from the one to the other."""
+    """Two units: requests are to move from `source` to `destination`."""
 
     source: str
     destination: str
 
 
 class Pairs(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """These pairs stand for `seconds` from now, unless others are told, and none beside them. floor: freeness
-    that a destination keeps, in decode steps: what would leave it with less does not move there."""
+    """The pairs that stand for `seconds` from now, unless others come, and none beside them."""
 
     pairs: tuple[Pair, ...]
     seconds: Annotated[float, Meta(gt=0)]
     floor: float = 0.0
+    """Freeness, in decode steps, that a destination keeps: a request that would leave it less does not move
+    there."""
 
 
 class FleetState(Struct, frozen=True, kw_only=True):
-    """loads: of the units that answer, by name; one that takes no requests drains. waiting: requests that
-    nobody can answer yet, by model. groups: units that come and go."""
+    """The state that the fleet scheduler decides by."""
 
     loads: dict[str, UnitLoad]
+    """Loads of the units that answer, by name; one that takes no requests drains."""
     waiting: dict[str, int] = {}
-    groups: dict[str, Group] = {}
+    """Requests that nobody can answer yet, by model."""
+    groups: dict[str, UnitGroup] = {}
+    """Units that come and go."""
 
 
 class Placement(Struct, frozen=True, kw_only=True):
-    """units: those that have a process. away: those that have none now. scaled: names of those that
-    come and go by themselves. memory: bytes that were free before the fleet was started. cores: those that it
-    may use."""
+    """The units of a fleet and the machine that it runs on."""
 
     units: tuple[EngineSpec, ...]
+    """Those that have a process."""
     away: tuple[EngineSpec, ...]
+    """Those that have none now."""
     scaled: tuple[str, ...]
+    """Names of those that come and go by themselves."""
     memory: int
+    """Bytes that were free before the fleet was started."""
     cores: int
+    """Cores that the fleet may use."""

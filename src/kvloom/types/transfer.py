@@ -49,7 +49,7 @@ class Transfer(ABC):
     """
 
     def __init__(self, peer: Endpoint, address: KVAddress, begin: int, end: int) -> None:
-        """Tokens [begin, end) of `address` go to `peer`; the range may be empty."""
+        """Plans to send tokens [begin, end) of `address` to `peer`; the range may be empty."""
         self.peer = peer
         self.address = address
         self.begin = begin
@@ -72,7 +72,7 @@ class Transfer(ABC):
         self.state = state
 
     def advance(self, computed: int) -> None:
-        """A forward has computed the sequence up to token `computed`, and has put what it owed."""
+        """Notes that a forward has computed the sequence up to token `computed`, and has put what it owed."""
         self.sent = max(self.sent, min(computed, self.end))
 
     def owed(self, row: I32, begin: int, end: int) -> PageCopies:
@@ -130,7 +130,7 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class PageCopies:
-    """What a forward owes a transfer after each layer's write: for each i, tokens [offsets[i],
+    """The copies that a forward owes a transfer after each layer's write: for each i, tokens [offsets[i],
     offsets[i] + counts[i]) of our page pages[i] go to the peer's blocks targets[i]."""
 
     transfer: Transfer
@@ -220,7 +220,7 @@ class NoTransport:
         raise self._refusal()
 
     def close_all(self) -> None:
-        """Nothing is open."""
+        """Does nothing, because nothing is open."""
 
     def _refusal(self) -> BadRequest:
         return BadRequest(

@@ -11,7 +11,7 @@ from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.transfer.nixl import NixlTransport
-from kvloom.transfer.nixl_agent import Place
+from kvloom.transfer.nixl_agent import ArenaPlace
 from kvloom.types.clock import WallClock
 from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW
@@ -22,7 +22,7 @@ LENGTHS = (1, 33, WINDOW + 1, 70, 150)  # the last ones are more than a chunk
 
 
 async def prefilled_apart(
-    spec: EngineSpec, load: Callable[[EngineSpec], GpuExecutor], place: Callable[[], Place]
+    spec: EngineSpec, load: Callable[[EngineSpec], GpuExecutor], place: Callable[[], ArenaPlace]
 ) -> list[tuple[list[int], list[int]]]:
     """Prompts with their answers. That the decoder was sent what it did not compute is asserted."""
     specs = [replace(spec, unit=unit) for unit in ("prefiller", "decoder")]

@@ -15,7 +15,7 @@ from kvloom.exec.cuda.model import DevicePageMap
 from kvloom.exec.cuda.staging import Sent, Staging
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import AnyArray, Geometry
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 
 GEOMETRY = Geometry(2, 2, 16, 4, 2048)  # 16 tokens a page of 4 blocks
 DEVICE = host_device(4)
@@ -34,7 +34,7 @@ class _Counted:
         return self.staging.send(arrays)
 
 
-def agrees(device_map: DevicePageMap, plan: Plan) -> None:
+def agrees(device_map: DevicePageMap, plan: ForwardPlan) -> None:
     for row, held in enumerate(plan.starts + plan.appends):
         pages = plan.tables[row, : GEOMETRY.pages(int(held))]
         np.testing.assert_array_equal(device_map.blocks[torch.from_numpy(pages).long()], plan.page_map[pages])

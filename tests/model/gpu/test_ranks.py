@@ -88,7 +88,7 @@ def test_tokens_are_those_of_one_rank_and_of_transformers(tmp_path: Path) -> Non
         async with running(two) as (engine, executor):
             assert {cache.geometry.kv_heads for cache in engine.pool.caches.values()} == {1}
             assert engine.pool.total == 24
-            assert (executor.stride, executor.ahead) == (1, 0)
+            assert (executor.max_steps, executor.lookahead) == (1, 0)
             kinds = [type(part) for part in executor._models["a"].module.modules()]
             assert (kinds.count(DeviceGatedMLP), kinds.count(Summed)) == (2, 4)
             asked = [ask(engine, body(name, p, max_tokens=COUNT)) for name in paths for p in prompts[name]]

@@ -82,7 +82,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[_Kept, _Str
 
 
 def serve(executor: _Kept, stride: int, bodies: list[StartGenerate]) -> list[Answer]:
-    executor.stride, executor.seen = stride, []
+    executor.max_steps, executor.seen = stride, []
 
     async def run() -> list[Answer]:
         async with running_executor(spec_of({"m": Path("unread")}, max_running=4), executor) as engine:
@@ -166,7 +166,7 @@ def test_steps_of_two_models_come_between_each_other(tmp_path: Path, pairs: int)
     assert isinstance(executor, _Kept)
 
     async def run(stride: int) -> list[list[int]]:
-        executor.stride, executor.seen = stride, []
+        executor.max_steps, executor.seen = stride, []
         async with running_executor(spec, executor) as engine:
             asked = [body(name, p, max_tokens=COUNT) for p in PROMPTS for name in kinds]
             return [answer.tokens[0] for answer in await asyncio.gather(*(ask(engine, one) for one in asked))]

@@ -17,7 +17,7 @@ from kvloom.api.catalog import Catalog
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.stream import EventStream, Write, while_connected
 from kvloom.api.tokenizer import Tokenizer
-from kvloom.types.client import Server
+from kvloom.types.client import ModelServer
 from kvloom.types.clock import Clock, together
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
@@ -64,7 +64,7 @@ class Generation:
     def output_tokens(self) -> int:
         return 0 if self._scoring else sum(choice.made for choice in self.choices)
 
-    async def run(self, client: Server, tell: Callable[[list[Piece]], Awaitable[None]]) -> None:
+    async def run(self, client: ModelServer, tell: Callable[[list[Piece]], Awaitable[None]]) -> None:
         """Tells the pieces of each frame as it comes, until every choice is over: the one loop that a stream
         has here. Ended early, it ends the request in the engine. Raises KvloomError if the engine ends a
         choice badly, or the stream too soon."""
@@ -269,7 +269,7 @@ AT_ONCE = 128  # generations of one request that run at the same time
 class Gateway:
     """What every endpoint is handed. `unix_time` and `random_bits` are the world's, or a test's."""
 
-    client: Server
+    client: ModelServer
     catalog: Catalog
     metrics: Metrics
     clock: Clock

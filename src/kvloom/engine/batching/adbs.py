@@ -24,8 +24,8 @@ def adbs(view: UnitView) -> Action | None:
 
 
 def _next_prefill(view: UnitView) -> tuple[Action | None, bool]:
-    """The next prefill, or the preemption that makes room for it; and whether decodes must hold until the
-    compute for it is free."""
+    """Returns the next prefill, or the preemption that makes room for it; and whether decodes must hold until
+    the compute for it is free."""
     for model in sorted(view.models, key=lambda m: m.last_prefill):
         if not model.wants_prefill:
             continue
@@ -44,10 +44,10 @@ def _next_prefill(view: UnitView) -> tuple[Action | None, bool]:
 
 
 def _prefill_share(view: UnitView, model: ModelView) -> tuple[int, bool]:
-    """The prefill's share of the compute, and whether it is its turn.
+    """Returns the prefill's share of the compute, and whether it is its turn.
 
-    A planned share is what it takes beside decodes. Where none is planned: while fewer sequences decode than
-    wait, filling the batch gains more than stepping a small one: the prefill takes the whole device, and the
+    A planned share is what it takes beside decodes. If none is planned, and fewer sequences decode than wait,
+    filling the batch gains more than stepping a small one: the prefill takes the whole device, and the
     decodes step once between two such jobs. Otherwise both run at the same time.
     """
     decodes = sum(model.decodable for model in view.models) or any(model.decoding for model in view.models)
@@ -62,9 +62,9 @@ def _prefill_share(view: UnitView, model: ModelView) -> tuple[int, bool]:
 
 
 def _budget(view: UnitView, model: ModelView) -> int:
-    """Blocks that new prompts of `model` may take: its quota's rest, or what no other model claims; less a
-    little room for what runs to grow, so that admission does not force a preemption at the next step. What
-    the urgent model lacks is kept for it alone."""
+    """Returns the blocks that new prompts of `model` may take: its quota's rest, or what no other model
+    claims; less a little room for what runs to grow, so that admission does not force a preemption at the
+    next step. What the urgent model lacks is kept for it alone."""
     urgent = view.urgent
     if model is urgent or view.walls:
         return view.free(model)
@@ -78,8 +78,8 @@ def _budget(view: UnitView, model: ModelView) -> int:
 
 
 def _victim(view: UnitView, model: ModelView) -> str | None:
-    """Who gives way to `model`'s next prompt. Within its quota it may take back what others hold beyond
-    theirs; the urgent one takes from whatever came after it."""
+    """Returns the model that gives way to `model`'s next prompt. Within its quota `model` may take back what
+    others hold beyond theirs; the urgent model takes from whatever came after it."""
     others = [other for other in view.givers(model) if other is not model]
     if model is view.urgent:
         others = [other for other in others if other.victim > model.head]
@@ -91,8 +91,8 @@ def _victim(view: UnitView, model: ModelView) -> str | None:
 
 
 def _yields(view: UnitView, other: ModelView, order: Order) -> bool:
-    """Whether quotas alone may take blocks of `other` for a sequence of `order`. What came before it is
-    spared where it has starved, or is all that its model runs and was computed a while ago at most."""
+    """Returns whether quotas alone may take blocks of `other` for a sequence of `order`. A sequence that came
+    before is spared if it has starved, or is all that its model runs and was computed a while ago at most."""
     if other.victim > order:
         return True
     return not other.starving and (other.running > 1 or view.jobs - other.last_prefill > LASTING)
@@ -117,7 +117,8 @@ def _next_decode(view: UnitView) -> Action | None:
 
 
 def _giver(view: UnitView, model: ModelView) -> ModelView:
-    """Whose blocks the next step of `model` takes: of the one most over quota, or its own."""
+    """Returns the model whose blocks the next step of `model` takes: the one most over quota, or `model`
+    itself."""
     others = [m for m in view.models if m.running and not view.walls]
     over = [m for m in others if m.excess > 0 and _yields(view, m, model.victim)]
     return max([model, *over], key=lambda m: (m.excess, m is model))

@@ -23,7 +23,8 @@ def fcfs(view: UnitView) -> Action | None:
 
 
 def round_robin(view: UnitView) -> Action | None:
-    """A planned prefill that is larger than what is free waits for room, and all others with it."""
+    """Runs models by turns. A planned prefill that is larger than what is free waits for room, and all others
+    with it."""
     room = view.idle + view.overload
     if room <= 0:
         return None
@@ -41,13 +42,14 @@ def round_robin(view: UnitView) -> Action | None:
 
 
 def _share(view: UnitView, planned: int, room: int) -> int:
-    """Of a job beside others: half of the compute, or what is left of it, where none is planned."""
+    """Returns the share of a job beside others: half of the compute, or what is left of it, if none is
+    planned."""
     return planned or min(room, max(1, view.compute // 2))
 
 
 def partitioned(view: UnitView) -> Action | None:
-    """Shares are equal where none are planned, and at least one unit of compute: where those are too few for
-    all models, they run by turns."""
+    """Gives each model its planned shares, or an equal one of at least one unit of compute. If there are too
+    few units for all models, they run by turns."""
     room, equal = view.idle + view.overload, max(1, view.compute // len(view.models))
     for model in waiting_turns(view):
         action = turn(view, model, model.prefill_share or equal, model.decode_share or equal)

@@ -1,4 +1,4 @@
-"""What a batching policy sees, and what it may answer."""
+"""The view that a batching policy gets, and the actions that it may return."""
 
 from __future__ import annotations
 
@@ -12,46 +12,33 @@ Order = tuple[int, int, int]  # priority, arrival over all models, choice: the s
 
 
 def kept_to_grow(running: int, page_blocks: int) -> int:
-    """Blocks that stay free when a prompt is let in, for what runs."""
+    """Returns the blocks that stay free for what runs when a prompt is let in."""
     return page_blocks * -(-running // GROWING)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One model of the unit.
-
-    waiting: requests without KV; partial: those with a part of their prompt computed and no job running.
-    head_blocks: what the next prefill's first sequence takes until its prompt is whole.
-    head: that sequence's order; its `waited`: jobs that have started since it came, or was last preempted.
-    decodable: sequences ready for their next token; decode_blocks: what a step of all of them takes.
-    held: sequences with blocks and in no running job, so that they could be preempted; victim: the order of
-    the first of them to be.
-    running: sequences with blocks.
-    prefilling, decoding: whether such a job of this model runs now.
-    prefill_share, decode_share: units of compute that such a job takes beside others; 0 where the policy is
-    to say.
-    last_prefill, last_decode: when such a job last began or ended, counted in jobs of the unit.
-    """
+    """One model of the unit."""
 
     name: str
-    waiting: int
-    partial: int
-    head_blocks: int
-    head: Order
-    decodable: int
-    decode_blocks: int
-    held: int
-    victim: Order
-    running: int
-    prefilling: bool
-    decoding: bool
-    used: int
-    quota: int
+    waiting: int  # requests without K and V
+    partial: int  # those with a part of their prompt computed and no job running
+    head_blocks: int  # what the next prefill's first sequence takes until its prompt is whole
+    head: Order  # that sequence's
+    decodable: int  # sequences ready for their next token
+    decode_blocks: int  # what a step of all of them takes
+    held: int  # sequences with blocks and in no running job, so that they could be preempted
+    victim: Order  # that of the first of them to be preempted
+    running: int  # sequences with blocks
+    prefilling: bool  # whether a prefill job of this model runs now
+    decoding: bool  # whether a decode job does
+    used: int  # blocks
+    quota: int  # blocks
     page_blocks: int
-    last_prefill: int
+    last_prefill: int  # when such a job last began or ended, counted in jobs of the unit
     last_decode: int
-    waited: int
-    prefill_share: int = 0
+    waited: int  # jobs that have started since the head came, or was last preempted
+    prefill_share: int = 0  # units of compute that a prefill takes beside others; 0: the policy is to say
     decode_share: int = 0
 
     @property
@@ -76,30 +63,30 @@ class ModelView:
 
     @property
     def starving(self) -> bool:
-        """A prompt of it waits for blocks, or for the rest of them, for too long, and nothing else runs."""
+        """True if a prompt of it waits for blocks, or for the rest of them, for too long, and nothing else of
+        it runs."""
         return self.wants_prefill and self.waited > STARVING and self.running == self.partial
 
 
 @dataclass(frozen=True, slots=True)
 class UnitView:
-    """The unit at one moment. compute: units of the device, of which `idle` are in no job; less than 0 where
-    shares overlap, which they may do by `overload`. jobs: started so far. walls: quotas do not bend."""
+    """The unit at one moment."""
 
     models: tuple[ModelView, ...]
-    compute: int
-    idle: int
+    compute: int  # units of the device
+    idle: int  # those in no job; less than 0 if shares overlap, which they may do by `overload`
     free_blocks: int
     last_was_prefill: bool
-    jobs: int
+    jobs: int  # started so far
     overload: int = 0
-    walls: bool = False
+    walls: bool = False  # quotas do not bend
 
     def free(self, model: ModelView) -> int:
-        """Blocks that `model` may take without anybody giving way."""
+        """Returns the blocks that `model` may take without anybody giving way."""
         return min(self.free_blocks, max(0, -model.excess)) if self.walls else self.free_blocks
 
     def givers(self, model: ModelView) -> list[ModelView]:
-        """Who could give way to `model`."""
+        """Returns the models that could give way to `model`."""
         return [m for m in self.models if m.held and (m is model or not self.walls)]
 
     @property
@@ -145,7 +132,7 @@ Action = Prefill | Decode | Preempt
 
 
 def same_turn(one: Action | None, other: Action | None) -> bool:
-    """Whether they are for the same thing, whatever it takes of compute and of blocks."""
+    """Returns whether both are for the same thing, whatever they take of compute and of blocks."""
     if one is None or other is None:
         return one is other
     return type(one) is type(other) and one.model == other.model
@@ -164,7 +151,7 @@ def last_resort(view: UnitView) -> Action | None:
 
 
 def turn(view: UnitView, model: ModelView, prefill_share: int, decode_share: int) -> Action | None:
-    """What a model that is in no job would do next, whatever compute there is."""
+    """Returns what a model that is in no job would do next, whatever compute there is."""
     rested = model.last_prefill <= model.last_decode or not model.wants_decode
     kept = view.urgent.head_blocks if view.urgent and view.urgent is not model else 0
     room = view.free(model) - kept - model.growth
@@ -178,7 +165,7 @@ def turn(view: UnitView, model: ModelView, prefill_share: int, decode_share: int
 
 
 def waiting_turns(view: UnitView) -> list[ModelView]:
-    """Models that are in no job and want one; who has rested longest is first."""
+    """Returns the models that are in no job and want one; the one that has rested longest is first."""
     wanting = (m for m in view.models if m.wants_prefill or m.wants_decode)
     return sorted(
         (m for m in wanting if not (m.prefilling or m.decoding)),

@@ -20,7 +20,7 @@ from kvloom.exec.cpu.small_batch import FewRows
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention import attend_all
 from kvloom.types.geometry import I64, Geometry
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 
 Head = PackedLinear | TiedLinear | Gathered
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -191,7 +191,7 @@ class _Probe:
     def state(self, start: int, count: int) -> ForwardState:
         positions = np.arange(start, start + count)
         slots = positions.astype(np.int32)
-        plan = Plan(
+        plan = ForwardPlan(
             model="",
             sequences=(0,),
             appends=np.array([count]),

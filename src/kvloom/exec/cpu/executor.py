@@ -39,7 +39,7 @@ class TorchExecutor:
         self._free = list(range(threads))
         self.loans = CpuLoans(arena)
         self.compute = threads
-        self.stride, self.ahead = 1, 0
+        self.max_steps, self.lookahead = 1, 0
         self.blocks = arena.blocks
 
     @classmethod
@@ -82,7 +82,7 @@ class TorchExecutor:
         future.add_done_callback(lambda _: self._free.append(slot))
         return future
 
-    def taken(self, job: Job) -> int:
+    def steps_begun(self, job: Job) -> int:
         return job.steps
 
     def cut(self, job: Job) -> None:

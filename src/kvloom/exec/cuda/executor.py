@@ -21,7 +21,7 @@ from kvloom.exec.cuda.prefill import Draws, ask_prefill, rehearse
 from kvloom.exec.cuda.staging import Sent, Slots, Staging
 from kvloom.exec.cuda.streams import Mark, Progress
 from kvloom.exec.sampler import prompt_logprobs
-from kvloom.kv.arena import Store
+from kvloom.kv.arena import ArenaMemory
 from kvloom.offload.cuda.attention_server import Serve
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import Geometry
@@ -40,11 +40,11 @@ class GpuExecutor:
     jobs on lanes of one partition's sides run at the same time.
     """
 
-    def __init__(self, models: dict[str, DeviceModel], arena: Store, device: Device) -> None:
+    def __init__(self, models: dict[str, DeviceModel], arena: ArenaMemory, device: Device) -> None:
         self.arena = arena
         self.blocks = arena.blocks
         self.compute = device.compute
-        self.stride, self.ahead = STRIDE, 1
+        self.max_steps, self.lookahead = STRIDE, 1
         self._models = models
         self._device = device
         self._slots = Slots(device)
@@ -134,8 +134,8 @@ class GpuExecutor:
         loop = asyncio.get_running_loop()
 
         def tell(tokens: list[int]) -> None:
-            if job.told is not None:
-                loop.call_soon_threadsafe(job.told, job, tokens)
+            if job.on_step is not None:
+                loop.call_soon_threadsafe(job.on_step, job, tokens)
 
         future = loop.run_in_executor(slot.thread, self._run, job, lane, slot.staging, progress, tell)
 
@@ -149,7 +149,7 @@ class GpuExecutor:
         future.add_done_callback(ended)
         return future
 
-    def taken(self, job: Job) -> int:
+    def steps_begun(self, job: Job) -> int:
         return self._progress[id(job)].begun
 
     def cut(self, job: Job) -> None:

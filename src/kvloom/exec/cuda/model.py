@@ -17,9 +17,9 @@ from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.staging import Sent
 from kvloom.exec.cuda.streams import Mark
 from kvloom.exec.loader import LoadedModel
-from kvloom.kv.arena import Store
+from kvloom.kv.arena import ArenaMemory
 from kvloom.types.geometry import I64, AnyArray, Geometry
-from kvloom.types.plan import PageCopy, Plan
+from kvloom.types.plan import ForwardPlan, PageCopy
 from kvloom.types.request import ModelCard
 
 
@@ -138,7 +138,7 @@ class DevicePageMap:
         self._updates: dict[Lane, Mark] = {}
         self._lock = threading.Lock()
 
-    def refresh(self, plan: Plan, lane: Lane, send: Send) -> Sent:
+    def refresh(self, plan: ForwardPlan, lane: Lane, send: Send) -> Sent:
         """On the lane's stream, whose job has the plan: the map is right for its pages from here on. send:
         puts arrays onto the device, with whatever else the job needs; what it returns is returned."""
         with self._lock:
@@ -153,7 +153,7 @@ class DevicePageMap:
                 self._versions[pages] = seen
         return sent
 
-    def _stale(self, plan: Plan) -> tuple[I64, I64]:
+    def _stale(self, plan: ForwardPlan) -> tuple[I64, I64]:
         """Of the pages that the forward may read or write those whose rows the device has not, and the rows'
         versions. Entries of a table past a sequence's own pages do no harm: their rows come again when they
         are somebody's."""
@@ -185,7 +185,7 @@ class DeviceModel:
     page_map: DevicePageMap
 
     @classmethod
-    def place(cls, loaded: LoadedModel, store: Store, operations: Operations) -> DeviceModel:
+    def place(cls, loaded: LoadedModel, store: ArenaMemory, operations: Operations) -> DeviceModel:
         geometry, device = loaded.geometry, store.bytes.device
         pages = store.blocks // geometry.blocks_per_page
         view = store.view(geometry.head_dim, loaded.dtype)

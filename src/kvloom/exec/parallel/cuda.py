@@ -23,7 +23,7 @@ from kvloom.exec.parallel.group import SECONDS, Group
 from kvloom.exec.parallel.member import Member, check
 from kvloom.exec.parallel.ranks import Ranks, Start, start_process
 from kvloom.exec.parallel.wire import Begin, Step, ToldMap, ids_of
-from kvloom.kv.arena import Store
+from kvloom.kv.arena import ArenaMemory
 from kvloom.types.errors import Unavailable
 from kvloom.types.job import Job, JobResult, SampleRow
 from kvloom.types.request import SamplingParams
@@ -44,13 +44,13 @@ class ParallelGpuExecutor(GpuExecutor):
     def __init__(
         self,
         models: dict[str, DeviceModel],
-        arena: Store,
+        arena: ArenaMemory,
         device: Device,
         ranks: Ranks,
         seconds: float,
     ) -> None:
         super().__init__(models, arena, device)
-        self.stride, self.ahead = 1, 0
+        self.max_steps, self.lookahead = 1, 0
         self._ranks = ranks
         self._seconds = seconds
         self._broken = False
@@ -178,7 +178,7 @@ class GpuWorker(GpuExecutor):
     """Runs the steps that the first rank sends, one after the other. Of the logits, which all ranks have, it
     takes the largest, and nobody asks for that."""
 
-    def __init__(self, models: dict[str, DeviceModel], arena: Store, device: Device) -> None:
+    def __init__(self, models: dict[str, DeviceModel], arena: ArenaMemory, device: Device) -> None:
         super().__init__(models, arena, device)
         self._lane, self._staging = device.partitions.whole, Staging(device)
         self._thread = ThreadPoolExecutor(1, "jobs")

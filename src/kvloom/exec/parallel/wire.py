@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from kvloom.types.geometry import I32, I64, AnyArray, Geometry
 from kvloom.types.job import Job, Phase
-from kvloom.types.plan import PageCopy, Plan
+from kvloom.types.plan import ForwardPlan, PageCopy
 from kvloom.types.spec import EngineSpec
 
 _LENGTH: Final = struct.Struct("<I")
@@ -47,8 +47,8 @@ class Go(Struct, frozen=True, tag="go"):
 
 
 class Step(Struct, frozen=True, kw_only=True, tag="step"):
-    """One forward. Arrays are their little-endian bytes, in the forms that `Plan` gives: int32 are tables,
-    slot_page, slot_offset, pages and blocks, int64 the others. kept: rows whose logits are wanted.
+    """One forward. Arrays are their little-endian bytes, in the forms that `ForwardPlan` gives: int32 are
+    tables, slot_page, slot_offset, pages and blocks, int64 the others. kept: rows whose logits are wanted.
 
     pages [n], blocks [n, layers, heads]: rows of the page map that have changed since the last step.
     copies: source, target and tokens of each.
@@ -156,7 +156,7 @@ class SentMaps:
             copies=[(copy.source, copy.target, copy.tokens) for copy in plan.copies],
         )
 
-    def _changed(self, model: str, plan: Plan) -> I32:
+    def _changed(self, model: str, plan: ForwardPlan) -> I32:
         """The plan's pages whose rows the others do not know; they do from now on. Other rows may be changing
         this moment, and are not read. What is copied from was an earlier plan's, and is known."""
         counts = -(-(plan.starts + plan.appends) // self._widths[model])
@@ -179,14 +179,14 @@ class ToldMap:
         self.rows: I32 = np.full(shape, -1, dtype=np.int32)
         self.versions: I64 = np.zeros(pages, dtype=np.int64)
 
-    def plan(self, step: Step) -> Plan:
+    def plan(self, step: Step) -> ForwardPlan:
         """As the first rank has it, over this map, which learns of what has changed. In the order in which
         steps come."""
         pages = _array(step.pages, np.int32)
         self.rows[pages] = _array(step.blocks, np.int32).reshape(len(pages), *self.rows.shape[1:])
         self.versions[pages] += 1  # after the row: a job may be reading both
         appends = _array(step.appends, np.int64)
-        return Plan(
+        return ForwardPlan(
             model=step.model,
             sequences=tuple(range(len(appends))),
             appends=appends,

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvloom.types.geometry import I64, Geometry
 from kvloom.types.job import Job
-from kvloom.types.plan import Plan
+from kvloom.types.plan import ForwardPlan
 from kvloom.types.request import SamplingParams, StartGenerate
 
 EMPTY: Final = -1
@@ -95,7 +95,7 @@ class Witness:
             begin += new
         return read
 
-    def _history(self, plan: Plan, i: int, length: int) -> list[int]:
+    def _history(self, plan: ForwardPlan, i: int, length: int) -> list[int]:
         """The tokens of sequence i as its pages hold them, the same in all layers and heads."""
         positions = np.arange(length, dtype=np.int64)
         width = self.geometries[plan.model].tokens_per_block

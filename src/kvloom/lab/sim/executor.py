@@ -131,7 +131,7 @@ class ModelledExecutor:
         self.geometries = geometries
         self.blocks = blocks
         self.compute = compute
-        self.stride, self.ahead = stride, 0
+        self.max_steps, self.lookahead = stride, 0
         self._cost = cost
         self._overhead = overhead or (lambda sequences: 0.0)
         self._content = content or NoContent({name: card.vocab_size for name, card in cards.items()})
@@ -261,7 +261,7 @@ class ModelledExecutor:
                 running.timer.cancel()
         self._running = []
 
-    def taken(self, job: Job) -> int:
+    def steps_begun(self, job: Job) -> int:
         running = self._find(job)
         return running.step + 1 if running else job.steps
 

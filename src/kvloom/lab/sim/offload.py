@@ -112,7 +112,7 @@ class SimulatedOffloadBackend:
         self._borrowed: dict[str, SimulatedLoan] = {}
         self.lent: SimulatedLoan | None = None
         executor.loans = self
-        executor.stride = 1  # what steps take of late is reported, and decided by
+        executor.max_steps = 1  # what steps take of late is reported, and decided by
 
     # -- what the engine calls --------------------------------------------------------------------------
 

@@ -20,13 +20,13 @@ from kvloom.offload.cpu.attention_server import AttentionServer, OperatorSplit
 from kvloom.offload.memory.borrower import BorrowedBlocks, TaskSender
 from kvloom.types.errors import KvloomError
 from kvloom.types.job import Job
-from kvloom.types.plan import OffloadedRows, Plan
+from kvloom.types.plan import ForwardPlan, OffloadedRows
 
 
 class RemoteAttention:
     """Attention of the last rows of one forward, done by a lender."""
 
-    def __init__(self, tasks: TaskSender, home: int, plan: Plan, lost: str | None = None) -> None:
+    def __init__(self, tasks: TaskSender, home: int, plan: ForwardPlan, lost: str | None = None) -> None:
         """home: the number of rows before these. plan: over the loan's blocks. lost: why nobody is to be
         asked. Raises ValueError if the plan is not one of a decode step."""
         if plan.versions is None or plan.copies or plan.sends or (plan.appends != 1).any():
@@ -99,8 +99,8 @@ class RemoteAttention:
 
 
 class Polls:
-    """One forward of a unit that lends, which does what tasks there are between its operators or their
-    parts."""
+    """The polls of one forward of a unit that lends: it does what tasks there are between its operators or
+    their parts."""
 
     def __init__(self, server: AttentionServer, split: OperatorSplit) -> None:
         self.split = split
@@ -135,8 +135,8 @@ class Polls:
 
 
 @dataclass(slots=True)
-class Part:
-    """What one forward has to do with other units."""
+class ForwardOffload:
+    """The part that one forward has in offloading, to and from other units."""
 
     remote: RemoteAttention | None = None
     polls: Polls | None = None
@@ -145,7 +145,7 @@ class Part:
 
 
 class CpuLoans:
-    """What the forwards of a unit have to do with loans; any thread may run one."""
+    """The loans of a unit, as its forwards deal with them; any thread may run one."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -155,7 +155,7 @@ class CpuLoans:
         """The server of the loan to another unit, if there is one."""
 
     @contextmanager
-    def attend(self, job: Job) -> Iterator[Part]:
+    def attend(self, job: Job) -> Iterator[ForwardOffload]:
         """Goes around the one forward of a job."""
         server = self.server
         if job.offloaded is not None:
@@ -163,20 +163,20 @@ class CpuLoans:
             yield part
             part.lost = part.lost or (part.remote.lost if part.remote else None)
         elif server is None or not (server.launches or server.lively()):
-            yield Part()
+            yield ForwardOffload()
         elif server.launches:
             with server.operator():
-                yield Part()
+                yield ForwardOffload()
         else:
             polls = Polls(server, server.split(job.model))
             try:
-                yield Part(polls=polls)
+                yield ForwardOffload(polls=polls)
             finally:
                 polls.leave()
             if polls.pieces:
                 polls.split.ran(len(job.tokens), polls.longest, polls.pieces)
 
-    def offloaded(self, job: Job, rows: OffloadedRows) -> Part:
+    def offloaded(self, job: Job, rows: OffloadedRows) -> ForwardOffload:
         """Copies what moves, and begins the attention of the offloaded rows."""
         loan, lost = self.borrowed[job.model], None
         try:
@@ -185,4 +185,4 @@ class CpuLoans:
         except KvloomError as error:
             lost = error.message
         remote = RemoteAttention(loan.tasks, len(job.plan.sequences), rows.plan, lost)
-        return Part(remote if remote.count else None, lost=remote.lost)
+        return ForwardOffload(remote if remote.count else None, lost=remote.lost)

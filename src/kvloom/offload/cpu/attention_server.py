@@ -103,14 +103,14 @@ class OperatorSplit:
 
 
 class AttentionServer:
-    """One loan's tasks, each done by whoever finds it: a forward of our own models, which polls between its
-    operators or their parts (`polled`), or, while none does, a thread that sleeps until there is a task.
-
-    ended: called once, on any thread, with the reason, when the borrower has left, is gone or breaks the
-    rules; not by `close`. From then on no lent block is touched."""
+    """Serves the tasks of one loan. Each is done by whoever finds it: a forward of our own models, which
+    polls between its operators or their parts (`polled`), or, while none does, a thread that sleeps until
+    there is a task."""
 
     def __init__(self, lending: Lending, arena: Arena, borrow: Borrow, ended: Callable[[str], None]) -> None:
-        """borrow: its terms, and its process' id. Raises OSError where that is gone."""
+        """borrow: its terms, and its process' id. ended: called once, on any thread, with the reason, when
+        the borrower has left, is gone or breaks the rules; not by `close`. From then on no lent block is
+        touched. Raises OSError if the process is gone."""
         self._receiver = lending.receiver
         self._mailbox = lending.mailbox.memory
         self._terms = borrow

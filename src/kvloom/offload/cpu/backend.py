@@ -20,7 +20,7 @@ _PATIENCE = 10.0  # seconds for a layer's attention: then offloaded sequences ar
 
 
 class CpuExecutor(Protocol):
-    """What lending and borrowing need of the executor."""
+    """The part of the executor that lending and borrowing need."""
 
     arena: Arena
     loans: CpuLoans

@@ -35,7 +35,7 @@ _Host = ctypes.CFUNCTYPE(ctypes.c_int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class TaskTimes:
     """The last tasks, in seconds."""
 
     waits: list[float]
@@ -220,9 +220,9 @@ class Polling:
         """Tasks that were ever done."""
         return int(self.record.tasks)
 
-    def served(self) -> Served:
+    def served(self) -> TaskTimes:
         count = min(self.tasks, _KEPT)
-        return Served((self._waits[:count] / 1e9).tolist(), (self._services[:count] / 1e9).tolist())
+        return TaskTimes((self._waits[:count] / 1e9).tolist(), (self._services[:count] / 1e9).tolist())
 
     @property
     def gaps(self) -> float:

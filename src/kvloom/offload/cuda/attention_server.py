@@ -26,19 +26,19 @@ Serve = Callable[..., None]
 """Has the current stream look for a task in (Mail, Desk, Lent), and again as often as said, and do it."""
 
 
-class Mark(Protocol):
+class StreamPoint(Protocol):
     """A point in a stream's work."""
 
     def wait(self) -> None: ...
 
 
-class Lane(Protocol):
+class PolledLane(Protocol):
     """A stream of the device. Who asks it for something holds the lock."""
 
     lock: threading.Lock
 
     def entered(self) -> AbstractContextManager[object]: ...
-    def mark(self) -> Mark: ...
+    def mark(self) -> StreamPoint: ...
 
 
 class CudaAttentionServer:
@@ -53,8 +53,8 @@ class CudaAttentionServer:
         mail: Mail,
         lent: Lent,
         start: int,
-        lanes: Sequence[Lane],
-        idle: Lane,
+        lanes: Sequence[PolledLane],
+        idle: PolledLane,
         serve: Serve,
         borrower: int,
         ended: Callable[[str], None],

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 import torch
 
 from kvloom.kernels.mail import Lent, Trouble
-from kvloom.kv.arena import Store
-from kvloom.offload.cuda.attention_server import CudaAttentionServer, Lane, Serve
+from kvloom.kv.arena import ArenaMemory
+from kvloom.offload.cuda.attention_server import CudaAttentionServer, PolledLane, Serve
 from kvloom.offload.memory.device import BorrowedDeviceBlocks, DeviceLending
 from kvloom.offload.terms import Borrow, Loan, on_this_loop, one_number, watched
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
@@ -25,8 +25,8 @@ LOOKS: Final = 20_000_000  # of a `collect`, some ten seconds: a lender's first 
 _log = logging.getLogger(__name__)
 
 
-class Loans(Protocol):
-    """What the executor's forwards have to do with loans."""
+class ExecutorLoans(Protocol):
+    """The part that the executor's forwards have in loans."""
 
     def lend(self, server: CudaAttentionServer | None) -> None: ...
     def borrow(self, model: str, loan: BorrowedDeviceBlocks, looks: int) -> None: ...
@@ -34,21 +34,21 @@ class Loans(Protocol):
 
 
 class CudaExecutor(Protocol):
-    """What lending and borrowing need of the executor."""
+    """The part of the executor that lending and borrowing need."""
 
-    arena: Store
-
-    @property
-    def loans(self) -> Loans: ...
+    arena: ArenaMemory
 
     @property
-    def lanes(self) -> Sequence[Lane]:
+    def loans(self) -> ExecutorLoans: ...
+
+    @property
+    def lanes(self) -> Sequence[PolledLane]:
         """The lanes that forwards run on."""
 
     @property
     def serve(self) -> Serve: ...
 
-    def beside(self) -> Lane:
+    def beside(self) -> PolledLane:
         """Returns a new lane beside those of forwards."""
 
     def enter(self) -> None:

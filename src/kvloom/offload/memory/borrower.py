@@ -20,8 +20,8 @@ from kvloom.offload.memory.mailbox import (
     START,
     WHAT,
     MailboxForm,
+    MailboxPlace,
     OffloadMailbox,
-    Place,
     changed_pages,
     end_of,
     futex_number,
@@ -30,7 +30,7 @@ from kvloom.offload.memory.mailbox import (
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.transfer.fenced import PeerProcess
 from kvloom.transfer.shared_memory import PIECE, ShmPeer
-from kvloom.transfer.target import Blocks, Target
+from kvloom.transfer.target import Blocks, WriteTarget
 from kvloom.types.address import KVAddress
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from kvloom.types.geometry import I32, I64
@@ -168,7 +168,8 @@ class TaskSender:
 
 
 def _record(mailbox: OffloadMailbox, spent: I64) -> AskArguments:
-    """spent [layers + 2]: where the kernel writes times."""
+    """Returns the record of a mailbox for the kernels. spent [layers + 2]: the times that the kernel
+    writes."""
     form = mailbox.form
     return AskArguments(
         posted=mailbox.posted.address,
@@ -197,7 +198,7 @@ def _record(mailbox: OffloadMailbox, spent: I64) -> AskArguments:
 def _mapped(peer: ShmPeer, place: bytes) -> OffloadMailbox:
     unit = peer.endpoint.unit
     try:
-        where = msgspec.msgpack.decode(place, type=Place)
+        where = msgspec.msgpack.decode(place, type=MailboxPlace)
     except msgspec.MsgspecError as error:
         raise BadRequest(f"mailbox: that of {unit} cannot be read: {error}") from error
     if where.memory.size != size_of(where.form):
@@ -225,7 +226,7 @@ class LentMemory(ABC, Generic[Bytes]):
             blocks=loan.blocks,
             ticket=loan.ticket,
         )
-        self.room = Target.of(address, 0, address.end, own=arena, peer=arena)
+        self.room = WriteTarget.of(address, 0, address.end, own=arena, peer=arena)
         self._peer = peer
         self._memory = memory
         self._ticket = loan.ticket

@@ -92,14 +92,15 @@ class TaskDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Attention of the last token of each row of `descriptor` in one layer. slot: where its q, k and v are,
-    and its output goes. posted: when, in nanoseconds of the monotonic clock, as the borrower says."""
+    """The attention of the last token of each row of `descriptor` in one layer."""
 
     number: int
     slot: int
+    """The slot of its q, k and v, and of its output."""
     iteration: int
     layer: int
     posted: int
+    """When, in nanoseconds of the monotonic clock, as the borrower says."""
     scale: float
     window: int
     softcap: float

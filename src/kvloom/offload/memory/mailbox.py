@@ -153,7 +153,7 @@ class MailboxForm(Struct, frozen=True, array_like=True):
     head_dim: Count
 
 
-class Place(Struct, frozen=True, array_like=True):
+class MailboxPlace(Struct, frozen=True, array_like=True):
     """The place of a mailbox: a memfd of process `pid`."""
 
     pid: Count
@@ -192,7 +192,7 @@ class OffloadMailbox:
         self.out: npt.NDArray[np.float32] = parts["out"]
 
 
-class Part(NamedTuple):
+class MailboxArray(NamedTuple):
     """An array of a mailbox: its bytes begin at `at`."""
 
     at: int
@@ -204,9 +204,9 @@ class Part(NamedTuple):
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
-def layout(form: MailboxForm, values: np.dtype[np.generic] = FLOATS) -> dict[str, Part]:
-    """Returns where the arrays are, after the words; each begins a cache line. values: the type of q, k, v
-    and the output."""
+def layout(form: MailboxForm, values: np.dtype[np.generic] = FLOATS) -> dict[str, MailboxArray]:
+    """Returns the places of the arrays, after the words; each begins a cache line. values: the type of q, k,
+    v and the output."""
     shapes: dict[str, tuple[tuple[int, ...], np.dtype[np.void] | np.dtype[np.generic]]] = {
         "head": ((1,), HEAD),
         "pace": ((2,), _DOUBLES),
@@ -218,10 +218,10 @@ def layout(form: MailboxForm, values: np.dtype[np.generic] = FLOATS) -> dict[str
         "qkv": ((form.slots, form.rows, form.heads + 2 * form.kv_heads, form.head_dim), values),
         "out": ((form.slots, form.rows, form.heads, form.head_dim), values),
     }
-    parts: dict[str, Part] = {}
+    parts: dict[str, MailboxArray] = {}
     at = len(WORDS) * LINE
     for name, (shape, dtype) in shapes.items():
-        parts[name] = Part(at, shape, dtype)
+        parts[name] = MailboxArray(at, shape, dtype)
         at += _padded(parts[name].size)
     return parts
 
@@ -272,7 +272,7 @@ class LenderMailbox:
         self.memory = OffloadMailbox(self._fd, form)
         self.memory.posted.set(start)
         self.memory.done.set(start)
-        self._place = Place(os.getpid(), Memory.of(self._fd), form)
+        self._place = MailboxPlace(os.getpid(), Memory.of(self._fd), form)
 
     @property
     def place(self) -> bytes:
