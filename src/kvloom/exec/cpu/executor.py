@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import ForwardState
-from kvloom.exec.loader import LoadedModel, load_models
+from kvloom.exec.cpu.loader import LoadedModel, load_models
 from kvloom.exec.sampler import prompt_logprobs, sample
 from kvloom.kv.arena import Arena
 from kvloom.offload.cpu.attention import CpuLoans

@@ -13,9 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.cpu.linear import FusedLinear, GatedMLP, PackedLinear, Part, TiedLinear, can_pack
+from kvloom.exec.cpu.linear import (
+    GatedMLP,
+    PackedLinear,
+    PackedLinearPart,
+    PackedMergedLinear,
+    TiedLinear,
+    can_pack,
+)
+from kvloom.exec.huggingface import GATED, QKV, children
 from kvloom.exec.parallel.slicing import Summed
-from kvloom.exec.structure import GATED, QKV, children
 from kvloom.kernels.cpu import rms_norm, rotate
 
 
@@ -34,7 +41,7 @@ class FusedRMSNorm(nn.Module):
 
 
 _NAME = "apply_rotary_pos_emb"
-Turn = Callable[..., tuple[Tensor, Tensor]]
+RotaryFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 def rotate_both(
@@ -46,7 +53,9 @@ def rotate_both(
     return q, k
 
 
-def fuse_rotary(module: nn.Module, turn: Turn = rotate_both, device: torch.device | None = None) -> None:
+def fuse_rotary(
+    module: nn.Module, turn: RotaryFunction = rotate_both, device: torch.device | None = None
+) -> None:
     """Give this attention module's forward our rotary function for the one its source names, if the two
     agree on `device`. The module's class and its file's globals stay as they are: other models share them."""
     forward = type(module).forward
@@ -66,7 +75,7 @@ def fuse_rotary(module: nn.Module, turn: Turn = rotate_both, device: torch.devic
     module.forward = MethodType(ours, module)
 
 
-def _agrees(stock: Callable[..., Any], turn: Turn, device: torch.device | None) -> bool:
+def _agrees(stock: Callable[..., Any], turn: RotaryFunction, device: torch.device | None) -> bool:
     """Compare on random q [1, 3, 5, 16], k [1, 1, 5, 16] with the tables that rotate-half models have."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 5, 16, generator=generator).to(device) for heads in (3, 1))
@@ -123,9 +132,9 @@ def _fuse_qkv(module: nn.Module) -> None:
     linears = _linears(module, QKV)
     if linears is None or len({(linear.in_features, linear.bias is None) for linear in linears}) != 1:
         return
-    fused = FusedLinear(linears)
+    fused = PackedMergedLinear(linears)
     for index, name in enumerate(QKV):
-        setattr(module, name, Part(fused, index))
+        setattr(module, name, PackedLinearPart(fused, index))
 
 
 def _gated_like(stock: nn.Module) -> GatedMLP | None:

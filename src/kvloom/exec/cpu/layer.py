@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom.exec.attention import ForwardState, Scoring
 from kvloom.exec.cpu.fuse import FusedRMSNorm
-from kvloom.exec.cpu.linear import FEWEST_ROWS, Between, GatedMLP, PackedLinear, at_once
+from kvloom.exec.cpu.linear import MIN_ROWS, Between, GatedMLP, PackedLinear, at_once
 from kvloom.exec.parallel.slicing import Summed
 from kvloom.kernels.cpu import rotate
 from kvloom.kernels.cpu.attention import AttentionArguments, span_of
@@ -99,48 +99,53 @@ class DecoderLayer:
 
 
 _RECORD = np.dtype(AttentionArguments)
-Turns = npt.NDArray[Any]
+AttentionRecords = npt.NDArray[Any]
 
 
-def lasting(layers: Sequence[DecoderLayer]) -> Turns:
+def model_records(layers: Sequence[DecoderLayer]) -> AttentionRecords:
     """[layers] records with what the model itself decides. `map` is the layer's offset in the map's rows."""
-    turns = np.zeros(len(layers), _RECORD)
-    for turn, layer in zip(turns, layers, strict=True):
+    records = np.zeros(len(layers), _RECORD)
+    for record, layer in zip(records, layers, strict=True):
         form, heads = layer.scoring, layer.heads
-        turn["head_dim"], turn["kv_heads"], turn["group"] = heads.size, heads.kv, heads.q // heads.kv
-        turn["scale"], turn["window"], turn["softcap"] = form.scale, form.window, form.softcap
-        turn["map"], turn["map_page"] = layer.index * heads.kv * 4, len(layers) * heads.kv * 4
-        turn["q_head"] = turn["out_head"] = heads.size * 4
+        record["head_dim"], record["kv_heads"], record["group"] = heads.size, heads.kv, heads.q // heads.kv
+        record["scale"], record["window"], record["softcap"] = form.scale, form.window, form.softcap
+        record["map"], record["map_page"] = layer.index * heads.kv * 4, len(layers) * heads.kv * 4
+        record["q_head"] = record["out_head"] = heads.size * 4
         if heads.q_norm is not None and heads.k_norm is not None:
-            turn["q_norm"], turn["k_norm"] = heads.q_norm.weight.data_ptr(), heads.k_norm.weight.data_ptr()
-            turn["eps"], turn["offset"] = heads.q_norm.eps, heads.q_norm.offset
-    return turns
+            record["q_norm"], record["k_norm"] = (
+                heads.q_norm.weight.data_ptr(),
+                heads.k_norm.weight.data_ptr(),
+            )
+            record["eps"], record["offset"] = heads.q_norm.eps, heads.q_norm.offset
+    return records
 
 
-def of_forward(lasting: Turns, state: ForwardState, cos: Tensor, sin: Tensor, threads: int) -> Turns:
+def forward_records(
+    fixed: AttentionRecords, state: ForwardState, cos: Tensor, sin: Tensor, threads: int
+) -> AttentionRecords:
     """The records of one forward; cos, sin [N, R]. Where q, k, v and out lie is for the caller to add."""
-    turns = lasting.copy()
+    records = fixed.copy()
     arena = state.arena
-    turns["arena"], turns["block_bytes"] = arena.data_ptr(), arena.stride(0) * 4
-    turns["page_tokens"] = arena.shape[2]
-    turns["map"] += state.page_map.data_ptr()
-    turns["tables"], turns["table_row"] = state.tables.data_ptr(), state.tables.stride(0) * 4
-    turns["lengths"], turns["batch"] = state.lengths.data_ptr(), len(state.lengths)
-    turns["slot_page"], turns["slot_offset"] = state.slot_page.data_ptr(), state.slot_offset.data_ptr()
-    turns["cos"], turns["sin"] = cos.data_ptr(), sin.data_ptr()
-    turns["turned"], turns["turn_row"] = cos.shape[1], cos.stride(0) * 4
-    kv_heads = int(lasting["kv_heads"][0])
+    records["arena"], records["block_bytes"] = arena.data_ptr(), arena.stride(0) * 4
+    records["page_tokens"] = arena.shape[2]
+    records["map"] += state.page_map.data_ptr()
+    records["tables"], records["table_row"] = state.tables.data_ptr(), state.tables.stride(0) * 4
+    records["lengths"], records["batch"] = state.lengths.data_ptr(), len(state.lengths)
+    records["slot_page"], records["slot_offset"] = state.slot_page.data_ptr(), state.slot_offset.data_ptr()
+    records["cos"], records["sin"] = cos.data_ptr(), sin.data_ptr()
+    records["turned"], records["turn_row"] = cos.shape[1], cos.stride(0) * 4
+    kv_heads = int(fixed["kv_heads"][0])
     span = span_of(len(state.lengths), kv_heads, threads)
-    turns["span"], turns["spans"] = span, -(-kv_heads // span)
-    return turns
+    records["span"], records["spans"] = span, -(-kv_heads // span)
+    return records
 
 
-def place(turns: Turns, qkv: int, qkv_row: int, out: int, out_row: int) -> None:
+def set_addresses(records: AttentionRecords, qkv: int, qkv_row: int, out: int, out_row: int) -> None:
     """Where the fused product's rows lie, q's heads first, then k's and v's, and where the output's do."""
-    head = turns["q_head"]
-    k = qkv + turns["kv_heads"] * turns["group"] * head
-    turns["q"], turns["k"], turns["v"] = qkv, k, k + turns["kv_heads"] * head
-    turns["q_row"], turns["out"], turns["out_row"] = qkv_row, out, out_row
+    head = records["q_head"]
+    k = qkv + records["kv_heads"] * records["group"] * head
+    records["q"], records["k"], records["v"] = qkv, k, k + records["kv_heads"] * head
+    records["q_row"], records["out"], records["out_row"] = qkv_row, out, out_row
 
 
 class Forward(Protocol):
@@ -170,5 +175,5 @@ class Modular:
 def padded(values: I64) -> Tensor:
     """`values`, the last one repeated up to the fewest rows that linear layers run well with. A repeated row
     asks no other expert of a mixture than its original."""
-    short = FEWEST_ROWS - values.size
-    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < FEWEST_ROWS else values)
+    short = MIN_ROWS - values.size
+    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < MIN_ROWS else values)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.parallel.group import Group
+from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.slicing import Summed
 from kvloom.kernels.cpu.products import PANEL
 
@@ -23,9 +23,9 @@ class _Last(threading.local):
     left: int = 0
 
 
-class Sisters:
+class MergedLinear:
     """Several linear layers over the same input as one product, whose columns are split by `sizes`. Each
-    keeps its place in the model as a `Sister`; the first to be called computes for all. Jobs on other
+    keeps its place in the model as a `MergedLinearPart`; the first to be called computes for all. Jobs on other
     threads do not see this one's product."""
 
     def __init__(self, product: nn.Module, sizes: Sequence[int]) -> None:
@@ -45,19 +45,19 @@ class Sisters:
         return part
 
 
-class Sister(nn.Module):
-    def __init__(self, sisters: Sisters, index: int) -> None:
+class MergedLinearPart(nn.Module):
+    def __init__(self, merged: MergedLinear, index: int) -> None:
         super().__init__()
-        self._sisters = sisters
+        self._merged = merged
         self._index = index
 
     @property
     def product(self) -> nn.Module:
         """Hers, and her sisters'."""
-        return self._sisters.product
+        return self._merged.product
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._sisters.part(x, self._index)
+        return self._merged.part(x, self._index)
 
 
 def join(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -76,7 +76,7 @@ def _frozen(parts: Sequence[Tensor]) -> nn.Parameter:
 
 # oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
 # so the executor never brings fewer.
-FEWEST_ROWS = 4
+MIN_ROWS = 4
 Between = Callable[[], None]
 _PACK_ROWS = 64  # the layout oneDNN picks for this many rows is the one it wants for any number but 1
 
@@ -147,7 +147,7 @@ class GatedMLP(nn.Module):
         down: nn.Linear,
         activation: str,
         form: str,
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         super().__init__()
         self.gate, self.up, own = (PackedLinear(part.weight, part.bias) for part in (gate, up, down))
@@ -171,8 +171,8 @@ class GatedMLP(nn.Module):
         return inner
 
 
-class FusedLinear(Sisters):
-    """Sisters whose product is packed; each keeps its place in the model as a `Part`."""
+class PackedMergedLinear(MergedLinear):
+    """Sisters whose product is packed; each keeps its place in the model as a `PackedLinearPart`."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         weight = torch.cat([linear.weight for linear in linears])
@@ -182,10 +182,10 @@ class FusedLinear(Sisters):
         super().__init__(self.linear, [linear.out_features for linear in linears])
 
 
-class Part(Sister):
+class PackedLinearPart(MergedLinearPart):
     """One sister of a FusedLinear."""
 
-    def __init__(self, fused: FusedLinear, index: int) -> None:
+    def __init__(self, fused: PackedMergedLinear, index: int) -> None:
         super().__init__(fused, index)
         self._fused = fused
 

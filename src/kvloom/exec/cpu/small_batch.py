@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.cpu import layer as turns
 from kvloom.exec.cpu.fuse import FusedRMSNorm
-from kvloom.exec.cpu.layer import DecoderLayer
+from kvloom.exec.cpu.layer import AttentionRecords, DecoderLayer, set_addresses
 from kvloom.exec.cpu.linear import PackedLinear, Panels, TiedLinear, panels_of
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention import TILE
@@ -21,12 +20,12 @@ from kvloom.offload.cpu.attention import RemoteAttention
 from kvloom.offload.cpu.attention_server import OperatorSplit
 from kvloom.types.geometry import I64
 
-FEW_ROWS = 96  # more are faster by oneDNN's products, layer by layer
+SMALL_BATCH_ROWS = 96  # more are faster by oneDNN's products, layer by layer
 _UP = 3  # of a layer's products, in one stage with the one before it
 _KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
 
 
-class FewRows:
+class SmallBatchDecode:
     """Addresses of all weights, made once; a call adds one forward's buffers and runs the kernel."""
 
     def __init__(
@@ -76,7 +75,7 @@ class FewRows:
         layers: Sequence[DecoderLayer],
         norm: FusedRMSNorm,
         head: PackedLinear | TiedLinear | Gathered,
-    ) -> FewRows | None:
+    ) -> SmallBatchDecode | None:
         """None where the kernel lacks the activation, cannot read the packed weights, or would have to wait
         for other ranks."""
         if isinstance(head, Gathered):
@@ -94,7 +93,7 @@ class FewRows:
         return cls(embedding, layers, norm, head, panels) if len(panels) == len(linears) else None
 
     def takes(self, tokens: I64, kept: I64) -> bool:
-        return max(tokens.size, kept.size) <= FEW_ROWS
+        return max(tokens.size, kept.size) <= SMALL_BATCH_ROWS
 
     def limits(self, lengths: Tensor, page_tokens: int, threads: int) -> list[int]:
         """Into how many parts the operators of a step can be split at most, stage by stage: panels of a
@@ -116,22 +115,22 @@ class FewRows:
         self,
         tokens: I64,
         kept: I64,
-        now: turns.Turns,
+        records: AttentionRecords,
         threads: int,
         split: OperatorSplit | None = None,
         remote: RemoteAttention | None = None,
     ) -> Tensor:
-        """tokens [B], kept [R]; `now`, the attention's records of this forward → logits [R, V]. split: where
+        """tokens [B], kept [R]; `records`, the attention's records of this forward → logits [R, V]. split: where
         others' tasks may come, and was told of this step's limits. remote: attends for the last rows, which
-        are not in `now`."""
+        are not in `records`."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
-        counters = np.zeros((2 + STAGES * len(now)) * COUNTERS, np.int64)
-        turns.place(now, qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4)
+        counters = np.zeros((2 + STAGES * len(records)) * COUNTERS, np.int64)
+        set_addresses(records, qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4)
         ids, places = tokens.astype(np.int32), kept.astype(np.int32)
         call = StepArguments.from_buffer_copy(self._model)
-        call.counters, call.attention, call.rows = counters.ctypes.data, now.ctypes.data, rows
+        call.counters, call.attention, call.rows = counters.ctypes.data, records.ctypes.data, rows
         call.tokens, call.kept, call.kept_rows = ids.ctypes.data, places.ctypes.data, len(places)
         call.x, call.x_row = x.data_ptr(), wide * 4
         call.qkv, call.qkv_row = qkv.data_ptr(), qkv.stride(0) * 4
@@ -145,11 +144,11 @@ class FewRows:
             call.ask = remote.enter()
         step(call, threads)
         while remote is not None and remote.paused:
-            remote.resume(qkv, mixed, now)
+            remote.resume(qkv, mixed, records)
             counters[FIRST // 8] = 0
             step(call, threads)
         if remote is not None:
-            remote.leave(len(now))
+            remote.leave(len(records))
         if split is not None:
             split.end()
         return logits[:, : self._vocab]

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.streams import CudaStream, HostStream, Mark, Recording, Stream
+from kvloom.exec.cuda.streams import CudaStream, DeviceEvent, DeviceStream, HostStream, Recording
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.types.errors import ConfigError
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 PARTS: Final = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of the multiprocessors, for the smaller side of each pair
 STEP: Final = 8  # Hopper's: partitions have a multiple of it
 
-Side = tuple[int, Stream]
+Side = tuple[int, DeviceStream]
 
 
 def cut_green(device: torch.device, count: int, parts: Sequence[float] = PARTS) -> list[tuple[Side, Side]]:
@@ -75,11 +75,11 @@ def try_out(stream: CudaStream, device: torch.device) -> None:
         raise DriverError(f"their streams take no work: {' '.join(str(error).split())[:200]}") from error
 
 
-class Lane:
+class PartitionLane:
     """A stream that has `compute` units of the device for itself. Jobs that share it take turns: what a job
     asks for is put into the stream while it holds `lock`."""
 
-    def __init__(self, compute: int, stream: Stream) -> None:
+    def __init__(self, compute: int, stream: DeviceStream) -> None:
         self.compute = compute
         self.stream = stream
         self.lock = threading.Lock()
@@ -88,7 +88,7 @@ class Lane:
     def entered(self) -> AbstractContextManager[object]:
         return self.stream.entered()
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return self.stream.mark()
 
     def record(self, work: Callable[[], None]) -> Recording:
@@ -99,25 +99,25 @@ class Partitions:
     """One lane with everything, and pairs of lanes that together are everything and share nothing. To be
     asked on one thread."""
 
-    def __init__(self, whole: Lane, pairs: Sequence[tuple[Lane, Lane]]) -> None:
+    def __init__(self, whole: PartitionLane, pairs: Sequence[tuple[PartitionLane, PartitionLane]]) -> None:
         self.whole = whole
         self.pairs = list(pairs)
 
     @property
-    def lanes(self) -> list[Lane]:
+    def lanes(self) -> list[PartitionLane]:
         return [self.whole, *(lane for pair in self.pairs for lane in pair)]
 
-    def take(self, share: int) -> Lane:
+    def take(self, share: int) -> PartitionLane:
         """For a job of so many units, until `give_back`. While jobs run in a pair, others join it: the sides
         of two pairs would share multiprocessors. A job with room for itself alone has everything."""
         lane = self._choose(share)
         lane.jobs += 1
         return lane
 
-    def give_back(self, lane: Lane) -> None:
+    def give_back(self, lane: PartitionLane) -> None:
         lane.jobs -= 1
 
-    def _choose(self, share: int) -> Lane:
+    def _choose(self, share: int) -> PartitionLane:
         if share >= self.whole.compute or not self.pairs:
             return self.whole
         busy = [pair for pair in self.pairs if pair[0].jobs or pair[1].jobs]
@@ -129,11 +129,11 @@ class Partitions:
 
 OLDEST_CAPABILITY: Final = (8, 0)  # bfloat16, and copies past the registers
 MOST_BUSY: Final = 0.9  # of its memory that others may hold
-Cut = Callable[[torch.device, int], Sequence[tuple[tuple[int, Stream], tuple[int, Stream]]]]
+Cut = Callable[[torch.device, int], Sequence[tuple[tuple[int, DeviceStream], tuple[int, DeviceStream]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class GpuDevice:
     """compute: multiprocessors. partitions: what jobs run on; made once."""
 
     torch: torch.device
@@ -175,10 +175,10 @@ class Device:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    def beside(self) -> Lane:
+    def beside(self) -> PartitionLane:
         """One more lane, beside those of jobs."""
         on_host = self.torch.type != "cuda"
-        return Lane(self.compute, HostStream() if on_host else CudaStream.new(self.torch))
+        return PartitionLane(self.compute, HostStream() if on_host else CudaStream.new(self.torch))
 
     def enter(self) -> None:
         """What this thread asks for is meant for this device."""
@@ -186,19 +186,21 @@ class Device:
             torch.cuda.set_device(self.torch)
 
 
-def uncut(device: torch.device, count: int) -> Sequence[tuple[tuple[int, Stream], tuple[int, Stream]]]:
+def uncut(
+    device: torch.device, count: int
+) -> Sequence[tuple[tuple[int, DeviceStream], tuple[int, DeviceStream]]]:
     """A `Cut` for a device whose jobs take turns."""
     return ()
 
 
-def host_device(compute: int) -> Device:
+def host_device(compute: int) -> GpuDevice:
     """The CPU as if it were such a device: for tests, and for machines without one."""
     half = compute // 2
-    pair = Lane(half, HostStream()), Lane(compute - half, HostStream())
-    return Device(torch.device("cpu"), compute, Partitions(Lane(compute, HostStream()), [pair]))
+    pair = PartitionLane(half, HostStream()), PartitionLane(compute - half, HostStream())
+    return GpuDevice(torch.device("cpu"), compute, Partitions(PartitionLane(compute, HostStream()), [pair]))
 
 
-def cuda_device(index: int, cut: Cut) -> Device:
+def cuda_device(index: int, cut: Cut) -> GpuDevice:
     """GPU `index` of those this process sees. cut: makes complementary streams, with their multiprocessors.
     Raises ConfigError with what is wrong and what would be right."""
     _refuse_unusable(index)
@@ -214,8 +216,8 @@ def cuda_device(index: int, cut: Cut) -> Device:
             f"device: cuda:{index} is busy: others hold {total - free:,} of its {total:,} bytes; {_OTHERS}"
         )
     count = torch.cuda.get_device_properties(here).multi_processor_count
-    pairs = [(Lane(*first), Lane(*second)) for first, second in cut(here, count)]
-    return Device(here, count, Partitions(Lane(count, main), pairs))
+    pairs = [(PartitionLane(*first), PartitionLane(*second)) for first, second in cut(here, count)]
+    return GpuDevice(here, count, Partitions(PartitionLane(count, main), pairs))
 
 
 _OTHERS: Final = "a GPU that no other process uses, or `device: cpu`, is right"

@@ -13,13 +13,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import Device, Lane
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, buckets_up_to
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, ask_prefill, rehearse
-from kvloom.exec.cuda.staging import Sent, Slots, Staging
-from kvloom.exec.cuda.streams import Mark, Progress
+from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
+from kvloom.exec.cuda.streams import DeviceEvent, StepProgress
 from kvloom.exec.sampler import prompt_logprobs
 from kvloom.kv.arena import Store
 from kvloom.offload.cuda.attention_server import Serve
@@ -40,7 +40,7 @@ class GpuExecutor:
     jobs on lanes of one partition's sides run at the same time.
     """
 
-    def __init__(self, models: dict[str, DeviceModel], arena: Store, device: Device) -> None:
+    def __init__(self, models: dict[str, DeviceModel], arena: Store, device: GpuDevice) -> None:
         self.arena = arena
         self.blocks = arena.blocks
         self.compute = device.compute
@@ -48,9 +48,9 @@ class GpuExecutor:
         self._models = models
         self._device = device
         self._slots = Slots(device)
-        self._progress: dict[int, Progress] = {}  # by id, for as long as somebody holds the job
-        self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
-        self._buffers: dict[Lane, Buffers] = {}
+        self._progress: dict[int, StepProgress] = {}  # by id, for as long as somebody holds the job
+        self._steps: dict[tuple[str, PartitionLane], DecodeSteps] = {}
+        self._buffers: dict[PartitionLane, Buffers] = {}
         self._plain: set[str] = set()  # models whose steps cannot be recorded
         self.loans = CudaLoans(models, self._buffers, device.partitions.lanes, self._plain)
         self._reason = ""
@@ -88,11 +88,11 @@ class GpuExecutor:
                         break
 
     @property
-    def device(self) -> Device:
+    def device(self) -> GpuDevice:
         return self._device
 
     @property
-    def lanes(self) -> Sequence[Lane]:
+    def lanes(self) -> Sequence[PartitionLane]:
         """The lanes that jobs run on."""
         return self._device.partitions.lanes
 
@@ -101,7 +101,7 @@ class GpuExecutor:
         """The operation by which a lane does tasks of another unit; all models have the same."""
         return next(iter(self._models.values())).operations.serve
 
-    def beside(self) -> Lane:
+    def beside(self) -> PartitionLane:
         """Returns a new lane beside those of jobs."""
         return self._device.beside()
 
@@ -129,7 +129,7 @@ class GpuExecutor:
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         lane = self._device.partitions.take(job.share)
         slot = self._slots.take()
-        progress = self._progress[id(job)] = Progress(job.steps)
+        progress = self._progress[id(job)] = StepProgress(job.steps)
         weakref.finalize(job, self._progress.pop, id(job), None)
         loop = asyncio.get_running_loop()
 
@@ -162,7 +162,12 @@ class GpuExecutor:
     # on a job's thread
 
     def _run(
-        self, job: Job, lane: Lane, staging: Staging, progress: Progress, tell: Callable[[list[int]], None]
+        self,
+        job: Job,
+        lane: PartitionLane,
+        staging: Staging,
+        progress: StepProgress,
+        tell: Callable[[list[int]], None],
     ) -> JobResult:
         started = time.perf_counter()
         self._device.enter()
@@ -187,7 +192,12 @@ class GpuExecutor:
         return JobResult(tokens, list(reports), prompts, time.perf_counter() - started, lost)
 
     def _ask(
-        self, job: Job, lane: Lane, staging: Staging, progress: Progress, tell: Callable[[list[int]], None]
+        self,
+        job: Job,
+        lane: PartitionLane,
+        staging: Staging,
+        progress: StepProgress,
+        tell: Callable[[list[int]], None],
     ) -> tuple[list[int], Sequence[TokenLogprob | None], list[TokenLogprob]]:
         model, draws = self._models[job.model], Draws.of(job.samples, job.steps)
         with torch.inference_mode():
@@ -216,7 +226,7 @@ class GpuExecutor:
         return drawn, reports or [None] * len(drawn), prompts
 
     @contextmanager
-    def _turn(self, job: Job, lane: Lane) -> Iterator[None]:
+    def _turn(self, job: Job, lane: PartitionLane) -> Iterator[None]:
         """What this thread asks for goes to the lane, and nothing of others comes between."""
         with lane.lock, lane.entered(), self.loans.attend(job, lane):
             yield
@@ -225,13 +235,19 @@ class GpuExecutor:
         """While in it, other ranks are told of the job, where there are others."""
         return nullcontext()
 
-    def _steps_of(self, job: Job, lane: Lane) -> DecodeSteps:
+    def _steps_of(self, job: Job, lane: PartitionLane) -> DecodeSteps:
         """In a turn of the lane, in which loans stay what they are."""
         return self.loans.steps(job, lane) or self._steps[job.model, lane]
 
     def _decode(
-        self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws, steps: DecodeSteps
-    ) -> tuple[Tensor, Sent]:
+        self,
+        model: DeviceModel,
+        job: Job,
+        lane: PartitionLane,
+        staging: Staging,
+        draws: Draws,
+        steps: DecodeSteps,
+    ) -> tuple[Tensor, SentInputs]:
         """The first step → logits [samples and prompts, V], and what was sent."""
         arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays | model.copies(job.plan.copies)
         sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
@@ -242,12 +258,12 @@ class GpuExecutor:
         return logits.index_select(0, sent.arrays["kept"]), sent
 
     def _prefill(
-        self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws
-    ) -> tuple[Tensor, Sent]:
+        self, model: DeviceModel, job: Job, lane: PartitionLane, staging: Staging, draws: Draws
+    ) -> tuple[Tensor, SentInputs]:
         return ask_prefill(model, job, lane, staging, draws, self.loans.poll)
 
 
-def _settle(lane: Lane) -> None:
+def _settle(lane: PartitionLane) -> None:
     """Wait for what was asked for, which may still write to blocks that are about to be others'. Under its
     lock: a mark in the middle of another thread's recording would be recorded."""
     with lane.lock:
@@ -255,7 +271,7 @@ def _settle(lane: Lane) -> None:
     mark.wait()
 
 
-def _landed(tokens: Tensor, mark: Mark) -> list[int]:
+def _landed(tokens: Tensor, mark: DeviceEvent) -> list[int]:
     """Tokens on their way to the host, once they are there."""
     mark.wait()
     found: list[int] = tokens.tolist()

@@ -14,11 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.cpu.fuse import Turn, fuse_rotary
-from kvloom.exec.cpu.linear import Sister, Sisters, join
+from kvloom.exec.cpu.fuse import RotaryFunction, fuse_rotary
+from kvloom.exec.cpu.linear import MergedLinear, MergedLinearPart, join
 from kvloom.exec.cuda.operations import Activation, Operations
+from kvloom.exec.huggingface import GATED, QKV, children
 from kvloom.exec.parallel.slicing import Summed
-from kvloom.exec.structure import GATED, QKV, children
 
 _ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "gelu")
 
@@ -82,9 +82,9 @@ def _fuse_qkv(module: nn.Module) -> None:
     linears = _linears(module, QKV, 3)
     if linears is None:
         return
-    sisters = Sisters(join(linears), [linear.out_features for linear in linears])
+    merged = MergedLinear(join(linears), [linear.out_features for linear in linears])
     for index, name in enumerate(QKV):
-        setattr(module, name, Sister(sisters, index))
+        setattr(module, name, MergedLinearPart(merged, index))
 
 
 def _gated_like(stock: nn.Module, operations: Operations) -> nn.Module | None:
@@ -134,7 +134,7 @@ def _norm_like(stock: nn.Module, served: torch.dtype, operations: Operations) ->
     return None
 
 
-def _rotary(operations: Operations) -> Turn:
+def _rotary(operations: Operations) -> RotaryFunction:
     def rotate_both(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:

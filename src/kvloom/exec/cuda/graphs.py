@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cuda.device import PartitionLane
 from kvloom.exec.cuda.model import DecodeState, DeviceModel, Places
-from kvloom.exec.cuda.staging import Layout, Sent, padded, widened
+from kvloom.exec.cuda.staging import Layout, SentInputs, padded, widened
 from kvloom.exec.cuda.streams import Recording
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import AnyArray
@@ -71,7 +71,7 @@ class DecodeSteps:
     def __init__(
         self,
         model: DeviceModel,
-        lane: Lane,
+        lane: PartitionLane,
         buffers: Buffers,
         poll: Callable[[], None] = lambda: None,
         state: Callable[..., DecodeState] = DecodeState,
@@ -141,7 +141,7 @@ class DecodeSteps:
         }
         return fixed | {"tables": padded(widened(plan.tables), job.tokens.size)}
 
-    def run(self, sent: Sent) -> Tensor:
+    def run(self, sent: SentInputs) -> Tensor:
         """→ logits [B, V], there until the lane's next step. By the recording that `sent` was made for,
         whatever has been recorded since."""
         rows = len(sent.arrays["tokens"])

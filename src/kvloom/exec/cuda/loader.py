@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from kvloom.exec.attention import Scoring
 from kvloom.exec.cpu.layer import Forward
-from kvloom.exec.cuda.device import Cut, Device, cuda_device, cut_green
+from kvloom.exec.cpu.loader import LoadedModel, load_models
+from kvloom.exec.cuda.device import Cut, GpuDevice, cuda_device, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.fuse import fuse_on_device
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
-from kvloom.exec.loader import LoadedModel, load_models
 from kvloom.exec.parallel.group import Team
 from kvloom.kv.arena import view_blocks
 from kvloom.types.errors import ConfigError
@@ -29,7 +29,7 @@ _HALVES: Final = ("bfloat16", "float16")
 class DeviceTarget:
     """Weights go from the mapped files straight to the device, each once; a rank's slices lie there."""
 
-    def __init__(self, device: Device, operations: Operations) -> None:
+    def __init__(self, device: GpuDevice, operations: Operations) -> None:
         self._device = device
         self._operations = operations
 
@@ -58,7 +58,7 @@ class DeviceTarget:
     def settle(self, module: nn.Module) -> None:
         self._device.trim()
 
-    def straighten(
+    def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:
         """transformers' modules cost nothing in a recording."""
@@ -97,7 +97,7 @@ def load_gpu_executor(spec: EngineSpec, progress: Callable[[str], None] = lambda
     return load_executor(spec, device, operations, progress)
 
 
-def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[Device, Operations]:
+def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]:
     """The device of a rank of a unit whose first one's is `name`: ranks have GPUs one after the other. cut:
     see `cuda_device`. Raises ConfigError."""
     refuse_expandable(os.environ)
@@ -113,7 +113,10 @@ def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[Device, Operations]:
 
 
 def load_executor(
-    spec: EngineSpec, device: Device, operations: Operations, progress: Callable[[str], None] = lambda _: None
+    spec: EngineSpec,
+    device: GpuDevice,
+    operations: Operations,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> GpuExecutor:
     """Load every model, then take the pool, then rehearse. Raises ConfigError."""
     executor = GpuExecutor(*load_pool(spec, device, operations, progress), device)
@@ -123,7 +126,7 @@ def load_executor(
 
 def load_pool(
     spec: EngineSpec,
-    device: Device,
+    device: GpuDevice,
     operations: Operations,
     progress: Callable[[str], None] = lambda _: None,
     team: Team | None = None,
@@ -144,7 +147,7 @@ def load_pool(
 def rehearse(
     executor: GpuExecutor,
     spec: EngineSpec,
-    device: Device,
+    device: GpuDevice,
     progress: Callable[[str], None] = lambda _: None,
     agree: Callable[[bool], bool] = bool,
 ) -> None:
@@ -171,7 +174,7 @@ def refuse_expandable(environment: Mapping[str, str]) -> None:
             )
 
 
-def _rest(device: Device) -> int:
+def _rest(device: GpuDevice) -> int:
     """Bytes for the pool where the config leaves them open."""
     free, total = device.free()
     rest = free - int(WORKING * total)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import Scoring
-from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.exec.cuda.device import PartitionLane
 from kvloom.exec.cuda.operations import Operations
-from kvloom.exec.cuda.staging import Sent
-from kvloom.exec.cuda.streams import Mark
-from kvloom.exec.loader import LoadedModel
+from kvloom.exec.cuda.staging import SentInputs
+from kvloom.exec.cuda.streams import DeviceEvent
 from kvloom.kv.arena import Store
 from kvloom.types.geometry import I64, AnyArray, Geometry
 from kvloom.types.plan import PageCopy, Plan
@@ -35,7 +35,7 @@ class Places:
     slot_offset: Tensor
 
 
-class _State:
+class _DeviceState:
     """What `kvloom_attention` calls: `attend` writes K and V of the new tokens, and attends over the
     pages."""
 
@@ -69,7 +69,7 @@ class _State:
         raise NotImplementedError
 
 
-class DecodeState(_State):
+class DecodeState(_DeviceState):
     """One new token a sequence. lengths: [B] int32, the new token counted; 0 for a row that is padding."""
 
     def __init__(
@@ -99,7 +99,7 @@ class DecodeState(_State):
         )  # fmt: skip
 
 
-class PrefillState(_State):
+class PrefillState(_DeviceState):
     """starts: [B] tokens that each sequence has; begins: [B + 1] rows; both int32."""
 
     def __init__(
@@ -123,7 +123,7 @@ class PrefillState(_State):
         )  # fmt: skip
 
 
-Send = Callable[[Mapping[str, AnyArray]], Sent]
+Send = Callable[[Mapping[str, AnyArray]], SentInputs]
 
 
 class DevicePageMap:
@@ -135,10 +135,10 @@ class DevicePageMap:
         self.blocks = torch.zeros(shape, dtype=torch.int32, device=device)
         self._versions: I64 = np.full(pages, -1, dtype=np.int64)
         self._counted: I64 | None = None  # by whom: another pool counts anew
-        self._updates: dict[Lane, Mark] = {}
+        self._updates: dict[PartitionLane, DeviceEvent] = {}
         self._lock = threading.Lock()
 
-    def refresh(self, plan: Plan, lane: Lane, send: Send) -> Sent:
+    def refresh(self, plan: Plan, lane: PartitionLane, send: Send) -> SentInputs:
         """On the lane's stream, whose job has the plan: the map is right for its pages from here on. send:
         puts arrays onto the device, with whatever else the job needs; what it returns is returned."""
         with self._lock:
@@ -206,7 +206,7 @@ class DeviceModel:
         ).logits[0]
         return out
 
-    def advance(self, sent: Sent, ids: Tensor) -> None:
+    def advance(self, sent: SentInputs, ids: Tensor) -> None:
         """A decode step's inputs become the next one's: ids [B] are what its first B rows have drawn."""
         names = ("tokens", "positions", "lengths", "slot_page", "slot_offset", "tables")
         self.operations.advance(ids, *(sent.arrays[name] for name in names), self.geometry.tokens_per_block)
@@ -220,7 +220,7 @@ class DeviceModel:
         }
         return {name: np.asarray(values, dtype=np.int32) for name, values in lists.items()} if copies else {}
 
-    def copy_pages(self, sent: Sent) -> None:
+    def copy_pages(self, sent: SentInputs) -> None:
         """Copy on write, all layers at once."""
         if "copy_sources" not in sent.arrays:
             return

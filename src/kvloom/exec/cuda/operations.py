@@ -9,15 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvloom.kernels import mail_programs as mail_reference
-from kvloom.kernels import reference
+from kvloom.kernels import mailbox_reference, reference
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """As the twins in `kernels/reference.py` and `kernels/mail_reference.py` say. workspace: (batch, heads,
+    """As the twins in `kernels/reference.py` and `kernels/mailbox_reference.py` say. workspace: (batch, heads,
     kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's attention is to split its
     work in, or None for no splitting."""
 
@@ -57,9 +56,9 @@ def plain_operations() -> Operations:
         reference.rms_norm,
         rotate,
         reference.gated,
-        mail_reference.serve,
-        mail_reference.post,
-        mail_reference.collect,
+        mailbox_reference.serve,
+        mailbox_reference.post,
+        mailbox_reference.collect,
         nothing,
     )
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import Device, Lane
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane
 from kvloom.exec.cuda.model import DeviceModel, Places, PrefillState
-from kvloom.exec.cuda.staging import Sent, Staging, widened
+from kvloom.exec.cuda.staging import SentInputs, Staging, widened
 from kvloom.exec.sampler import draw, sample, uniform
 from kvloom.types.geometry import AnyArray
 from kvloom.types.job import Job, SampleRow
@@ -102,8 +102,13 @@ def _run(
 
 
 def ask_prefill(
-    model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws, poll: Callable[[], None]
-) -> tuple[Tensor, Sent]:
+    model: DeviceModel,
+    job: Job,
+    lane: PartitionLane,
+    staging: Staging,
+    draws: Draws,
+    poll: Callable[[], None],
+) -> tuple[Tensor, SentInputs]:
     """In a turn of the lane → logits [samples and prompts, V], and what was sent. poll: as of a state."""
     plan, arrays = job.plan, _inputs(job) | draws.arrays | model.copies(job.plan.copies)
     sent = model.page_map.refresh(plan, lane, lambda rows: staging.send({**arrays, **rows}))
@@ -116,7 +121,7 @@ def ask_prefill(
     return _run(model, sent.arrays, written, poll), sent
 
 
-def rehearse(model: DeviceModel, tokens: int, device: Device) -> None:
+def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
     """A prefill of so many tokens that are written nowhere, a copy of no tokens, a draw, and what lies
     between two steps, so that their kernels are compiled."""
     lane, none = device.partitions.whole, np.zeros(tokens, dtype=np.int32)

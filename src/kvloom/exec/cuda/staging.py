@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import Device
+from kvloom.exec.cuda.device import GpuDevice
 from kvloom.types.geometry import I32, AnyArray
 
 _ALIGNED: Final = 64  # bytes; kernels read 16 at once
@@ -46,7 +46,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentInputs:
     """On the device. memory: the bytes in which the arrays lie, in the order in which they were given."""
 
     memory: Tensor
@@ -56,12 +56,12 @@ class Sent:
 class Staging:
     """Of one job at a time: the host's memory is written again only once the job has ended."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: GpuDevice) -> None:
         self._device = device
         self._inputs = device.pinned(_LEAST)
         self._outputs = deque(device.pinned(_LEAST) for _ in range(2))  # a step's, and the next one's
 
-    def send(self, arrays: Mapping[str, AnyArray]) -> Sent:
+    def send(self, arrays: Mapping[str, AnyArray]) -> SentInputs:
         """By the current stream, in one copy."""
         layout = Layout(arrays)
         if self._inputs.numel() < layout.size:
@@ -70,7 +70,7 @@ class Staging:
             view.numpy()[...] = arrays[name]
         memory = torch.empty(layout.size, dtype=torch.uint8, device=self._device.torch)
         memory.copy_(self._inputs[: layout.size], non_blocking=True)
-        return Sent(memory, layout.views(memory))
+        return SentInputs(memory, layout.views(memory))
 
     def fetch(self, values: Tensor) -> Tensor:
         """values [n] int64 in the host's memory, once what the current stream has to do until here is
@@ -101,7 +101,7 @@ def widened(tables: I32) -> I32:
 class Slot:
     """A thread for one job at a time, with memory of its own to send from and fetch to."""
 
-    def __init__(self, number: int, device: Device) -> None:
+    def __init__(self, number: int, device: GpuDevice) -> None:
         self.thread = ThreadPoolExecutor(1, f"gpu-job-{number}")
         self.staging = Staging(device)
 
@@ -109,7 +109,7 @@ class Slot:
 class Slots:
     """As many as there have been jobs at the same time. On one thread."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: GpuDevice) -> None:
         self._device = device
         self._every: list[Slot] = []
         self._idle: list[Slot] = []

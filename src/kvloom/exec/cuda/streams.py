@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
     def wait(self) -> None:
@@ -26,13 +26,13 @@ class Recording(Protocol):
         """On the current stream."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     def entered(self) -> AbstractContextManager[object]:
         """What this thread asks for while in it goes to this stream."""
 
-    def mark(self) -> Mark: ...
+    def mark(self) -> DeviceEvent: ...
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: DeviceEvent) -> None:
         """What comes later waits, on the device, for what is before `mark`."""
 
     def record(self, work: Callable[[], None]) -> Recording:
@@ -40,7 +40,7 @@ class Stream(Protocol):
         Raises RuntimeError where it cannot be recorded, for it asks the device something."""
 
 
-class HostMark:
+class HostEvent:
     def wait(self) -> None:
         """It is done."""
 
@@ -59,20 +59,20 @@ class HostStream:
     def entered(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def mark(self) -> HostMark:
-        return HostMark()
+    def mark(self) -> HostEvent:
+        return HostEvent()
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: DeviceEvent) -> None:
         mark.wait()
 
     def record(self, work: Callable[[], None]) -> Recording:
         return _Again(work)
 
 
-class CudaMark:
+class CudaEvent:
     """An event. Who waits for it sleeps: there are more threads that wait than cores to spin on."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.DeviceStream) -> None:
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
@@ -83,22 +83,22 @@ class CudaMark:
 class CudaStream:
     """pool: memory that its recordings share; they run one after the other."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.DeviceStream) -> None:
         self.stream = stream
         self._pool = torch.cuda.graph_pool_handle()
 
     @classmethod
     def new(cls, device: torch.device) -> CudaStream:
-        return cls(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return cls(torch.cuda.DeviceStream(device))  # type: ignore[no-untyped-call]
 
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
 
-    def mark(self) -> CudaMark:
-        return CudaMark(self.stream)
+    def mark(self) -> CudaEvent:
+        return CudaEvent(self.stream)
 
-    def follow(self, mark: Mark) -> None:
-        if isinstance(mark, CudaMark):
+    def follow(self, mark: DeviceEvent) -> None:
+        if isinstance(mark, CudaEvent):
             self.stream.wait_event(mark.event)
         else:
             mark.wait()
@@ -117,7 +117,7 @@ class CudaStream:
         return graph
 
 
-class Progress:
+class StepProgress:
     """begun: steps that the device has been asked for."""
 
     def __init__(self, steps: int) -> None:

@@ -34,7 +34,7 @@ class _Slot(threading.local):
     number = 0
 
 
-class Group:
+class RankGroup:
     """One rank's end; what is exchanged lies on `device`. Jobs that run at the same time must not meet in one
     exchange, so each slot has its own channel, and each thread says by `enter` which slot it works for.
 
@@ -104,7 +104,7 @@ def _wait(work: Work | None) -> None:
         work.wait()
 
 
-def connect(store: str, rank: int, size: int, slots: int, device: torch.device) -> Group:
+def connect(store: str, rank: int, size: int, slots: int, device: torch.device) -> RankGroup:
     """Meet the other ranks, who call this too: NCCL on GPUs, gloo elsewhere. store: a new file, that all can
     reach.
 
@@ -116,7 +116,7 @@ def connect(store: str, rank: int, size: int, slots: int, device: torch.device) 
         meeting = FileStore(store, size)
         meeting.set_timeout(timeout)
         ends = [PrefixStore(str(slot), meeting) for slot in range(slots)]
-        return Group(rank, size, [make(end, rank, size, timeout) for end in ends], device)
+        return RankGroup(rank, size, [make(end, rank, size, timeout) for end in ends], device)
     except RuntimeError as error:
         raise _lost(error) from error
 
@@ -154,7 +154,7 @@ def _lost(error: RuntimeError) -> Unavailable:
 
 class Team(Protocol):
     @property
-    def group(self) -> Group: ...
+    def group(self) -> RankGroup: ...
 
     def meet(self) -> None:
         """Wait until all ranks are here, however long they load. Raises Unavailable where one has ended,

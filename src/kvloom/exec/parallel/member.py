@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import torch
 
-from kvloom.exec.parallel.group import Group, connect
-from kvloom.exec.parallel.wire import Begin, Go, Here, Order, Refused, Wire
+from kvloom.exec.parallel.group import RankGroup, connect
+from kvloom.exec.parallel.wire import Go, Order, RankReady, RankRefused, StartRank, Wire
 from kvloom.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class Member:
     """What the first rank says comes on a thread of its own, which ends the process with the first rank."""
 
-    group: Group
+    group: RankGroup
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -34,17 +34,17 @@ class Member:
         return self._orders.get()
 
     def meet(self) -> None:
-        self._wire.send(Here())
+        self._wire.send(RankReady())
         order = self.next()
         assert isinstance(order, Go)
 
-    def join(self, begin: Begin, device: torch.device) -> None:
+    def join(self, begin: StartRank, device: torch.device) -> None:
         """This rank can compute on `device`: find the others, which look for it too. Raises Unavailable."""
         self.meet()
         self.group = connect(begin.store, begin.rank, begin.size, begin.slots, device)
 
     def refuse(self, error: ConfigError) -> None:
-        self._wire.send(Refused(error.message))
+        self._wire.send(RankRefused(error.message))
 
     def _listen(self) -> None:
         try:

@@ -20,15 +20,15 @@ from typing import Final
 import msgspec
 import torch
 
-from kvloom.exec.parallel.group import SECONDS, Group, connect
-from kvloom.exec.parallel.wire import Begin, Go, Here, Order, Refused, Report, SentMaps, Wire
+from kvloom.exec.parallel.group import SECONDS, RankGroup, connect
+from kvloom.exec.parallel.wire import Go, Order, RankReady, RankRefused, Report, SentMaps, StartRank, Wire
 from kvloom.types.clock import ending
 from kvloom.types.errors import ConfigError, KvloomError, Unavailable
 from kvloom.types.geometry import I64, Geometry
 from kvloom.types.job import Job
 from kvloom.types.spec import EngineSpec
 
-MODULE: Final = "kvloom.exec.parallel.rank"
+MODULE: Final = "kvloom.exec.rank"
 LOAD_SECONDS: Final = 1800.0  # that a rank may take from one meeting to the next
 NEWS_SECONDS: Final = 2.0  # after an exchange that failed, until it is known which rank has ended
 ENDING_SECONDS: Final = 5.0  # for the process to end, before a job fails for want of ranks
@@ -64,9 +64,9 @@ class Ranks:
     ) -> None:
         """Start the others. device: this rank's. folder: for a file by which they find each other. Raises
         Unavailable where one ends meanwhile, ConfigError where one cannot use its device."""
-        begin = Begin(rank=0, store="", spec=spec)
+        begin = StartRank(rank=0, store="", spec=spec)
         self.lost: Future[str] = Future()
-        self.group = Group(0, begin.size)
+        self.group = RankGroup(0, begin.size)
         self._name = spec.unit
         self._start_process = start
         self._closed = threading.Event()
@@ -90,9 +90,9 @@ class Ranks:
         here = 0
         while here < len(self._members):
             match self._heard(LOAD_SECONDS):
-                case Here():
+                case RankReady():
                     here += 1
-                case Refused(message):
+                case RankRefused(message):
                     raise ConfigError(message)
                 case _Ended(how):
                     raise Unavailable(how)
@@ -149,10 +149,10 @@ class Ranks:
     def _refused(self, error: Unavailable) -> KvloomError:
         """Loading has failed at an exchange. Returns what to raise: why, if another rank knows."""
         news = self._heard(NEWS_SECONDS)
-        while isinstance(news, Here):
+        while isinstance(news, RankReady):
             news = self._heard(NEWS_SECONDS)
         match news:
-            case Refused(message):
+            case RankRefused(message):
                 return ConfigError(message)
             case _Ended(how):
                 return Unavailable(how)

@@ -19,7 +19,7 @@ from kvloom.types.spec import EngineSpec
 _LENGTH: Final = struct.Struct("<I")
 
 
-class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
+class StartRank(Struct, frozen=True, kw_only=True, tag="begin"):
     """Load the unit's models and take an arena. store: file by which the ranks find each other."""
 
     rank: int
@@ -71,18 +71,18 @@ class Step(Struct, frozen=True, kw_only=True, tag="step"):
     copies: list[tuple[int, int, int]] = []
 
 
-class Here(Struct, frozen=True, tag="here"):
+class RankReady(Struct, frozen=True, tag="here"):
     """The rank waits for `Go`."""
 
 
-class Refused(Struct, frozen=True, tag="refused"):
+class RankRefused(Struct, frozen=True, tag="refused"):
     """The rank ends, because what it was given cannot be used."""
 
     message: str
 
 
-Order = Begin | Go | Step
-Report = Here | Refused
+Order = StartRank | Go | Step
+Report = RankReady | RankRefused
 
 
 class Wire:

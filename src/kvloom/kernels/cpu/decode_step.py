@@ -25,7 +25,7 @@ from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.cpu.products import PANEL, gated, normalise, plain_head, product, wait
 from kvloom.kernels.cpu.signals import acquire, exchange, wake
 from kvloom.kernels.cpu.vector import LANES
-from kvloom.kernels.mail import NOTE
+from kvloom.kernels.mailbox import NOTE
 
 NOWHERE = -1
 _SPINS = 2000  # looks before the core is offered to others at each further one

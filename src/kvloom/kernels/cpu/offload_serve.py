@@ -19,11 +19,11 @@ from kvloom.kernels.cpu.signals import acquire, exchange, release, sleep, take, 
 from kvloom.kernels.cpu.vector import operation, pointer
 
 
-class SheetArguments(ctypes.Structure):
+class DescriptorArguments(ctypes.Structure):
     """Addresses in the mailbox, which the borrower may write at any time: head, their_lengths, their_tables
     [rows, width], changed, told (its map). Ours: lent [blocks] own ones, as the borrower counts them; map
     [pages, blocks of a page] and known [pages] bool, of what it has told so far; and of the iteration,
-    lengths, tables, slot_page and slot_offset, as `Sheet` has them. rows, width, pages: the most that there
+    lengths, tables, slot_page and slot_offset, as `TaskDescriptor` has them. rows, width, pages: the most that there
     may be."""
 
     _fields_ = [
@@ -34,7 +34,7 @@ class SheetArguments(ctypes.Structure):
     ]
 
 
-_SHEET = np.dtype(SheetArguments)
+_DESCRIPTOR = np.dtype(DescriptorArguments)
 
 
 @njit(inline="never")
@@ -75,9 +75,9 @@ def _row(s, row):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def check(address, iteration):  # type: ignore[no-untyped-def]
-    """Copy the sheet of `iteration`, and return its rows; 0 where it breaks a rule. Each number is loaded
-    once, for it may change meanwhile; a negative one counts as a large one. address: of SheetArguments."""
-    s = carray(pointer_at(address), 1, _SHEET)[0]
+    """Copies the task descriptor of `iteration`, and return its rows; 0 where it breaks a rule. Each number is loaded
+    once, for it may change meanwhile; a negative one counts as a large one. address: of DescriptorArguments."""
+    s = carray(pointer_at(address), 1, _DESCRIPTOR)[0]
     if acquire(s.head) != iteration:
         return 0
     rows, changed = acquire(s.head + 4), acquire(s.head + 8)
@@ -102,9 +102,9 @@ _clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.
 class PollArguments(ctypes.Structure):
     """Of one loan; whoever has `lock` writes them, but for what `enter` and the thread that watches do.
     Addresses: lock and the mailbox' words posted, left, finished, waiting and asleep; notes, qkv and out,
-    whose slots are so many bytes apart; map, of the first layer; sheet, the SheetArguments; task, the
+    whose slots are so many bytes apart; map, of the first layer; descriptor, the DescriptorArguments; task, the
     AttentionArguments that are filled in for each; host, int64(), called with the lock where a task is not
-    one that the sheet allows: not 0 where nothing is to be done; clock, 16 bytes.
+    one that the descriptor allows: not 0 where nothing is to be done; clock, 16 bytes.
 
     iteration: the one whose rows `task` is for; −1 for none. closed: nobody but the host is to check any.
     done: the number of the last task that is; tasks: how many; waits and services: of the last `kept` of
@@ -120,7 +120,10 @@ class PollArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("lock", "posted", "left", "finished", "waiting", "asleep")),
         *((name, ctypes.c_int64) for name in ("notes", "note_bytes", "stamp", "slots", "layers")),
         *((name, ctypes.c_int64) for name in ("qkv", "qkv_slot", "out", "out_slot", "k_bytes", "v_bytes")),
-        *((name, ctypes.c_int64) for name in ("map", "map_layer", "sheet", "task", "host", "clock", "futex")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("map", "map_layer", "descriptor", "task", "host", "clock", "futex")
+        ),
         *((name, ctypes.c_int64) for name in ("iteration", "closed", "rows", "done")),
         *((name, ctypes.c_int64) for name in ("tasks", "kept", "waits", "services", "busy")),
         *((name, ctypes.c_int64) for name in ("working", "resting", "since", "until", "served", "gaps")),
@@ -191,10 +194,10 @@ def _do(p, note, slot, layer, found):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _known(p, iteration):  # type: ignore[no-untyped-def]
-    """Whether the rows of its sheet are known, or can be."""
+    """Whether the rows of its descriptor are known, or can be."""
     if iteration != p.iteration and p.closed == 0:
         p.iteration = -1
-        rows = check(p.sheet, iteration)
+        rows = check(p.descriptor, iteration)
         if rows != 0:
             carray(pointer_at(p.task), 1, _TASK)[0].batch = rows
             p.rows, p.iteration = rows, iteration

@@ -31,7 +31,7 @@ from kvloom.kernels.cuda.offload_ask import collect_launch, post_launch
 from kvloom.kernels.cuda.offload_serve import serve_launch
 from kvloom.kernels.cuda.prefill import prefill_launch
 from kvloom.kernels.cuda.write import write_launch
-from kvloom.kernels.mail import LINE, NOTE, WORDS, Desk, Lent, Mail, Pad
+from kvloom.kernels.mailbox import LINE, NOTE, WORDS, BorrowerState, LenderState, LentArena, MailboxTensors
 from kvloom.kernels.reference import Activation, block_view
 
 Named = tuple[str, Launch]
@@ -113,7 +113,7 @@ def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
     """Both ends of a loan to a model of 4 KV heads and 8 layers."""
     slots, rows, kv_heads, device = 2, 64, 4, torch.device("meta")
     heads = group * kv_heads
-    mail = Mail(
+    mailbox = MailboxTensors(
         words=_empty(len(WORDS), LINE // 4),
         head=_empty(1, 3),
         lengths=_empty(rows),
@@ -125,12 +125,12 @@ def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
     )
     arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
     name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
-    lent = Lent(_empty(mail.map.numel()), arena)
-    yield f"serve {name}", serve_launch(mail, Desk(0, mail), lent)
+    lent = LentArena(_empty(mailbox.map.numel()), arena)
+    yield f"serve {name}", serve_launch(mailbox, LenderState(0, mailbox), lent)
     q, k = (_empty(rows, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
-    pad = Pad(0, device)
-    yield f"post {name}", post_launch(mail, pad, q, k, k, 3, head_dim**-0.5)
-    yield f"collect {name}", collect_launch(mail, pad, q, 1000)
+    borrower_state = BorrowerState(0, device)
+    yield f"post {name}", post_launch(mailbox, borrower_state, q, k, k, 3, head_dim**-0.5)
+    yield f"collect {name}", collect_launch(mailbox, borrower_state, q, 1000)
 
 
 def served() -> Iterator[Named]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvloom.kernels.cuda.launch import CHANGING, Launch, check, power_of_two
-from kvloom.kernels.cuda.tile import LN2, LOWEST, Form, attend_tile
+from kvloom.kernels.cuda.tile import LN2, LOWEST, AttentionForm, attend_tile
 
 _VALUES = 4096  # held by a program at once
 
@@ -222,7 +222,7 @@ def decode_launches(
     lse: Tensor | None = None,
 ) -> tuple[Launch, ...]:
     """How `decode_attention` is launched: the splits, and where there are several, their merge."""
-    form = Form.of(q, arena, page_map, scale, window, softcap)
+    form = AttentionForm.of(q, arena, page_map, scale, window, softcap)
     batch, heads, head_dim = q.shape
     check("out", out, batch, heads, head_dim)
     check("tables", tables, batch, -1, dtypes=(torch.int32,))

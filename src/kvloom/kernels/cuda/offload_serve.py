@@ -18,7 +18,7 @@ import triton.language as tl
 from kvloom.kernels.cuda.launch import Launch, check, power_of_two
 from kvloom.kernels.cuda.poll import MASK, ahead, blame, look, look_here, tell, tell_here
 from kvloom.kernels.cuda.tile import DTYPES, LOWEST, attend_tokens
-from kvloom.kernels.mail import WORDS, Desk, End, Lent, Mail
+from kvloom.kernels.mailbox import WORDS, End, LenderState, LentArena, MailboxTensors
 
 
 @triton.jit
@@ -256,31 +256,47 @@ def _serve(  # type: ignore[no-untyped-def]
                     tell(done, number.to(tl.int32))
 
 
-def serve_launch(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: int = _PROGRAMS) -> Launch:
+def serve_launch(
+    mailbox: MailboxTensors,
+    lender_state: LenderState,
+    lent: LentArena,
+    looks: int = 0,
+    programs: int = _PROGRAMS,
+) -> Launch:
     """How `serve` is launched."""
-    (pages, layers, kv_heads), (slots, rows, heads, head_dim) = mail.map.shape, mail.out.shape
+    (pages, layers, kv_heads), (slots, rows, heads, head_dim) = mailbox.map.shape, mailbox.out.shape
     tokens, dims = lent.arena.shape[2], max(16, power_of_two(head_dim))
     check("arena", lent.arena, -1, 2, tokens, head_dim, dtypes=DTYPES)
     check("lent", lent.blocks, pages * layers * kv_heads, dtypes=(torch.int32,))
-    check("qkv", mail.qkv, slots, rows, heads + 2 * kv_heads, head_dim, dtypes=DTYPES)
+    check("qkv", mailbox.qkv, slots, rows, heads + 2 * kv_heads, head_dim, dtypes=DTYPES)
     if heads % kv_heads or lent.arena.stride()[1:] != (tokens * head_dim, head_dim, 1):
         raise ValueError(
             f"arena: {heads} heads over {kv_heads}, strides {lent.arena.stride()}: want a multiple, and "
             "blocks that are contiguous"
         )
     exact = lent.arena.dtype == torch.float32
-    words = {name: mail.word(name) for name in WORDS if name in ("posted", "done", "left", "over")}
+    words = {name: mailbox.word(name) for name in WORDS if name in ("posted", "done", "left", "over")}
     arguments: dict[str, Any] = words | {
-        **{"claim": desk.claim, "finished": desk.finished, "ended": desk.over, "looks": looks},
-        **{"counts": desk.counts, "partial": desk.sums, "scales": desk.scales, "SPAN": desk.span},
-        **{"PARTS": len(desk.counts), "RUNS": desk.most(mail, tokens)},
-        **{"head": mail.head, "lengths": mail.lengths, "tables": mail.tables, "mapped": mail.map},
-        **{"places": mail.places, "scoring": mail.scoring, "qkv": mail.qkv, "out": mail.out},
+        **{
+            "claim": lender_state.claim,
+            "finished": lender_state.finished,
+            "ended": lender_state.over,
+            "looks": looks,
+        },
+        **{
+            "counts": lender_state.counts,
+            "partial": lender_state.sums,
+            "scales": lender_state.scales,
+            "SPAN": lender_state.span,
+        },
+        **{"PARTS": len(lender_state.counts), "RUNS": lender_state.most(mailbox, tokens)},
+        **{"head": mailbox.head, "lengths": mailbox.lengths, "tables": mailbox.tables, "mapped": mailbox.map},
+        **{"places": mailbox.places, "scoring": mailbox.scoring, "qkv": mailbox.qkv, "out": mailbox.out},
         **{"lent": lent.blocks, "arena": lent.arena, "arena_block": lent.arena.stride(0)},
-        **{"note_words": mail.notes.stride(0), "scoring_slot": mail.scoring.stride(0)},
-        **{"qkv_slot": mail.qkv.stride(0), "qkv_row": mail.qkv.stride(1)},
-        **{"out_slot": mail.out.stride(0), "out_row": mail.out.stride(1)},
-        **{"SLOTS": slots, "MOST": rows, "WIDTH": mail.tables.shape[1], "PAGES": pages, "LAYERS": layers},
+        **{"note_words": mailbox.notes.stride(0), "scoring_slot": mailbox.scoring.stride(0)},
+        **{"qkv_slot": mailbox.qkv.stride(0), "qkv_row": mailbox.qkv.stride(1)},
+        **{"out_slot": mailbox.out.stride(0), "out_row": mailbox.out.stride(1)},
+        **{"SLOTS": slots, "MOST": rows, "WIDTH": mailbox.tables.shape[1], "PAGES": pages, "LAYERS": layers},
         **{"LENT": len(lent.blocks), "KV_HEADS": kv_heads, "GROUP": heads // kv_heads},
         **{"ROWS": max(16, power_of_two(heads // kv_heads)), "PAGE_TOKENS": tokens, "HEAD_DIM": head_dim},
         **{"DIMS": dims, "TILE": max(16, min(128, _TILE_BYTES // (2 * dims * lent.arena.itemsize)))},
@@ -289,7 +305,13 @@ def serve_launch(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: i
     return Launch(_serve, (programs,), arguments, warps=4, stages=3)
 
 
-def serve(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: int = _PROGRAMS) -> None:
+def serve(
+    mailbox: MailboxTensors,
+    lender_state: LenderState,
+    lent: LentArena,
+    looks: int = 0,
+    programs: int = _PROGRAMS,
+) -> None:
     """Do the task that waits in a lender's mailbox, if there is one: append k and v of its rows to lent
     blocks, attend, write the output, count `done` on. Where none waits, look for `looks` times more.
 
@@ -298,4 +320,4 @@ def serve(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: int = _P
     on several streams may run at the same time; a task that comes while one is at its start may be done by it
     in part, and by the next one to its end.
     """
-    serve_launch(mail, desk, lent, looks, programs).run()
+    serve_launch(mailbox, lender_state, lent, looks, programs).run()

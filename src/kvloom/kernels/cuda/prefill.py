@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvloom.kernels.cuda.launch import CHANGING, Launch, check, power_of_two
-from kvloom.kernels.cuda.tile import LN2, LOWEST, Form, attend_tile
+from kvloom.kernels.cuda.tile import LN2, LOWEST, AttentionForm, attend_tile
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -112,7 +112,7 @@ def _prefill(  # type: ignore[no-untyped-def]
         tl.store(lse + packed * lse_row + heads, best * LN2 + tl.log(norm), mask=here)
 
 
-def _shape(form: Form, rows: int) -> tuple[int, int, int]:
+def _shape(form: AttentionForm, rows: int) -> tuple[int, int, int]:
     """Rows, tile and warps for sequences that have `rows` rows of queries for a KV head on average.
 
     Sums and scores are float32 in registers, q and the tiles that are under way in shared memory: of each a
@@ -143,7 +143,7 @@ def prefill_launch(
     lse: Tensor | None = None,
 ) -> Launch:
     """How `prefill_attention` is launched."""
-    form = Form.of(q, arena, page_map, scale, window, softcap)
+    form = AttentionForm.of(q, arena, page_map, scale, window, softcap)
     (count, heads, head_dim), batch = q.shape, starts.shape[0]
     check("out", out, count, heads, head_dim)
     check("tables", tables, batch, -1, dtypes=(torch.int32,))

@@ -1,6 +1,6 @@
 """What decode and prefill attention share: one tile of tokens, read from the pool through its page tables.
 
-Scores are kept in units of log 2, so that exp2 turns them into weights; `Form` folds that into the scale.
+Scores are kept in units of log 2, so that exp2 turns them into weights; `AttentionForm` folds that into the scale.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def attend_tile(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AttentionForm:
     """Scale, window and softcap as the kernels take them, with what they make of the arena's shape."""
 
     arguments: dict[str, Any]
@@ -129,7 +129,7 @@ class Form:
     @classmethod
     def of(
         cls, q: Tensor, arena: Tensor, page_map: Tensor, scale: float, window: int, softcap: float
-    ) -> Form:
+    ) -> AttentionForm:
         """Raises ValueError where arena [blocks, 2, T, D], page_map [pages, layers, kv_heads] and q
         [N, heads, D] do not fit one another."""
         tokens, head_dim = arena.shape[2:]

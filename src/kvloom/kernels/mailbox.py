@@ -51,7 +51,7 @@ class Trouble(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mail:
+class MailboxTensors:
     """words [words, LINE / 4], head [1, 3], lengths [rows], tables [rows, width], map [pages, layers,
     kv_heads] and notes [slots, NOTE's size / 4] are int32; qkv [slots, rows, heads + 2 kv_heads, D] and out
     [slots, rows, heads, D] have the model's dtype."""
@@ -94,7 +94,7 @@ class Mail:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class LentArena:
     """What a borrower may name: own blocks [n] int32, in its order, of arena [blocks, 2, T, D]."""
 
     blocks: Tensor
@@ -105,7 +105,7 @@ SPAN: Final = 256  # tokens of a row that are worth a part of their own
 PARTS: Final = 32  # of a task, up to which its rows are cut
 
 
-class Desk:
+class LenderState:
     """What a lender's device keeps for itself of one loan: which task is next, or being done, and how many of
     its parts are taken; how many are done; and why no more tasks are taken. A part is a row and a KV head; of
     a task of few rows, of which one is long, a run of its tokens, whose sums are kept until the last is done.
@@ -116,10 +116,10 @@ class Desk:
     by their norms, then norms and the largest scores (base 2) that they are relative to.
     """
 
-    def __init__(self, start: int, mail: Mail, span: int = SPAN) -> None:
+    def __init__(self, start: int, mailbox: MailboxTensors, span: int = SPAN) -> None:
         """start: what the mailbox' counters begin with. span: tokens that a run has at least."""
-        device, head_dim = mail.words.device, mail.out.shape[3]
-        queries = _padded(mail.heads // mail.kv_heads)
+        device, head_dim = mailbox.words.device, mailbox.out.shape[3]
+        queries = _padded(mailbox.heads // mailbox.kv_heads)
         self.span = span
         self.claim = torch.zeros(1, dtype=torch.int64, device=device)
         self.words = torch.zeros(2, LINE // 4, dtype=torch.int32, device=device)
@@ -128,9 +128,9 @@ class Desk:
         self.scales = torch.zeros(PARTS, 2, queries, dtype=torch.float32, device=device)
         self.claim.fill_(signed(start) << 32)
 
-    def most(self, mail: Mail, tokens: int) -> int:
+    def most(self, mailbox: MailboxTensors, tokens: int) -> int:
         """Runs that a row may be cut into, where pages have so many tokens."""
-        return -(-mail.tables.shape[1] * tokens // self.span)
+        return -(-mailbox.tables.shape[1] * tokens // self.span)
 
     @property
     def finished(self) -> Tensor:
@@ -143,7 +143,7 @@ class Desk:
         return self.words[1, :1]
 
 
-class Pad:
+class BorrowerState:
     """What a borrower's device keeps for itself of one loan: words [4] int32, tasks posted and collected, an
     `End` or a `Trouble`, and how many programs of the launch have ended; step [3] int32, written once an
     iteration: its number, its rows that are away, and which row is the first of them."""

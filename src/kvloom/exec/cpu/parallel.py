@@ -1,8 +1,9 @@
-"""Runs jobs with torch on several ranks, of which this process is the first."""
+"""Jobs of one unit on several ranks of the CPU: the executor of the first rank, the worker of each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from kvloom.exec.attention import ForwardState
 from kvloom.exec.cpu.executor import TorchExecutor, commit_arena
-from kvloom.exec.loader import LoadedModel, load_models
+from kvloom.exec.cpu.loader import LoadedModel, load_models
+from kvloom.exec.parallel.group import RankGroup
+from kvloom.exec.parallel.member import Member, check
 from kvloom.exec.parallel.ranks import Ranks
+from kvloom.exec.parallel.wire import StartRank, Step, ToldMap, ids_of
 from kvloom.kv.arena import Arena
 from kvloom.types.geometry import I64
 from kvloom.types.job import Job
@@ -61,6 +65,42 @@ class ParallelExecutor(TorchExecutor):
             return super()._forward(slot, job, kept, state)
         except Exception as error:
             raise self._ranks.failed(error) from error
+
+
+class CpuWorker:
+    """Runs the steps that the first rank sends, and draws no tokens."""
+
+    def __init__(self, group: RankGroup, models: dict[str, LoadedModel], arena: Arena, slots: int) -> None:
+        self._group = group
+        self._models = models
+        self._views = {
+            name: arena.view(model.geometry.head_dim, model.dtype) for name, model in models.items()
+        }
+        self._maps = {name: ToldMap(model.geometry, arena.blocks) for name, model in models.items()}
+        self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(slots)]
+
+    @classmethod
+    def open(cls, begin: StartRank, member: Member) -> Self:
+        spec = begin.spec
+        torch.set_num_threads(begin.threads)
+        member.join(begin, torch.device("cpu"))
+        models = load_models(spec.models, spec.block_bytes, team=member)
+        arena = Arena(spec.kv_bytes // (begin.size * spec.block_bytes), spec.block_bytes)
+        return cls(member.group, models, arena, begin.slots)
+
+    def start(self, step: Step) -> None:
+        """What a step says of the page map holds for those after it."""
+        plan = self._maps[step.model].plan(step)
+        state = ForwardState(plan, self._views[step.model])
+        self._slots[step.slot].submit(self._run, step, state).add_done_callback(check)
+
+    def _run(self, step: Step, state: ForwardState) -> None:
+        torch.set_num_threads(step.share)
+        self._group.enter(step.slot)
+        tokens, kept = ids_of(step)
+        with torch.inference_mode():
+            state.copy_pages(state.plan.copies)
+            self._models[step.model].forward(tokens, kept, state)
 
 
 def load_executor(

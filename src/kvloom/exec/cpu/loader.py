@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.attention import NAME, Scoring, attend_dense
 from kvloom.exec.card import card_of
-from kvloom.exec.cpu.decoder import straighten
+from kvloom.exec.cpu.decoder import fuse_decoder
 from kvloom.exec.cpu.fuse import fuse
 from kvloom.exec.cpu.layer import Forward, Modular
 from kvloom.exec.huggingface import (
@@ -29,7 +29,7 @@ from kvloom.types.request import ModelCard
 from kvloom.types.spec import ModelSpec
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     def dtype(self, config: Any) -> torch.dtype:
         """The number format that `auto` means for a checkpoint with this config."""
 
@@ -43,7 +43,7 @@ class Target(Protocol):
     def settle(self, module: nn.Module) -> None:
         """The module is as it will be: let go of what it does not need."""
 
-    def straighten(
+    def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:
         """A faster forward than the module's own, where there is one."""
@@ -65,10 +65,10 @@ class CpuTarget:
         for left in module.parameters():  # out of the mapped files, which would else stay in memory with them
             left.data = left.data.clone()
 
-    def straighten(
+    def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:
-        return straighten(module, scorings, geometry)
+        return fuse_decoder(module, scorings, geometry)
 
 
 CPU = CpuTarget()
@@ -97,7 +97,7 @@ class Observer:
         return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
 
 
-def prove(module: Any, team: Team | None, target: Target) -> Observer:
+def prove(module: Any, team: Team | None, target: LoadTarget) -> Observer:
     """See what the stock model asks of our attention, bring it to where it is to run, slice and fuse it, and
     compare logits on a short prompt. Of a team the first rank alone does what takes the whole model, and does
     it where the files are mapped: no rank's device need hold the whole. Raises ConfigError."""
@@ -133,7 +133,7 @@ def _probe(module: Any) -> dict[str, Any]:
     }
 
 
-def _slice(module: Any, whole: Observer, team: Team, target: Target) -> Observer:
+def _slice(module: Any, whole: Observer, team: Team, target: LoadTarget) -> Observer:
     """Cut the module down to this rank's slice. Returns what the slice asks of attention."""
     for heads, _ in whole.layers.values():
         if heads % team.group.size:
@@ -195,7 +195,7 @@ def load_models(
     block_bytes: int,
     progress: Callable[[str], None] = lambda _: None,
     team: Team | None = None,
-    target: Target = CPU,
+    target: LoadTarget = CPU,
 ) -> dict[str, LoadedModel]:
     """By name; see `load_model`."""
     loaded: dict[str, LoadedModel] = {}
@@ -206,7 +206,7 @@ def load_models(
 
 
 def load_model(
-    spec: ModelSpec, block_bytes: int, team: Team | None = None, target: Target = CPU
+    spec: ModelSpec, block_bytes: int, team: Team | None = None, target: LoadTarget = CPU
 ) -> LoadedModel:
     """Build, fuse and prove a checkpoint. team: the ranks that share it, each of which loads its own slice at
     the same time; target: where it is to run. Raises ConfigError naming the model and what is wrong with it,
@@ -222,7 +222,7 @@ def load_model(
         raise ConfigError(f"models.{spec.name}: {spec.path} cannot be loaded: {reason}") from error
 
 
-def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: Target) -> LoadedModel:
+def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarget) -> LoadedModel:
     _no_code(spec.path)
     config = AutoConfig.from_pretrained(spec.path, trust_remote_code=False)
     if getattr(config, "is_encoder_decoder", False):
@@ -245,12 +245,12 @@ def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: Target) 
     target.settle(module)
     heads, head_dim = next(iter(observer.layers.values()))
     geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes)
-    straight = target.straighten(module, observer.scorings, geometry)
-    if team is not None and not team.group.agree(straight is not None):
-        straight = None  # all ranks must exchange the same
+    decoder = target.fuse_decoder(module, observer.scorings, geometry)
+    if team is not None and not team.group.agree(decoder is not None):
+        decoder = None  # all ranks must exchange the same
     card = card_of(spec, module, parameters)
     q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
-    return LoadedModel(module, straight or Modular(module), dtype, geometry, card, q_heads)
+    return LoadedModel(module, decoder or Modular(module), dtype, geometry, card, q_heads)
 
 
 def _no_code(path: str) -> None:

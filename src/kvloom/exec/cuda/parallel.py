@@ -12,17 +12,17 @@ from typing import Any, Self
 
 import torch
 
-from kvloom.exec.cuda.device import Device, uncut
+from kvloom.exec.cuda.device import GpuDevice, uncut
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.loader import load_pool, open_gpu, rehearse
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.staging import Staging
-from kvloom.exec.cuda.streams import Progress
-from kvloom.exec.parallel.group import SECONDS, Group
+from kvloom.exec.cuda.streams import StepProgress
+from kvloom.exec.parallel.group import SECONDS, RankGroup
 from kvloom.exec.parallel.member import Member, check
 from kvloom.exec.parallel.ranks import Ranks, Start, start_process
-from kvloom.exec.parallel.wire import Begin, Step, ToldMap, ids_of
+from kvloom.exec.parallel.wire import StartRank, Step, ToldMap, ids_of
 from kvloom.kv.arena import Store
 from kvloom.types.errors import Unavailable
 from kvloom.types.job import Job, JobResult, SampleRow
@@ -45,7 +45,7 @@ class ParallelGpuExecutor(GpuExecutor):
         self,
         models: dict[str, DeviceModel],
         arena: Store,
-        device: Device,
+        device: GpuDevice,
         ranks: Ranks,
         seconds: float,
     ) -> None:
@@ -60,7 +60,7 @@ class ParallelGpuExecutor(GpuExecutor):
     @staticmethod
     def over(
         spec: EngineSpec,
-        device: Device,
+        device: GpuDevice,
         operations: Operations,
         folder: Path | None = None,
         progress: Callable[[str], None] = lambda _: None,
@@ -141,7 +141,7 @@ def load_parallel_gpu_executor(
     return ParallelGpuExecutor.over(spec, device, operations, folder, progress)
 
 
-def all_alike(group: Group) -> Callable[[bool], bool]:
+def all_alike(group: RankGroup) -> Callable[[bool], bool]:
     """Whether a step has been recorded, which all ranks must find alike, or their exchanges would differ."""
 
     def agree(recorded: bool) -> bool:
@@ -178,20 +178,20 @@ class GpuWorker(GpuExecutor):
     """Runs the steps that the first rank sends, one after the other. Of the logits, which all ranks have, it
     takes the largest, and nobody asks for that."""
 
-    def __init__(self, models: dict[str, DeviceModel], arena: Store, device: Device) -> None:
+    def __init__(self, models: dict[str, DeviceModel], arena: Store, device: GpuDevice) -> None:
         super().__init__(models, arena, device)
         self._lane, self._staging = device.partitions.whole, Staging(device)
         self._thread = ThreadPoolExecutor(1, "jobs")
         self._maps = {name: ToldMap(model.geometry, arena.blocks) for name, model in models.items()}
 
     @classmethod
-    def on_gpu(cls, begin: Begin, member: Member) -> Self:
+    def on_gpu(cls, begin: StartRank, member: Member) -> Self:
         """Raises ConfigError with what the device lacks, Unavailable where another rank is gone."""
         device, operations = open_gpu(begin.spec.device, uncut, begin.rank)
         return cls.over(begin, member, device, operations)
 
     @classmethod
-    def over(cls, begin: Begin, member: Member, device: Device, operations: Operations) -> Self:
+    def over(cls, begin: StartRank, member: Member, device: GpuDevice, operations: Operations) -> Self:
         member.join(begin, device.torch)
         worker = cls(*load_pool(begin.spec, device, operations, team=member), device)
         rehearse(worker, begin.spec, device, agree=all_alike(member.group))
@@ -203,7 +203,7 @@ class GpuWorker(GpuExecutor):
         plan = self._maps[step.model].plan(step)
         samples = tuple(SampleRow(row, 0, 0, _LARGEST) for row in kept.tolist())
         job = Job(step.model, step.phase, step.share, plan, tokens, samples)
-        ran = self._thread.submit(self._run, job, self._lane, self._staging, Progress(1), _nobody)
+        ran = self._thread.submit(self._run, job, self._lane, self._staging, StepProgress(1), _nobody)
         ran.add_done_callback(check)
 
 
