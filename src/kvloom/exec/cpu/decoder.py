@@ -1,4 +1,5 @@
-"""Decoders that run as one straight loop of calls: found by their structure, proved on input."""
+"""Fused decoders: models whose forward is one loop over kvloom's own layers. They are found by their
+structure and proved on input."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """rotary: transformers' own, x and positions [1, N] → cos and sin [1, N, R]."""
+    """The parts of a decoder that are fused."""
 
     embedding: nn.Embedding
     rotary: Rotary
@@ -113,7 +114,7 @@ _AGREES = 1e-5
 def fuse_decoder(
     module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
 ) -> FusedDecoder | None:
-    """The fused `module` as a straight decoder, or None where it has another structure or other logits.
+    """Returns the fused `module` as one decoder, or None if it has another structure or other logits.
     scorings: what each layer asked of attention."""
     parts = _find(module, scorings, geometry)
     if parts is None or not all(_layer_agrees(module, parts, i, geometry) for i in range(geometry.layers)):
@@ -123,12 +124,12 @@ def fuse_decoder(
 
 
 def _plain(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of a module that has no weights of its own beside them."""
+    """Returns the children of a module that has no weights of its own beside them."""
     return {} if module._parameters else dict(module.named_children())
 
 
 def _find(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry) -> DecoderParts | None:
-    """A backbone of embedding, rotary table, layers and norm, and a head."""
+    """Finds a backbone of embedding, rotary table, layers and norm, and a head."""
     ends = list(_plain(module).values())
     if len(ends) != 2 or not isinstance(ends[1], Head):
         return None
@@ -215,7 +216,8 @@ class _Probe:
 
 
 def _layer_agrees(module: nn.Module, parts: DecoderParts, index: int, geometry: Geometry) -> bool:
-    """On random input, where a bound or a factor shows that hides in the logits."""
+    """Compares a layer with the stock one on random input, which shows a bound or a factor that hides in the
+    logits."""
     backbone = next(iter(_plain(module).values()))
     stock: Any = next(child for child in backbone.children() if isinstance(child, nn.ModuleList))[index]
     x = 3 * torch.randn(1, _PROMPT, parts.embedding.embedding_dim, generator=torch.Generator().manual_seed(0))
@@ -231,7 +233,7 @@ def _layer_agrees(module: nn.Module, parts: DecoderParts, index: int, geometry: 
 
 
 def _agrees(module: Any, decoder: FusedDecoder, geometry: Geometry) -> bool:
-    """A prompt and a few single tokens, both with all rows kept."""
+    """Compares logits over a prompt and three single tokens, with all rows kept."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(module.config.vocab_size, (_PROMPT + _STEPS,), generator=generator)
     ours, theirs = _Probe(geometry), _Probe(geometry)

@@ -1,4 +1,4 @@
-"""A decoder layer as one straight call."""
+"""A decoder layer of fused parts, and the records by which kernels attend in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kvloom.types.geometry import I64
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """q heads of attention over kv heads, `size` numbers each; the norms of a head of q and of k, if any."""
+    """The heads of attention: q heads over kv heads, `size` numbers each, and the norms of a head of q and of
+    k, if any."""
 
     q: int
     kv: int
@@ -31,7 +32,8 @@ class Heads:
     k_norm: FusedRMSNorm | None = None
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The fused product [N, (q + 2 kv) · size] → q, k, v, each [N, heads, size], q and k rotated."""
+        """Splits the fused product [N, (q + 2 kv) · size] into q, k, v, each [N, heads, size], q and k
+        rotated."""
         heads = qkv.view(len(qkv), -1, self.size)
         q, k, v = heads.tensor_split((self.q, self.q + self.kv), 1)
         if self.q_norm is None or self.k_norm is None:
@@ -45,7 +47,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """x + o(attention(qkv(before(x)))), and to that the gated MLP of its own norm."""
+    """Computes x + o(attention(qkv(before(x)))), and to that adds the gated MLP of its own norm."""
 
     index: int
     before: FusedRMSNorm
@@ -65,8 +67,9 @@ class DecoderLayer:
         kept: Tensor | None = None,
         runs: int = 1,
     ) -> Tensor:
-        """x [N, H] → [N, H], or its rows `kept` alone: after the last layer's K and V nobody needs others.
-        runs: of rows, one after the other, into which products are cut, so that others wait less."""
+        """Takes x [N, H] and returns [N, H], or its rows `kept` alone: after the last layer's K and V nobody
+        needs others. runs: the number of runs of rows into which products are cut, so that others wait
+        less."""
         if runs > 1:
             return self._in_runs(x, cos, sin, state, kept, runs)
         qkv = self.qkv(self.before(x))
@@ -90,7 +93,8 @@ class DecoderLayer:
         return torch.cat([self.finish(*rows, state.poll) for rows in parts])
 
     def finish(self, x: Tensor, mixed: Tensor, between: Between = at_once) -> Tensor:
-        """What comes after attention's output mixed [N, q · size]. between: called after each product."""
+        """Computes what comes after attention's output mixed [N, q · size]. between: called after each
+        product."""
         x = self.o.onto(mixed, x)
         between()
         x = self.mlp.onto(self.between(x), x, between)
@@ -103,7 +107,8 @@ AttentionRecords = npt.NDArray[Any]
 
 
 def model_records(layers: Sequence[DecoderLayer]) -> AttentionRecords:
-    """[layers] records with what the model itself decides. `map` is the layer's offset in the map's rows."""
+    """Returns [layers] records with what the model itself decides. `map` is the layer's offset in the map's
+    rows."""
     records = np.zeros(len(layers), _RECORD)
     for record, layer in zip(records, layers, strict=True):
         form, heads = layer.scoring, layer.heads
@@ -123,7 +128,8 @@ def model_records(layers: Sequence[DecoderLayer]) -> AttentionRecords:
 def forward_records(
     fixed: AttentionRecords, state: ForwardState, cos: Tensor, sin: Tensor, threads: int
 ) -> AttentionRecords:
-    """The records of one forward; cos, sin [N, R]. Where q, k, v and out lie is for the caller to add."""
+    """Returns the records of one forward; cos, sin [N, R]. The caller adds the addresses of q, k, v and
+    out."""
     records = fixed.copy()
     arena = state.arena
     records["arena"], records["block_bytes"] = arena.data_ptr(), arena.stride(0) * 4
@@ -141,7 +147,8 @@ def forward_records(
 
 
 def set_addresses(records: AttentionRecords, qkv: int, qkv_row: int, out: int, out_row: int) -> None:
-    """Where the fused product's rows lie, q's heads first, then k's and v's, and where the output's do."""
+    """Sets the addresses of the fused product's rows, q's heads first, then k's and v's, and of the
+    output's."""
     head = records["q_head"]
     k = qkv + records["kv_heads"] * records["group"] * head
     records["q"], records["k"], records["v"] = qkv, k, k + records["kv_heads"] * head
@@ -149,14 +156,15 @@ def set_addresses(records: AttentionRecords, qkv: int, qkv_row: int, out: int, o
 
 
 class Forward(Protocol):
-    """One forward of a model over the pages of `state`, whose plan says the positions."""
+    """Runs one forward of a model over the pages of `state`, whose plan says the positions."""
 
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
-        """tokens [N]; kept [R] rows → logits [R or more, V]: those of the kept rows come first."""
+        """Takes tokens [N] and kept [R] rows and returns logits [R or more, V]: those of the kept rows come
+        first."""
 
 
 class Modular:
-    """transformers' own modules, with what `fuse` has put into them."""
+    """Runs transformers' own modules, with what `fuse` has put into them."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -173,7 +181,7 @@ class Modular:
 
 
 def padded(values: I64) -> Tensor:
-    """`values`, the last one repeated up to the fewest rows that linear layers run well with. A repeated row
-    asks no other expert of a mixture than its original."""
+    """Returns `values` with the last one repeated up to the fewest rows that linear layers run well with. A
+    repeated row asks no other expert of a mixture than its original."""
     short = MIN_ROWS - values.size
     return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < MIN_ROWS else values)

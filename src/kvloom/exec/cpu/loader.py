@@ -1,4 +1,4 @@
-"""A checkpoint becomes a model that kvloom serves, or is refused with the reason."""
+"""Loading: a checkpoint becomes a model that kvloom serves, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from kvloom.types.spec import ModelSpec
 
 class LoadTarget(Protocol):
     def dtype(self, config: Any) -> torch.dtype:
-        """The number format that `auto` means for a checkpoint with this config."""
+        """Returns the number format that `auto` means for a checkpoint with this config."""
 
     def place(self, module: nn.Module) -> None:
-        """Bring the weights, which lie in mapped files, to where they are used. Raises ConfigError where they
-        do not fit."""
+        """Brings the weights, which lie in mapped files, to the device that uses them. Raises ConfigError if
+        they do not fit."""
 
     def fuse(self, module: nn.Module) -> None:
-        """In place; keeps what agrees with the stock modules."""
+        """Replaces stock modules in place by fused ones that agree with them."""
 
     def settle(self, module: nn.Module) -> None:
-        """The module is as it will be: let go of what it does not need."""
+        """Lets go of what the finished module does not need."""
 
     def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:
-        """A faster forward than the module's own, where there is one."""
+        """Returns a faster forward than the module's own, if there is one."""
 
 
 class CpuTarget:
-    """float32, in oneDNN's layouts."""
+    """Serves float32, in oneDNN's layouts."""
 
     def dtype(self, config: Any) -> torch.dtype:
         return torch.float32
 
     def place(self, module: nn.Module) -> None:
-        """They are read where they are."""
+        """Does nothing: weights are read from the mapped files."""
 
     def fuse(self, module: nn.Module) -> None:
         fuse(module)
@@ -98,9 +98,9 @@ class Observer:
 
 
 def prove(module: Any, team: Team | None, target: LoadTarget) -> Observer:
-    """See what the stock model asks of our attention, bring it to where it is to run, slice and fuse it, and
-    compare logits on a short prompt. Of a team the first rank alone does what takes the whole model, and does
-    it where the files are mapped: no rank's device need hold the whole. Raises ConfigError."""
+    """Sees what the stock model asks of our attention, brings it to the device on which it is to run, slices
+    and fuses it, and compares logits on a short prompt. In a team the first rank alone does what takes the
+    whole model, and does it on the mapped files: no rank's device need hold the whole. Raises ConfigError."""
     if team is None:
         target.place(module)
     observer, expected = Observer(), None
@@ -122,7 +122,7 @@ def prove(module: Any, team: Team | None, target: LoadTarget) -> Observer:
 
 
 def _probe(module: Any) -> dict[str, Any]:
-    """A short prompt, where the module is."""
+    """Returns a short prompt on the module's device."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(module.config.vocab_size, (1, _PROBE_TOKENS), generator=generator)
     positions = torch.arange(_PROBE_TOKENS)[None]
@@ -134,7 +134,7 @@ def _probe(module: Any) -> dict[str, Any]:
 
 
 def _slice(module: Any, whole: Observer, team: Team, target: LoadTarget) -> Observer:
-    """Cut the module down to this rank's slice. Returns what the slice asks of attention."""
+    """Cuts the module down to this rank's slice. Returns what the slice asks of attention."""
     for heads, _ in whole.layers.values():
         if heads % team.group.size:
             fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -197,7 +197,7 @@ def load_models(
     team: Team | None = None,
     target: LoadTarget = CPU,
 ) -> dict[str, LoadedModel]:
-    """By name; see `load_model`."""
+    """Loads each model as `load_model` does. Returns them by name."""
     loaded: dict[str, LoadedModel] = {}
     for i, spec in enumerate(models):
         progress(f"loading model {spec.name} ({i + 1}/{len(models)})")
@@ -208,9 +208,9 @@ def load_models(
 def load_model(
     spec: ModelSpec, block_bytes: int, team: Team | None = None, target: LoadTarget = CPU
 ) -> LoadedModel:
-    """Build, fuse and prove a checkpoint. team: the ranks that share it, each of which loads its own slice at
-    the same time; target: where it is to run. Raises ConfigError naming the model and what is wrong with it,
-    Unavailable where a rank of the team is gone."""
+    """Builds, fuses and proves a checkpoint. team: the ranks that share it, each of which loads its own slice
+    at the same time; target: the device on which it is to run. Raises ConfigError naming the model and what
+    is wrong with it, Unavailable if a rank of the team is gone."""
     try:
         return _load(spec, block_bytes, team, target)
     except ConfigError as error:
@@ -254,8 +254,8 @@ def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarg
 
 
 def _no_code(path: str) -> None:
-    """Refuse a checkpoint that brings its own model: transformers would ask at the terminal, or go on with
-    a class of its own that may be another model."""
+    """Refuses a checkpoint that brings its own model: transformers would ask at the terminal, or go on with a
+    class of its own that may be another model."""
     config, _ = PretrainedConfig.get_config_dict(path)
     wanted = {"AutoConfig", "AutoModelForCausalLM"} & set(config.get("auto_map") or ())
     if wanted and config.get("model_type") not in CONFIG_MAPPING:
@@ -263,7 +263,7 @@ def _no_code(path: str) -> None:
 
 
 def _whole(info: dict[str, Any]) -> None:
-    """Refuse a checkpoint that leaves a weight to chance."""
+    """Refuses a checkpoint that leaves a weight to chance."""
     if info["missing_keys"]:
         raise ConfigError(f"its files lack {_some(info['missing_keys'])}")
     if info["mismatched_keys"]:

@@ -24,8 +24,9 @@ from kvloom.types.spec import EngineSpec
 
 
 class ParallelExecutor(TorchExecutor):
-    """Each rank has its heads of every page, in an arena of its own with as many blocks, and runs each job on
-    `share` cores; this one draws the tokens. A job that fails on its way to the logits ends the ranks."""
+    """Has its heads of every page, as each rank has, in an arena with as many blocks as those of the others,
+    and runs each job on `share` cores as they do; this rank alone draws the tokens. A job that fails on its
+    way to the logits ends the ranks."""
 
     def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int, ranks: Ranks) -> None:
         super().__init__(models, arena, threads)
@@ -39,8 +40,8 @@ class ParallelExecutor(TorchExecutor):
         folder: Path | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> Self:
-        """Start the other ranks, and load with them. Pool and cores of the unit are shared out evenly.
-        folder: see `Ranks`. Raises ConfigError, and Unavailable where a rank ends meanwhile."""
+        """Starts the other ranks, and loads with them. Pool and cores of the unit are shared out evenly.
+        folder: see `Ranks`. Raises ConfigError, and Unavailable if a rank ends meanwhile."""
         size, threads = spec.tensor_parallel, spec.threads // spec.tensor_parallel
         torch.set_num_threads(threads)
         progress(f"starting {size} ranks")
@@ -89,7 +90,7 @@ class CpuWorker:
         return cls(member.group, models, arena, begin.slots)
 
     def start(self, step: Step) -> None:
-        """What a step says of the page map holds for those after it."""
+        """Starts a step. What it says of the page map holds for those after it."""
         plan = self._maps[step.model].plan(step)
         state = ForwardState(plan, self._views[step.model])
         self._slots[step.slot].submit(self._run, step, state).add_done_callback(check)
@@ -106,7 +107,7 @@ class CpuWorker:
 def load_executor(
     spec: EngineSpec, folder: Path | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> TorchExecutor:
-    """The executor that the unit needs. Raises as the executors do."""
+    """Returns the executor that the unit needs. Raises as the executors do."""
     if spec.tensor_parallel > 1:
         return ParallelExecutor.over(spec, folder, progress)
     return TorchExecutor.load(

@@ -1,4 +1,4 @@
-"""A decode step of few rows: the whole model in one kernel."""
+"""Decode steps of small batches: the whole model in one kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
 
 
 class SmallBatchDecode:
-    """Addresses of all weights, made once; a call adds one forward's buffers and runs the kernel."""
+    """Holds the addresses of all weights, made once; a call adds one forward's buffers and runs the
+    kernel."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class SmallBatchDecode:
         norm: FusedRMSNorm,
         head: PackedLinear | TiedLinear | Gathered,
     ) -> SmallBatchDecode | None:
-        """None where the kernel lacks the activation, cannot read the packed weights, or would have to wait
-        for other ranks."""
+        """Returns None if the kernel lacks the activation, cannot read the packed weights, or would have to
+        wait for other ranks."""
         if isinstance(head, Gathered):
             return None
         linears: list[PackedLinear] = []
@@ -96,8 +97,8 @@ class SmallBatchDecode:
         return max(tokens.size, kept.size) <= SMALL_BATCH_ROWS
 
     def limits(self, lengths: Tensor, page_tokens: int, threads: int) -> list[int]:
-        """Into how many parts the operators of a step can be split at most, stage by stage: panels of a
-        product, tiles of tokens of attention over lengths [B]; of those of one thread."""
+        """Returns into how many parts the operators of a step can be split at most, stage by stage: panels of
+        a product, tiles of tokens of attention over lengths [B]; of those of one thread."""
         tile = min(TILE, page_tokens)
         tiles = {
             window: int(((lengths.clamp(max=window) if window else lengths) + (tile - 1)).div_(
@@ -120,9 +121,9 @@ class SmallBatchDecode:
         split: OperatorSplit | None = None,
         remote: RemoteAttention | None = None,
     ) -> Tensor:
-        """tokens [B], kept [R]; `records`, the attention's records of this forward → logits [R, V]. split: where
-        others' tasks may come, and was told of this step's limits. remote: attends for the last rows, which
-        are not in `records`."""
+        """Takes tokens [B], kept [R] and the attention's `records` of this forward and returns logits [R, V].
+        split: says when to look for others' tasks, and was told of this step's limits. remote: attends for
+        the last rows, which are not in `records`."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)

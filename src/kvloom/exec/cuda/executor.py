@@ -1,5 +1,5 @@
-"""Runs jobs on one GPU: decode steps from recordings, prefills as they come, side by side on its
-partitions."""
+"""The executor of one GPU: it runs decode steps from recordings and prefills as they come, side by side on
+the GPU's partitions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ STRIDE: Final = 32  # steps of a decode job: each takes a row's next page at onc
 
 
 class GpuExecutor:
-    """Satisfies core's `Executor`. A job has a thread and a lane; a share is a number of multiprocessors.
+    """Satisfies the engine's `Executor`. A job has a thread and a lane; a share is a number of
+    multiprocessors.
 
     A job's thread asks the device for all that the job needs, and then waits for its tokens. In a job of
     several steps a step's tokens go into the next on the device, which has always been asked for one step
@@ -64,10 +65,10 @@ class GpuExecutor:
         progress: Callable[[str], None] = lambda _: None,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """Run what jobs will run, so that kernels are compiled, memory is taken and decode steps are
-        recorded. chunk: prompt tokens of a job. agree: whether all ranks have recorded a step, where there
-        are several; it raises where some have and others have not. Raises torch's OutOfMemoryError where
-        the rest of the memory is too little."""
+        """Runs what jobs will run, so that kernels are compiled, memory is taken and decode steps are
+        recorded. chunk: prompt tokens of a job. agree: returns whether all ranks have recorded a step, if
+        there are several; it raises if some have and others have not. Raises torch's OutOfMemoryError if the
+        rest of the memory is too little."""
         self._device.enter()
         self._device.settle()  # weights and pool, before other streams read them
         pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
@@ -110,7 +111,7 @@ class GpuExecutor:
         self._device.enter()
 
     def heads(self, model: str) -> int:
-        """Of q, in all its layers; 0 where they differ."""
+        """Returns the number of a model's query heads in all its layers; 0 if layers differ."""
         return self._models[model].heads
 
     @property
@@ -122,7 +123,8 @@ class GpuExecutor:
         return {name: model.geometry for name, model in self._models.items()}
 
     async def lost(self) -> str:
-        """Wait until no job can run any more; why. After an error of its own a device refuses all."""
+        """Waits until no job can run any more, and returns why. After an error of its own a device refuses
+        all."""
         await self._breaks.wait()
         return f"{self._device.torch} has failed: {self._reason}"
 
@@ -156,7 +158,7 @@ class GpuExecutor:
         self._progress[id(job)].cut()
 
     def close(self) -> None:
-        """Wait for running jobs and end the threads."""
+        """Waits for running jobs and ends the threads."""
         self._slots.close()
 
     # on a job's thread
@@ -227,16 +229,16 @@ class GpuExecutor:
 
     @contextmanager
     def _turn(self, job: Job, lane: PartitionLane) -> Iterator[None]:
-        """What this thread asks for goes to the lane, and nothing of others comes between."""
+        """Sends what this thread asks for to the lane; nothing of others comes between."""
         with lane.lock, lane.entered(), self.loans.attend(job, lane):
             yield
 
     def _told(self, job: Job) -> AbstractContextManager[None]:
-        """While in it, other ranks are told of the job, where there are others."""
+        """Tells the other ranks of the job, if there are any."""
         return nullcontext()
 
     def _steps_of(self, job: Job, lane: PartitionLane) -> DecodeSteps:
-        """In a turn of the lane, in which loans stay what they are."""
+        """Returns the steps of a job in a turn of the lane, in which loans stay what they are."""
         return self.loans.steps(job, lane) or self._steps[job.model, lane]
 
     def _decode(
@@ -248,7 +250,7 @@ class GpuExecutor:
         draws: Draws,
         steps: DecodeSteps,
     ) -> tuple[Tensor, SentInputs]:
-        """The first step → logits [samples and prompts, V], and what was sent."""
+        """Asks for the first step. Returns logits [samples and prompts, V], and what was sent."""
         arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays | model.copies(job.plan.copies)
         sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
         model.copy_pages(sent)
@@ -264,15 +266,15 @@ class GpuExecutor:
 
 
 def _settle(lane: PartitionLane) -> None:
-    """Wait for what was asked for, which may still write to blocks that are about to be others'. Under its
-    lock: a mark in the middle of another thread's recording would be recorded."""
+    """Waits for what was asked for, which may still write to blocks that are about to be others'. The lane's
+    lock is held: an event in the middle of another thread's recording would be recorded."""
     with lane.lock:
         mark = lane.mark()
     mark.wait()
 
 
 def _landed(tokens: Tensor, mark: DeviceEvent) -> list[int]:
-    """Tokens on their way to the host, once they are there."""
+    """Returns tokens on their way to the host, once they are there."""
     mark.wait()
     found: list[int] = tokens.tolist()
     return found

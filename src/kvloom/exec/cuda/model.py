@@ -25,8 +25,7 @@ from kvloom.types.request import ModelCard
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a forward's tokens are: arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B,
-    P], slot_page and slot_offset [N], int32, as a plan says. A slot of page −1 is written nowhere."""
+    """The places of a forward's tokens, as a plan says. A slot of page −1 is written nowhere."""
 
     arena: Tensor
     page_map: Tensor
@@ -36,8 +35,8 @@ class Places:
 
 
 class _DeviceState:
-    """What `kvloom_attention` calls: `attend` writes K and V of the new tokens, and attends over the
-    pages."""
+    """The state that `kvloom_attention` calls: `attend` writes K and V of the new tokens, and attends over
+    the pages."""
 
     def __init__(
         self,
@@ -47,14 +46,14 @@ class _DeviceState:
         poll: Callable[[], None],
     ) -> None:
         """written: called after each layer's write, on whose stream it is. poll: called after each layer's
-        attention, where others may have something to do."""
+        attention, at which others may have something to do."""
         self._operations = operations
         self._places = places
         self._written = written
         self._poll = poll
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]."""
+        """Takes q [N, Hq, D], k and v [N, Hkv, D] of the new tokens and returns [N, Hq, D]."""
         places = self._places
         self._operations.write_kv(
             places.arena, places.page_map, layer, k, v, places.slot_page, places.slot_offset
@@ -70,7 +69,8 @@ class _DeviceState:
 
 
 class DecodeState(_DeviceState):
-    """One new token a sequence. lengths: [B] int32, the new token counted; 0 for a row that is padding."""
+    """Attends for one new token a sequence. lengths: [B] int32, the new token counted; 0 for a row that is
+    padding."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class DecodeState(_DeviceState):
 
 
 class PrefillState(_DeviceState):
-    """starts: [B] tokens that each sequence has; begins: [B + 1] rows; both int32."""
+    """Attends for prompts. starts: [B] tokens that each sequence has; begins: [B + 1] rows; both int32."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ Send = Callable[[Mapping[str, AnyArray]], SentInputs]
 
 
 class DevicePageMap:
-    """blocks: [pages, layers, kv_heads] on the device. A row that has changed travels with the job that is
-    the first to need it; jobs on other lanes wait for that copy, and for nothing else."""
+    """The page map on the device. A row that has changed travels with the job that is the first to need it;
+    jobs on other lanes wait for that copy, and for nothing else."""
 
     def __init__(self, geometry: Geometry, pages: int, device: torch.device) -> None:
         shape = (pages, geometry.layers, geometry.kv_heads)
@@ -139,8 +139,8 @@ class DevicePageMap:
         self._lock = threading.Lock()
 
     def refresh(self, plan: Plan, lane: PartitionLane, send: Send) -> SentInputs:
-        """On the lane's stream, whose job has the plan: the map is right for its pages from here on. send:
-        puts arrays onto the device, with whatever else the job needs; what it returns is returned."""
+        """Makes the map right for the pages of a plan, on the stream of the lane whose job has it. send: puts
+        arrays onto the device, with whatever else the job needs; what it returns is returned."""
         with self._lock:
             pages, seen = self._stale(plan)
             sent = send({"map_pages": pages, "map_rows": plan.page_map[pages]})
@@ -154,9 +154,9 @@ class DevicePageMap:
         return sent
 
     def _stale(self, plan: Plan) -> tuple[I64, I64]:
-        """Of the pages that the forward may read or write those whose rows the device has not, and the rows'
-        versions. Entries of a table past a sequence's own pages do no harm: their rows come again when they
-        are somebody's."""
+        """Returns those of the pages that the forward may read or write whose rows the device has not, and
+        the rows' versions. Entries of a table past a sequence's own pages do no harm: their rows come again
+        when they are somebody's."""
         if plan.versions is not self._counted:
             self._counted = plan.versions
             self._versions[:] = -1
@@ -172,8 +172,7 @@ class DevicePageMap:
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """heads: of q, in all layers; 0 where they differ. arena: [blocks, 2, T, D], as this model sees `memory`,
-    the pool's bytes."""
+    """One model on the device."""
 
     module: Any
     geometry: Geometry
@@ -196,7 +195,7 @@ class DeviceModel:
     def logits(
         self, tokens: Tensor, positions: Tensor, state: DecodeState | PrefillState, kept: Tensor | None = None
     ) -> Tensor:
-        """tokens, positions [N] int64 → logits of the rows `kept`, or of all, [R, V]."""
+        """Takes tokens, positions [N] int64 and returns logits [R, V] of the rows `kept`, or of all."""
         out: Tensor = self.module(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -207,12 +206,12 @@ class DeviceModel:
         return out
 
     def advance(self, sent: SentInputs, ids: Tensor) -> None:
-        """A decode step's inputs become the next one's: ids [B] are what its first B rows have drawn."""
+        """Turns a decode step's inputs into the next one's: ids [B] are what its first B rows have drawn."""
         names = ("tokens", "positions", "lengths", "slot_page", "slot_offset", "tables")
         self.operations.advance(ids, *(sent.arrays[name] for name in names), self.geometry.tokens_per_block)
 
     def copies(self, copies: tuple[PageCopy, ...]) -> dict[str, AnyArray]:
-        """What `copy_pages` needs on the device."""
+        """Returns what `copy_pages` needs on the device."""
         lists = {
             "copy_sources": [copy.source for copy in copies],
             "copy_targets": [copy.target for copy in copies],
@@ -221,7 +220,7 @@ class DeviceModel:
         return {name: np.asarray(values, dtype=np.int32) for name, values in lists.items()} if copies else {}
 
     def copy_pages(self, sent: SentInputs) -> None:
-        """Copy on write, all layers at once."""
+        """Copies on write, in all layers at once."""
         if "copy_sources" not in sent.arrays:
             return
         lists = (sent.arrays[name] for name in ("copy_sources", "copy_targets", "copy_counts"))

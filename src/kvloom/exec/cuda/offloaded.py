@@ -104,8 +104,8 @@ class OffloadedSteps:
             self._failure = error.message
 
     def steps(self, job: Job, lane: PartitionLane, poll: Callable[[], None]) -> DecodeSteps:
-        """Returns steps with a recording of the job's size, if the model can be recorded. In a turn of the
-        lane."""
+        """Returns steps with a recording of the job's size, if the model can be recorded. The caller has a
+        turn of the lane."""
         mailbox, buffers = self.loan.mailbox, self._buffers[lane]
         if self._failure is not None:
             mailbox.fail(Trouble.GONE)
@@ -127,7 +127,7 @@ class OffloadedSteps:
 
 class PolledSteps:
     """Decode steps that poll for one loan: recordings have its mailbox' address. Each is made when a batch
-    first needs it, by a thread that holds the lane's lock. To be made and closed while no forward runs."""
+    first needs it, by a thread that holds the lane's lock. They are made and closed while no forward runs."""
 
     def __init__(
         self,
@@ -164,13 +164,13 @@ class PolledSteps:
 
 
 def _products(module: nn.Module) -> Iterator[nn.Linear]:
-    """Returns each product once; sisters have one together."""
+    """Returns each product once; merged layers have one together."""
     found = (one.product if isinstance(one, MergedLinearPart) else one for one in module.modules())
     yield from {id(one): one for one in found if isinstance(one, nn.Linear)}.values()
 
 
 class CudaLoans:
-    """What the forwards of a unit have to do with loans. Jobs call it in a turn of their lane."""
+    """Gives the forwards of a unit their part in loans. Jobs call it in a turn of their lane."""
 
     def __init__(
         self,

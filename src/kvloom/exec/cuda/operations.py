@@ -16,9 +16,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """As the twins in `kernels/reference.py` and `kernels/mailbox_reference.py` say. workspace: (batch, heads,
-    kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's attention is to split its
-    work in, or None for no splitting."""
+    """The operations that the twins in `kernels/reference.py` and `kernels/mailbox_reference.py` define.
+    workspace: (batch, heads, kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's
+    attention is to split its work in, or None for no splitting."""
 
     write_kv: Callable[..., None]
     decode_attention: Callable[..., None]
@@ -35,7 +35,7 @@ class Operations:
 
 
 def plain_operations() -> Operations:
-    """The twins: on any device, in any dtype, at any speed."""
+    """Returns the twins: on any device, in any dtype, at any speed."""
 
     def decode(*arguments: Any, workspace: None) -> None:
         reference.decode_attention(*arguments)
@@ -64,7 +64,8 @@ def plain_operations() -> Operations:
 
 
 def triton_operations() -> Operations:
-    """Imported here alone: triton reads its environment when it is."""
+    """Returns Triton's kernels. They are imported here alone: triton reads its environment when it is
+    imported."""
     from kvloom.kernels.cuda.copy import copy_pages
     from kvloom.kernels.cuda.decode import Workspace, decode_attention, splits_for
     from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate

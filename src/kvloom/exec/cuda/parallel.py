@@ -1,4 +1,4 @@
-"""Runs jobs on several GPUs, of which this process has the first rank's."""
+"""Jobs of one unit on several GPUs: the executor of the first rank, the worker of each other."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from kvloom.types.spec import EngineSpec
 
 
 class ParallelGpuExecutor(GpuExecutor):
-    """Each rank has its heads of every page, in an arena of its own with as many blocks, and runs each job
-    too; this one draws the tokens. All jobs take turns on one lane of each device, told in the order in which
-    they are asked for, so that exchanges meet in one order everywhere. A job has one step: the tokens of a
-    step are drawn here.
+    """Has its heads of every page, as each rank has, in an arena with as many blocks as those of the others,
+    and runs each job as they do; this rank alone draws the tokens. All jobs take turns on one lane of each
+    device, told in the order in which they are asked for, so that exchanges meet in one order everywhere. A
+    job has one step: the tokens of a step are drawn here.
 
     A job that fails on its way to the logits ends the ranks, and so do `seconds` without a job's end while
     some are under way: an exchange that waits on a device for a rank which does not come ends with the
@@ -67,8 +67,8 @@ class ParallelGpuExecutor(GpuExecutor):
         start: Start = start_process,
         seconds: float = SECONDS,
     ) -> ParallelGpuExecutor:
-        """Start the other ranks, and load with them. folder, start: see `Ranks`. Raises ConfigError, and
-        Unavailable where a rank ends meanwhile."""
+        """Starts the other ranks, and loads with them. folder, start: see `Ranks`. Raises ConfigError, and
+        Unavailable if a rank ends meanwhile."""
         progress(f"starting {spec.tensor_parallel} ranks")
         ranks = Ranks(spec, device.torch, folder, start)
 
@@ -100,7 +100,7 @@ class ParallelGpuExecutor(GpuExecutor):
         self._watch()
 
     def _watch(self) -> None:
-        """From now on, for the end of the next of the jobs that are under way."""
+        """Waits anew, from now on, for the end of the next of the jobs that are under way."""
         if self._timer is not None:
             self._timer.cancel()
         loop, seconds = asyncio.get_running_loop(), self._seconds
@@ -120,8 +120,8 @@ class ParallelGpuExecutor(GpuExecutor):
 
     @contextmanager
     def _told(self, job: Job) -> Iterator[None]:
-        """In a turn of the lane: no job is told between another one's being told and asked for, and none
-        after one that failed on the way."""
+        """Tells the other ranks of a job in a turn of the lane: no job is told between another one's being
+        told and asked for, and none after one that failed on the way."""
         if self._broken:
             raise Unavailable("a job before it has failed")
         try:
@@ -135,14 +135,16 @@ class ParallelGpuExecutor(GpuExecutor):
 def load_parallel_gpu_executor(
     spec: EngineSpec, folder: Path | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> ParallelGpuExecutor:
-    """Raises ConfigError with what a device lacks, Unavailable where a rank ends meanwhile."""
+    """Loads a unit of several GPUs. Raises ConfigError with what a device lacks, Unavailable if a rank ends
+    meanwhile."""
     progress(f"opening {spec.device}")
     device, operations = open_gpu(spec.device, cut=uncut)
     return ParallelGpuExecutor.over(spec, device, operations, folder, progress)
 
 
 def all_alike(group: RankGroup) -> Callable[[bool], bool]:
-    """Whether a step has been recorded, which all ranks must find alike, or their exchanges would differ."""
+    """Returns a function that says whether a step has been recorded, which all ranks must find alike, or
+    their exchanges would differ."""
 
     def agree(recorded: bool) -> bool:
         if group.agree(recorded) != recorded:
@@ -153,8 +155,8 @@ def all_alike(group: RankGroup) -> Callable[[bool], bool]:
 
 
 def _unless_lost(ranks: Ranks, load: Callable[[], ParallelGpuExecutor]) -> ParallelGpuExecutor:
-    """What `load` gives. Raises Unavailable at once where a rank ends meanwhile: on a GPU an exchange may
-    then hang, on a thread that is left to the end of the process."""
+    """Returns what `load` gives. Raises Unavailable at once if a rank ends meanwhile: on a GPU an exchange
+    may then hang, on a thread that is left to the end of the process."""
     loaded: Future[ParallelGpuExecutor] = Future()
 
     def run() -> None:
@@ -175,8 +177,8 @@ _LARGEST = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 
 class GpuWorker(GpuExecutor):
-    """Runs the steps that the first rank sends, one after the other. Of the logits, which all ranks have, it
-    takes the largest, and nobody asks for that."""
+    """Runs the steps that the first rank sends, one after the other. It takes the largest of the logits,
+    which all ranks have, and nobody asks for that."""
 
     def __init__(self, models: dict[str, DeviceModel], arena: Store, device: GpuDevice) -> None:
         super().__init__(models, arena, device)
@@ -186,7 +188,8 @@ class GpuWorker(GpuExecutor):
 
     @classmethod
     def on_gpu(cls, begin: StartRank, member: Member) -> Self:
-        """Raises ConfigError with what the device lacks, Unavailable where another rank is gone."""
+        """Opens the rank's GPU and loads. Raises ConfigError with what the device lacks, Unavailable if
+        another rank is gone."""
         device, operations = open_gpu(begin.spec.device, uncut, begin.rank)
         return cls.over(begin, member, device, operations)
 
@@ -198,7 +201,7 @@ class GpuWorker(GpuExecutor):
         return worker
 
     def start(self, step: Step) -> None:
-        """What a step says of the page map holds for those after it."""
+        """Starts a step. What it says of the page map holds for those after it."""
         tokens, kept = ids_of(step)
         plan = self._maps[step.model].plan(step)
         samples = tuple(SampleRow(row, 0, 0, _LARGEST) for row in kept.tolist())
@@ -208,4 +211,4 @@ class GpuWorker(GpuExecutor):
 
 
 def _nobody(tokens: list[int]) -> None:
-    """Is told of a step's tokens: each job has one step."""
+    """Ignores a step's tokens: each job has one step."""

@@ -1,4 +1,4 @@
-"""What a job needs from the host, in one buffer and one copy."""
+"""The way of a job's inputs from the host to the device: one buffer and one copy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layout:
             self.size += -(-array.nbytes // _ALIGNED) * _ALIGNED
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The arrays in `memory`, [size] bytes or more."""
+        """Returns the arrays in `memory`, [size] bytes or more."""
         return {
             name: memory[at : at + size].view(dtype).view(shape)
             for name, (at, size, dtype, shape) in self._places.items()
@@ -47,14 +47,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class SentInputs:
-    """On the device. memory: the bytes in which the arrays lie, in the order in which they were given."""
+    """The inputs of a job on the device."""
 
     memory: Tensor
     arrays: dict[str, Tensor]
 
 
 class Staging:
-    """Of one job at a time: the host's memory is written again only once the job has ended."""
+    """The host's memory of one job at a time: it is written again only once the job has ended."""
 
     def __init__(self, device: GpuDevice) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class Staging:
         self._outputs = deque(device.pinned(_LEAST) for _ in range(2))  # a step's, and the next one's
 
     def send(self, arrays: Mapping[str, AnyArray]) -> SentInputs:
-        """By the current stream, in one copy."""
+        """Sends arrays by the current stream, in one copy."""
         layout = Layout(arrays)
         if self._inputs.numel() < layout.size:
             self._inputs = self._device.pinned(2 * layout.size)
@@ -73,8 +73,8 @@ class Staging:
         return SentInputs(memory, layout.views(memory))
 
     def fetch(self, values: Tensor) -> Tensor:
-        """values [n] int64 in the host's memory, once what the current stream has to do until here is
-        done; there until the next but one."""
+        """Returns values [n] int64 in the host's memory, once what the current stream has to do until here is
+        done; there until the next call but one."""
         size = values.numel() * values.itemsize
         self._outputs.rotate()
         if self._outputs[0].numel() < size:
@@ -85,7 +85,7 @@ class Staging:
 
 
 def padded(values: AnyArray, size: int, fill: int = 0) -> AnyArray:
-    """values [n, ...] with rows of `fill` up to `size`."""
+    """Returns values [n, ...] with rows of `fill` up to `size`."""
     short = size - len(values)
     return (
         np.pad(values, [(0, short), *[(0, 0)] * (values.ndim - 1)], constant_values=fill) if short else values
@@ -93,8 +93,8 @@ def padded(values: AnyArray, size: int, fill: int = 0) -> AnyArray:
 
 
 def widened(tables: I32) -> I32:
-    """tables [B, P] with columns of 0 up to a multiple of 16, or kernels would be compiled anew for odd
-    rows."""
+    """Returns tables [B, P] with columns of 0 up to a multiple of 16, or kernels would be compiled anew for
+    odd rows."""
     return np.pad(tables, ((0, 0), (0, -tables.shape[1] % _COLUMNS)))
 
 
@@ -107,7 +107,7 @@ class Slot:
 
 
 class Slots:
-    """As many as there have been jobs at the same time. On one thread."""
+    """The slots of one thread, as many as there have been jobs at the same time."""
 
     def __init__(self, device: GpuDevice) -> None:
         self._device = device
@@ -124,6 +124,6 @@ class Slots:
         self._idle.append(slot)
 
     def close(self) -> None:
-        """Wait for running jobs and end the threads."""
+        """Waits for running jobs and ends the threads."""
         for slot in self._every:
             slot.thread.shutdown()

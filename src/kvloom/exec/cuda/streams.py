@@ -1,6 +1,4 @@
-"""Queues of work on a device, as the executor uses them: CUDA's, and the host's, where work is done at
-once.
-"""
+"""Queues of work on a device, as the executor uses them: CUDA's, and the host's, which does work at once."""
 
 from __future__ import annotations
 
@@ -16,33 +14,33 @@ class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
     def wait(self) -> None:
-        """Until the work before it is done; other threads run meanwhile."""
+        """Waits until the work before it is done; other threads run meanwhile."""
 
 
 class Recording(Protocol):
     """Work that was recorded once, over the same tensors."""
 
     def replay(self) -> None:
-        """On the current stream."""
+        """Does the work again on the current stream."""
 
 
 class DeviceStream(Protocol):
     def entered(self) -> AbstractContextManager[object]:
-        """What this thread asks for while in it goes to this stream."""
+        """Sends what this thread asks for meanwhile to this stream."""
 
     def mark(self) -> DeviceEvent: ...
 
     def follow(self, mark: DeviceEvent) -> None:
-        """What comes later waits, on the device, for what is before `mark`."""
+        """Makes what comes later wait, on the device, for what is before `mark`."""
 
     def record(self, work: Callable[[], None]) -> Recording:
-        """`work` must have run on this stream before, so that nothing is compiled or loaded on the way.
-        Raises RuntimeError where it cannot be recorded, for it asks the device something."""
+        """Records `work`, which must have run on this stream before, so that nothing is compiled or loaded on
+        the way. Raises RuntimeError if it cannot be recorded, for it asks the device something."""
 
 
 class HostEvent:
     def wait(self) -> None:
-        """It is done."""
+        """Does nothing: the work is done."""
 
 
 class _Again:
@@ -70,9 +68,10 @@ class HostStream:
 
 
 class CudaEvent:
-    """An event. Who waits for it sleeps: there are more threads that wait than cores to spin on."""
+    """A CUDA event. A thread that waits for it sleeps: there are more threads that wait than cores to spin
+    on."""
 
-    def __init__(self, stream: torch.cuda.DeviceStream) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
@@ -81,15 +80,15 @@ class CudaEvent:
 
 
 class CudaStream:
-    """pool: memory that its recordings share; they run one after the other."""
+    """A CUDA stream. Its recordings share a pool of memory; they run one after the other."""
 
-    def __init__(self, stream: torch.cuda.DeviceStream) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self._pool = torch.cuda.graph_pool_handle()
 
     @classmethod
     def new(cls, device: torch.device) -> CudaStream:
-        return cls(torch.cuda.DeviceStream(device))  # type: ignore[no-untyped-call]
+        return cls(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
@@ -118,7 +117,7 @@ class CudaStream:
 
 
 class StepProgress:
-    """begun: steps that the device has been asked for."""
+    """The progress of a job of several steps."""
 
     def __init__(self, steps: int) -> None:
         self.begun = 1
@@ -126,13 +125,13 @@ class StepProgress:
         self._lock = threading.Lock()
 
     def goes_on(self) -> bool:
-        """Whether there is to be another step, which has begun then."""
+        """Returns whether there is to be another step, which has begun then."""
         with self._lock:
             more = self.begun < self._most
             self.begun += more
             return more
 
     def cut(self) -> None:
-        """No other step begins."""
+        """Lets no other step begin."""
         with self._lock:
             self._most = self.begun

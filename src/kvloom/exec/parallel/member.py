@@ -1,4 +1,5 @@
-"""A rank but the first, as its own process sees it: orders from the first rank, and how it ends with it."""
+"""A rank but the first, as its own process sees it: orders come from the first rank, and it ends with
+that."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 class Member:
-    """What the first rank says comes on a thread of its own, which ends the process with the first rank."""
+    """Receives what the first rank says on a thread of its own, which ends the process with the first
+    rank."""
 
     group: RankGroup
 
@@ -39,7 +41,8 @@ class Member:
         assert isinstance(order, Go)
 
     def join(self, begin: StartRank, device: torch.device) -> None:
-        """This rank can compute on `device`: find the others, which look for it too. Raises Unavailable."""
+        """Finds the other ranks, once this one can compute on `device`; they look for it too. Raises
+        Unavailable."""
         self.meet()
         self.group = connect(begin.store, begin.rank, begin.size, begin.slots, device)
 
@@ -56,7 +59,7 @@ class Member:
 
 
 def check(ran: Future[Any]) -> None:
-    """End the process after a failure: the ranks are not in step any more, and the first one has to know."""
+    """Ends the process after a failure: the ranks are not in step any more, and the first one has to know."""
     error = ran.exception()
     if error is not None:
         _log.error("a job failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Cut a loaded model down to one rank's slice, as the plan says that transformers has for it."""
+"""Cuts a loaded model down to one rank's slice, as the plan says that transformers has for it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Summed(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """Of this rank's slice."""
+        """The input features of this rank's slice."""
         return int(self.inner.in_features)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         return self.group.sum(self.inner(*given, **named))
 
     def onto(self, x: Tensor, base: Tensor) -> Tensor:
-        """base + what forward gives; the first rank adds it as it stores its part."""
+        """Returns base + what forward gives; the first rank adds it as it stores its part."""
         part = self.inner(x) if self.group.rank else self.inner.onto(x, base)
         return self.group.sum(part)
 
@@ -50,7 +50,7 @@ class Split(nn.Module):
 
 
 class Gathered(nn.Module):
-    """What each rank's `inner` gives side by side: `width` columns in all, of which the last rank may have
+    """What each rank's `inner` gives, side by side: `width` columns in all, of which the last rank may have
     fewer than the others."""
 
     def __init__(self, inner: nn.Module, group: RankGroup, width: int) -> None:
@@ -70,9 +70,9 @@ _WHOLE: Final = {"replicated_with_grad_allreduce", "replicate", "embedding_rowwi
 
 @torch.inference_mode(False)  # whose tensors some experts' products refuse as weights
 def slice_model(model: Any, group: RankGroup) -> None:
-    """In place; slices go to the group's device one by one, and what stays whole stays where it is. Every
-    rank has the embedding whole. Raises ConfigError where the model has no plan, the plan
-    asks for something that is not known here, or a weight cannot be shared out evenly."""
+    """Slices in place; slices go to the group's device one by one, and what stays whole stays on its device.
+    Every rank has the embedding whole. Raises ConfigError if the model has no plan, the plan asks for
+    something that is not known here, or a weight cannot be shared out evenly."""
     plan: dict[str, str] = model.tp_plan or {}
     if not plan:
         raise ConfigError("transformers has no tensor-parallel plan for it; `tensor_parallel: 1` is right")
@@ -91,7 +91,7 @@ def slice_model(model: Any, group: RankGroup) -> None:
 
 
 def _generic(name: str) -> str:
-    """As plans name it: numbers of layers are stars."""
+    """Returns the name as plans write it: numbers of layers are stars."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -154,7 +154,7 @@ def _cut_outputs(linear: nn.Linear, span: slice, group: RankGroup) -> nn.Linear:
 
 
 def _cut_inputs(name: str, linear: nn.Linear, group: RankGroup) -> nn.Linear:
-    """The bias stays with the first rank: the sum has it once."""
+    """Cuts a linear layer by its inputs. The bias stays with the first rank: the sum has it once."""
     _divides(name, linear.in_features, group)
     linear.weight = _held(linear.weight[:, group.span(linear.in_features)], group)
     linear.in_features = linear.weight.shape[1]
@@ -164,7 +164,7 @@ def _cut_inputs(name: str, linear: nn.Linear, group: RankGroup) -> nn.Linear:
 
 
 def _parameter(name: str, style: str, weight: Tensor, group: RankGroup) -> nn.Parameter:
-    """A weight that is no linear layer's, such as all experts' [E, out, in] in one."""
+    """Cuts a weight that is no linear layer's, such as all experts' [E, out, in] in one."""
     axis = {"packed_colwise": -2, "colwise": -2, "rowwise": -1}.get(style)
     if axis is None or weight.dim() < 2:
         raise ConfigError(
@@ -180,7 +180,7 @@ def _parameter(name: str, style: str, weight: Tensor, group: RankGroup) -> nn.Pa
 
 
 def _held(part: Tensor, group: RankGroup) -> nn.Parameter:
-    """In memory of its own: the whole weight may go."""
+    """Returns a copy in memory of its own, so that the whole weight may go."""
     return nn.Parameter(part.detach().to(group.device, copy=True), requires_grad=False)
 
 
