@@ -28,8 +28,8 @@ class Scoring:
     """The form in which a layer turns q · k into a score."""
 
     scale: float
-    window: int = 0
-    softcap: float = 0.0
+    window: int = 0  # keys that a query sees, its own among them; 0 for all
+    softcap: float = 0.0  # the bound that tanh bends scores to; 0 for none
 
 
 @dataclass(slots=True)
@@ -40,12 +40,12 @@ class ForwardState:
     """
 
     plan: Plan
-    arena: Tensor
+    arena: Tensor  # [blocks, 2, T, D]
     remote: RemoteAttention | None = None
     """Attends for rows after those of the plan, if some are offloaded."""
     polls: Polls | None = None
     """Does tasks of others between operators, if this unit lends."""
-    page_map: Tensor = field(init=False)
+    page_map: Tensor = field(init=False)  # [pages, layers, heads]
     decode: bool = field(init=False)
     tables: Tensor = field(init=False)
     lengths: Tensor = field(init=False)

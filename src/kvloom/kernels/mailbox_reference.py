@@ -1,7 +1,7 @@
-"""The programs of a launch that works a mailbox on devices, in steps.
+"""The plain twins of the kernels that work a mailbox on devices, as programs in steps.
 
 A program stops before each look at a word that others write, so that a caller can have programs, lanes and
-both ends take their steps in any order. `mailbox_reference.py` says what launches do.
+both ends take their steps in any order. `serve`, `post` and `collect` run a launch to its end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Word = Generator[None, None, int]
 def serve_steps(
     mailbox: MailboxTensors, lender_state: LenderState, lent: LentArena, looks: int, programs: int
 ) -> Steps:
-    """One of the programs of a launch."""
+    """Runs one of the programs of a launch of `serve`."""
     task = yield from _look(lender_state.claim, 32)
     waiting = ((yield from _look(mailbox.word("posted"))) - task) & MASK
     while not waiting and looks and (yield from _look(lender_state.claim, 32)) == task:
@@ -68,7 +68,7 @@ def serve_steps(
 
 
 def _take(claim: Tensor, task: int, parts: int) -> Word:
-    """→ a part of the task that is this program's now; −1 where none is left."""
+    """Returns a part of the task that is this program's now; −1 if none is left."""
     yield
     found = int(claim)
     while (found >> 32) & MASK == task and found & MASK < parts:
@@ -81,7 +81,7 @@ def _take(claim: Tensor, task: int, parts: int) -> Word:
 
 
 def _refuse(mailbox: MailboxTensors, lender_state: LenderState) -> Steps:
-    """The task cannot be one."""
+    """Ends the loan, for the task cannot be one."""
     yield from _cas(lender_state.over, 0, End.FORGED)
     yield from _set(mailbox.word("over"), int(lender_state.over))
 
@@ -97,8 +97,8 @@ def _attend_run(
     window: int,
     lent: LentArena,
 ) -> Word:
-    """→ whether what it names is lent. Who ends the last run of a row attends for all of it; the last run of
-    all appends."""
+    """Returns whether what the run names is lent. The program that ends the last run of a row attends for all
+    of it; the last run of all appends."""
     row, kv_head = divmod(pair, mailbox.kv_heads)
     length, tokens = int(mailbox.lengths[row]), lent.arena.shape[2]
     if not 1 <= length <= mailbox.tables.shape[1] * tokens:
@@ -140,7 +140,7 @@ def _attend_row(
     length: int,
     lent: LentArena,
 ) -> int:
-    """Over tokens from `start` on."""
+    """Attends over tokens from `start` on."""
     arena, tokens = lent.arena, lent.arena.shape[2]
     edge = (length - 1) // tokens
     named = [_named(mailbox, row, page, layer, kv_head, lent.blocks) for page in range(edge + 1)]
@@ -162,7 +162,7 @@ def _attend_row(
 def _named(
     mailbox: MailboxTensors, row: int, page: int, layer: int, kv_head: int, lent: Tensor
 ) -> int | None:
-    """The own block of a page of a row; None where it is not lent."""
+    """Returns the own block of a page of a row; None if it is not lent."""
     told = int(mailbox.tables[row, page])
     if not 0 <= told < mailbox.map.shape[0]:
         return None
@@ -183,7 +183,7 @@ def post_steps(
     program: int,
     programs: int,
 ) -> Steps:
-    """One of the programs of a launch."""
+    """Runs one of the programs of a launch of `post`."""
     posted, collected = int(borrower_state.words[0]), int(borrower_state.words[1])
     iteration, rows, first = borrower_state.step.tolist()
     slot = (posted & MASK) % mailbox.slots
@@ -210,7 +210,7 @@ def collect_steps(
     program: int,
     programs: int,
 ) -> Steps:
-    """One of the programs of a launch."""
+    """Runs one of the programs of a launch of `collect`."""
     collected = int(borrower_state.words[1])
     posted, finished = (int(borrower_state.words[0]) - collected) & MASK, 0
     status = yield from _look(borrower_state.status)
@@ -250,7 +250,7 @@ def _set(word: Tensor, value: int) -> Steps:
 
 
 def _cas(word: Tensor, wanted: int, value: int) -> Word:
-    """→ what was there; the value is, where that was what was wanted."""
+    """Returns what was there, and stores the value if that was what was wanted."""
     yield
     found = int(word) & MASK
     if found == wanted & MASK:
@@ -259,7 +259,7 @@ def _cas(word: Tensor, wanted: int, value: int) -> Word:
 
 
 def _add(word: Tensor) -> Word:
-    """→ what was there."""
+    """Counts on, and returns what was there."""
     yield
     found = int(word)
     word[0] = found + 1
@@ -275,13 +275,13 @@ def run(programs: Iterable[Steps]) -> None:
 def serve(
     mailbox: MailboxTensors, lender_state: LenderState, lent: LentArena, looks: int = 0, programs: int = 1
 ) -> None:
-    """Do the task that waits in a lender's mailbox, if there is one: append k and v of its rows to lent
-    blocks, attend, write the output, count `done` on. Where none waits, look for `looks` times more.
+    """Does the task that waits in a lender's mailbox, if there is one: k and v of its rows are appended to
+    lent blocks, the output is written, `done` counts on. If none waits, looks for `looks` times more.
 
-    Where a task names what is not lent, or what cannot be, `over` becomes `End.FORGED` in desk and mailbox,
-    and no task is taken from then on; nor while `over` is anything else, or the borrower has left. Launches
-    on several streams may run at the same time; a task that comes while one is at its start may be done by it
-    in part, and by the next one to its end.
+    If a task names what is not lent, or what cannot be, `over` becomes `End.FORGED` in the lender's state and
+    the mailbox, and no task is taken from then on; nor while `over` is anything else, or the borrower has
+    left. Launches on several streams may run at the same time; a task that comes while one is at its start
+    may be done by it in part, and by the next one to its end.
     """
     run(serve_steps(mailbox, lender_state, lent, looks, programs) for _ in range(programs))
 
@@ -297,15 +297,16 @@ def post(
     window: int = 0,
     softcap: float = 0.0,
 ) -> None:
-    """Ask for attention of those rows of q [N, heads, D], k and v [N, kv_heads, D] that `borrower_state.step` says are
-    away. Where as many tasks as there are slots are not collected, or the mailbox takes fewer rows, the
-    status becomes `Trouble.FULL`; while there is a status, nothing is posted."""
+    """Asks for attention of those rows of q [N, heads, D], k and v [N, kv_heads, D] that
+    `borrower_state.step` names as offloaded. If as many tasks as there are slots are not collected, or the
+    mailbox takes fewer rows, the status becomes `Trouble.FULL`; while there is a status, nothing is
+    posted."""
     run([post_steps(mailbox, borrower_state, q, k, v, layer, scale, window, softcap, 0, 1)])
 
 
 def collect(mailbox: MailboxTensors, borrower_state: BorrowerState, out: Tensor, looks: int) -> None:
-    """Wait for the first task that is not collected, and take its output into the rows of out [N, heads, D]
-    that are away. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; where the
-    lender has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. Where
-    there is a status, those rows are 0."""
+    """Waits for the first task that is not collected, and takes its output into the offloaded rows of out [N,
+    heads, D]. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; if the lender
+    has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. If there is a
+    status, those rows are 0."""
     run([collect_steps(mailbox, borrower_state, out, looks, 0, 1)])

@@ -39,7 +39,7 @@ class DecoderParts:
     """The parts of a decoder that are fused."""
 
     embedding: nn.Embedding
-    rotary: Rotary
+    rotary: Rotary  # transformers' own: x and positions [1, N] → cos and sin [1, N, R]
     layers: tuple[DecoderLayer, ...]
     norm: FusedRMSNorm
     head: Head

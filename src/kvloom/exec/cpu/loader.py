@@ -187,7 +187,7 @@ class LoadedModel:
     dtype: torch.dtype
     geometry: Geometry
     card: ModelCard
-    heads: int = 0  # of q, in all layers; 0 where they differ
+    heads: int = 0  # of q, in all layers; 0 if they differ
 
 
 def load_models(

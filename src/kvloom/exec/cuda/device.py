@@ -139,8 +139,8 @@ class GpuDevice:
     """A torch device with its memory and its partitions."""
 
     torch: torch.device
-    compute: int
-    partitions: Partitions
+    compute: int  # multiprocessors
+    partitions: Partitions  # what jobs run on; made once
 
     def pinned(self, size: int) -> Tensor:
         """Returns [size] bytes of the host that the device copies from and to by itself."""

@@ -38,13 +38,10 @@ def fitting(most: int, rows: int) -> int:
 
 
 class Buffers:
-    """The memory that all recordings of a lane read and write: they run one after the other.
-
-    rows: sequences of the largest batch. inputs: bytes; tables: [B, P] int32.
-    """
+    """The memory that all recordings of a lane read and write: they run one after the other."""
 
     def __init__(self, rows: int, pages: int, device: torch.device) -> None:
-        self.rows = rows
+        self.rows = rows  # sequences of the largest batch
         self.inputs = torch.zeros(Layout(_arrays(rows)).size, dtype=torch.uint8, device=device)
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self._logits = torch.empty(0, dtype=torch.uint8, device=device)

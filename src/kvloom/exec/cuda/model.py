@@ -27,11 +27,11 @@ from kvloom.types.request import ModelCard
 class Places:
     """The places of a forward's tokens, as a plan says. A slot of page −1 is written nowhere."""
 
-    arena: Tensor
-    page_map: Tensor
-    tables: Tensor
-    slot_page: Tensor
-    slot_offset: Tensor
+    arena: Tensor  # [blocks, 2, T, D]
+    page_map: Tensor  # [pages, layers, kv_heads] int32
+    tables: Tensor  # [B, P] int32
+    slot_page: Tensor  # [N] int32
+    slot_offset: Tensor  # [N] int32
 
 
 class _DeviceState:
@@ -132,7 +132,7 @@ class DevicePageMap:
 
     def __init__(self, geometry: Geometry, pages: int, device: torch.device) -> None:
         shape = (pages, geometry.layers, geometry.kv_heads)
-        self.blocks = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.blocks = torch.zeros(shape, dtype=torch.int32, device=device)  # [pages, layers, kv_heads]
         self._versions: I64 = np.full(pages, -1, dtype=np.int64)
         self._counted: I64 | None = None  # by whom: another pool counts anew
         self._updates: dict[PartitionLane, DeviceEvent] = {}
@@ -177,10 +177,10 @@ class DeviceModel:
     module: Any
     geometry: Geometry
     card: ModelCard
-    heads: int
+    heads: int  # of q, in all layers; 0 if they differ
     operations: Operations
-    memory: Tensor
-    arena: Tensor
+    memory: Tensor  # the pool's bytes
+    arena: Tensor  # [blocks, 2, T, D], as this model sees the pool
     page_map: DevicePageMap
 
     @classmethod

@@ -162,7 +162,7 @@ def _unless_lost(ranks: Ranks, load: Callable[[], ParallelGpuExecutor]) -> Paral
     def run() -> None:
         try:
             loaded.set_result(load())
-        except BaseException as error:  # noqa: BLE001  (it is raised by who waits)
+        except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
             loaded.set_exception(error)
 
     threading.Thread(target=run, name="load", daemon=True).start()

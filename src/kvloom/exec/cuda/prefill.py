@@ -21,13 +21,13 @@ from kvloom.types.request import SamplingParams, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The tokens that a job is to draw. arrays: [R] each, to be sent with its inputs, but uniform: [steps,
-    R]. They are empty if the largest logit is all that anybody wants, and if the host has a say in it
-    (penalties, masks, log-probabilities)."""
+    """The tokens that a job is to draw."""
 
     rows: tuple[SampleRow, ...]
-    greedy: bool
+    greedy: bool  # whether the largest logit is all that anybody wants
     arrays: dict[str, AnyArray]
+    """Arrays of [R] each, but uniform [steps, R], to be sent with the job's inputs. They are empty if the
+    draw is greedy, and if the host has a say in it (penalties, masks, log-probabilities)."""
 
     @classmethod
     def of(cls, rows: tuple[SampleRow, ...], steps: int = 1) -> Draws:

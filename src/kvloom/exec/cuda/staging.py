@@ -49,7 +49,7 @@ class Layout:
 class SentInputs:
     """The inputs of a job on the device."""
 
-    memory: Tensor
+    memory: Tensor  # the bytes in which the arrays lie, in the order in which they were given
     arrays: dict[str, Tensor]
 
 

@@ -120,7 +120,7 @@ class StepProgress:
     """The progress of a job of several steps."""
 
     def __init__(self, steps: int) -> None:
-        self.begun = 1
+        self.begun = 1  # steps that the device has been asked for
         self._most = steps
         self._lock = threading.Lock()
 

@@ -57,8 +57,7 @@ def start_process(wire: int, name: str) -> subprocess.Popen[bytes]:
 
 
 class Ranks:
-    """The processes of the other ranks. group: this rank's end of the exchanges. lost: why no job can run any
-    more, once that is so."""
+    """The processes of the other ranks."""
 
     def __init__(
         self, spec: EngineSpec, device: torch.device, folder: Path | None, start: Start = start_process
@@ -66,8 +65,8 @@ class Ranks:
         """Starts the others. device: this rank's. folder: for a file by which they find each other. Raises
         Unavailable if one ends meanwhile, ConfigError if one cannot use its device."""
         begin = StartRank(rank=0, store="", spec=spec)
-        self.lost: Future[str] = Future()
-        self.group = RankGroup(0, begin.size)
+        self.lost: Future[str] = Future()  # why no job can run any more, once that is so
+        self.group = RankGroup(0, begin.size)  # this rank's end of the exchanges
         self._name = spec.unit
         self._start_process = start
         self._closed = threading.Event()

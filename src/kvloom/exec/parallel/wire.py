@@ -49,27 +49,23 @@ class Go(Struct, frozen=True, tag="go"):
 
 class Step(Struct, frozen=True, kw_only=True, tag="step"):
     """One forward. Arrays are their little-endian bytes, in the forms that `Plan` gives: int32 are tables,
-    slot_page, slot_offset, pages and blocks, int64 the others. kept: rows whose logits are wanted.
-
-    pages [n], blocks [n, layers, heads]: rows of the page map that have changed since the last step.
-    copies: source, target and tokens of each.
-    """
+    slot_page, slot_offset, pages and blocks, int64 the others."""
 
     slot: int
     model: str
     phase: Phase
     share: int
     tokens: bytearray
-    kept: bytearray
+    kept: bytearray  # rows whose logits are wanted
     appends: bytearray
     starts: bytearray
     tables: bytearray
     positions: bytearray
     slot_page: bytearray
     slot_offset: bytearray
-    pages: bytearray
-    blocks: bytearray
-    copies: list[tuple[int, int, int]] = []
+    pages: bytearray  # [n] rows of the page map that have changed since the last step
+    blocks: bytearray  # [n, layers, heads], those rows
+    copies: list[tuple[int, int, int]] = []  # source, target and tokens of each
 
 
 class RankReady(Struct, frozen=True, tag="here"):

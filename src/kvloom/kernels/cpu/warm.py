@@ -1,4 +1,4 @@
-"""Compile the kernels into numba's cache: `python -m kvloom.kernels.cpu.warm`, done by `make setup`.
+"""Compiles the kernels into numba's cache: `python -m kvloom.kernels.cpu.warm`, done by `make setup`.
 
 numba notices a change in a kernel's own file only, so what is cached from older helpers is removed first.
 """

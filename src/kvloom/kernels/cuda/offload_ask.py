@@ -1,4 +1,5 @@
-"""The borrower's end of a mailbox on devices: post a task, and wait for its output (Weaver, section 4.1).
+"""The borrower's end of a mailbox on devices: a task is posted, and its output waited for (Weaver, section
+4.1).
 
 Both take what they count from the device's memory, so recordings of them can be replayed.
 """
@@ -27,7 +28,7 @@ _WRONG = tl.constexpr(int(Trouble.WRONG))
 
 @triton.jit
 def _copy(to, source, heads, head, HEADS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row: heads that are `head` apart in `source`, to `to` without gaps from head `heads` on."""
+    """Copies one row: heads that are `head` apart in `source`, to `to` without gaps from head `heads` on."""
     at = tl.arange(0, PADDED)
     values = tl.load(source + at // HEAD_DIM * head + at % HEAD_DIM, mask=at < HEADS * HEAD_DIM)
     tl.store(to + heads * HEAD_DIM + at, values.to(to.dtype.element_ty), mask=at < HEADS * HEAD_DIM)
@@ -35,8 +36,8 @@ def _copy(to, source, heads, head, HEADS: tl.constexpr, PADDED: tl.constexpr, HE
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _post(  # type: ignore[no-untyped-def]
-    posted, state, step, places, scoring, qkv, q, k, v, layer, scale, window, softcap, note_words, scoring_slot,
-    qkv_slot, qkv_row, q_row, q_head, k_row, k_head, v_row, v_head,
+    posted, state, step, places, scoring, qkv, q, k, v, layer, scale, window, softcap, note_words,
+    scoring_slot, qkv_slot, qkv_row, q_row, q_head, k_row, k_head, v_row, v_head,
     SLOTS: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, Q_PADDED: tl.constexpr, K_PADDED: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +115,7 @@ def post_launch(
     softcap: float = 0.0,
     programs: int = _PROGRAMS,
 ) -> Launch:
-    """How `post` is launched."""
+    """Returns how `post` is launched."""
     slots, rows, heads, head_dim = mailbox.out.shape
     check("q", q, -1, heads, head_dim, dtypes=DTYPES)
     check("k", k, -1, mailbox.kv_heads, head_dim, dtypes=DTYPES)
@@ -150,16 +151,17 @@ def post(
     softcap: float = 0.0,
     programs: int = _PROGRAMS,
 ) -> None:
-    """Ask for attention of those rows of q [N, heads, D], k and v [N, kv_heads, D] that `borrower_state.step` says are
-    away. Where as many tasks as there are slots are not collected, or the mailbox takes fewer rows, the
-    status becomes `Trouble.FULL`; while there is a status, nothing is posted."""
+    """Asks for attention of those rows of q [N, heads, D], k and v [N, kv_heads, D] that
+    `borrower_state.step` names as offloaded. If as many tasks as there are slots are not collected, or the
+    mailbox takes fewer rows, the status becomes `Trouble.FULL`; while there is a status, nothing is
+    posted."""
     post_launch(mailbox, borrower_state, q, k, v, layer, scale, window, softcap, programs).run()
 
 
 def collect_launch(
     mailbox: MailboxTensors, borrower_state: BorrowerState, out: Tensor, looks: int, programs: int = _PROGRAMS
 ) -> Launch:
-    """How `collect` is launched."""
+    """Returns how `collect` is launched."""
     slots, _, heads, head_dim = mailbox.out.shape
     check("out", out, -1, heads, head_dim, dtypes=DTYPES)
     arguments: dict[str, Any] = {
@@ -180,8 +182,8 @@ def collect_launch(
 def collect(
     mailbox: MailboxTensors, borrower_state: BorrowerState, out: Tensor, looks: int, programs: int = _PROGRAMS
 ) -> None:
-    """Wait for the first task that is not collected, and take its output into the rows of out [N, heads, D]
-    that are away. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; where the
-    lender has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. Where
-    there is a status, those rows are 0."""
+    """Waits for the first task that is not collected, and takes its output into the offloaded rows of out [N,
+    heads, D]. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; if the lender
+    has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. If there is a
+    status, those rows are 0."""
     collect_launch(mailbox, borrower_state, out, looks, programs).run()

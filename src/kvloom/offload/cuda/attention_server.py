@@ -23,7 +23,8 @@ _COMES = 30.0  # seconds for the borrower to map the mailbox: it may be unable t
 
 
 Serve = Callable[..., None]
-"""Has the current stream look for a task in (MailboxTensors, LenderState, LentArena), and again as often as said, and do it."""
+"""Has the current stream look for a task in (MailboxTensors, LenderState, LentArena), and again as often as
+said, and do it."""
 
 
 class Mark(Protocol):
