@@ -126,7 +126,7 @@ class Loaned:
     def wanted(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
-        """What attention of the rows that are away gives: [rows, heads, D] float64. Their K and V count as
+        """What attention of the offloaded rows gives: [rows, heads, D] float64. Their K and V count as
         computed from here on."""
         _, rows, first = self.borrower_state.step.tolist()
         outs = []

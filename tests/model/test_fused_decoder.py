@@ -1,4 +1,4 @@
-"""A model is served by straight calls where these do what its own modules do, else by its modules."""
+"""A model is served by a fused decoder if that does what its own modules do, else by its modules."""
 
 from __future__ import annotations
 

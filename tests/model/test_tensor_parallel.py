@@ -70,7 +70,7 @@ def test_slices_give_the_logits_of_the_whole(architecture: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
-def test_slices_are_fused_and_straightened_like_the_whole(architecture: str, tmp_path: Path) -> None:
+def test_slices_are_fused_like_the_whole(architecture: str, tmp_path: Path) -> None:
     stock = stock_of(architecture)
     config, copies = stock.config, [copy.deepcopy(stock) for _ in range(2)]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

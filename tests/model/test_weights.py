@@ -17,7 +17,7 @@ from tests.model.loading import load
 
 
 def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Every tensor that the module keeps, those in oneDNN's layout and in fused sisters included."""
+    """Every tensor that the module keeps, those in oneDNN's layout and in merged layers included."""
     yield from module.parameters()
     fused: dict[int, PackedMergedLinear] = {}
     packed: list[PackedLinear] = []

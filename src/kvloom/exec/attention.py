@@ -34,7 +34,7 @@ class Scoring:
 
 @dataclass(slots=True)
 class ForwardState:
-    """One forward of one model over the arena; made from its plan once for all layers.
+    """The state of one forward of one model over the arena; made from its plan once for all layers.
 
     Positions [0, start) of each sequence are valid before the layer, [0, start + append) after its write.
     """

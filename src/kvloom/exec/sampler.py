@@ -57,8 +57,8 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprob | None]]:
-    """Takes logits [R, V], one row a draw, and returns R token ids, and their log-probabilities where a row
-    asks for them.
+    """Takes logits [R, V], one row a draw, and returns R token ids, and their log-probabilities if a row asks
+    for them.
 
     Log-probabilities are the model's own: before penalties, bias, masks and temperature.
     """
