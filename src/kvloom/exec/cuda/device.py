@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.streams import CudaStream, DeviceEvent, DeviceStream, HostStream, Recording
+from kvloom.exec.cuda.streams import CudaStream, DeviceStream, HostStream, Recording, StreamEvent
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.types.errors import ConfigError
 
@@ -89,7 +89,7 @@ class PartitionLane:
     def entered(self) -> AbstractContextManager[object]:
         return self.stream.entered()
 
-    def mark(self) -> DeviceEvent:
+    def mark(self) -> StreamEvent:
         return self.stream.mark()
 
     def record(self, work: Callable[[], None]) -> Recording:

@@ -19,7 +19,7 @@ from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, ask_prefill, rehearse
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
-from kvloom.exec.cuda.streams import DeviceEvent, StepProgress
+from kvloom.exec.cuda.streams import StepProgress, StreamEvent
 from kvloom.exec.sampler import prompt_logprobs
 from kvloom.kv.arena import Store
 from kvloom.offload.cuda.attention_server import Serve
@@ -273,7 +273,7 @@ def _settle(lane: PartitionLane) -> None:
     mark.wait()
 
 
-def _landed(tokens: Tensor, mark: DeviceEvent) -> list[int]:
+def _landed(tokens: Tensor, mark: StreamEvent) -> list[int]:
     """Returns tokens on their way to the host, once they are there."""
     mark.wait()
     found: list[int] = tokens.tolist()

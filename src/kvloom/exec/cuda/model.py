@@ -16,7 +16,7 @@ from kvloom.exec.cpu.loader import LoadedModel
 from kvloom.exec.cuda.device import PartitionLane
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.staging import SentInputs
-from kvloom.exec.cuda.streams import DeviceEvent
+from kvloom.exec.cuda.streams import StreamEvent
 from kvloom.kv.arena import Store
 from kvloom.types.geometry import I64, AnyArray, Geometry
 from kvloom.types.plan import PageCopy, Plan
@@ -135,7 +135,7 @@ class DevicePageMap:
         self.blocks = torch.zeros(shape, dtype=torch.int32, device=device)  # [pages, layers, kv_heads]
         self._versions: I64 = np.full(pages, -1, dtype=np.int64)
         self._counted: I64 | None = None  # by whom: another pool counts anew
-        self._updates: dict[PartitionLane, DeviceEvent] = {}
+        self._updates: dict[PartitionLane, StreamEvent] = {}
         self._lock = threading.Lock()
 
     def refresh(self, plan: Plan, lane: PartitionLane, send: Send) -> SentInputs:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 
-class DeviceEvent(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream's work."""
 
     def wait(self) -> None:
@@ -28,9 +28,9 @@ class DeviceStream(Protocol):
     def entered(self) -> AbstractContextManager[object]:
         """Sends what this thread asks for meanwhile to this stream."""
 
-    def mark(self) -> DeviceEvent: ...
+    def mark(self) -> StreamEvent: ...
 
-    def follow(self, mark: DeviceEvent) -> None:
+    def follow(self, mark: StreamEvent) -> None:
         """Makes what comes later wait, on the device, for what is before `mark`."""
 
     def record(self, work: Callable[[], None]) -> Recording:
@@ -60,14 +60,14 @@ class HostStream:
     def mark(self) -> HostEvent:
         return HostEvent()
 
-    def follow(self, mark: DeviceEvent) -> None:
+    def follow(self, mark: StreamEvent) -> None:
         mark.wait()
 
     def record(self, work: Callable[[], None]) -> Recording:
         return _Again(work)
 
 
-class CudaEvent:
+class CudaStreamEvent:
     """A CUDA event. A thread that waits for it sleeps: there are more threads that wait than cores to spin
     on."""
 
@@ -93,11 +93,11 @@ class CudaStream:
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
 
-    def mark(self) -> CudaEvent:
-        return CudaEvent(self.stream)
+    def mark(self) -> CudaStreamEvent:
+        return CudaStreamEvent(self.stream)
 
-    def follow(self, mark: DeviceEvent) -> None:
-        if isinstance(mark, CudaEvent):
+    def follow(self, mark: StreamEvent) -> None:
+        if isinstance(mark, CudaStreamEvent):
             self.stream.wait_event(mark.event)
         else:
             mark.wait()
