@@ -46,6 +46,8 @@ class DecoderParts:
 
 
 class FusedDecoder:
+    """Runs a model layer by layer; a decode step of a small batch in one kernel, if the model has one."""
+
     def __init__(self, parts: DecoderParts) -> None:
         self._parts = parts
         self._records = model_records(parts.layers)
