@@ -26,7 +26,7 @@ from tools.gpu_checks.sessions import Sessions
 from kvloom.exec.cuda.device import host_device
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
-from kvloom.kernels import mail_programs as mail_reference
+from kvloom.kernels import mailbox_reference
 from kvloom.offload.memory.mailbox import MailboxForm
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
@@ -59,11 +59,13 @@ def test_its_jobs_run_again_and_again(tmp_path: Path) -> None:
 def test_tasks_through_a_mailbox_are_looked_at() -> None:
     form = MailboxForm(2, 3, 2, 6, 1, 4, 2, 16)
     loan = mailbox.Loan(form, "float32", torch.device("cpu"), 9)
-    twins = mailbox.Kernels(mail_reference.serve, mail_reference.post, mail_reference.collect)
+    twins = mailbox.Kernels(mailbox_reference.serve, mailbox_reference.post, mailbox_reference.collect)
     lane = host_device(4).partitions.whole
     mailbox.right(loan, twins, lane, lane, close=1e-6)
     assert mailbox.idle(loan, twins, lane).unit == "µs"
-    never = mailbox.Kernels(lambda *_: None, mail_reference.post, lambda mail, pad, out, looks: None)
+    never = mailbox.Kernels(
+        lambda *_: None, mailbox_reference.post, lambda mailbox, borrower_state, out, looks: None
+    )
     with pytest.raises(AssertionError):
         mailbox.right(loan, never, lane, lane, close=1e-6)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvloom.exec.parallel.cuda import load_parallel_gpu_executor
+from kvloom.exec.cuda.parallel import load_parallel_gpu_executor
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import ask, body
 from tests.gpu.test_served import COUNT, spec

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.kernels.mail import SPAN, Desk, Lent, Mail, Pad
+from kvloom.kernels.mailbox import SPAN, BorrowerState, LenderState, LentArena, MailboxTensors
 from kvloom.kernels.reference import block_view
-from kvloom.offload.memory.device import BorrowerDeviceMailbox, LenderDeviceMailbox, MailDtype
+from kvloom.offload.memory.device import BorrowerDeviceMailbox, LenderDeviceMailbox, MailboxDtype
 from kvloom.offload.memory.mailbox import MailboxForm
 
 LAYERS, PAGES, WIDTH, SPARE = 2, 6, 3, 4
@@ -37,7 +37,7 @@ class _Same:
 class Shape:
     """tokens: of a page."""
 
-    dtype: MailDtype = "float32"
+    dtype: MailboxDtype = "float32"
     slots: int = 2
     rows: int = 3
     kv_heads: int = 2
@@ -73,21 +73,21 @@ class Loaned:
         self.box = LenderDeviceMailbox(shape.form, shape.dtype, here, self.start)
         device = _Same(self.box.memory)
         self.borrowed = BorrowerDeviceMailbox(self.box.place(device), "lender", device)  # type: ignore[arg-type]
-        self.desk = Desk(self.start, self.mail, self.span)
+        self.lender_state = LenderState(self.start, self.mailbox, self.span)
         count = PAGES * LAYERS * shape.kv_heads
         size = -(-2 * shape.tokens * shape.head_dim * dtype.itemsize // 64) * 64
         values = torch.full(((count + SPARE) * size // dtype.itemsize,), torch.nan, dtype=dtype)
         arena = block_view(values.view(torch.uint8), size, shape.head_dim, dtype)
-        self.lent = Lent(torch.randperm(count + SPARE, generator=self.draws)[:count].int(), arena)
+        self.lent = LentArena(torch.randperm(count + SPARE, generator=self.draws)[:count].int(), arena)
         arena[self.lent.blocks.long()] = 0
 
     @property
-    def mail(self) -> Mail:
-        return self.box.mail
+    def mailbox(self) -> MailboxTensors:
+        return self.box.tensors
 
     @property
-    def pad(self) -> Pad:
-        return self.borrowed.pad
+    def borrower_state(self) -> BorrowerState:
+        return self.borrowed.state
 
     def begin(self, lengths: list[int], first: int = 0) -> None:
         """An iteration over rows with so many tokens, the last of them new; those before, unless they were
@@ -97,11 +97,11 @@ class Loaned:
         page_map = page_map.reshape(PAGES, LAYERS, shape.kv_heads)
         order = np.random.default_rng(self.seed + 1).permutation(PAGES).astype(np.int32)
         tables = order[: 2 * len(lengths)].reshape(len(lengths), 2)
-        sheet = self.borrowed.describe(
+        descriptor = self.borrowed.describe(
             np.array(lengths, np.int32), tables, page_map, np.ones(PAGES, np.int64), first
         )
-        here = self.pad.step.device
-        self.borrowed.begin({name: torch.from_numpy(one).to(here) for name, one in sheet.items()})
+        here = self.borrower_state.step.device
+        self.borrowed.begin({name: torch.from_numpy(one).to(here) for name, one in descriptor.items()})
         for row, length in enumerate(lengths):
             for layer in range(LAYERS):
                 tokens = self.seen.setdefault((row, layer), [])
@@ -126,9 +126,9 @@ class Loaned:
     def wanted(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
-        """What attention of the rows that are away gives: [rows, heads, D] float64. Their K and V count as
+        """What attention of the offloaded rows gives: [rows, heads, D] float64. Their K and V count as
         computed from here on."""
-        _, rows, first = self.pad.step.tolist()
+        _, rows, first = self.borrower_state.step.tolist()
         outs = []
         for row in range(rows):
             tokens = self.seen[row, layer]
@@ -145,9 +145,13 @@ class Loaned:
     def state(self) -> dict[str, Tensor]:
         """All memory that kernels write."""
         parts = ("words", "head", "lengths", "tables", "map", "notes", "qkv", "out")
-        own = {"claim": self.desk.claim, "desk": self.desk.words, "pad": self.pad.words}
-        own["counts"] = self.desk.counts
-        return {"arena": self.lent.arena, **own, **{name: getattr(self.mail, name) for name in parts}}
+        own = {
+            "claim": self.lender_state.claim,
+            "lender_state": self.lender_state.words,
+            "borrower_state": self.borrower_state.words,
+        }
+        own["counts"] = self.lender_state.counts
+        return {"arena": self.lent.arena, **own, **{name: getattr(self.mailbox, name) for name in parts}}
 
 
 def scale_of(shape: Shape) -> float:

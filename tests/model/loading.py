@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.exec.loader import LoadedModel, load_model
+from kvloom.exec.cpu.loader import LoadedModel, load_model
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import ModelSpec
 

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import torch
 
-from kvloom.exec.parallel.group import Group, connect
+from kvloom.exec.parallel.group import RankGroup, connect
 
 T = TypeVar("T")
 
 
-def both(folder: Path, work: Callable[[Group], T], *, slots: int = 1) -> list[T]:
+def both(folder: Path, work: Callable[[RankGroup], T], *, slots: int = 1) -> list[T]:
     """What `work` gives for each of two ranks."""
     store = str(folder / "store")
 
@@ -35,7 +35,7 @@ def both(folder: Path, work: Callable[[Group], T], *, slots: int = 1) -> list[T]
 class Alone:
     """A team whose other ranks never have to do anything."""
 
-    group: Group
+    group: RankGroup
 
     def meet(self) -> None:
         """They are here."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import ForwardState
-from kvloom.exec.cpu.decoder import Straight
-from kvloom.exec.loader import LoadedModel
+from kvloom.exec.cpu.decoder import FusedDecoder
+from kvloom.exec.cpu.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.offload.cpu.attention import RemoteAttention
@@ -29,7 +29,7 @@ from kvloom.types.plan import ForwardPlan
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.model.batches import Batch, on_threads
 from tests.model.loading import load
-from tests.model.test_straight import STRAIGHT, enliven
+from tests.model.test_fused_decoder import FUSED, enliven
 
 _PAGES = 24
 _START = (1 << 32) - 20  # of counters: they wrap in each test
@@ -103,13 +103,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("architecture", sorted(STRAIGHT))
+@pytest.mark.parametrize("architecture", sorted(FUSED))
 def test_is_bit_for_bit_what_it_is_at_home(architecture: str, threads: int, tmp_path: Path) -> None:
     """By kernels alone, and where the host has to wait for each output."""
     path = make_checkpoint(tmp_path, architecture)
     enliven(path)
     model, rng = load(path), np.random.default_rng(threads)
-    assert isinstance(model.forward, Straight)
+    assert isinstance(model.forward, FusedDecoder)
     for (home, away), spins in (((3, 2), 1 << 40), ((0, 3), 1 << 40), ((2, 2), 0)):
         rows = home + away
         kept = np.array([*range(0, rows, 2), rows - 1])

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kvloom.exec.cpu.executor import TorchExecutor
-from kvloom.exec.loader import load_model
+from kvloom.exec.cpu.loader import load_model
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import SamplingDefaults
 from kvloom.types.spec import ModelSpec

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import ForwardState
-from kvloom.exec.cpu.decoder import Straight
+from kvloom.exec.cpu.decoder import FusedDecoder
 from kvloom.offload.cpu.attention import Polls
 from kvloom.offload.cpu.attention_server import AttentionServer, OperatorSplit
 from kvloom.offload.memory.borrower import BorrowedBlocks
@@ -23,16 +23,16 @@ from kvloom.types.plan import ForwardPlan
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.model.batches import Batch, on_threads
 from tests.model.loading import load
-from tests.model.test_attender import attending
-from tests.model.test_straight import STRAIGHT, enliven
+from tests.model.test_attention_server import attending
+from tests.model.test_fused_decoder import FUSED, enliven
 from tests.transport.loans import GEOMETRY, HEADS, begin, borrowed
 
 _TOTAL = HEADS + 2 * GEOMETRY.kv_heads
 
 
-def polls(attender: AttentionServer) -> Callable[[ForwardPlan, Tensor], ForwardState]:
+def polls(server: AttentionServer) -> Callable[[ForwardPlan, Tensor], ForwardState]:
     """What a forward of the model `m` is given."""
-    return lambda plan, view: ForwardState(plan, view, polls=Polls(attender, attender.split("m")))
+    return lambda plan, view: ForwardState(plan, view, polls=Polls(server, server.split("m")))
 
 
 def post(loan: BorrowedBlocks, rows: int = 1) -> int:
@@ -62,19 +62,19 @@ def asking(loan: BorrowedBlocks) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("architecture", sorted(STRAIGHT))
+@pytest.mark.parametrize("architecture", sorted(FUSED))
 def test_is_bit_for_bit_what_one_piece_is(architecture: str, threads: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(threads)
     sizes = {"vocab_size": VOCAB + 13, "intermediate_size": int(rng.integers(130, 400))}
     path = make_checkpoint(tmp_path, architecture, **sizes)
     enliven(path)
     model = load(path)
-    assert isinstance(model.forward, Straight)
+    assert isinstance(model.forward, FusedDecoder)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with attending() as (made, attender, _):
-            step = attender.split("m")
+        with attending() as (made, server, _):
+            step = server.split("m")
             for rows in (1, 3, 6):
                 plain, other = Batch(model.geometry, rows), Batch(model.geometry, rows)
                 with asking(borrowed(made.lending.loan)) if rows > 3 else threading.Lock():
@@ -82,11 +82,11 @@ def test_is_bit_for_bit_what_one_piece_is(architecture: str, threads: int, tmp_p
                         tokens = rng.integers(0, VOCAB, rows)
                         kept = np.array([*range(0, rows, 2), rows - 1])
                         given = (model.forward, tokens, [1] * rows, kept)
-                        with attender.polled():
-                            found = other.forward(*given, polls(attender))
+                        with server.polled():
+                            found = other.forward(*given, polls(server))
                         assert found.equal(plain.forward(*given)), (rows, turn)
                         step.parts[:] = rng.integers(1, 30, len(step.parts))
-            assert attender.waits().tasks_total > 0
+            assert server.waits().tasks_total > 0
             assert (np.diff(step.ends, prepend=0) > 0).all()
             assert (step.pieces[: step.ends[-1]] >= 0).all()
     finally:
@@ -95,16 +95,16 @@ def test_is_bit_for_bit_what_one_piece_is(architecture: str, threads: int, tmp_p
 
 def test_a_step_does_what_waits_for_it(tmp_path: Path) -> None:
     model = load(make_checkpoint(tmp_path, "qwen2"))
-    with attending() as (made, attender, ends), attender.polled():  # so the thread does nothing
+    with attending() as (made, server, ends), server.polled():  # so the thread does nothing
         loan = borrowed(made.lending.loan)
         begin(loan, [3])
         task = post(loan)
         batch, given = Batch(model.geometry, 2), (np.array([1, 2]), [1, 1], np.array([0, 1]))
         batch.forward(model.forward, *given)
-        assert attender.waits().tasks_total == 0
+        assert server.waits().tasks_total == 0
         with on_threads(1):
-            batch.forward(model.forward, *given, polls(attender))
-        waits = attender.waits()
+            batch.forward(model.forward, *given, polls(server))
+        waits = server.waits()
         assert waits.tasks_total == 1
         assert waits.wait > 0
         assert waits.expected_wait > 0
@@ -115,36 +115,36 @@ def test_a_step_does_what_waits_for_it(tmp_path: Path) -> None:
 
 def test_a_step_that_outlives_the_loan_does_nothing_more(tmp_path: Path) -> None:
     model = load(make_checkpoint(tmp_path, "qwen2"))
-    with attending() as (made, attender, _), attender.polled():
+    with attending() as (made, server, _), server.polled():
         loan = borrowed(made.lending.loan)
         begin(loan, [3])
         batch, given = Batch(model.geometry, 1), (np.array([1]), [1], np.array([0]))
         for tasks in (1, 2):
             post(loan)
-            batch.forward(model.forward, *given, polls(attender))
-            assert attender.waits().tasks_total == tasks
+            batch.forward(model.forward, *given, polls(server))
+            assert server.waits().tasks_total == tasks
         post(loan)
         before = made.arena.bytes.clone()
-        attender.close()
-        batch.forward(model.forward, *given, polls(attender))
-        assert attender.waits().tasks_total == 2
+        server.close()
+        batch.forward(model.forward, *given, polls(server))
+        assert server.waits().tasks_total == 2
         assert made.arena.bytes.equal(before)
 
 
 def test_a_layer_by_layer_forward_looks_too(tmp_path: Path) -> None:
     model = load(make_checkpoint(tmp_path, "gpt2"))
-    with attending() as (made, attender, _), attender.polled():
+    with attending() as (made, server, _), server.polled():
         loan = borrowed(made.lending.loan)
         begin(loan, [3])
         post(loan)
         looked: list[Polls] = []
 
         def state(plan: ForwardPlan, view: Tensor) -> ForwardState:
-            looked.append(Polls(attender, attender.split("m")))
+            looked.append(Polls(server, server.split("m")))
             return ForwardState(plan, view, polls=looked[-1])
 
         Batch(model.geometry, 1).forward(model.forward, np.arange(5), [5], np.array([4]), state)
-        assert attender.waits().tasks_total == 1
+        assert server.waits().tasks_total == 1
         assert len(looked[0].pieces) == 2 * model.geometry.layers - 1
 
 
@@ -174,12 +174,12 @@ def test_many_rows_go_in_runs(tmp_path: Path) -> None:
     model = load(make_checkpoint(tmp_path, "qwen3"))
     rows, lengths = 4, [40, 1, 47, 12]
     tokens, kept = np.random.default_rng(2).integers(0, VOCAB, 100), np.cumsum(lengths) - 1
-    with attending() as (_, attender, _), attender.polled():
-        step = OperatorSplit(attender.split("m").record.poll, lambda: Rule(0.0, 5e-6), lambda _: None)
+    with attending() as (_, server, _), server.polled():
+        step = OperatorSplit(server.split("m").record.poll, lambda: Rule(0.0, 5e-6), lambda _: None)
         looked: list[Polls] = []
 
         def state(plan: ForwardPlan, view: Tensor) -> ForwardState:
-            looked.append(Polls(attender, step))
+            looked.append(Polls(server, step))
             return ForwardState(plan, view, polls=looked[-1])
 
         given = (model.forward, tokens, lengths, kept, state)

@@ -14,10 +14,10 @@ import torch
 import transformers
 
 from kvloom.exec.attention import NAME, Scoring
-from kvloom.exec.cpu.decoder import straighten
+from kvloom.exec.cpu.decoder import fuse_decoder
 from kvloom.exec.cpu.fuse import fuse
-from kvloom.exec.loader import load_model
-from kvloom.exec.parallel.group import Group
+from kvloom.exec.cpu.loader import load_model
+from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.slicing import slice_model
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import Geometry
@@ -51,7 +51,7 @@ def test_slices_give_the_logits_of_the_whole(architecture: str, tmp_path: Path) 
     copies = [copy.deepcopy(stock) for _ in range(2)]
     ids = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
 
-    def run(group: Group) -> torch.Tensor:
+    def run(group: RankGroup) -> torch.Tensor:
         with torch.inference_mode():
             slice_model(copies[group.rank], group)
             logits: torch.Tensor = copies[group.rank](input_ids=ids, use_cache=False).logits
@@ -70,20 +70,20 @@ def test_slices_give_the_logits_of_the_whole(architecture: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
-def test_slices_are_fused_and_straightened_like_the_whole(architecture: str, tmp_path: Path) -> None:
+def test_slices_are_fused_like_the_whole(architecture: str, tmp_path: Path) -> None:
     stock = stock_of(architecture)
     config, copies = stock.config, [copy.deepcopy(stock) for _ in range(2)]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scoring = Scoring(size**-0.5, window=getattr(config, "sliding_window", None) or 0)
     geometry = Geometry(config.num_hidden_layers, 1, size, 4, BLOCK)
 
-    def run(group: Group) -> bool:
+    def run(group: RankGroup) -> bool:
         model = copies[group.rank]
         with torch.inference_mode():
             slice_model(model, group)
             model.set_attn_implementation(NAME)
             fuse(model)
-        return straighten(model, dict.fromkeys(range(geometry.layers), scoring), geometry) is not None
+        return fuse_decoder(model, dict.fromkeys(range(geometry.layers), scoring), geometry) is not None
 
     assert both(tmp_path, run) == [True, True]
 
@@ -93,7 +93,7 @@ def test_a_vocabulary_that_cannot_be_halved(tmp_path: Path) -> None:
     copies = [copy.deepcopy(stock) for _ in range(2)]
     ids = torch.arange(5)[None]
 
-    def run(group: Group) -> torch.Tensor:
+    def run(group: RankGroup) -> torch.Tensor:
         slice_model(copies[group.rank], group)
         with torch.inference_mode():
             logits: torch.Tensor = copies[group.rank](input_ids=ids, use_cache=False).logits
@@ -106,7 +106,7 @@ def test_a_vocabulary_that_cannot_be_halved(tmp_path: Path) -> None:
 
 def refusal(path: Path, ranks: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_model(ModelSpec(name="mine", path=str(path)), BLOCK, Alone(Group(0, ranks)))
+        load_model(ModelSpec(name="mine", path=str(path)), BLOCK, Alone(RankGroup(0, ranks)))
     return caught.value.message
 
 
@@ -145,7 +145,7 @@ def test_a_plan_that_is_not_known(plan: dict[str, str], line: str) -> None:
     plan = {f"model.{name}": style for name, style in plan.items()}
     stock._tp_plan = plan  # its setter would look the styles up
     with pytest.raises(ConfigError) as caught:
-        slice_model(stock, Group(0, 2))
+        slice_model(stock, RankGroup(0, 2))
     assert line in caught.value.message
     assert caught.value.message.startswith("its tensor-parallel plan ")
 
@@ -153,7 +153,7 @@ def test_a_plan_that_is_not_known(plan: dict[str, str], line: str) -> None:
 def test_jobs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
     """The ranks begin with the slots in opposite order."""
 
-    def run(group: Group) -> list[float]:
+    def run(group: RankGroup) -> list[float]:
         def job(slot: int) -> float:
             group.enter(slot)
             return float(group.sum(torch.tensor(10.0**slot)))
@@ -165,7 +165,7 @@ def test_jobs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
     assert both(tmp_path, run, slots=2) == [[2.0, 20.0]] * 2
 
 
-def lost(group: Group) -> str:
+def lost(group: RankGroup) -> str:
     with pytest.raises(Unavailable) as caught:
         group.sum(torch.ones(1))
     return caught.value.message
@@ -174,7 +174,7 @@ def lost(group: Group) -> str:
 def test_a_rank_that_is_late(tmp_path: Path) -> None:
     given_up = threading.Event()
 
-    def run(group: Group) -> str:
+    def run(group: RankGroup) -> str:
         if group.rank:
             given_up.wait(60)
             return ""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.exec.parallel.wire import Go, Here, SentMaps, Step, ToldMap, Wire, ids_of
+from kvloom.exec.parallel.wire import Go, RankReady, SentMaps, Step, ToldMap, Wire, ids_of
 from kvloom.kv.pool import Pool
 from kvloom.types.errors import OutOfBlocks
 from kvloom.types.geometry import I32, I64, Geometry
@@ -123,7 +123,7 @@ def test_rows_that_are_not_the_plans_are_not_read() -> None:
 def test_messages_one_after_the_other_and_the_end() -> None:
     ours, theirs = socket.socketpair()
     one, other = Wire(ours), Wire(theirs)
-    one.send(Here())
+    one.send(RankReady())
     one.send(Go())
     assert [msgspec.msgpack.decode(other.receive() or b"") for _ in range(2)] == [
         {"type": "here"},

@@ -11,18 +11,18 @@ import torch
 import transformers
 from torch import nn
 
-from kvloom.exec.cpu.linear import FusedLinear, PackedLinear, Part
+from kvloom.exec.cpu.linear import PackedLinear, PackedLinearPart, PackedMergedLinear
 from tests.checkpoints import make_checkpoint
 from tests.model.loading import load
 
 
 def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Every tensor that the module keeps, those in oneDNN's layout and in fused sisters included."""
+    """Every tensor that the module keeps, those in oneDNN's layout and in merged layers included."""
     yield from module.parameters()
-    fused: dict[int, FusedLinear] = {}
+    fused: dict[int, PackedMergedLinear] = {}
     packed: list[PackedLinear] = []
     for child in module.modules():
-        if isinstance(child, Part):
+        if isinstance(child, PackedLinearPart):
             fused[id(child._fused)] = child._fused
         if isinstance(child, PackedLinear):
             packed.append(child)

@@ -63,7 +63,7 @@ def before_waiting(patch: pytest.MonkeyPatch, kill: Kill) -> None:
 POINTS = {
     "before the first copy": before(BorrowedBlocks, "put", 1),
     "before a later one": before(BorrowedBlocks, "put", 4),
-    "before a sheet": before(TaskSender, "begin", 3),
+    "before a task descriptor": before(TaskSender, "begin", 3),
     "before a step's tasks": before(RemoteAttention, "enter", 3),
     "before one is waited for": before_waiting,
     WAITING: before_waiting,

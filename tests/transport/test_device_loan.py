@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvloom.kernels.mail import End, Trouble
+from kvloom.kernels.mailbox import End, Trouble
 from kvloom.kv.arena import Arena
 from kvloom.offload.memory.device import BorrowedDeviceBlocks, DeviceLending
 from kvloom.offload.terms import Borrow, Loan
@@ -100,7 +100,7 @@ def test_a_mailbox_is_kept_until_its_borrower_has_left_or_is_dead() -> None:
     with open_units() as units:
         lending = units.lend(asked(os.getpid()))
         loan = units.borrowed(lending.loan)
-        assert int(lending.mailbox.mail.word("waiting"))
+        assert int(lending.mailbox.tensors.word("waiting"))
         assert lending.close()
         assert not lending.unused
         loan.close()

@@ -12,11 +12,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvloom.kernels.mail import MASK, NOTE, End
-from kvloom.kernels.mail_programs import collect, post, serve
+from kvloom.kernels.mailbox import MASK, NOTE, End
+from kvloom.kernels.mailbox_reference import collect, post, serve
 from kvloom.kv import arena as memfd
 from kvloom.kv.arena import Arena
-from kvloom.offload.memory.device import BorrowerDeviceMailbox, DevicePlace, LenderDeviceMailbox, mail_of
+from kvloom.offload.memory.device import BorrowerDeviceMailbox, DevicePlace, LenderDeviceMailbox, tensors_of
 from kvloom.offload.memory.mailbox import START, MailboxForm, OffloadMailbox, size_of
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from tests.kernels.loaned import WIDTH, Loaned, Shape
@@ -32,7 +32,7 @@ def test_it_is_laid_out_as_the_hosts() -> None:
     os.posix_fallocate(fd, 0, size_of(FORM))
     host = OffloadMailbox(fd, FORM)
     memory = torch.frombuffer(mmap.mmap(fd, size_of(FORM)), dtype=torch.uint8)
-    device = mail_of(memory, FORM, "float32")
+    device = tensors_of(memory, FORM, "float32")
     for i, name in enumerate(("posted", "done", "asleep", "waiting", "left", "over")):
         getattr(host, name).set(MASK - i)
         assert int(device.word(name)) == -1 - i
@@ -53,15 +53,15 @@ def test_it_is_laid_out_as_the_hosts() -> None:
 def test_a_task_between_two_mappings(dtype: str) -> None:
     """Of the memory that was exported; counters begin short of where they wrap."""
     loan = Loaned(Shape(dtype=dtype), start=START)  # type: ignore[arg-type]
-    assert int(loan.mail.word("posted")) & MASK == START
-    assert loan.mail.qkv.dtype == loan.mail.out.dtype == getattr(torch, dtype)
-    theirs = loan.borrowed.mail
+    assert int(loan.mailbox.word("posted")) & MASK == START
+    assert loan.mailbox.qkv.dtype == loan.mailbox.out.dtype == getattr(torch, dtype)
+    theirs = loan.borrowed.tensors
     loan.begin([3, 5])
     q, k, v = loan.rows(2)
-    post(theirs, loan.pad, q, k, v, 1, 0.5)
-    serve(loan.mail, loan.desk, loan.lent)
+    post(theirs, loan.borrower_state, q, k, v, 1, 0.5)
+    serve(loan.mailbox, loan.lender_state, loan.lent)
     out = torch.empty_like(q)
-    collect(theirs, loan.pad, out, 0)
+    collect(theirs, loan.borrower_state, out, 0)
     close = 2e-5 if dtype == "float32" else 2e-2
     torch.testing.assert_close(out.double(), loan.wanted(1, q, k, v, 0.5), rtol=close, atol=close)
 
@@ -105,8 +105,12 @@ def test_a_borrower_may_leave() -> None:
     loan = Loaned(Shape())
     loan.begin([3])
     q, k, v = loan.rows(1)
-    post(loan.mail, loan.pad, q, k, v, 0, 1.0)
+    post(loan.mailbox, loan.borrower_state, q, k, v, 0, 1.0)
     loan.borrowed.close()
-    serve(loan.mail, loan.desk, loan.lent)
-    assert int(loan.mail.word("left")) == End.CLOSED
-    assert int(loan.mail.word("done")) == int(loan.desk.claim) >> 32 != int(loan.mail.word("posted"))
+    serve(loan.mailbox, loan.lender_state, loan.lent)
+    assert int(loan.mailbox.word("left")) == End.CLOSED
+    assert (
+        int(loan.mailbox.word("done"))
+        == int(loan.lender_state.claim) >> 32
+        != int(loan.mailbox.word("posted"))
+    )

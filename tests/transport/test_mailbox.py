@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.kernels.mail import End
+from kvloom.kernels.mailbox import End
 from kvloom.offload.memory.borrower import BorrowedBlocks
 from kvloom.offload.memory.lender import Lending
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
@@ -88,7 +88,7 @@ def test_two_processes_through_the_wrap() -> None:
 
 
 def test_a_borrower_that_has_left_gets_nothing_done_on_the_loan_that_it_left() -> None:
-    """Else one that is given it again, and counts iterations anew, would have an old sheet's rows."""
+    """Else one that is given it again, and counts iterations anew, would have an old descriptor's rows."""
     with lender_here() as made:
         loan = borrowed(made.lending.loan)
         begin(loan, [3])

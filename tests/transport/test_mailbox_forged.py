@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.kernels.mail import HEAD, NOTE
+from kvloom.kernels.mailbox import HEAD, NOTE
 from kvloom.kv import arena as memfd
 from kvloom.offload.memory.borrower import BorrowedBlocks
 from kvloom.offload.memory.lender import Lending, Task
@@ -70,7 +70,7 @@ FORGERIES: dict[str, Callable[[OffloadMailbox], None]] = {
     "fewer changes than none": _field("head", "changed", -1),
     "more rows than there is room for": _field("head", "rows", ROWS + 1),
     "no rows": _field("head", "rows", 0),
-    "a sheet of another iteration": _field("head", "iteration", 9),
+    "a descriptor of another iteration": _field("head", "iteration", 9),
     "a task of another iteration": _field("notes", "iteration", 9),
     "a task over other rows": _field("notes", "rows", 1),
     "a layer that is none": _field("notes", "layer", GEOMETRY.layers),
@@ -91,16 +91,16 @@ def test_is_refused(name: str) -> None:
 
 def _confined(task: Task) -> None:
     """All that a task makes the kernel touch is lent."""
-    sheet = task.descriptor
+    descriptor = task.descriptor
     assert 0 <= task.layer < GEOMETRY.layers
     assert task.window >= 0
-    assert len(sheet.lengths) == len(sheet.tables) <= ROWS
+    assert len(descriptor.lengths) == len(descriptor.tables) <= ROWS
     for length, row, page, offset in zip(
-        sheet.lengths, sheet.tables, sheet.slot_page, sheet.slot_offset, strict=True
+        descriptor.lengths, descriptor.tables, descriptor.slot_page, descriptor.slot_offset, strict=True
     ):
         used = GEOMETRY.pages(int(length))
         assert 1 <= used <= WIDTH
-        assert set(sheet.map[row[:used]].ravel().tolist()) <= set(LENT.tolist())
+        assert set(descriptor.map[row[:used]].ravel().tolist()) <= set(LENT.tolist())
         assert page == row[used - 1]
         assert offset == (length - 1) % GEOMETRY.tokens_per_block
 

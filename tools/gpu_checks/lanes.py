@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvloom.exec.cuda.device import STEP, Device, Lane, Partitions, try_out
+from kvloom.exec.cuda.device import STEP, GpuDevice, PartitionLane, Partitions, try_out
 from kvloom.exec.cuda.streams import CudaStream, HostStream
 from kvloom.kernels.driver import Driver, DriverError
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Split:
     """devices: one lane each. why: they may share multiprocessors all the same; else empty."""
 
-    devices: list[Device]
+    devices: list[GpuDevice]
     why: str = ""
 
 
@@ -37,22 +37,22 @@ def divided(whole: int, weights: Sequence[float]) -> list[int]:
     return parts
 
 
-def split(device: Device, weights: Sequence[float]) -> Split:
+def split(device: GpuDevice, weights: Sequence[float]) -> Split:
     """A part of the device for each weight, in proportion, in whole groups of STEP multiprocessors; what is
     left of them is the largest part's. Where there are no green contexts, plain streams, which share all."""
     if device.torch.type != "cuda":
         sizes = divided(device.compute, weights)
-        return Split([_of(device, Lane(size, HostStream())) for size in sizes])
+        return Split([_of(device, PartitionLane(size, HostStream())) for size in sizes])
     try:
         return Split([_of(device, lane) for lane in _green(device.torch, weights)])
     except DriverError as error:
         sizes = [STEP * part for part in divided(device.compute // STEP, weights)]
-        lanes = [Lane(size, CudaStream.new(device.torch)) for size in sizes]
+        lanes = [PartitionLane(size, CudaStream.new(device.torch)) for size in sizes]
         return Split([_of(device, lane) for lane in lanes], f"no green contexts: {error}")
 
 
-def _of(device: Device, lane: Lane) -> Device:
-    return Device(device.torch, lane.compute, Partitions(lane, []))
+def _of(device: GpuDevice, lane: PartitionLane) -> GpuDevice:
+    return GpuDevice(device.torch, lane.compute, Partitions(lane, []))
 
 
 def shared_out(groups: Sequence[T], weights: Sequence[float]) -> list[list[T]]:
@@ -61,7 +61,7 @@ def shared_out(groups: Sequence[T], weights: Sequence[float]) -> list[list[T]]:
     return [list(groups[first:end]) for first, end in pairwise(ends)]
 
 
-def _green(device: torch.device, weights: Sequence[float]) -> list[Lane]:
+def _green(device: torch.device, weights: Sequence[float]) -> list[PartitionLane]:
     """CUDA's driver API, cuDevResourceGenerateDesc: groups of one split may be joined again. What is left of
     the split goes to the largest part where the driver joins that, too. Raises DriverError."""
     driver = Driver()
@@ -83,7 +83,7 @@ def _green(device: torch.device, weights: Sequence[float]) -> list[Lane]:
     return lanes
 
 
-def _lane(driver: Driver, device: torch.device, number: Any, resources: list[Any]) -> Lane:
+def _lane(driver: Driver, device: torch.device, number: Any, resources: list[Any]) -> PartitionLane:
     """Its context lives as long as the process. Raises DriverError, also where the stream takes no work."""
     api = driver.api
     description = driver("cuDevResourceGenerateDesc", resources, len(resources))
@@ -93,4 +93,4 @@ def _lane(driver: Driver, device: torch.device, number: Any, resources: list[Any
     stream = driver("cuGreenCtxStreamCreate", context, flags, 0)
     wrapped = CudaStream(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
     try_out(wrapped, device)
-    return Lane(sum(int(one.sm.smCount) for one in resources), wrapped)
+    return PartitionLane(sum(int(one.sm.smCount) for one in resources), wrapped)

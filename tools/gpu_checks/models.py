@@ -14,13 +14,13 @@ import transformers
 from kvloom.engine.engine import Engine
 from kvloom.exec.attention import NAME
 from kvloom.exec.cpu.layer import Modular
-from kvloom.exec.cuda.device import Cut, Device, Side, cuda_device, cut_green
+from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.exec.cuda.device import Cut, GpuDevice, Side, cuda_device, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.fuse import fuse_on_device
 from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
-from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.terms import OffloadBackend
 from kvloom.transfer.shared_memory import ShmTransport
@@ -72,7 +72,7 @@ QWEN_4B: Final = _shape("Qwen3Config", 2560, 9728, 36, 128, 151936, tied=True)
 class Ground:
     """What models run on."""
 
-    device: Device
+    device: GpuDevice
     operations: Operations
     dtype: torch.dtype
     block_bytes: int = BLOCK_BYTES
@@ -125,7 +125,7 @@ def executor_of(
     *,
     most_running: int,
     chunk: int,
-    device: Device | None = None,
+    device: GpuDevice | None = None,
 ) -> GpuExecutor:
     """Ready for jobs. device: with other partitions than the ground's. Executors may share weights."""
     device = device or ground.device

@@ -8,7 +8,7 @@ import triton.language as tl
 from tools.gpu_checks.lanes import split
 from tools.gpu_checks.report import Figure
 
-from kvloom.exec.cuda.device import Device, Lane
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane
 
 _PROGRAMS = 4096
 _ROUNDS = 4000
@@ -24,7 +24,7 @@ def _where(out, rounds):  # type: ignore[no-untyped-def]
     tl.store(out + tl.program_id(0), tl.where(value == -1.0, -1, number))
 
 
-def multiprocessors(lane: Lane) -> set[int]:
+def multiprocessors(lane: PartitionLane) -> set[int]:
     """That work of this lane reaches."""
     with torch.inference_mode(), lane.entered():
         out = torch.full((_PROGRAMS,), -1, dtype=torch.int32, device="cuda")
@@ -33,7 +33,7 @@ def multiprocessors(lane: Lane) -> set[int]:
     return set(out.tolist())
 
 
-def recorded(lane: Lane) -> set[int]:
+def recorded(lane: PartitionLane) -> set[int]:
     """That the replay of a recording of this lane reaches."""
     with torch.inference_mode(), lane.entered():
         out = torch.full((_PROGRAMS,), -1, dtype=torch.int32, device="cuda")
@@ -45,7 +45,7 @@ def recorded(lane: Lane) -> set[int]:
     return set(out.tolist())
 
 
-def disjoint(device: Device) -> list[Figure]:
+def disjoint(device: GpuDevice) -> list[Figure]:
     """Raises AssertionError where the sides of a pair share a multiprocessor, live or in a recording."""
     figures = []
     for first, second in device.partitions.pairs:
@@ -67,7 +67,7 @@ def disjoint(device: Device) -> list[Figure]:
     return figures
 
 
-def disjoint_split(device: Device) -> list[Figure]:
+def disjoint_split(device: GpuDevice) -> list[Figure]:
     """Of a static split, as several models have it. Raises AssertionError where it is none."""
     found = split(device, (13, 1, 1, 1))
     assert not found.why, found.why

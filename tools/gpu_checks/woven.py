@@ -33,7 +33,7 @@ from tools.gpu_checks.report import Figure
 from torch import Tensor
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.offload.cuda.backend import CudaOffloadBackend
 from kvloom.transfer.cuda_ipc import CudaIpcTransport, DeviceMemory
 from kvloom.transfer.target import WriteTarget
@@ -188,12 +188,12 @@ async def _unit(
     executor.close()
 
 
-def _side(device: Device, name: str) -> Device:
+def _side(device: GpuDevice, name: str) -> GpuDevice:
     """Of the pair that is nearest to halves, the larger side for the hot unit; jobs of a unit take turns."""
     pairs = sorted(device.partitions.pairs, key=lambda pair: abs(pair[0].compute - pair[1].compute))
     cold, hot = sorted(pairs[0], key=lambda lane: lane.compute)
-    lane: Lane = hot if name == HOT else cold
-    return Device(device.torch, lane.compute, Partitions(lane, []))
+    lane: PartitionLane = hot if name == HOT else cold
+    return GpuDevice(device.torch, lane.compute, Partitions(lane, []))
 
 
 def _maker(model: str, effort: Effort) -> Callable[[int, int], StartGenerate]:

@@ -97,7 +97,11 @@ def _operation(row: Row, meanings: dict[int, str], units: Sequence[str]) -> Json
         operation["security"] = _SECURITY[row.caller]
     if row.body is not None:
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": _schema(row.body)}}}
-    for name, schema in (("model", {"minLength": 1}), ("name", {"minLength": 1}), ("unit", {"enum": [*units]})):
+    for name, schema in (
+        ("model", {"minLength": 1}),
+        ("name", {"minLength": 1}),
+        ("unit", {"enum": [*units]}),
+    ):
         if f"{{{name}" in row.path:
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"} | schema}

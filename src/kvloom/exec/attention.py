@@ -1,4 +1,5 @@
-"""Our attention, as transformers' AttentionInterface calls it: write new K and V, attend over the pages."""
+"""kvloom's attention as transformers' AttentionInterface calls it: it writes new K and V, and attends over
+the pages."""
 
 from __future__ import annotations
 
@@ -24,29 +25,27 @@ _NAMES = {"s_aux": "attention sinks (s_aux)"}
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer turns q · k into a score. window: keys seen, the query's own among them; softcap: the bound
-    that tanh bends scores to; 0 for none of either."""
+    """The form in which a layer turns q · k into a score."""
 
     scale: float
-    window: int = 0
-    softcap: float = 0.0
+    window: int = 0  # keys that a query sees, its own among them; 0 for all
+    softcap: float = 0.0  # the bound that tanh bends scores to; 0 for none
 
 
 @dataclass(slots=True)
 class ForwardState:
-    """One forward of one model over the arena; made from its plan once for all layers.
+    """The state of one forward of one model over the arena; made from its plan once for all layers.
 
-    arena: [blocks, 2, T, D]; page_map: [pages, layers, heads]. [0, start) of each sequence is valid before
-    the layer, [0, start + append) after its write.
+    Positions [0, start) of each sequence are valid before the layer, [0, start + append) after its write.
     """
 
     plan: ForwardPlan
-    arena: Tensor
+    arena: Tensor  # [blocks, 2, T, D]
     remote: RemoteAttention | None = None
     """Attends for rows after those of the plan, if some are offloaded."""
     polls: Polls | None = None
     """Does tasks of others between operators, if this unit lends."""
-    page_map: Tensor = field(init=False)
+    page_map: Tensor = field(init=False)  # [pages, layers, heads]
     decode: bool = field(init=False)
     tables: Tensor = field(init=False)
     lengths: Tensor = field(init=False)
@@ -64,7 +63,7 @@ class ForwardState:
 
     @property
     def positions(self) -> I64:
-        """[N] positions of the new tokens in their sequences, those of `remote` last."""
+        """The positions [N] of the new tokens in their sequences, those of `remote` last."""
         own = self.plan.positions
         return own if self.remote is None else np.concatenate((own, self.remote.positions))
 
@@ -75,24 +74,24 @@ class ForwardState:
 
     @property
     def native(self) -> bool:
-        """True where the compiled kernels take this arena; the plain twins take any."""
+        """True if the compiled kernels take this arena; the plain twins take any."""
         return self.arena.dtype == torch.float32 and self.arena.device.type == "cpu"
 
     def copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
-        """Copy on write, all layers at once."""
+        """Copies on write, in all layers at once."""
         for copy in copies:
             source, target = self.page_map[copy.source].flatten(), self.page_map[copy.target].flatten()
             self.arena[target, :, : copy.tokens] = self.arena[source, :, : copy.tokens]
 
     def send(self, layer: int) -> None:
-        """Put what this layer has written for peers on its way."""
+        """Puts what this layer has written for peers on its way."""
         for send in self.plan.sends:
             send.put(self.plan.page_map, layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]. Rows past these tokens are
-        padding, and get the last token's output. Remote rows are posted first; those at home are computed
-        meanwhile."""
+        """Takes q [N, Hq, D], k and v [N, Hkv, D] of the new tokens and returns [N, Hq, D]. Rows past these
+        tokens are padding, and get the last token's output. Remote rows are posted first; those at home are
+        computed meanwhile."""
         self.poll()
         remote, home = self.remote, self.plan.positions.size
         count = home if remote is None else home + remote.count
@@ -138,8 +137,8 @@ class ForwardState:
             begin += count
 
     def _gather(self, layer: int, i: int, first: int, end: int) -> tuple[Tensor, Tensor, int]:
-        """K and V [Hkv, end − first', D] of sequence i from the page that holds `first` on; first' is that
-        page's first position."""
+        """Returns K and V [Hkv, end − first', D] of sequence i from the page that holds `first` on, and
+        first', that page's first position."""
         tokens = self.arena.shape[2]
         low = first // tokens
         pages = self.tables[i, low : -(-end // tokens)]
@@ -149,7 +148,7 @@ class ForwardState:
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring) -> Tensor:
-    """Causal attention of q [Hq, n, D], at positions offset…offset+n−1, over k and v [Hkv, L, D]."""
+    """Computes causal attention of q [Hq, n, D], at positions offset…offset+n−1, over k and v [Hkv, L, D]."""
     scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     n, length = q.shape[1], k.shape[1]
     simple = not softcap and offset == 0 and not (window and window < n)
@@ -167,13 +166,13 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring)
 
 
 def _seen(n: int, length: int, offset: int, window: int, device: torch.device) -> Tensor:
-    """[n, length]: which keys the queries from `offset` on see."""
+    """Returns which keys the queries from `offset` on see: [n, length]."""
     ahead = torch.arange(offset, offset + n, device=device)[:, None] - torch.arange(length, device=device)
     return (ahead >= 0) & (ahead < window) if window else ahead >= 0
 
 
 def _matters(name: str, given: Any) -> bool:
-    """True where leaving the argument out would change what attention computes."""
+    """Returns True if leaving the argument out would change what attention computes."""
     return name not in _KNOWN and (isinstance(given, Tensor) or bool(given))
 
 
@@ -189,8 +188,8 @@ def kvloom_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, Hq, N, D], key and value [1, Hkv, N, D] → [1, N, Hq, D]. `kv` is the ForwardState, or the
-    loader's observer, which has the same `attend`."""
+    """Takes query [1, Hq, N, D], key and value [1, Hkv, N, D] and returns [1, N, Hq, D]. `kv` is the
+    ForwardState, or the loader's observer, which has the same `attend`."""
     state: ForwardState | None = kwargs.get("kv")
     if state is None:
         raise ConfigError("its layers do not pass on what kvloom's attention needs")

@@ -1,4 +1,4 @@
-"""What clients are told of a model."""
+"""The card of a model: what clients are told of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _FILE = "generation_config.json"
 
 
 def read_sampling_defaults(path: str) -> SamplingDefaults:
-    """What its generation_config.json itself says; transformers' class would add defaults of its own."""
+    """Returns what the checkpoint's generation_config.json itself says; transformers' class would add
+    defaults of its own."""
     file = cached_file(path, _FILE, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return SamplingDefaults()
@@ -38,7 +39,8 @@ def read_sampling_defaults(path: str) -> SamplingDefaults:
 
 
 def card_of(spec: ModelSpec, module: Any, parameters: int) -> ModelCard:
-    """Raises ConfigError where the checkpoint has no tokenizer that serves."""
+    """Returns the card of a loaded model. Raises ConfigError if the checkpoint has no tokenizer that
+    serves."""
     config = module.config
     tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):
@@ -78,8 +80,9 @@ def _ids(given: int | list[int] | None) -> set[int]:
 
 
 def _context(config: Any, wanted: int | None) -> int:
-    """The longest sequence. Rotary forms that change with the longest of a batch (dynamic, longrope) are
-    kept to the length up to which they do not, or a neighbour's length would change one's tokens."""
+    """Returns the length of the longest sequence. Rotary forms that change with the longest of a batch
+    (dynamic, longrope) are kept to the length up to which they do not, or a neighbour's length would change
+    one's tokens."""
     length = int(getattr(config, "max_position_embeddings", None) or 4096)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):

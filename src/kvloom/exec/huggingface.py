@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 _COMPILER: Final = "torch._dynamo"
 
@@ -73,12 +74,15 @@ from transformers.utils import cached_file  # noqa: E402
 
 __all__ = [
     "CONFIG_MAPPING",
+    "GATED",
+    "QKV",
     "AttentionInterface",
     "AutoConfig",
     "AutoModelForCausalLM",
     "AutoTokenizer",
     "PretrainedConfig",
     "cached_file",
+    "children",
     "hide_progress",
     "without_compiler",
 ]
@@ -87,3 +91,15 @@ __all__ = [
 def hide_progress() -> None:
     """Turns off transformers' progress bars, which are noise in a log."""
     transformers.logging.disable_progress_bar()
+
+
+# the names that transformers' decoders give to their linear layers
+QKV: Final = ("q_proj", "k_proj", "v_proj")
+GATED: Final = ("gate_proj", "up_proj", "down_proj")
+
+
+def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yields every module with its parent and its name there."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            yield parent, name, child

@@ -1,4 +1,5 @@
-"""From logits to tokens. Every draw is a function of (key, index), so no batch and no engine changes it."""
+"""The way from logits to tokens. Every draw is a function of (key, index), so no batch and no engine changes
+it."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from kvloom.types.request import TokenLogprob
 def draw(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor
 ) -> Tensor:
-    """logits [R, V] → ids [R], by inverting the cumulative distribution over tokens from most to least
-    likely. u [R] float64, in [0, 1), is where.
+    """Draws ids [R] from logits [R, V], by inverting the cumulative distribution over tokens from most to
+    least likely at u [R] float64, in [0, 1).
 
     Filters apply in the order temperature, top-k (0: none), top-p, min-p, each [R]. A row without a possible
     token gives any one: it must not fail its neighbours.
@@ -41,8 +42,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(keys: ArrayLike, indices: ArrayLike) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (key, index), of shapes that broadcast: SplitMix64's finaliser (Steele,
-    Lea and Flood, 2014) over the key's own stream, 53 bits of it."""
+    """Returns one number in [0, 1) for each (key, index), of shapes that broadcast: SplitMix64's finaliser
+    (Steele, Lea and Flood, 2014) over the key's own stream, 53 bits of it."""
     with np.errstate(over="ignore"):
         index = np.asarray(indices, dtype=np.uint64) + np.uint64(1)
         z = _mix(np.asarray(keys, dtype=np.uint64)) + index * np.uint64(_GOLDEN)
@@ -56,7 +57,8 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprob | None]]:
-    """logits [R, V], one row a draw → R token ids, and their log-probabilities where asked for.
+    """Takes logits [R, V], one row a draw, and returns R token ids, and their log-probabilities if a row asks
+    for them.
 
     Log-probabilities are the model's own: before penalties, bias, masks and temperature.
     """
@@ -80,12 +82,14 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[T
 
 
 def prompt_logprobs(logits: Tensor, rows: Sequence[PromptRow]) -> list[TokenLogprob]:
-    """logits [R, V] after each row's token → the log-probability of the token that the prompt has next."""
+    """Takes logits [R, V] after each row's token and returns the log-probability of the token that the prompt
+    has next."""
     return logprobs(logits.float(), [row.token for row in rows], [row.top for row in rows]) if rows else []
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """logits [R, V] → the log-probability of tokens[r], and the tops[r] best, or as many as there are."""
+    """Takes logits [R, V] and returns the log-probability of tokens[r], and the tops[r] best, or as many as
+    there are."""
     normal = logits.log_softmax(-1)
     own = normal.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     best = normal.topk(min(max(1, *tops), normal.shape[-1]), -1)
@@ -97,7 +101,7 @@ def logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list
 
 
 def _bend(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Penalties, bias and masks, row by row where a row has any."""
+    """Applies penalties, bias and masks to the rows that have any."""
     bent = raw.clone()
     for i, row in enumerate(rows):
         params = row.params
@@ -118,9 +122,9 @@ def _bend(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _penalise(logits: Tensor, row: SampleRow) -> None:
-    """logits [V], in place. Repetition as in CTRL (Keskar et al., 2019) over prompt and output; presence and
-    frequency, as OpenAI defines them, over the output. A token that comes often is given the same value as
-    often."""
+    """Changes logits [V] in place. Repetition is as in CTRL (Keskar et al., 2019) over prompt and output;
+    presence and frequency are as OpenAI defines them, over the output. A token that comes often is given the
+    same value as often."""
     params = row.params
     prompt, output = (torch.from_numpy(ids).to(logits.device) for ids in (row.prompt, row.output))
     penalty = params.repetition_penalty
@@ -133,7 +137,7 @@ def _penalise(logits: Tensor, row: SampleRow) -> None:
 
 
 def _unpack(words: np.ndarray[tuple[int], np.dtype[np.uint32]], size: int) -> Tensor:
-    """A bit mask, lowest bit first, as booleans [size]."""
+    """Returns a bit mask, lowest bit first, as booleans [size]."""
     bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=min(size, words.size * 32))
     mask = torch.zeros(size, dtype=torch.bool)
     mask[: bits.size] = torch.from_numpy(bits).bool()
@@ -141,7 +145,7 @@ def _unpack(words: np.ndarray[tuple[int], np.dtype[np.uint32]], size: int) -> Te
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """logits [R, V] → ids [R], each at its row's number."""
+    """Draws ids [R] from logits [R, V], each at its row's number."""
     params = [row.params for row in rows]
     numbers = (
         torch.tensor([p.temperature for p in params]),

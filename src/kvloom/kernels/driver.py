@@ -1,4 +1,4 @@
-"""The CUDA driver, as far as kvloom asks it itself, through cuda-bindings: partitions and memory for
+"""The CUDA driver, called through cuda-bindings for what torch does not offer: partitions and memory for
 peers."""
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ class DriverError(Exception):
 
 
 class Driver:
-    """Calls of the driver by their names, `driver("cuDeviceGet", 0)`: what they return, without the status.
+    """Calls functions of the driver by their names, `driver("cuDeviceGet", 0)`, and returns what they return,
+    without the status.
 
     Most want the primary context of a device to be current in the calling thread: see `enter`.
     """
 
     def __init__(self) -> None:
-        """Raises DriverError where there are no bindings or no driver."""
+        """Raises DriverError if there are no bindings or no driver."""
         self._contexts: dict[int, Any] = {}
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
@@ -28,7 +29,7 @@ class Driver:
             raise DriverError(f"cuda-bindings cannot be used here: {error}") from error
 
     def enter(self, index: int) -> None:
-        """Make the primary context of GPU `index` the calling thread's. torch sets a thread's device without
+        """Makes the primary context of GPU `index` the calling thread's. torch sets a thread's device without
         that, until the thread asks the runtime for something. Raises DriverError."""
         if index not in self._contexts:
             number = self("cuDeviceGet", index)
@@ -36,7 +37,7 @@ class Driver:
         self("cuCtxSetCurrent", self._contexts[index])
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """One result by itself, several as a tuple. Raises DriverError."""
+        """Returns one result by itself, several as a tuple. Raises DriverError."""
         call = getattr(self.api, name, None)
         if call is None:
             raise DriverError(f"these cuda-bindings have no {name}")

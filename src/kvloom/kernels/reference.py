@@ -1,4 +1,4 @@
-"""Plain torch twins of the kernels: what they mean, in any dtype, at any speed."""
+"""Plain torch twins of the kernels: they define what the kernels compute, in any dtype, at any speed."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def block_view(arena: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """View a flat byte arena as [blocks, 2, tokens, head_dim]; 0 is K, 1 is V.
+    """Views a flat byte arena as [blocks, 2, tokens, head_dim]; 0 is K, 1 is V.
 
     Bytes at a block's end that hold no whole token are skipped by the block stride.
     """
@@ -29,7 +29,7 @@ def block_view(arena: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtyp
 def write_kv(
     arena: Tensor, page_map: Tensor, layer: int, k: Tensor, v: Tensor, slot_page: Tensor, slot_offset: Tensor
 ) -> None:
-    """Store k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
+    """Stores k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
 
     page_map [pages, layers, kv_heads], slot_page [n] and slot_offset [n] are int32. On a GPU a row whose page
     is negative, a graph's padding, is stored nowhere.
@@ -55,11 +55,11 @@ def decode_attention(
     *,
     lse: Tensor | None = None,
 ) -> None:
-    """Attend with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
+    """Attends with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
-    arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and
-    lengths [B] are int32. A window n > 0 hides all but the last n tokens; a softcap c > 0 bends scores s to
-    c tanh(s / c). lse [B, heads] gets the logarithms of the sums of exponentials.
+    arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and lengths
+    [B] are int32. A window n > 0 hides all but the last n tokens; a softcap c > 0 bends scores s to c tanh(s
+    / c). lse [B, heads] gets the logarithms of the sums of exponentials.
     """
     for b, length in enumerate(lengths.tolist()):
         k, v = _cached(arena, page_map, layer, tables[b], length)
@@ -84,7 +84,7 @@ def prefill_attention(
     *,
     lse: Tensor | None = None,
 ) -> None:
-    """Causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
+    """Computes causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
     [begins[b], begins[b + 1]) of q [N, heads, D], at positions from starts[b] on. Their K and V are in the
     pool already; starts [B] and begins [B + 1] are int32, all else is as in `decode_attention`."""
     edges = begins.tolist()
@@ -101,7 +101,7 @@ def prefill_attention(
 
 
 def _cached(arena: Tensor, page_map: Tensor, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """K and V [kv_heads, length, D] of one sequence, in float32."""
+    """Returns K and V [kv_heads, length, D] of one sequence, in float32."""
     pages = table[: -(-length // arena.shape[2])].long()
     blocks = arena[page_map[pages, layer].long()].float()  # [pages, kv_heads, 2, T, D]
     k, v = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
@@ -111,8 +111,8 @@ def _cached(arena: Tensor, page_map: Tensor, layer: int, table: Tensor, length: 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """q [n, heads, D], k and v [kv_heads, L, D], seen [n, L] → [n, heads, D] in q's dtype, and the
-    scores' log-sum-exp [n, heads]."""
+    """Takes q [n, heads, D], k and v [kv_heads, L, D], seen [n, L] and returns [n, heads, D] in q's dtype,
+    and the scores' log-sum-exp [n, heads]."""
     grouped = q.float().view(q.shape[0], k.shape[0], q.shape[1] // k.shape[0], q.shape[2])
     scores = torch.einsum("nhgd,hld->nhgl", grouped, k) * scale
     if softcap:
@@ -124,9 +124,9 @@ def _attend(
 
 
 def merge(out: Tensor, parts: Tensor, lse: Tensor, out_lse: Tensor | None = None) -> None:
-    """out [N, H, D] = attention over all tokens, from parts [S, N, H, D], each over some of them, and the
-    logarithms lse [S, N, H] of their sums of exponentials. A part whose lse is -inf saw no token and may hold
-    anything; where all are, out is 0. out_lse [N, H] gets the logarithm of the whole sum."""
+    """Computes out [N, H, D] = attention over all tokens, from parts [S, N, H, D], each over some of them,
+    and the logarithms lse [S, N, H] of their sums of exponentials. A part whose lse is -inf saw no token and
+    may hold anything; if all are, out is 0. out_lse [N, H] gets the logarithm of the whole sum."""
     total = lse.logsumexp(0)
     shares = (lse - total).exp().masked_fill(lse == float("-inf"), 0.0)[..., None]
     kept = parts.float().masked_fill(shares == 0, 0.0)
@@ -136,7 +136,8 @@ def merge(out: Tensor, parts: Tensor, lse: Tensor, out_lse: Tensor | None = None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Normalise x [..., H] by its root mean square and scale by offset + weight [H]; Gemma's offset is 1."""
+    """Normalises x [..., H] by its root mean square and scales by offset + weight [H]; Gemma's offset is
+    1."""
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if offset:
@@ -147,13 +148,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """x + residual, both [n, H]: normalised as by `rms_norm`, and as it is."""
+    """Returns x + residual, both [n, H]: normalised as by `rms_norm`, and as it is."""
     total = x + residual
     return rms_norm(total, weight, eps, offset), total
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
-    """x [n, 2 F], gates first → activation(gates) · the rest, [n, F]; gelu is by erf."""
+    """Takes x [n, 2 F], gates first, and returns activation(gates) · the rest, [n, F]; gelu is by erf."""
     gates, rest = x.chunk(2, -1)
     if activation == "silu":
         return F.silu(gates) * rest
@@ -161,7 +162,7 @@ def gated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first R dimensions of x [n, heads, D] in place by cos, sin [n, R]; i pairs with R/2 + i."""
+    """Rotates the first R dimensions of x [n, heads, D] in place by cos, sin [n, R]; i pairs with R/2 + i."""
     size = cos.shape[-1]
     first, second = x[..., :size].chunk(2, -1)
     turned = torch.cat((-second, first), -1)
@@ -180,8 +181,9 @@ def copy_blocks(
     page_tokens: int,
     token_bytes: int,
 ) -> None:
-    """For each i copy tokens [offsets[i], offsets[i] + counts[i]) of K and of V from block own[i] of `source`
-    to block peer[i] of `target`, both flat bytes; all tokens of a block take the bytes past them along."""
+    """Copies for each i tokens [offsets[i], offsets[i] + counts[i]) of K and of V from block own[i] of
+    `source` to block peer[i] of `target`, both flat bytes; all tokens of a block take the bytes past them
+    along."""
     half = page_tokens * token_bytes
     rows, targets = source.view(-1, block_bytes), target.view(-1, block_bytes)
     for i, o, first, n in zip(*(a.tolist() for a in (own, peer, offsets, counts)), strict=True):
@@ -203,7 +205,7 @@ def copy_pages(
     page_tokens: int,
     token_bytes: int,
 ) -> None:
-    """For each i copy the first counts[i] tokens of page sources[i] to page targets[i], in all layers and
+    """Copies for each i the first counts[i] tokens of page sources[i] to page targets[i], in all layers and
     heads of page_map [pages, layers, kv_heads]; blocks as in `copy_blocks`."""
     own, peer = page_map[sources.long()].flatten(1), page_map[targets.long()].flatten(1)
     repeated = counts[:, None].expand_as(own).flatten()
@@ -230,7 +232,7 @@ def advance(
     tables: Tensor,
     page_tokens: int,
 ) -> None:
-    """In place: each of the first B rows appends the token that it has drawn, ids [B], one position on.
+    """Appends in place to each of the first B rows the token that it has drawn, ids [B], one position on.
 
     tokens, positions, lengths, slot_page and slot_offset have B rows or more; tables [B, P] has the page of
     the new position, of page_tokens tokens.
@@ -244,10 +246,10 @@ def advance(
 
 
 def panel_product(x: Tensor, w: Tensor) -> Tensor:
-    """x [n, K] · w [K, 64], one panel of a packed weight."""
+    """Returns x [n, K] · w [K, 64], for one panel of a packed weight."""
     return x @ w
 
 
 def score(q: Tensor, k: Tensor) -> Tensor:
-    """q [n, D] · k [t, D]ᵀ: an attention tile's scores, and a tied head's logits."""
+    """Returns q [n, D] · k [t, D]ᵀ: an attention tile's scores, and a tied head's logits."""
     return q @ k.T

@@ -45,7 +45,7 @@ def preload() -> list[Callable[[], object]]:
     step by step."""
     from kvloom.api.verbs import create_verbs  # noqa: F401, PLC0415
     from kvloom.engine.engine import Engine  # noqa: F401, PLC0415
-    from kvloom.exec.parallel.executor import load_executor  # noqa: F401, PLC0415
+    from kvloom.exec.cpu.parallel import load_executor  # noqa: F401, PLC0415
     from kvloom.kernels.cpu.warm import kernels  # noqa: PLC0415
     from kvloom.offload.cpu.backend import CpuOffloadBackend  # noqa: F401, PLC0415
     from kvloom.offload.loans import Borrower  # noqa: F401, PLC0415
@@ -106,14 +106,14 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
 def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> TorchExecutor | GpuExecutor:
     """The executor on the unit's device. Raises ConfigError, and Unavailable where a rank ends meanwhile."""
     if spec.device != "cpu" and spec.tensor_parallel > 1:
-        from kvloom.exec.parallel.cuda import load_parallel_gpu_executor  # noqa: PLC0415
+        from kvloom.exec.cuda.parallel import load_parallel_gpu_executor  # noqa: PLC0415
 
         return load_parallel_gpu_executor(spec, folder, progress)
     if spec.device != "cpu":
         from kvloom.exec.cuda.loader import load_gpu_executor  # noqa: PLC0415
 
         return load_gpu_executor(spec, progress)
-    from kvloom.exec.parallel.executor import load_executor  # noqa: PLC0415
+    from kvloom.exec.cpu.parallel import load_executor  # noqa: PLC0415
 
     return load_executor(spec, folder, progress)
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.cuda.device import Device, host_device
+from kvloom.exec.cuda.device import GpuDevice, host_device
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import Operations, plain_operations
@@ -20,7 +20,7 @@ COMPUTE = 8
 
 @asynccontextmanager
 async def running_on_device(
-    spec: EngineSpec, device: Device | None = None, operations: Operations | None = None
+    spec: EngineSpec, device: GpuDevice | None = None, operations: Operations | None = None
 ) -> AsyncIterator[tuple[Engine, GpuExecutor]]:
     executor = load_executor(spec, device or host_device(COMPUTE), operations or plain_operations())
     async with running_executor(spec, executor) as engine:

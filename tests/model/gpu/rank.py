@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 
-from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.operations import plain_operations
+from kvloom.exec.cuda.parallel import GpuWorker
 from kvloom.exec.cuda.streams import HostStream
-from kvloom.exec.parallel.cuda import GpuWorker
 from kvloom.exec.parallel.member import Member
-from kvloom.exec.parallel.rank import run_rank
-from kvloom.exec.parallel.wire import Begin
+from kvloom.exec.parallel.wire import StartRank
+from kvloom.exec.rank import run_rank
 
 COMPUTE = 8
 
 
-def one_lane() -> Device:
-    return Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, HostStream()), []))
+def one_lane() -> GpuDevice:
+    return GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, HostStream()), []))
 
 
 def start(wire: int, name: str) -> subprocess.Popen[bytes]:
@@ -32,7 +32,7 @@ def start(wire: int, name: str) -> subprocess.Popen[bytes]:
     )
 
 
-def _open(begin: Begin, member: Member) -> GpuWorker:
+def _open(begin: StartRank, member: Member) -> GpuWorker:
     torch.set_num_threads(1)
     return GpuWorker.over(begin, member, one_lane(), plain_operations())
 

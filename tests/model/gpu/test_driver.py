@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
 from kvloom.exec.cuda.streams import HostStream, Recording
@@ -62,7 +62,7 @@ class _Counted(HostStream):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking(Device):
+class _Asking(GpuDevice):
     """Its steps always wait for it."""
 
     @contextmanager
@@ -75,8 +75,8 @@ def test_a_model_whose_steps_wait_for_the_device_is_not_tried_to_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole, half = _Counted(), _Counted()
-    pair = Lane(2, half), Lane(2, half)
-    device = _Asking(torch.device("cpu"), 4, Partitions(Lane(4, whole), [pair]))
+    pair = PartitionLane(2, half), PartitionLane(2, half)
+    device = _Asking(torch.device("cpu"), 4, Partitions(PartitionLane(4, whole), [pair]))
     spec = spec_of({"m": make_checkpoint(tmp_path, "llama", num_hidden_layers=1)}, max_running=2)
     load_executor(spec, device, plain_operations()).close()
     assert whole.recorded == half.recorded == 0

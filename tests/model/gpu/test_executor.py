@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.streams import HostStream, Recording
 from kvloom.types.job import Job
@@ -63,7 +63,7 @@ def wanted(paths: dict[str, Path]) -> list[Answer]:
 
 
 async def on_device(
-    spec: EngineSpec, device: Device | None = None, requests: Sequence[StartGenerate] = ()
+    spec: EngineSpec, device: GpuDevice | None = None, requests: Sequence[StartGenerate] = ()
 ) -> tuple[list[Answer], GpuExecutor, int]:
     """And how many preemptions there were. requests: all that are `asked` where none are given."""
     requests = requests or asked([model.name for model in spec.models])
@@ -108,7 +108,7 @@ class _Unrecordable(HostStream):
 def test_a_model_that_cannot_be_recorded_decodes_step_by_step(
     paths: dict[str, Path], wanted: list[Answer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, _Unrecordable()), []))
+    device = GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, _Unrecordable()), []))
     spec = spec_of({"a": paths["a"]}, max_running=4)
     answers, _, _ = asyncio.run(on_device(spec, device))
     assert tokens(answers) == tokens(wanted[: len(answers)])

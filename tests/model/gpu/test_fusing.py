@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from kvloom.exec.cpu.linear import Sister
+from kvloom.exec.cpu.linear import MergedLinearPart
 from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm, fuse_on_device
 from kvloom.exec.cuda.operations import plain_operations
 from tests.checkpoints import make_checkpoint
@@ -22,11 +22,11 @@ def fused(path: Path, architecture: str) -> tuple[Any, dict[type, int]]:
     ).eval()
     fuse_on_device(model, plain_operations())
     kinds = [type(module) for module in model.modules()]
-    return model, {kind: kinds.count(kind) for kind in (Sister, DeviceNorm, DeviceGatedMLP)}
+    return model, {kind: kinds.count(kind) for kind in (MergedLinearPart, DeviceNorm, DeviceGatedMLP)}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sisters", "norms", "gated"),
+    ("architecture", "merged", "norms", "gated"),
     [
         ("llama", 9, 7, 3),
         ("qwen3", 9, 13, 3),  # each head's q and k are normed too
@@ -36,10 +36,10 @@ def fused(path: Path, architecture: str) -> tuple[Any, dict[type, int]]:
     ],
 )
 def test_found_by_structure_in_half_precision(
-    tmp_path: Path, architecture: str, sisters: int, norms: int, gated: int
+    tmp_path: Path, architecture: str, merged: int, norms: int, gated: int
 ) -> None:
     model, counts = fused(tmp_path, architecture)
-    assert counts == {Sister: sisters, DeviceNorm: norms, DeviceGatedMLP: gated}
+    assert counts == {MergedLinearPart: merged, DeviceNorm: norms, DeviceGatedMLP: gated}
     ids = torch.arange(12)[None]
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.inference_mode():

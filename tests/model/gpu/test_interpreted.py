@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm
 from kvloom.exec.cuda.operations import triton_operations
 from kvloom.exec.cuda.streams import HostStream
@@ -28,7 +28,7 @@ def test_triton_kernels_give_transformers_own_tokens(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "mistral", num_hidden_layers=2)
     shared = [(5 * j) % 250 for j in range(26)]  # past the window of 24, and two chunks
     prompts = [shared, [9, 8, 7], [*shared[:24], 1]]
-    device = Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, HostStream()), []))
+    device = GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, HostStream()), []))
 
     async def serve() -> list[list[int]]:
         spec = spec_of({"m": path}, max_running=2, chunk_tokens=13)

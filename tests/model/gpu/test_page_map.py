@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvloom.exec.cuda.device import host_device
 from kvloom.exec.cuda.model import DevicePageMap
-from kvloom.exec.cuda.staging import Sent, Staging
+from kvloom.exec.cuda.staging import SentInputs, Staging
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import AnyArray, Geometry
 from kvloom.types.plan import ForwardPlan
@@ -29,7 +29,7 @@ class _Counted:
         self.staging = Staging(DEVICE)
         self.rows = 0
 
-    def __call__(self, arrays: Mapping[str, AnyArray]) -> Sent:
+    def __call__(self, arrays: Mapping[str, AnyArray]) -> SentInputs:
         self.rows += len(arrays["map_pages"])
         return self.staging.send(arrays)
 
@@ -84,7 +84,7 @@ def test_rows_whose_sending_failed_travel_again() -> None:
     cache.add_sequence(0)
     plan = cache.begin_forward([0], [20])
 
-    def short(arrays: Mapping[str, AnyArray]) -> Sent:
+    def short(arrays: Mapping[str, AnyArray]) -> SentInputs:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.exec.cuda.device import Lane, Partitions
+from kvloom.exec.cuda.device import PartitionLane, Partitions
 from kvloom.exec.cuda.streams import HostStream
 
 COMPUTE = 132
@@ -13,8 +13,10 @@ SMALLER = (16, 32, 48, 64)
 
 
 def partitions() -> Partitions:
-    pairs = [(Lane(size, HostStream()), Lane(COMPUTE - size, HostStream())) for size in SMALLER]
-    return Partitions(Lane(COMPUTE, HostStream()), pairs)
+    pairs = [
+        (PartitionLane(size, HostStream()), PartitionLane(COMPUTE - size, HostStream())) for size in SMALLER
+    ]
+    return Partitions(PartitionLane(COMPUTE, HostStream()), pairs)
 
 
 def test_a_job_with_everything_is_bound_to_no_partition() -> None:
@@ -38,7 +40,7 @@ def test_the_second_job_takes_what_is_left() -> None:
 @given(st.lists(st.tuples(st.integers(1, COMPUTE), st.booleans()), max_size=40))
 def test_jobs_at_once_are_on_sides_of_one_pair(steps: list[tuple[int, bool]]) -> None:
     """And spread over them; whatever was given back is free again."""
-    cut, running = partitions(), list[Lane]()
+    cut, running = partitions(), list[PartitionLane]()
     for share, ends in steps:
         if ends and running:
             cut.give_back(running.pop(share % len(running)))

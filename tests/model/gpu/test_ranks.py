@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.fuse import DeviceGatedMLP
 from kvloom.exec.cuda.operations import plain_operations
+from kvloom.exec.cuda.parallel import ParallelGpuExecutor, all_alike
 from kvloom.exec.cuda.prefill import Draws
-from kvloom.exec.parallel.cuda import ParallelGpuExecutor, all_alike
-from kvloom.exec.parallel.group import Group
+from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.slicing import Summed
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
@@ -115,7 +115,7 @@ def test_tokens_are_those_of_one_rank_and_of_transformers(tmp_path: Path) -> Non
 
 
 def test_ranks_agree_on_blocks_and_on_what_is_recorded(tmp_path: Path) -> None:
-    def run(group: Group) -> list[object]:
+    def run(group: RankGroup) -> list[object]:
         agree = all_alike(group)
         found: list[object] = [group.least(7 - group.rank), agree(True), agree(False)]
         try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvloom.exec.cuda.device import Device, host_device
+from kvloom.exec.cuda.device import GpuDevice, host_device
 from kvloom.exec.cuda.loader import load_executor, load_gpu_executor, refuse_expandable
 from kvloom.exec.cuda.operations import plain_operations
 from kvloom.kernels.driver import Driver, DriverError
@@ -53,7 +53,7 @@ def test_a_pool_that_holds_no_page(spec: EngineSpec) -> None:
     assert told == "kv_memory: 2,048 bytes hold no page of m; at least 6,144 are needed"
 
 
-class _Small(Device):
+class _Small(GpuDevice):
     """A device with little memory."""
 
     def free(self) -> tuple[int, int]:

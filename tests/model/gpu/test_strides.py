@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.graphs import DecodeSteps
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
-from kvloom.exec.cuda.streams import HostMark, HostStream
+from kvloom.exec.cuda.streams import HostEvent, HostStream
 from kvloom.types.job import Job, Phase
 from kvloom.types.request import StartGenerate
 from tests.checkpoints import make_checkpoint
@@ -38,11 +38,11 @@ class _Stream(HostStream):
         self.cuts: set[int] = set()
         self.waits = 0
 
-    def mark(self) -> HostMark:
+    def mark(self) -> HostEvent:
         return _Mark(self)
 
 
-class _Mark(HostMark):
+class _Mark(HostEvent):
     def __init__(self, stream: _Stream) -> None:
         self._stream = stream
 
@@ -72,7 +72,7 @@ class _Kept(GpuExecutor):
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[_Kept, _Stream]]:
     path = make_checkpoint(tmp_path_factory.mktemp("m"), "llama", num_hidden_layers=2)
     stream = _Stream()
-    device = Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, stream), []))
+    device = GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, stream), []))
     executor = load_executor(spec_of({"m": path}, max_running=4), device, plain_operations())
     executor.__class__ = _Kept
     assert isinstance(executor, _Kept)
@@ -156,8 +156,10 @@ def test_what_the_host_has_a_say_in_goes_step_by_step(kept: tuple[_Kept, _Stream
 @pytest.mark.parametrize("pairs", [0, 1])
 def test_steps_of_two_models_come_between_each_other(tmp_path: Path, pairs: int) -> None:
     """On one lane, whose inputs and logits both use, and on two."""
-    whole, first, second = (Lane(size, HostStream()) for size in (COMPUTE, COMPUTE // 2, COMPUTE // 2))
-    device = Device(torch.device("cpu"), COMPUTE, Partitions(whole, [(first, second)] * pairs))
+    whole, first, second = (
+        PartitionLane(size, HostStream()) for size in (COMPUTE, COMPUTE // 2, COMPUTE // 2)
+    )
+    device = GpuDevice(torch.device("cpu"), COMPUTE, Partitions(whole, [(first, second)] * pairs))
     kinds = {"m": "llama", "o": "qwen3"}
     paths = {name: make_checkpoint(tmp_path / name, kind) for name, kind in kinds.items()}
     spec = spec_of(paths, max_running=4)
@@ -185,7 +187,7 @@ def test_what_is_recorded_meanwhile_changes_no_step(kept: tuple[_Kept, _Stream])
     (steps,) = executor._steps.values()
     everything, steps_of, turns = steps._steps, executor._steps_of, Counter[int]()
 
-    def late(job: Job, lane: Lane) -> DecodeSteps:
+    def late(job: Job, lane: PartitionLane) -> DecodeSteps:
         turns[id(job)] += 1
         steps._steps = [one for one in everything if one.rows != 4 or turns[id(job)] > 1]
         return steps_of(job, lane)

@@ -19,11 +19,11 @@ from msgspec import structs
 from torch import Tensor
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
 from kvloom.exec.cuda.streams import HostStream
-from kvloom.kernels.mail import Desk, Lent, Mail, Pad, signed
+from kvloom.kernels.mailbox import BorrowerState, LenderState, LentArena, MailboxTensors, signed
 from kvloom.offload.cuda.backend import CudaOffloadBackend
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.serve.engine_process import load_unit, open_offload, open_transport
@@ -38,8 +38,8 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 
 
-def one_lane() -> Device:
-    return Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, HostStream()), []))
+def one_lane() -> GpuDevice:
+    return GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, HostStream()), []))
 
 
 @asynccontextmanager
@@ -84,22 +84,26 @@ def _patient(made: Operations, **how: Any) -> Operations:
     """At most one of them at a time, as the interpreter wants it."""
     turn = threading.Lock()
 
-    def serve(mail: Mail, desk: Desk, lent: Lent, looks: int = 0) -> None:
-        posted = mail.word("posted")
-        _wait(lambda: signed(int(posted)) != signed(int(desk.claim) >> 32), 5 if looks else 0)
+    def serve(mailbox: MailboxTensors, lender_state: LenderState, lent: LentArena, looks: int = 0) -> None:
+        posted = mailbox.word("posted")
+        _wait(lambda: signed(int(posted)) != signed(int(lender_state.claim) >> 32), 5 if looks else 0)
         with turn:
-            made.serve(mail, desk, lent, 0, **how)
+            made.serve(mailbox, lender_state, lent, 0, **how)
 
     def post(*given: Any) -> None:
         with turn:
             made.post(*given, **how)
 
-    def collect(mail: Mail, pad: Pad, out: Tensor, looks: int) -> None:
-        done, over, (posted, collected) = mail.word("done"), mail.word("over"), pad.words[:2].tolist()
+    def collect(mailbox: MailboxTensors, borrower_state: BorrowerState, out: Tensor, looks: int) -> None:
+        done, over, (posted, collected) = (
+            mailbox.word("done"),
+            mailbox.word("over"),
+            borrower_state.words[:2].tolist(),
+        )
         if posted != collected:
-            _wait(lambda: int(done) != collected or int(over) or int(pad.status), looks)
+            _wait(lambda: int(done) != collected or int(over) or int(borrower_state.status), looks)
         with turn:
-            made.collect(mail, pad, out, 0, **how)
+            made.collect(mailbox, borrower_state, out, 0, **how)
 
     return replace(plain_operations(), serve=serve, post=post, collect=collect)
 

@@ -1,4 +1,5 @@
-"""Decoders that run as one straight loop of calls: found by their structure, proved on input."""
+"""Fused decoders: models whose forward is one loop over kvloom's own layers. They are found by their
+structure and proved on input."""
 
 from __future__ import annotations
 
@@ -12,11 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.exec.attention import ForwardState, Scoring
-from kvloom.exec.cpu import layer as turns
 from kvloom.exec.cpu.fuse import FusedRMSNorm
-from kvloom.exec.cpu.layer import DecoderLayer, Heads, padded
-from kvloom.exec.cpu.linear import GatedMLP, PackedLinear, Part, TiedLinear
-from kvloom.exec.cpu.small_batch import FewRows
+from kvloom.exec.cpu.layer import (
+    AttentionRecords,
+    DecoderLayer,
+    Heads,
+    forward_records,
+    model_records,
+    padded,
+    set_addresses,
+)
+from kvloom.exec.cpu.linear import GatedMLP, PackedLinear, PackedLinearPart, TiedLinear
+from kvloom.exec.cpu.small_batch import SmallBatchDecode
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention import attend_all
 from kvloom.types.geometry import I64, Geometry
@@ -27,38 +35,40 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """rotary: transformers' own, x and positions [1, N] → cos and sin [1, N, R]."""
+class DecoderParts:
+    """The parts of a decoder that are fused."""
 
     embedding: nn.Embedding
-    rotary: Rotary
+    rotary: Rotary  # transformers' own: x and positions [1, N] → cos and sin [1, N, R]
     layers: tuple[DecoderLayer, ...]
     norm: FusedRMSNorm
     head: Head
 
 
-class Straight:
-    def __init__(self, parts: Parts) -> None:
+class FusedDecoder:
+    """Runs a model layer by layer; a decode step of a small batch in one kernel, if the model has one."""
+
+    def __init__(self, parts: DecoderParts) -> None:
         self._parts = parts
-        self._turns = turns.lasting(parts.layers)
-        self._few = FewRows.of(parts.embedding, parts.layers, parts.norm, parts.head)
+        self._records = model_records(parts.layers)
+        self._small_batch = SmallBatchDecode.of(parts.embedding, parts.layers, parts.norm, parts.head)
 
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
         cos, sin = self._angles(state)
-        threads, few = torch.get_num_threads(), self._few
-        if state.decode and few is not None and few.takes(tokens, kept):
+        threads, small_batch = torch.get_num_threads(), self._small_batch
+        if state.decode and small_batch is not None and small_batch.takes(tokens, kept):
             split = state.polls.split if state.polls else None
             if split is not None:
-                split.begin(few.limits(state.lengths, state.arena.shape[2], threads), threads)
-            now = turns.of_forward(self._turns, state, cos, sin, threads)
-            logits = few(tokens, kept, now, threads, split, state.remote)
+                split.begin(small_batch.limits(state.lengths, state.arena.shape[2], threads), threads)
+            records = forward_records(self._records, state, cos, sin, threads)
+            logits = small_batch(tokens, kept, records, threads, split, state.remote)
             for layer in self._parts.layers:
                 state.send(layer.index)
             return logits
         if not state.decode or state.remote is not None or state.polls is not None:
             return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state)
-        now = turns.of_forward(self._turns, state, cos, sin, threads)
-        return self._decode(torch.from_numpy(tokens), padded(kept), now, threads, state)
+        records = forward_records(self._records, state, cos, sin, threads)
+        return self._decode(torch.from_numpy(tokens), padded(kept), records, threads, state)
 
     def _angles(self, state: ForwardState) -> tuple[Tensor, Tensor]:
         positions = torch.from_numpy(state.positions)[None]
@@ -79,17 +89,17 @@ class Straight:
         return logits
 
     def _decode(
-        self, tokens: Tensor, kept: Tensor, now: turns.Turns, threads: int, state: ForwardState
+        self, tokens: Tensor, kept: Tensor, records: AttentionRecords, threads: int, state: ForwardState
     ) -> Tensor:
         parts = self._parts
         x = parts.embedding(tokens)
         for i, layer in enumerate(parts.layers):
             qkv = layer.qkv(layer.before(x))
             mixed = torch.empty(len(x), layer.heads.q * layer.heads.size)
-            turns.place(
-                now[i : i + 1], qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4
+            set_addresses(
+                records[i : i + 1], qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4
             )
-            attend_all.at(now[i : i + 1].ctypes.data, threads)
+            attend_all.at(records[i : i + 1].ctypes.data, threads)
             state.send(layer.index)
             x = layer.finish(x, mixed)
         logits: Tensor = parts.head(parts.norm(x[kept]))
@@ -103,23 +113,25 @@ _PROMPT, _STEPS = 9, 3
 _AGREES = 1e-5
 
 
-def straighten(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry) -> Straight | None:
-    """The fused `module` as a straight decoder, or None where it has another structure or other logits.
+def fuse_decoder(
+    module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
+) -> FusedDecoder | None:
+    """Returns the fused `module` as one decoder, or None if it has another structure or other logits.
     scorings: what each layer asked of attention."""
     parts = _find(module, scorings, geometry)
     if parts is None or not all(_layer_agrees(module, parts, i, geometry) for i in range(geometry.layers)):
         return None
-    straight = Straight(parts)
-    return straight if _agrees(module, straight, geometry) else None
+    decoder = FusedDecoder(parts)
+    return decoder if _agrees(module, decoder, geometry) else None
 
 
 def _plain(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of a module that has no weights of its own beside them."""
+    """Returns the children of a module that has no weights of its own beside them."""
     return {} if module._parameters else dict(module.named_children())
 
 
-def _find(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry) -> Parts | None:
-    """A backbone of embedding, rotary table, layers and norm, and a head."""
+def _find(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry) -> DecoderParts | None:
+    """Finds a backbone of embedding, rotary table, layers and norm, and a head."""
     ends = list(_plain(module).values())
     if len(ends) != 2 or not isinstance(ends[1], Head):
         return None
@@ -136,7 +148,7 @@ def _find(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     found = tuple(layer for layer in layers if layer is not None)
     if len(found) != geometry.layers:
         return None
-    return Parts(embeddings[0], rotaries[0], found, norms[0], ends[1])
+    return DecoderParts(embeddings[0], rotaries[0], found, norms[0], ends[1])
 
 
 def _layer(
@@ -154,7 +166,7 @@ def _layer(
         isinstance(before, FusedRMSNorm)
         and isinstance(between, FusedRMSNorm)
         and isinstance(mlp, GatedMLP)
-        and isinstance(q, Part)
+        and isinstance(q, PackedLinearPart)
         and isinstance(o, PackedLinear | Summed)
         and isinstance(getattr(o, "inner", o), PackedLinear)
     ):
@@ -205,8 +217,9 @@ class _Probe:
         return ForwardState(plan, self.arena)
 
 
-def _layer_agrees(module: nn.Module, parts: Parts, index: int, geometry: Geometry) -> bool:
-    """On random input, where a bound or a factor shows that hides in the logits."""
+def _layer_agrees(module: nn.Module, parts: DecoderParts, index: int, geometry: Geometry) -> bool:
+    """Compares a layer with the stock one on random input, which shows a bound or a factor that hides in the
+    logits."""
     backbone = next(iter(_plain(module).values()))
     stock: Any = next(child for child in backbone.children() if isinstance(child, nn.ModuleList))[index]
     x = 3 * torch.randn(1, _PROMPT, parts.embedding.embedding_dim, generator=torch.Generator().manual_seed(0))
@@ -221,8 +234,8 @@ def _layer_agrees(module: nn.Module, parts: Parts, index: int, geometry: Geometr
     return isinstance(expected, Tensor) and _close(found, expected[0])
 
 
-def _agrees(module: Any, straight: Straight, geometry: Geometry) -> bool:
-    """A prompt and a few single tokens, both with all rows kept."""
+def _agrees(module: Any, decoder: FusedDecoder, geometry: Geometry) -> bool:
+    """Compares logits over a prompt and three single tokens, with all rows kept."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(module.config.vocab_size, (_PROMPT + _STEPS,), generator=generator)
     ours, theirs = _Probe(geometry), _Probe(geometry)
@@ -235,7 +248,7 @@ def _agrees(module: Any, straight: Straight, geometry: Geometry) -> bool:
             kv=theirs.state(0, len(ids)),
         ).logits[0]
         found = [
-            straight(ids[a:b].numpy(), np.arange(b - a), ours.state(a, b - a)) for a, b in pairwise(edges)
+            decoder(ids[a:b].numpy(), np.arange(b - a), ours.state(a, b - a)) for a, b in pairwise(edges)
         ]
     rows = torch.cat([logits[: b - a] for logits, (a, b) in zip(found, pairwise(edges), strict=True)])
     return _close(rows, expected)

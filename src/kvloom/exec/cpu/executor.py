@@ -1,4 +1,4 @@
-"""Runs jobs with torch on this machine's cores."""
+"""The executor that runs jobs with torch on this machine's cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import ForwardState
-from kvloom.exec.loader import LoadedModel, load_models
+from kvloom.exec.cpu.loader import LoadedModel, load_models
 from kvloom.exec.sampler import prompt_logprobs, sample
 from kvloom.kv.arena import Arena
 from kvloom.offload.cpu.attention import CpuLoans
@@ -24,10 +24,12 @@ from kvloom.types.spec import ModelSpec
 
 
 class TorchExecutor:
-    """One thread a job that may run at the same time; a job's share is the number of cores it uses.
+    """Has one thread for each job that may run at the same time; a job's share is the number of cores it
+    uses.
 
-    The lowest free slot is taken first, so that whole-machine jobs keep to one thread, whose team of
-    workers stays warm."""
+    The lowest free slot is taken first, so that whole-machine jobs keep to one thread, whose team of workers
+    stays warm.
+    """
 
     def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
         self._models = models
@@ -52,7 +54,7 @@ class TorchExecutor:
         threads: int,
         progress: Callable[[str], None] = lambda _: None,
     ) -> Self:
-        """Load every model, then commit the arena. Raises ConfigError."""
+        """Loads every model, then commits the arena. Raises ConfigError."""
         torch.set_num_threads(threads)
         loaded = load_models(models, block_bytes, progress)
         progress("reserving the KV arena")
@@ -67,11 +69,11 @@ class TorchExecutor:
         return {name: model.geometry for name, model in self._models.items()}
 
     def heads(self, model: str) -> int:
-        """Of q, in all its layers; 0 where they differ."""
+        """Returns the number of a model's query heads in all its layers; 0 if layers differ."""
         return self._models[model].heads
 
     async def lost(self) -> str:
-        """Wait until no job can run any more; why."""
+        """Waits until no job can run any more, and returns why."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never  # jobs can, as long as this process lives
 
@@ -86,10 +88,10 @@ class TorchExecutor:
         return job.steps
 
     def cut(self, job: Job) -> None:
-        """Each has one step."""
+        """Does nothing: each job has one step."""
 
     def close(self) -> None:
-        """Wait for running jobs and end the threads."""
+        """Waits for running jobs and ends the threads."""
         for slot in self._slots:
             slot.shutdown()
 
@@ -107,13 +109,13 @@ class TorchExecutor:
         return JobResult(tokens, reports, prompts, time.perf_counter() - started, part.lost)
 
     def _forward(self, slot: int, job: Job, kept: I64, state: ForwardState) -> Tensor:
-        """Returns the logits of the rows `kept` [R]: [R or more, V]. slot: of the thread that this is."""
+        """Returns the logits of the rows `kept` [R]: [R or more, V]. slot: that of the calling thread."""
         state.copy_pages(job.plan.copies)
         return self._models[job.model].forward(job.tokens, kept, state)
 
 
 def commit_arena(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: int, ranks: int = 1) -> Arena:
-    """One rank's part of `kv_bytes`. Raises ConfigError where that holds no page of a model."""
+    """Returns one rank's part of `kv_bytes`. Raises ConfigError if that holds no page of a model."""
     blocks = kv_bytes // (ranks * block_bytes)
     for name, model in models.items():
         if model.geometry.blocks_per_page > blocks:

@@ -1,7 +1,8 @@
-"""Make a loaded model fast without touching its code: fuse and pack its linear layers, swap its norms.
+"""Makes a loaded model fast without touching its code: linear layers are fused and packed, norms are
+replaced.
 
-Everything is found by structure and kept only where it agrees with the stock module, so that an
-architecture nobody thought of is served as it is rather than wrongly.
+Everything is found by structure and kept only if it agrees with the stock module, so that an architecture
+nobody thought of is served as it is rather than wrongly.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.cpu.linear import FusedLinear, GatedMLP, PackedLinear, Part, TiedLinear, can_pack
+from kvloom.exec.cpu.linear import (
+    GatedMLP,
+    PackedLinear,
+    PackedLinearPart,
+    PackedMergedLinear,
+    TiedLinear,
+    can_pack,
+)
+from kvloom.exec.huggingface import GATED, QKV, children
 from kvloom.exec.parallel.slicing import Summed
-from kvloom.exec.structure import GATED, QKV, children
 from kvloom.kernels.cpu import rms_norm, rotate
 
 
 class FusedRMSNorm(nn.Module):
-    """x / rms(x) · (offset + weight) in one pass."""
+    """Computes x / rms(x) · (offset + weight) in one pass."""
 
     def __init__(self, weight: Tensor, eps: float, offset: float) -> None:
         super().__init__()
@@ -34,20 +42,22 @@ class FusedRMSNorm(nn.Module):
 
 
 _NAME = "apply_rotary_pos_emb"
-Turn = Callable[..., tuple[Tensor, Tensor]]
+RotaryFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 def rotate_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """q, k [1, H, N, D] and cos, sin [1, N, R] → q and k, rotated in place; nothing else reads them."""
+    """Rotates q, k [1, H, N, D] by cos, sin [1, N, R] in place and returns them; nothing else reads them."""
     for x in (q, k):
         rotate(x[0].transpose(0, 1), cos[0], sin[0])
     return q, k
 
 
-def fuse_rotary(module: nn.Module, turn: Turn = rotate_both, device: torch.device | None = None) -> None:
-    """Give this attention module's forward our rotary function for the one its source names, if the two
+def fuse_rotary(
+    module: nn.Module, turn: RotaryFunction = rotate_both, device: torch.device | None = None
+) -> None:
+    """Gives this attention module's forward our rotary function for the one its source names, if the two
     agree on `device`. The module's class and its file's globals stay as they are: other models share them."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
@@ -66,8 +76,9 @@ def fuse_rotary(module: nn.Module, turn: Turn = rotate_both, device: torch.devic
     module.forward = MethodType(ours, module)
 
 
-def _agrees(stock: Callable[..., Any], turn: Turn, device: torch.device | None) -> bool:
-    """Compare on random q [1, 3, 5, 16], k [1, 1, 5, 16] with the tables that rotate-half models have."""
+def _agrees(stock: Callable[..., Any], turn: RotaryFunction, device: torch.device | None) -> bool:
+    """Compares the two on random q [1, 3, 5, 16], k [1, 1, 5, 16] with the tables that rotate-half models
+    have."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 5, 16, generator=generator).to(device) for heads in (3, 1))
     angles = torch.randn(1, 5, 8, generator=generator).repeat(1, 1, 2).to(device)
@@ -83,7 +94,8 @@ _ACTIVATIONS = (("swish", ""), ("gelu", "tanh"), ("gelu", "none"))
 
 
 def fuse(model: nn.Module) -> None:
-    """Fuse and pack in place. The stock weights are let go layer by layer, so that the peak is one layer."""
+    """Fuses and packs in place. The stock weights are let go layer by layer, so that the peak is one
+    layer."""
     for parent, name, child in list(children(model)):
         if type(child).__name__.endswith("Attention"):
             _fuse_qkv(child)
@@ -106,13 +118,13 @@ def fuse(model: nn.Module) -> None:
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
-    """Addresses of the weights that an embedding holds too."""
+    """Returns the addresses of the weights that an embedding holds too."""
     return {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
 def _linears(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:
-    """The module's plain linear layers of these names, this rank's part where one is summed, if all can be
-    packed."""
+    """Returns the module's plain linear layers of these names, this rank's part if one is summed; None unless
+    all can be packed."""
     found = [getattr(module, name, None) for name in names]
     found = [one.inner if isinstance(one, Summed) else one for one in found]
     linears = [linear for linear in found if type(linear) is nn.Linear and can_pack(linear.weight)]
@@ -123,13 +135,13 @@ def _fuse_qkv(module: nn.Module) -> None:
     linears = _linears(module, QKV)
     if linears is None or len({(linear.in_features, linear.bias is None) for linear in linears}) != 1:
         return
-    fused = FusedLinear(linears)
+    fused = PackedMergedLinear(linears)
     for index, name in enumerate(QKV):
-        setattr(module, name, Part(fused, index))
+        setattr(module, name, PackedLinearPart(fused, index))
 
 
 def _gated_like(stock: nn.Module) -> GatedMLP | None:
-    """Our gated MLP in the stock one's place, or None where it is something else."""
+    """Returns our gated MLP in the stock one's place, or None if that is something else."""
     last = getattr(stock, "down_proj", None)
     group = last.group if isinstance(last, Summed) else None
     linears = _linears(stock, GATED)
@@ -150,7 +162,7 @@ def _gated_like(stock: nn.Module) -> GatedMLP | None:
 
 
 def _norm_like(stock: nn.Module) -> FusedRMSNorm | None:
-    """Our norm in the stock one's place, or None where the two disagree."""
+    """Returns our norm in the stock one's place, or None if the two disagree."""
     weight = getattr(stock, "weight", None)
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""A decoder layer as one straight call."""
+"""A decoder layer of fused parts, and the records by which kernels attend in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom.exec.attention import ForwardState, Scoring
 from kvloom.exec.cpu.fuse import FusedRMSNorm
-from kvloom.exec.cpu.linear import FEWEST_ROWS, Between, GatedMLP, PackedLinear, at_once
+from kvloom.exec.cpu.linear import MIN_ROWS, Between, GatedMLP, PackedLinear, at_once
 from kvloom.exec.parallel.slicing import Summed
 from kvloom.kernels.cpu import rotate
 from kvloom.kernels.cpu.attention import AttentionArguments, span_of
@@ -22,7 +22,8 @@ from kvloom.types.geometry import I64
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """q heads of attention over kv heads, `size` numbers each; the norms of a head of q and of k, if any."""
+    """The heads of attention: q heads over kv heads, `size` numbers each, and the norms of a head of q and of
+    k, if any."""
 
     q: int
     kv: int
@@ -31,7 +32,8 @@ class Heads:
     k_norm: FusedRMSNorm | None = None
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The fused product [N, (q + 2 kv) · size] → q, k, v, each [N, heads, size], q and k rotated."""
+        """Splits the fused product [N, (q + 2 kv) · size] into q, k, v, each [N, heads, size], q and k
+        rotated."""
         heads = qkv.view(len(qkv), -1, self.size)
         q, k, v = heads.tensor_split((self.q, self.q + self.kv), 1)
         if self.q_norm is None or self.k_norm is None:
@@ -45,7 +47,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """x + o(attention(qkv(before(x)))), and to that the gated MLP of its own norm."""
+    """Computes x + o(attention(qkv(before(x)))), and to that adds the gated MLP of its own norm."""
 
     index: int
     before: FusedRMSNorm
@@ -65,8 +67,9 @@ class DecoderLayer:
         kept: Tensor | None = None,
         runs: int = 1,
     ) -> Tensor:
-        """x [N, H] → [N, H], or its rows `kept` alone: after the last layer's K and V nobody needs others.
-        runs: of rows, one after the other, into which products are cut, so that others wait less."""
+        """Takes x [N, H] and returns [N, H], or its rows `kept` alone: after the last layer's K and V nobody
+        needs others. runs: the number of runs of rows into which products are cut, so that others wait
+        less."""
         if runs > 1:
             return self._in_runs(x, cos, sin, state, kept, runs)
         qkv = self.qkv(self.before(x))
@@ -90,7 +93,8 @@ class DecoderLayer:
         return torch.cat([self.finish(*rows, state.poll) for rows in parts])
 
     def finish(self, x: Tensor, mixed: Tensor, between: Between = at_once) -> Tensor:
-        """What comes after attention's output mixed [N, q · size]. between: called after each product."""
+        """Computes what comes after attention's output mixed [N, q · size]. between: called after each
+        product."""
         x = self.o.onto(mixed, x)
         between()
         x = self.mlp.onto(self.between(x), x, between)
@@ -99,59 +103,68 @@ class DecoderLayer:
 
 
 _RECORD = np.dtype(AttentionArguments)
-Turns = npt.NDArray[Any]
+AttentionRecords = npt.NDArray[Any]
 
 
-def lasting(layers: Sequence[DecoderLayer]) -> Turns:
-    """[layers] records with what the model itself decides. `map` is the layer's offset in the map's rows."""
-    turns = np.zeros(len(layers), _RECORD)
-    for turn, layer in zip(turns, layers, strict=True):
+def model_records(layers: Sequence[DecoderLayer]) -> AttentionRecords:
+    """Returns [layers] records with what the model itself decides. `map` is the layer's offset in the map's
+    rows."""
+    records = np.zeros(len(layers), _RECORD)
+    for record, layer in zip(records, layers, strict=True):
         form, heads = layer.scoring, layer.heads
-        turn["head_dim"], turn["kv_heads"], turn["group"] = heads.size, heads.kv, heads.q // heads.kv
-        turn["scale"], turn["window"], turn["softcap"] = form.scale, form.window, form.softcap
-        turn["map"], turn["map_page"] = layer.index * heads.kv * 4, len(layers) * heads.kv * 4
-        turn["q_head"] = turn["out_head"] = heads.size * 4
+        record["head_dim"], record["kv_heads"], record["group"] = heads.size, heads.kv, heads.q // heads.kv
+        record["scale"], record["window"], record["softcap"] = form.scale, form.window, form.softcap
+        record["map"], record["map_page"] = layer.index * heads.kv * 4, len(layers) * heads.kv * 4
+        record["q_head"] = record["out_head"] = heads.size * 4
         if heads.q_norm is not None and heads.k_norm is not None:
-            turn["q_norm"], turn["k_norm"] = heads.q_norm.weight.data_ptr(), heads.k_norm.weight.data_ptr()
-            turn["eps"], turn["offset"] = heads.q_norm.eps, heads.q_norm.offset
-    return turns
+            record["q_norm"], record["k_norm"] = (
+                heads.q_norm.weight.data_ptr(),
+                heads.k_norm.weight.data_ptr(),
+            )
+            record["eps"], record["offset"] = heads.q_norm.eps, heads.q_norm.offset
+    return records
 
 
-def of_forward(lasting: Turns, state: ForwardState, cos: Tensor, sin: Tensor, threads: int) -> Turns:
-    """The records of one forward; cos, sin [N, R]. Where q, k, v and out lie is for the caller to add."""
-    turns = lasting.copy()
+def forward_records(
+    fixed: AttentionRecords, state: ForwardState, cos: Tensor, sin: Tensor, threads: int
+) -> AttentionRecords:
+    """Returns the records of one forward; cos, sin [N, R]. The caller adds the addresses of q, k, v and
+    out."""
+    records = fixed.copy()
     arena = state.arena
-    turns["arena"], turns["block_bytes"] = arena.data_ptr(), arena.stride(0) * 4
-    turns["page_tokens"] = arena.shape[2]
-    turns["map"] += state.page_map.data_ptr()
-    turns["tables"], turns["table_row"] = state.tables.data_ptr(), state.tables.stride(0) * 4
-    turns["lengths"], turns["batch"] = state.lengths.data_ptr(), len(state.lengths)
-    turns["slot_page"], turns["slot_offset"] = state.slot_page.data_ptr(), state.slot_offset.data_ptr()
-    turns["cos"], turns["sin"] = cos.data_ptr(), sin.data_ptr()
-    turns["turned"], turns["turn_row"] = cos.shape[1], cos.stride(0) * 4
-    kv_heads = int(lasting["kv_heads"][0])
+    records["arena"], records["block_bytes"] = arena.data_ptr(), arena.stride(0) * 4
+    records["page_tokens"] = arena.shape[2]
+    records["map"] += state.page_map.data_ptr()
+    records["tables"], records["table_row"] = state.tables.data_ptr(), state.tables.stride(0) * 4
+    records["lengths"], records["batch"] = state.lengths.data_ptr(), len(state.lengths)
+    records["slot_page"], records["slot_offset"] = state.slot_page.data_ptr(), state.slot_offset.data_ptr()
+    records["cos"], records["sin"] = cos.data_ptr(), sin.data_ptr()
+    records["turned"], records["turn_row"] = cos.shape[1], cos.stride(0) * 4
+    kv_heads = int(fixed["kv_heads"][0])
     span = span_of(len(state.lengths), kv_heads, threads)
-    turns["span"], turns["spans"] = span, -(-kv_heads // span)
-    return turns
+    records["span"], records["spans"] = span, -(-kv_heads // span)
+    return records
 
 
-def place(turns: Turns, qkv: int, qkv_row: int, out: int, out_row: int) -> None:
-    """Where the fused product's rows lie, q's heads first, then k's and v's, and where the output's do."""
-    head = turns["q_head"]
-    k = qkv + turns["kv_heads"] * turns["group"] * head
-    turns["q"], turns["k"], turns["v"] = qkv, k, k + turns["kv_heads"] * head
-    turns["q_row"], turns["out"], turns["out_row"] = qkv_row, out, out_row
+def set_addresses(records: AttentionRecords, qkv: int, qkv_row: int, out: int, out_row: int) -> None:
+    """Sets the addresses of the fused product's rows, q's heads first, then k's and v's, and of the
+    output's."""
+    head = records["q_head"]
+    k = qkv + records["kv_heads"] * records["group"] * head
+    records["q"], records["k"], records["v"] = qkv, k, k + records["kv_heads"] * head
+    records["q_row"], records["out"], records["out_row"] = qkv_row, out, out_row
 
 
 class Forward(Protocol):
-    """One forward of a model over the pages of `state`, whose plan says the positions."""
+    """Runs one forward of a model over the pages of `state`, whose plan says the positions."""
 
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
-        """tokens [N]; kept [R] rows → logits [R or more, V]: those of the kept rows come first."""
+        """Takes tokens [N] and kept [R] rows and returns logits [R or more, V]: those of the kept rows come
+        first."""
 
 
 class Modular:
-    """transformers' own modules, with what `fuse` has put into them."""
+    """Runs transformers' own modules, with what `fuse` has put into them."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -168,7 +181,7 @@ class Modular:
 
 
 def padded(values: I64) -> Tensor:
-    """`values`, the last one repeated up to the fewest rows that linear layers run well with. A repeated row
-    asks no other expert of a mixture than its original."""
-    short = FEWEST_ROWS - values.size
-    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < FEWEST_ROWS else values)
+    """Returns `values` with the last one repeated up to the fewest rows that linear layers run well with. A
+    repeated row asks no other expert of a mixture than its original."""
+    short = MIN_ROWS - values.size
+    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < MIN_ROWS else values)

@@ -1,4 +1,5 @@
-"""Linear layers as fast as the machine allows: weights packed once, sisters of one input in one product."""
+"""Linear layers as fast as the machine allows: weights are packed once, layers over one input are merged into
+one product."""
 
 from __future__ import annotations
 
@@ -10,23 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.parallel.group import Group
+from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.slicing import Summed
 from kvloom.kernels.cpu.products import PANEL
 
 
 class _Last(threading.local):
-    """This thread's last product, until each sister has taken her part."""
+    """The last product of the calling thread, kept until each merged layer has taken its part."""
 
     x: Tensor | None = None
     parts: Sequence[Tensor] = ()
     left: int = 0
 
 
-class Sisters:
+class MergedLinear:
     """Several linear layers over the same input as one product, whose columns are split by `sizes`. Each
-    keeps its place in the model as a `Sister`; the first to be called computes for all. Jobs on other
-    threads do not see this one's product."""
+    layer keeps its place in the model as a `MergedLinearPart`; the first to be called computes for all. Jobs
+    on other threads do not see this one's product."""
 
     def __init__(self, product: nn.Module, sizes: Sequence[int]) -> None:
         self.product = product
@@ -45,23 +46,23 @@ class Sisters:
         return part
 
 
-class Sister(nn.Module):
-    def __init__(self, sisters: Sisters, index: int) -> None:
+class MergedLinearPart(nn.Module):
+    def __init__(self, merged: MergedLinear, index: int) -> None:
         super().__init__()
-        self._sisters = sisters
+        self._merged = merged
         self._index = index
 
     @property
     def product(self) -> nn.Module:
-        """Hers, and her sisters'."""
-        return self._sisters.product
+        """The product of all merged layers."""
+        return self._merged.product
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._sisters.part(x, self._index)
+        return self._merged.part(x, self._index)
 
 
 def join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One product whose columns are theirs, side by side. All have a bias, or none."""
+    """Returns one product whose columns are those of the layers, side by side. All have a bias, or none."""
     first, width = linears[0], sum(linear.out_features for linear in linears)
     together = nn.Linear(first.in_features, width, bias=first.bias is not None, device="meta")
     together.weight = _frozen([linear.weight for linear in linears])
@@ -76,17 +77,17 @@ def _frozen(parts: Sequence[Tensor]) -> nn.Parameter:
 
 # oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
 # so the executor never brings fewer.
-FEWEST_ROWS = 4
+MIN_ROWS = 4
 Between = Callable[[], None]
 _PACK_ROWS = 64  # the layout oneDNN picks for this many rows is the one it wants for any number but 1
 
 
 def at_once() -> None:
-    """Nothing is to be done between products."""
+    """Does nothing between products."""
 
 
 def can_pack(weight: Tensor) -> bool:
-    """True where oneDNN can hold this weight in its own layout."""
+    """Returns True if oneDNN can hold this weight in its own layout."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
@@ -96,7 +97,8 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """x [..., K] · weight [N, K]ᵀ + bias [N], the weight kept in oneDNN's blocked layout alone."""
+    """Computes x [..., K] · weight [N, K]ᵀ + bias [N], with the weight kept in oneDNN's blocked layout
+    alone."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -108,17 +110,17 @@ class PackedLinear(nn.Module):
         return self.activated(x, "none")
 
     def activated(self, x: Tensor, activation: str, form: str = "") -> Tensor:
-        """activation(x · weightᵀ + bias), the activation applied as the product is stored."""
+        """Returns activation(x · weightᵀ + bias), with the activation applied as the product is stored."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, activation, [], form)
         return out
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """(x · weightᵀ + bias) ∘ factor, likewise."""
+        """Returns (x · weightᵀ + bias) ∘ factor, likewise."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.packed, self.bias, "mul")
         return out
 
     def onto(self, x: Tensor, base: Tensor) -> Tensor:
-        """base + x · weightᵀ + bias, likewise."""
+        """Returns base + x · weightᵀ + bias, likewise."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, base, self.packed, self.bias, "add")
         return out
 
@@ -137,8 +139,8 @@ class TiedLinear(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) ∘ up(x)), with the activation and the product done as gate and up are stored.
-    down's sum is over ranks, where it has a `group`. activation, form: oneDNN's names."""
+    """Computes down(activation(gate(x)) ∘ up(x)), with the activation and the product done as gate and up are
+    stored. The sum of down is over ranks, if there is a `group`. activation, form: oneDNN's names."""
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class GatedMLP(nn.Module):
         down: nn.Linear,
         activation: str,
         form: str,
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         super().__init__()
         self.gate, self.up, own = (PackedLinear(part.weight, part.bias) for part in (gate, up, down))
@@ -160,7 +162,8 @@ class GatedMLP(nn.Module):
         return out
 
     def onto(self, x: Tensor, base: Tensor, between: Between = at_once) -> Tensor:
-        """base + what forward gives, added as it is stored. between: called after all but the last."""
+        """Returns base + what forward gives, added as it is stored. between: called after all but the last
+        product."""
         return self.down.onto(self._inner(x, between), base)
 
     def _inner(self, x: Tensor, between: Between = at_once) -> Tensor:
@@ -171,8 +174,9 @@ class GatedMLP(nn.Module):
         return inner
 
 
-class FusedLinear(Sisters):
-    """Sisters whose product is packed; each keeps its place in the model as a `Part`."""
+class PackedMergedLinear(MergedLinear):
+    """A merged linear layer whose product is packed; each layer keeps its place in the model as a
+    `PackedLinearPart`."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         weight = torch.cat([linear.weight for linear in linears])
@@ -182,21 +186,21 @@ class FusedLinear(Sisters):
         super().__init__(self.linear, [linear.out_features for linear in linears])
 
 
-class Part(Sister):
-    """One sister of a FusedLinear."""
+class PackedLinearPart(MergedLinearPart):
+    """One layer of a `PackedMergedLinear`."""
 
-    def __init__(self, fused: FusedLinear, index: int) -> None:
+    def __init__(self, fused: PackedMergedLinear, index: int) -> None:
         super().__init__(fused, index)
         self._fused = fused
 
     @property
     def linear(self) -> PackedLinear:
-        """The product of all sisters side by side."""
+        """The product of all merged layers, side by side."""
         return self._fused.linear
 
 
 class Panels:
-    """A packed weight's panels, and its bias with room for whole panels. Holds what its addresses need."""
+    """A packed weight's panels, and its bias with room for whole panels. It holds what its addresses need."""
 
     def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
         self.width, self.depth = packed.shape
@@ -210,12 +214,12 @@ class Panels:
 
     @property
     def fields(self) -> tuple[int, int, int, int, int]:
-        """LinearArguments."""
+        """The values of a LinearArguments."""
         return self.address, self.count, self.stride, self.depth, self.bias.data_ptr()
 
 
 def panels_of(linear: PackedLinear) -> Panels | None:
-    """None where this machine's oneDNN keeps the weight in another layout: every value is looked at."""
+    """Returns None if this machine's oneDNN keeps the weight in another layout: every value is looked at."""
     size = torch.ops.mkldnn._nbytes(linear.packed)
     panels = Panels(linear.packed, linear.bias)
     wide = panels.count * PANEL

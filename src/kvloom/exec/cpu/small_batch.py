@@ -1,4 +1,4 @@
-"""A decode step of few rows: the whole model in one kernel."""
+"""Decode steps of small batches: the whole model in one kernel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.cpu import layer as turns
 from kvloom.exec.cpu.fuse import FusedRMSNorm
-from kvloom.exec.cpu.layer import DecoderLayer
+from kvloom.exec.cpu.layer import AttentionRecords, DecoderLayer, set_addresses
 from kvloom.exec.cpu.linear import PackedLinear, Panels, TiedLinear, panels_of
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention import TILE
@@ -21,13 +20,14 @@ from kvloom.offload.cpu.attention import RemoteAttention
 from kvloom.offload.cpu.attention_server import OperatorSplit
 from kvloom.types.geometry import I64
 
-FEW_ROWS = 96  # more are faster by oneDNN's products, layer by layer
+SMALL_BATCH_ROWS = 96  # more are faster by oneDNN's products, layer by layer
 _UP = 3  # of a layer's products, in one stage with the one before it
 _KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
 
 
-class FewRows:
-    """Addresses of all weights, made once; a call adds one forward's buffers and runs the kernel."""
+class SmallBatchDecode:
+    """Holds the addresses of all weights, made once; a call adds one forward's buffers and runs the
+    kernel."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class FewRows:
         layers: Sequence[DecoderLayer],
         norm: FusedRMSNorm,
         head: PackedLinear | TiedLinear | Gathered,
-    ) -> FewRows | None:
-        """None where the kernel lacks the activation, cannot read the packed weights, or would have to wait
-        for other ranks."""
+    ) -> SmallBatchDecode | None:
+        """Returns None if the kernel lacks the activation, cannot read the packed weights, or would have to
+        wait for other ranks."""
         if isinstance(head, Gathered):
             return None
         linears: list[PackedLinear] = []
@@ -94,11 +94,11 @@ class FewRows:
         return cls(embedding, layers, norm, head, panels) if len(panels) == len(linears) else None
 
     def takes(self, tokens: I64, kept: I64) -> bool:
-        return max(tokens.size, kept.size) <= FEW_ROWS
+        return max(tokens.size, kept.size) <= SMALL_BATCH_ROWS
 
     def limits(self, lengths: Tensor, page_tokens: int, threads: int) -> list[int]:
-        """Into how many parts the operators of a step can be split at most, stage by stage: panels of a
-        product, tiles of tokens of attention over lengths [B]; of those of one thread."""
+        """Returns into how many parts the operators of a step can be split at most, stage by stage: panels of
+        a product, tiles of tokens of attention over lengths [B]; of those of one thread."""
         tile = min(TILE, page_tokens)
         tiles = {
             window: int(((lengths.clamp(max=window) if window else lengths) + (tile - 1)).div_(
@@ -116,22 +116,22 @@ class FewRows:
         self,
         tokens: I64,
         kept: I64,
-        now: turns.Turns,
+        records: AttentionRecords,
         threads: int,
         split: OperatorSplit | None = None,
         remote: RemoteAttention | None = None,
     ) -> Tensor:
-        """tokens [B], kept [R]; `now`, the attention's records of this forward → logits [R, V]. split: where
-        others' tasks may come, and was told of this step's limits. remote: attends for the last rows, which
-        are not in `now`."""
+        """Takes tokens [B], kept [R] and the attention's `records` of this forward and returns logits [R, V].
+        split: says when to look for others' tasks, and was told of this step's limits. remote: attends for
+        the last rows, which are not in `records`."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
-        counters = np.zeros((2 + STAGES * len(now)) * COUNTERS, np.int64)
-        turns.place(now, qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4)
+        counters = np.zeros((2 + STAGES * len(records)) * COUNTERS, np.int64)
+        set_addresses(records, qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4)
         ids, places = tokens.astype(np.int32), kept.astype(np.int32)
         call = StepArguments.from_buffer_copy(self._model)
-        call.counters, call.attention, call.rows = counters.ctypes.data, now.ctypes.data, rows
+        call.counters, call.attention, call.rows = counters.ctypes.data, records.ctypes.data, rows
         call.tokens, call.kept, call.kept_rows = ids.ctypes.data, places.ctypes.data, len(places)
         call.x, call.x_row = x.data_ptr(), wide * 4
         call.qkv, call.qkv_row = qkv.data_ptr(), qkv.stride(0) * 4
@@ -145,11 +145,11 @@ class FewRows:
             call.ask = remote.enter()
         step(call, threads)
         while remote is not None and remote.paused:
-            remote.resume(qkv, mixed, now)
+            remote.resume(qkv, mixed, records)
             counters[FIRST // 8] = 0
             step(call, threads)
         if remote is not None:
-            remote.leave(len(now))
+            remote.leave(len(records))
         if split is not None:
             split.end()
         return logits[:, : self._vocab]

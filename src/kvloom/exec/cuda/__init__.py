@@ -1,1 +1,1 @@
-"""Real models on a GPU: one executor over a torch device, its partitions, graphs and memory."""
+"""The GPU executor: real models over a torch device, its partitions, graphs and memory."""

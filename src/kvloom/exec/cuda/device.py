@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.streams import CudaStream, HostStream, Mark, Recording, Stream
+from kvloom.exec.cuda.streams import CudaStream, DeviceStream, HostStream, Recording, StreamEvent
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.types.errors import ConfigError
 
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 PARTS: Final = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of the multiprocessors, for the smaller side of each pair
 STEP: Final = 8  # Hopper's: partitions have a multiple of it
 
-Side = tuple[int, Stream]
+Side = tuple[int, DeviceStream]
 
 
 def cut_green(device: torch.device, count: int, parts: Sequence[float] = PARTS) -> list[tuple[Side, Side]]:
-    """Pairs of a device with `count` multiprocessors, one for each of `parts`; where the driver or its
-    bindings cannot make them, one pair of plain streams, which share all, and a line in the log."""
+    """Returns pairs of a device with `count` multiprocessors, one for each of `parts`; if the driver or its
+    bindings cannot make them, one pair of plain streams, which share all, and logs so."""
     try:
         driver = Driver()
         driver.enter(device.index)
@@ -42,7 +42,7 @@ def cut_green(device: torch.device, count: int, parts: Sequence[float] = PARTS) 
 
 
 def _pair(driver: Driver, device: torch.device, size: int) -> tuple[Side, Side]:
-    """At least `size` multiprocessors, and the rest."""
+    """Returns resources of at least `size` multiprocessors, and of the rest."""
     api = driver.api
     number = driver("cuDeviceGet", device.index)
     everything = driver("cuDeviceGetDevResource", number, api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
@@ -52,7 +52,8 @@ def _pair(driver: Driver, device: torch.device, size: int) -> tuple[Side, Side]:
 
 
 def _side(driver: Driver, device: torch.device, number: Any, resource: Any) -> Side:
-    """The contexts are never destroyed: they live as long as the process, as the streams do."""
+    """Returns the stream of a side. The contexts are never destroyed: they live as long as the process, as
+    the streams do."""
     api = driver.api
     description = driver("cuDevResourceGenerateDesc", [resource], 1)
     flags = int(api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
@@ -65,8 +66,8 @@ def _side(driver: Driver, device: torch.device, number: Any, resource: Any) -> S
 
 
 def try_out(stream: CudaStream, device: torch.device) -> None:
-    """Raises DriverError where work and events of the primary context, as torch makes them, do not go into
-    the stream."""
+    """Raises DriverError if work and events of the primary context, as torch makes them, do not go into the
+    stream."""
     try:
         with stream.entered():
             torch.zeros(1, device=device)
@@ -75,11 +76,11 @@ def try_out(stream: CudaStream, device: torch.device) -> None:
         raise DriverError(f"their streams take no work: {' '.join(str(error).split())[:200]}") from error
 
 
-class Lane:
+class PartitionLane:
     """A stream that has `compute` units of the device for itself. Jobs that share it take turns: what a job
     asks for is put into the stream while it holds `lock`."""
 
-    def __init__(self, compute: int, stream: Stream) -> None:
+    def __init__(self, compute: int, stream: DeviceStream) -> None:
         self.compute = compute
         self.stream = stream
         self.lock = threading.Lock()
@@ -88,7 +89,7 @@ class Lane:
     def entered(self) -> AbstractContextManager[object]:
         return self.stream.entered()
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         return self.stream.mark()
 
     def record(self, work: Callable[[], None]) -> Recording:
@@ -96,28 +97,29 @@ class Lane:
 
 
 class Partitions:
-    """One lane with everything, and pairs of lanes that together are everything and share nothing. To be
-    asked on one thread."""
+    """One lane with everything, and pairs of lanes that together are everything and share nothing. One thread
+    alone uses it."""
 
-    def __init__(self, whole: Lane, pairs: Sequence[tuple[Lane, Lane]]) -> None:
+    def __init__(self, whole: PartitionLane, pairs: Sequence[tuple[PartitionLane, PartitionLane]]) -> None:
         self.whole = whole
         self.pairs = list(pairs)
 
     @property
-    def lanes(self) -> list[Lane]:
+    def lanes(self) -> list[PartitionLane]:
         return [self.whole, *(lane for pair in self.pairs for lane in pair)]
 
-    def take(self, share: int) -> Lane:
-        """For a job of so many units, until `give_back`. While jobs run in a pair, others join it: the sides
-        of two pairs would share multiprocessors. A job with room for itself alone has everything."""
+    def take(self, share: int) -> PartitionLane:
+        """Returns a lane for a job of so many units, until `give_back`. While jobs run in a pair, others join
+        it: the sides of two pairs would share multiprocessors. A job with room for itself alone has
+        everything."""
         lane = self._choose(share)
         lane.jobs += 1
         return lane
 
-    def give_back(self, lane: Lane) -> None:
+    def give_back(self, lane: PartitionLane) -> None:
         lane.jobs -= 1
 
-    def _choose(self, share: int) -> Lane:
+    def _choose(self, share: int) -> PartitionLane:
         if share >= self.whole.compute or not self.pairs:
             return self.whole
         busy = [pair for pair in self.pairs if pair[0].jobs or pair[1].jobs]
@@ -129,42 +131,43 @@ class Partitions:
 
 OLDEST_CAPABILITY: Final = (8, 0)  # bfloat16, and copies past the registers
 MOST_BUSY: Final = 0.9  # of its memory that others may hold
-Cut = Callable[[torch.device, int], Sequence[tuple[tuple[int, Stream], tuple[int, Stream]]]]
+Cut = Callable[[torch.device, int], Sequence[tuple[tuple[int, DeviceStream], tuple[int, DeviceStream]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """compute: multiprocessors. partitions: what jobs run on; made once."""
+class GpuDevice:
+    """A torch device with its memory and its partitions."""
 
     torch: torch.device
-    compute: int
-    partitions: Partitions
+    compute: int  # multiprocessors
+    partitions: Partitions  # what jobs run on; made once
 
     def pinned(self, size: int) -> Tensor:
-        """[size] bytes of the host that the device copies from and to by itself."""
+        """Returns [size] bytes of the host that the device copies from and to by itself."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.torch.type == "cuda")
 
     def free(self) -> tuple[int, int]:
-        """Bytes that nobody holds, and bytes in all."""
+        """Returns the bytes that nobody holds, and the bytes in all."""
         if self.torch.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.torch)
             return free, total
         return 1 << 62, 1 << 62
 
     def trim(self) -> None:
-        """Give back memory that this process keeps and does not use."""
+        """Gives back memory that this process keeps and does not use."""
         if self.torch.type == "cuda":
             torch.cuda.empty_cache()
 
     def settle(self) -> None:
-        """Wait for all that this process has asked for."""
+        """Waits for all that this process has asked for."""
         if self.torch.type == "cuda":
             torch.cuda.synchronize(self.torch)
 
     @contextmanager
     def unasked(self) -> Iterator[None]:
-        """What waits for the device meanwhile raises RuntimeError instead, on any thread, as far as torch
-        sees it. A recording that fails on that leaves torch's allocator as if it were still under way."""
+        """Makes what waits for the device meanwhile raise RuntimeError instead, on any thread, as far as
+        torch sees it. A recording that fails on that leaves torch's allocator as if it were still under
+        way."""
         if self.torch.type != "cuda":
             yield
             return
@@ -175,32 +178,34 @@ class Device:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    def beside(self) -> Lane:
-        """One more lane, beside those of jobs."""
+    def beside(self) -> PartitionLane:
+        """Returns one more lane, beside those of jobs."""
         on_host = self.torch.type != "cuda"
-        return Lane(self.compute, HostStream() if on_host else CudaStream.new(self.torch))
+        return PartitionLane(self.compute, HostStream() if on_host else CudaStream.new(self.torch))
 
     def enter(self) -> None:
-        """What this thread asks for is meant for this device."""
+        """Makes this device the one that the calling thread works with."""
         if self.torch.type == "cuda":
             torch.cuda.set_device(self.torch)
 
 
-def uncut(device: torch.device, count: int) -> Sequence[tuple[tuple[int, Stream], tuple[int, Stream]]]:
-    """A `Cut` for a device whose jobs take turns."""
+def uncut(
+    device: torch.device, count: int
+) -> Sequence[tuple[tuple[int, DeviceStream], tuple[int, DeviceStream]]]:
+    """Makes no partitions: a `Cut` for a device whose jobs take turns."""
     return ()
 
 
-def host_device(compute: int) -> Device:
-    """The CPU as if it were such a device: for tests, and for machines without one."""
+def host_device(compute: int) -> GpuDevice:
+    """Returns the CPU as if it were such a device: for tests, and for machines without one."""
     half = compute // 2
-    pair = Lane(half, HostStream()), Lane(compute - half, HostStream())
-    return Device(torch.device("cpu"), compute, Partitions(Lane(compute, HostStream()), [pair]))
+    pair = PartitionLane(half, HostStream()), PartitionLane(compute - half, HostStream())
+    return GpuDevice(torch.device("cpu"), compute, Partitions(PartitionLane(compute, HostStream()), [pair]))
 
 
-def cuda_device(index: int, cut: Cut) -> Device:
-    """GPU `index` of those this process sees. cut: makes complementary streams, with their multiprocessors.
-    Raises ConfigError with what is wrong and what would be right."""
+def cuda_device(index: int, cut: Cut) -> GpuDevice:
+    """Returns GPU `index` of those this process sees. cut: makes complementary streams, with their
+    multiprocessors. Raises ConfigError with what is wrong and what would be right."""
     _refuse_unusable(index)
     here = torch.device("cuda", index)
     try:
@@ -214,8 +219,8 @@ def cuda_device(index: int, cut: Cut) -> Device:
             f"device: cuda:{index} is busy: others hold {total - free:,} of its {total:,} bytes; {_OTHERS}"
         )
     count = torch.cuda.get_device_properties(here).multi_processor_count
-    pairs = [(Lane(*first), Lane(*second)) for first, second in cut(here, count)]
-    return Device(here, count, Partitions(Lane(count, main), pairs))
+    pairs = [(PartitionLane(*first), PartitionLane(*second)) for first, second in cut(here, count)]
+    return GpuDevice(here, count, Partitions(PartitionLane(count, main), pairs))
 
 
 _OTHERS: Final = "a GPU that no other process uses, or `device: cpu`, is right"

@@ -1,5 +1,5 @@
-"""Runs jobs on one GPU: decode steps from recordings, prefills as they come, side by side on its
-partitions."""
+"""The executor of one GPU: it runs decode steps from recordings and prefills as they come, side by side on
+the GPU's partitions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import Device, Lane
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, buckets_up_to
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, ask_prefill, rehearse
-from kvloom.exec.cuda.staging import Sent, Slots, Staging
-from kvloom.exec.cuda.streams import Mark, Progress
+from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
+from kvloom.exec.cuda.streams import StepProgress, StreamEvent
 from kvloom.exec.sampler import prompt_logprobs
 from kvloom.kv.arena import ArenaMemory
 from kvloom.offload.cuda.attention_server import Serve
@@ -32,7 +32,8 @@ STRIDE: Final = 32  # steps of a decode job: each takes a row's next page at onc
 
 
 class GpuExecutor:
-    """Satisfies core's `Executor`. A job has a thread and a lane; a share is a number of multiprocessors.
+    """Satisfies the engine's `Executor`. A job has a thread and a lane; a share is a number of
+    multiprocessors.
 
     A job's thread asks the device for all that the job needs, and then waits for its tokens. In a job of
     several steps a step's tokens go into the next on the device, which has always been asked for one step
@@ -40,7 +41,7 @@ class GpuExecutor:
     jobs on lanes of one partition's sides run at the same time.
     """
 
-    def __init__(self, models: dict[str, DeviceModel], arena: ArenaMemory, device: Device) -> None:
+    def __init__(self, models: dict[str, DeviceModel], arena: ArenaMemory, device: GpuDevice) -> None:
         self.arena = arena
         self.blocks = arena.blocks
         self.compute = device.compute
@@ -48,9 +49,9 @@ class GpuExecutor:
         self._models = models
         self._device = device
         self._slots = Slots(device)
-        self._progress: dict[int, Progress] = {}  # by id, for as long as somebody holds the job
-        self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
-        self._buffers: dict[Lane, Buffers] = {}
+        self._progress: dict[int, StepProgress] = {}  # by id, for as long as somebody holds the job
+        self._steps: dict[tuple[str, PartitionLane], DecodeSteps] = {}
+        self._buffers: dict[PartitionLane, Buffers] = {}
         self._plain: set[str] = set()  # models whose steps cannot be recorded
         self.loans = CudaLoans(models, self._buffers, device.partitions.lanes, self._plain)
         self._reason = ""
@@ -64,10 +65,10 @@ class GpuExecutor:
         progress: Callable[[str], None] = lambda _: None,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """Run what jobs will run, so that kernels are compiled, memory is taken and decode steps are
-        recorded. chunk: prompt tokens of a job. agree: whether all ranks have recorded a step, where there
-        are several; it raises where some have and others have not. Raises torch's OutOfMemoryError where
-        the rest of the memory is too little."""
+        """Runs what jobs will run, so that kernels are compiled, memory is taken and decode steps are
+        recorded. chunk: prompt tokens of a job. agree: returns whether all ranks have recorded a step, if
+        there are several; it raises if some have and others have not. Raises torch's OutOfMemoryError if the
+        rest of the memory is too little."""
         self._device.enter()
         self._device.settle()  # weights and pool, before other streams read them
         pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
@@ -88,11 +89,11 @@ class GpuExecutor:
                         break
 
     @property
-    def device(self) -> Device:
+    def device(self) -> GpuDevice:
         return self._device
 
     @property
-    def lanes(self) -> Sequence[Lane]:
+    def lanes(self) -> Sequence[PartitionLane]:
         """The lanes that jobs run on."""
         return self._device.partitions.lanes
 
@@ -101,7 +102,7 @@ class GpuExecutor:
         """The operation by which a lane does tasks of another unit; all models have the same."""
         return next(iter(self._models.values())).operations.serve
 
-    def beside(self) -> Lane:
+    def beside(self) -> PartitionLane:
         """Returns a new lane beside those of jobs."""
         return self._device.beside()
 
@@ -110,7 +111,7 @@ class GpuExecutor:
         self._device.enter()
 
     def heads(self, model: str) -> int:
-        """Of q, in all its layers; 0 where they differ."""
+        """Returns the number of a model's query heads in all its layers; 0 if layers differ."""
         return self._models[model].heads
 
     @property
@@ -122,14 +123,15 @@ class GpuExecutor:
         return {name: model.geometry for name, model in self._models.items()}
 
     async def lost(self) -> str:
-        """Wait until no job can run any more; why. After an error of its own a device refuses all."""
+        """Waits until no job can run any more, and returns why. After an error of its own a device refuses
+        all."""
         await self._breaks.wait()
         return f"{self._device.torch} has failed: {self._reason}"
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         lane = self._device.partitions.take(job.share)
         slot = self._slots.take()
-        progress = self._progress[id(job)] = Progress(job.steps)
+        progress = self._progress[id(job)] = StepProgress(job.steps)
         weakref.finalize(job, self._progress.pop, id(job), None)
         loop = asyncio.get_running_loop()
 
@@ -156,13 +158,18 @@ class GpuExecutor:
         self._progress[id(job)].cut()
 
     def close(self) -> None:
-        """Wait for running jobs and end the threads."""
+        """Waits for running jobs and ends the threads."""
         self._slots.close()
 
     # on a job's thread
 
     def _run(
-        self, job: Job, lane: Lane, staging: Staging, progress: Progress, tell: Callable[[list[int]], None]
+        self,
+        job: Job,
+        lane: PartitionLane,
+        staging: Staging,
+        progress: StepProgress,
+        tell: Callable[[list[int]], None],
     ) -> JobResult:
         started = time.perf_counter()
         self._device.enter()
@@ -187,7 +194,12 @@ class GpuExecutor:
         return JobResult(tokens, list(reports), prompts, time.perf_counter() - started, lost)
 
     def _ask(
-        self, job: Job, lane: Lane, staging: Staging, progress: Progress, tell: Callable[[list[int]], None]
+        self,
+        job: Job,
+        lane: PartitionLane,
+        staging: Staging,
+        progress: StepProgress,
+        tell: Callable[[list[int]], None],
     ) -> tuple[list[int], Sequence[TokenLogprob | None], list[TokenLogprob]]:
         model, draws = self._models[job.model], Draws.of(job.samples, job.steps)
         with torch.inference_mode():
@@ -216,23 +228,29 @@ class GpuExecutor:
         return drawn, reports or [None] * len(drawn), prompts
 
     @contextmanager
-    def _turn(self, job: Job, lane: Lane) -> Iterator[None]:
-        """What this thread asks for goes to the lane, and nothing of others comes between."""
+    def _turn(self, job: Job, lane: PartitionLane) -> Iterator[None]:
+        """Sends what this thread asks for to the lane; nothing of others comes between."""
         with lane.lock, lane.entered(), self.loans.attend(job, lane):
             yield
 
     def _told(self, job: Job) -> AbstractContextManager[None]:
-        """While in it, other ranks are told of the job, where there are others."""
+        """Tells the other ranks of the job, if there are any."""
         return nullcontext()
 
-    def _steps_of(self, job: Job, lane: Lane) -> DecodeSteps:
-        """In a turn of the lane, in which loans stay what they are."""
+    def _steps_of(self, job: Job, lane: PartitionLane) -> DecodeSteps:
+        """Returns the steps of a job in a turn of the lane, in which loans stay what they are."""
         return self.loans.steps(job, lane) or self._steps[job.model, lane]
 
     def _decode(
-        self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws, steps: DecodeSteps
-    ) -> tuple[Tensor, Sent]:
-        """The first step → logits [samples and prompts, V], and what was sent."""
+        self,
+        model: DeviceModel,
+        job: Job,
+        lane: PartitionLane,
+        staging: Staging,
+        draws: Draws,
+        steps: DecodeSteps,
+    ) -> tuple[Tensor, SentInputs]:
+        """Asks for the first step. Returns logits [samples and prompts, V], and what was sent."""
         arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays | model.copies(job.plan.copies)
         sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
         model.copy_pages(sent)
@@ -242,21 +260,21 @@ class GpuExecutor:
         return logits.index_select(0, sent.arrays["kept"]), sent
 
     def _prefill(
-        self, model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws
-    ) -> tuple[Tensor, Sent]:
+        self, model: DeviceModel, job: Job, lane: PartitionLane, staging: Staging, draws: Draws
+    ) -> tuple[Tensor, SentInputs]:
         return ask_prefill(model, job, lane, staging, draws, self.loans.poll)
 
 
-def _settle(lane: Lane) -> None:
-    """Wait for what was asked for, which may still write to blocks that are about to be others'. Under its
-    lock: a mark in the middle of another thread's recording would be recorded."""
+def _settle(lane: PartitionLane) -> None:
+    """Waits for what was asked for, which may still write to blocks that are about to be others'. The lane's
+    lock is held: an event in the middle of another thread's recording would be recorded."""
     with lane.lock:
         mark = lane.mark()
     mark.wait()
 
 
-def _landed(tokens: Tensor, mark: Mark) -> list[int]:
-    """Tokens on their way to the host, once they are there."""
+def _landed(tokens: Tensor, mark: StreamEvent) -> list[int]:
+    """Returns tokens on their way to the host, once they are there."""
     mark.wait()
     found: list[int] = tokens.tolist()
     return found

@@ -1,8 +1,9 @@
-"""Make a loaded model fast on a device: sister products in one, norms, rotary and gates in one launch each.
+"""Makes a loaded model fast on a device: layers over one input are merged, norms, rotary and gates take one
+launch each.
 
-As on the CPU (`model/fuse.py`) everything is found by structure. What stands in for a stock module agrees
-with it on random input in float32, where a factor or a form shows that half precision would hide; whether
-the whole model's logits do, the loader looks at in the precision that is served.
+As on the CPU (`exec/cpu/fuse.py`) everything is found by structure. What stands in for a stock module agrees
+with it on random input in float32, which shows a factor or a form that half precision would hide; whether the
+whole model's logits agree, the loader looks at in the precision that is served.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.cpu.fuse import Turn, fuse_rotary
-from kvloom.exec.cpu.linear import Sister, Sisters, join
+from kvloom.exec.cpu.fuse import RotaryFunction, fuse_rotary
+from kvloom.exec.cpu.linear import MergedLinear, MergedLinearPart, join
 from kvloom.exec.cuda.operations import Activation, Operations
+from kvloom.exec.huggingface import GATED, QKV, children
 from kvloom.exec.parallel.slicing import Summed
-from kvloom.exec.structure import GATED, QKV, children
 
 _ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "gelu")
 
 
 class DeviceNorm(nn.Module):
-    """x / rms(x) · (offset + weight) in one launch."""
+    """Computes x / rms(x) · (offset + weight) in one launch."""
 
     def __init__(self, operations: Operations, weight: Tensor, eps: float, offset: float) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class DeviceNorm(nn.Module):
 
 
 class DeviceGatedMLP(nn.Module):
-    """down(activation(gate(x)) ∘ up(x)), gate and up as one product."""
+    """Computes down(activation(gate(x)) ∘ up(x)), with gate and up as one product."""
 
     def __init__(self, operations: Operations, linears: Sequence[nn.Linear], activation: Activation) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class DeviceGatedMLP(nn.Module):
 
 
 def fuse_on_device(model: nn.Module, operations: Operations) -> None:
-    """In place. Stock weights are let go module by module, so that the peak is one layer's."""
+    """Fuses in place. Stock weights are let go module by module, so that the peak is one layer's."""
     served = next(model.parameters()).dtype
     for parent, name, child in list(children(model)):
         if type(child).__name__.endswith("Attention"):
@@ -68,8 +69,8 @@ def fuse_on_device(model: nn.Module, operations: Operations) -> None:
 
 
 def _linears(module: nn.Module, names: tuple[str, ...], alike: int) -> list[nn.Linear] | None:
-    """The module's plain linear layers of these names; the first `alike` take one input, all or none with a
-    bias."""
+    """Returns the module's plain linear layers of these names; the first `alike` take one input, all or none
+    with a bias."""
     found = [getattr(module, name, None) for name in names]
     linears = [linear for linear in found if type(linear) is nn.Linear]
     if len(linears) < len(names):
@@ -82,9 +83,9 @@ def _fuse_qkv(module: nn.Module) -> None:
     linears = _linears(module, QKV, 3)
     if linears is None:
         return
-    sisters = Sisters(join(linears), [linear.out_features for linear in linears])
+    merged = MergedLinear(join(linears), [linear.out_features for linear in linears])
     for index, name in enumerate(QKV):
-        setattr(module, name, Sister(sisters, index))
+        setattr(module, name, MergedLinearPart(merged, index))
 
 
 def _gated_like(stock: nn.Module, operations: Operations) -> nn.Module | None:
@@ -118,7 +119,8 @@ def _own_gated_like(stock: nn.Module, operations: Operations) -> DeviceGatedMLP 
 
 
 def _norm_like(stock: nn.Module, served: torch.dtype, operations: Operations) -> DeviceNorm | None:
-    """None too where the weight is kept in another number format than what it scales."""
+    """Returns our norm in the stock one's place; None if the two disagree, or the weight is kept in another
+    number format than what it scales."""
     weight = getattr(stock, "weight", None)
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.dtype != served:
@@ -134,11 +136,12 @@ def _norm_like(stock: nn.Module, served: torch.dtype, operations: Operations) ->
     return None
 
 
-def _rotary(operations: Operations) -> Turn:
+def _rotary(operations: Operations) -> RotaryFunction:
     def rotate_both(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """q, k [1, H, N, D] and cos, sin [1, N, R] → q and k, rotated in place; nothing else reads them."""
+        """Rotates q, k [1, H, N, D] by cos, sin [1, N, R] in place and returns them; nothing else reads
+        them."""
         operations.rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
         return q, k
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cuda.device import PartitionLane
 from kvloom.exec.cuda.model import DecodeState, DeviceModel, Places
-from kvloom.exec.cuda.staging import Layout, Sent, padded, widened
+from kvloom.exec.cuda.staging import Layout, SentInputs, padded, widened
 from kvloom.exec.cuda.streams import Recording
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import AnyArray
@@ -26,31 +26,28 @@ BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Sizes to record, the largest first, so that the smaller ones fit into its memory."""
+    """Returns the sizes to record, the largest first, so that the smaller ones fit into its memory."""
     more = range(BUCKETS[-1] * 2, most + BUCKETS[-1], BUCKETS[-1]) if most > BUCKETS[-1] else ()
     sizes = sorted({min(size, most) for size in (*BUCKETS, *more)})
     return tuple(reversed(sizes))
 
 
 def fitting(most: int, rows: int) -> int:
-    """The size to record for a batch of `rows`; 0 where it is larger than all."""
+    """Returns the size to record for a batch of `rows`; 0 if it is larger than all."""
     return min((size for size in buckets_up_to(most) if size >= rows), default=0)
 
 
 class Buffers:
-    """What all recordings of a lane read and write: they run one after the other.
-
-    rows: sequences of the largest batch. inputs: bytes; tables: [B, P] int32.
-    """
+    """The memory that all recordings of a lane read and write: they run one after the other."""
 
     def __init__(self, rows: int, pages: int, device: torch.device) -> None:
-        self.rows = rows
+        self.rows = rows  # sequences of the largest batch
         self.inputs = torch.zeros(Layout(_arrays(rows)).size, dtype=torch.uint8, device=device)
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self._logits = torch.empty(0, dtype=torch.uint8, device=device)
 
     def logits(self, like: Tensor) -> Tensor:
-        """Room for such logits. A larger one is made where it is needed; recordings keep theirs."""
+        """Returns room for such logits. A larger one is made when it is needed; recordings keep theirs."""
         size = like.numel() * like.itemsize
         if self._logits.numel() < size:
             self._logits = torch.empty(size, dtype=torch.uint8, device=like.device)
@@ -65,13 +62,13 @@ class _Step:
 
 
 class DecodeSteps:
-    """A batch runs by the smallest recording that holds it; where there is none, as it is. poll: called
-    after each layer's attention, and recorded with it. state: what layers call."""
+    """Runs a batch by the smallest recording that holds it; if there is none, as it is. poll: called after
+    each layer's attention, and recorded with it. state: what layers call."""
 
     def __init__(
         self,
         model: DeviceModel,
-        lane: Lane,
+        lane: PartitionLane,
         buffers: Buffers,
         poll: Callable[[], None] = lambda: None,
         state: Callable[..., DecodeState] = DecodeState,
@@ -86,9 +83,9 @@ class DecodeSteps:
         self._short: set[int] = set()  # sizes for which there was no room
 
     def record(self, rows: int, unasked: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
-        """For batches of up to `rows` sequences. unasked: in which a step raises that waits for the device,
-        where it can be told before recording. False where the model cannot be recorded, and runs step by
-        step. Raises torch's OutOfMemoryError."""
+        """Records for batches of up to `rows` sequences. unasked: a context in which a step raises that waits
+        for the device, if it can be told before recording. Returns False if the model cannot be recorded, and
+        runs step by step. Raises torch's OutOfMemoryError."""
         model, buffers = self._model, self._buffers
         views = Layout(_arrays(rows)).views(buffers.inputs)
         tables = buffers.tables[:rows, : self._pages]
@@ -112,8 +109,8 @@ class DecodeSteps:
         return True
 
     def record_late(self, rows: int, plain: set[str]) -> None:
-        """While serving: have a recording for a batch of `rows`, where the device has room for it when it is
-        first wanted, and the model is none of the `plain`, which cannot be recorded."""
+        """Records for a batch of `rows` while serving, if the device has room for it when it is first wanted,
+        and the model is none of the `plain`, which cannot be recorded."""
         name, size = self._model.card.name, fitting(self._buffers.rows, rows)
         if not size or name in plain or size in self._short or any(s.rows == size for s in self._steps):
             return
@@ -125,7 +122,8 @@ class DecodeSteps:
             _log.warning("%s decodes without a graph of %d rows: %s", name, size, str(error)[:200])
 
     def arrays(self, job: Job) -> dict[str, AnyArray]:
-        """What `run` needs on the device; those of a recording come first, as they lie in its inputs."""
+        """Returns what `run` needs on the device; the arrays of a recording come first, as they lie in its
+        inputs."""
         plan = job.plan
         step = self._step(job)
         rows = step.rows if step else job.tokens.size
@@ -141,9 +139,9 @@ class DecodeSteps:
         }
         return fixed | {"tables": padded(widened(plan.tables), job.tokens.size)}
 
-    def run(self, sent: Sent) -> Tensor:
-        """→ logits [B, V], there until the lane's next step. By the recording that `sent` was made for,
-        whatever has been recorded since."""
+    def run(self, sent: SentInputs) -> Tensor:
+        """Returns logits [B, V], there until the lane's next step. The recording that `sent` was made for is
+        used, whatever has been recorded since."""
         rows = len(sent.arrays["tokens"])
         step = next((step for step in self._steps if step.rows == rows), None)
         if step is None:
@@ -168,7 +166,7 @@ class DecodeSteps:
 
 
 def _arrays(rows: int) -> dict[str, AnyArray]:
-    """The inputs of a step of padding alone."""
+    """Returns the inputs of a step of padding alone."""
     wide, narrow = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int32)
     return {
         "tokens": wide,

@@ -1,4 +1,4 @@
-"""An executor for a unit whose device is a GPU, ready to run jobs."""
+"""Loading for a GPU: an executor that is ready to run jobs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from kvloom.exec.attention import Scoring
 from kvloom.exec.cpu.layer import Forward
-from kvloom.exec.cuda.device import Cut, Device, cuda_device, cut_green
+from kvloom.exec.cpu.loader import LoadedModel, load_models
+from kvloom.exec.cuda.device import Cut, GpuDevice, cuda_device, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.fuse import fuse_on_device
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
-from kvloom.exec.loader import LoadedModel, load_models
 from kvloom.exec.parallel.group import Team
 from kvloom.kv.arena import view_blocks
 from kvloom.types.errors import ConfigError
@@ -27,14 +27,14 @@ _HALVES: Final = ("bfloat16", "float16")
 
 
 class DeviceTarget:
-    """Weights go from the mapped files straight to the device, each once; a rank's slices lie there."""
+    """Brings weights from the mapped files straight to the device, each once; a rank's slices lie there."""
 
-    def __init__(self, device: Device, operations: Operations) -> None:
+    def __init__(self, device: GpuDevice, operations: Operations) -> None:
         self._device = device
         self._operations = operations
 
     def dtype(self, config: Any) -> torch.dtype:
-        """The checkpoint's own where that is a half precision, bfloat16 else."""
+        """Returns the checkpoint's own format if that is a half precision, else bfloat16."""
         if self._device.torch.type == "cpu":
             return torch.float32
         own = str(getattr(config, "dtype", None)).removeprefix("torch.")
@@ -58,18 +58,18 @@ class DeviceTarget:
     def settle(self, module: nn.Module) -> None:
         self._device.trim()
 
-    def straighten(
+    def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:
-        """transformers' modules cost nothing in a recording."""
+        """Returns None: transformers' modules cost nothing in a recording."""
         return None
 
 
 class DeviceArena:
-    """`blocks` × `block_bytes` bytes. Never resized: peers and recorded graphs hold its address."""
+    """Has `blocks` × `block_bytes` bytes. It is never resized: peers and recorded graphs hold its address."""
 
     def __init__(self, blocks: int, block_bytes: int, device: torch.device) -> None:
-        """Raises ConfigError with the bytes that are wanted where the device does not have them."""
+        """Raises ConfigError with the bytes that are wanted if the device does not have them."""
         self.blocks = blocks
         self.block_bytes = block_bytes
         size = blocks * block_bytes
@@ -81,7 +81,7 @@ class DeviceArena:
             ) from error
 
     def view(self, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """As one model sees it: [blocks, 2, tokens, head_dim]."""
+        """Returns the arena as one model sees it: [blocks, 2, tokens, head_dim]."""
         return view_blocks(self.bytes, self.block_bytes, head_dim, dtype)
 
 
@@ -91,15 +91,15 @@ _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def load_gpu_executor(spec: EngineSpec, progress: Callable[[str], None] = lambda _: None) -> GpuExecutor:
-    """Raises ConfigError with what the device lacks."""
+    """Loads a unit of one GPU. Raises ConfigError with what the device lacks."""
     progress(f"opening {spec.device}")
     device, operations = open_gpu(spec.device, cut=cut_green)
     return load_executor(spec, device, operations, progress)
 
 
-def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[Device, Operations]:
-    """The device of a rank of a unit whose first one's is `name`: ranks have GPUs one after the other. cut:
-    see `cuda_device`. Raises ConfigError."""
+def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]:
+    """Returns the device of a rank of a unit whose first one's is `name`: ranks have GPUs one after the
+    other. cut: see `cuda_device`. Raises ConfigError."""
     refuse_expandable(os.environ)
     os.environ.setdefault(*_QUEUES)
     try:
@@ -113,9 +113,12 @@ def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[Device, Operations]:
 
 
 def load_executor(
-    spec: EngineSpec, device: Device, operations: Operations, progress: Callable[[str], None] = lambda _: None
+    spec: EngineSpec,
+    device: GpuDevice,
+    operations: Operations,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> GpuExecutor:
-    """Load every model, then take the pool, then rehearse. Raises ConfigError."""
+    """Loads every model, then takes the pool, then rehearses. Raises ConfigError."""
     executor = GpuExecutor(*load_pool(spec, device, operations, progress), device)
     rehearse(executor, spec, device, progress)
     return executor
@@ -123,13 +126,13 @@ def load_executor(
 
 def load_pool(
     spec: EngineSpec,
-    device: Device,
+    device: GpuDevice,
     operations: Operations,
     progress: Callable[[str], None] = lambda _: None,
     team: Team | None = None,
 ) -> tuple[dict[str, DeviceModel], DeviceArena]:
-    """The models, and the memory that they share. Of a team: this rank's slices, and of the pool an equal
-    part, of as many blocks as each rank has. Raises ConfigError, and Unavailable where a rank is gone."""
+    """Returns the models, and the memory that they share; in a team this rank's slices, and an equal part of
+    the pool, of as many blocks as each rank has. Raises ConfigError, and Unavailable if a rank is gone."""
     device.enter()
     loaded = load_models(spec.models, spec.block_bytes, progress, team, DeviceTarget(device, operations))
     progress("taking the KV arena")
@@ -144,11 +147,12 @@ def load_pool(
 def rehearse(
     executor: GpuExecutor,
     spec: EngineSpec,
-    device: Device,
+    device: GpuDevice,
     progress: Callable[[str], None] = lambda _: None,
     agree: Callable[[bool], bool] = bool,
 ) -> None:
-    """Make it ready for jobs; see `GpuExecutor.prepare`. Raises ConfigError where memory is too little."""
+    """Makes the executor ready for jobs; see `GpuExecutor.prepare`. Raises ConfigError if memory is too
+    little."""
     try:
         executor.prepare(
             most_running=spec.max_running, chunk=spec.chunk_tokens, progress=progress, agree=agree
@@ -163,7 +167,7 @@ def rehearse(
 
 
 def refuse_expandable(environment: Mapping[str, str]) -> None:
-    """Peers cannot map what torch allocates in expandable segments."""
+    """Raises ConfigError for expandable segments: peers cannot map what torch allocates in them."""
     for name in _SETTINGS:
         if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
             raise ConfigError(
@@ -171,8 +175,8 @@ def refuse_expandable(environment: Mapping[str, str]) -> None:
             )
 
 
-def _rest(device: Device) -> int:
-    """Bytes for the pool where the config leaves them open."""
+def _rest(device: GpuDevice) -> int:
+    """Returns the bytes for the pool if the config leaves them open."""
     free, total = device.free()
     rest = free - int(WORKING * total)
     if rest <= 0:
@@ -184,7 +188,7 @@ def _rest(device: Device) -> int:
 
 
 def _blocks(models: Mapping[str, LoadedModel], size: int, block_bytes: int, ranks: int) -> int:
-    """Raises ConfigError where so many bytes of a rank hold no page of a model."""
+    """Returns the blocks of a rank. Raises ConfigError if so many bytes of a rank hold no page of a model."""
     blocks = size // block_bytes
     for name, model in models.items():
         if model.geometry.blocks_per_page > blocks:

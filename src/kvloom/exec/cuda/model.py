@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import Scoring
-from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.exec.cuda.device import PartitionLane
 from kvloom.exec.cuda.operations import Operations
-from kvloom.exec.cuda.staging import Sent
-from kvloom.exec.cuda.streams import Mark
-from kvloom.exec.loader import LoadedModel
+from kvloom.exec.cuda.staging import SentInputs
+from kvloom.exec.cuda.streams import StreamEvent
 from kvloom.kv.arena import ArenaMemory
 from kvloom.types.geometry import I64, AnyArray, Geometry
 from kvloom.types.plan import ForwardPlan, PageCopy
@@ -25,19 +25,18 @@ from kvloom.types.request import ModelCard
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a forward's tokens are: arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B,
-    P], slot_page and slot_offset [N], int32, as a plan says. A slot of page −1 is written nowhere."""
+    """The places of a forward's tokens, as a plan says. A slot of page −1 is written nowhere."""
 
-    arena: Tensor
-    page_map: Tensor
-    tables: Tensor
-    slot_page: Tensor
-    slot_offset: Tensor
+    arena: Tensor  # [blocks, 2, T, D]
+    page_map: Tensor  # [pages, layers, kv_heads] int32
+    tables: Tensor  # [B, P] int32
+    slot_page: Tensor  # [N] int32
+    slot_offset: Tensor  # [N] int32
 
 
-class _State:
-    """What `kvloom_attention` calls: `attend` writes K and V of the new tokens, and attends over the
-    pages."""
+class _DeviceState:
+    """The state that `kvloom_attention` calls: `attend` writes K and V of the new tokens, and attends over
+    the pages."""
 
     def __init__(
         self,
@@ -47,14 +46,14 @@ class _State:
         poll: Callable[[], None],
     ) -> None:
         """written: called after each layer's write, on whose stream it is. poll: called after each layer's
-        attention, where others may have something to do."""
+        attention, at which others may have something to do."""
         self._operations = operations
         self._places = places
         self._written = written
         self._poll = poll
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """q [N, Hq, D], k and v [N, Hkv, D] of the new tokens → [N, Hq, D]."""
+        """Takes q [N, Hq, D], k and v [N, Hkv, D] of the new tokens and returns [N, Hq, D]."""
         places = self._places
         self._operations.write_kv(
             places.arena, places.page_map, layer, k, v, places.slot_page, places.slot_offset
@@ -69,8 +68,9 @@ class _State:
         raise NotImplementedError
 
 
-class DecodeState(_State):
-    """One new token a sequence. lengths: [B] int32, the new token counted; 0 for a row that is padding."""
+class DecodeState(_DeviceState):
+    """Attends for one new token a sequence. lengths: [B] int32, the new token counted; 0 for a row that is
+    padding."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class DecodeState(_State):
         )  # fmt: skip
 
 
-class PrefillState(_State):
-    """starts: [B] tokens that each sequence has; begins: [B + 1] rows; both int32."""
+class PrefillState(_DeviceState):
+    """Attends for prompts. starts: [B] tokens that each sequence has; begins: [B + 1] rows; both int32."""
 
     def __init__(
         self,
@@ -123,24 +123,24 @@ class PrefillState(_State):
         )  # fmt: skip
 
 
-Send = Callable[[Mapping[str, AnyArray]], Sent]
+Send = Callable[[Mapping[str, AnyArray]], SentInputs]
 
 
 class DevicePageMap:
-    """blocks: [pages, layers, kv_heads] on the device. A row that has changed travels with the job that is
-    the first to need it; jobs on other lanes wait for that copy, and for nothing else."""
+    """The page map on the device. A row that has changed travels with the job that is the first to need it;
+    jobs on other lanes wait for that copy, and for nothing else."""
 
     def __init__(self, geometry: Geometry, pages: int, device: torch.device) -> None:
         shape = (pages, geometry.layers, geometry.kv_heads)
-        self.blocks = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.blocks = torch.zeros(shape, dtype=torch.int32, device=device)  # [pages, layers, kv_heads]
         self._versions: I64 = np.full(pages, -1, dtype=np.int64)
         self._counted: I64 | None = None  # by whom: another pool counts anew
-        self._updates: dict[Lane, Mark] = {}
+        self._updates: dict[PartitionLane, StreamEvent] = {}
         self._lock = threading.Lock()
 
-    def refresh(self, plan: ForwardPlan, lane: Lane, send: Send) -> Sent:
-        """On the lane's stream, whose job has the plan: the map is right for its pages from here on. send:
-        puts arrays onto the device, with whatever else the job needs; what it returns is returned."""
+    def refresh(self, plan: ForwardPlan, lane: PartitionLane, send: Send) -> SentInputs:
+        """Makes the map right for the pages of a plan, on the stream of the lane whose job has it. send: puts
+        arrays onto the device, with whatever else the job needs; what it returns is returned."""
         with self._lock:
             pages, seen = self._stale(plan)
             sent = send({"map_pages": pages, "map_rows": plan.page_map[pages]})
@@ -154,9 +154,9 @@ class DevicePageMap:
         return sent
 
     def _stale(self, plan: ForwardPlan) -> tuple[I64, I64]:
-        """Of the pages that the forward may read or write those whose rows the device has not, and the rows'
-        versions. Entries of a table past a sequence's own pages do no harm: their rows come again when they
-        are somebody's."""
+        """Returns those of the pages that the forward may read or write whose rows the device has not, and
+        the rows' versions. Entries of a table past a sequence's own pages do no harm: their rows come again
+        when they are somebody's."""
         if plan.versions is not self._counted:
             self._counted = plan.versions
             self._versions[:] = -1
@@ -172,16 +172,15 @@ class DevicePageMap:
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """heads: of q, in all layers; 0 where they differ. arena: [blocks, 2, T, D], as this model sees `memory`,
-    the pool's bytes."""
+    """One model on the device."""
 
     module: Any
     geometry: Geometry
     card: ModelCard
-    heads: int
+    heads: int  # of q, in all layers; 0 if they differ
     operations: Operations
-    memory: Tensor
-    arena: Tensor
+    memory: Tensor  # the pool's bytes
+    arena: Tensor  # [blocks, 2, T, D], as this model sees the pool
     page_map: DevicePageMap
 
     @classmethod
@@ -196,7 +195,7 @@ class DeviceModel:
     def logits(
         self, tokens: Tensor, positions: Tensor, state: DecodeState | PrefillState, kept: Tensor | None = None
     ) -> Tensor:
-        """tokens, positions [N] int64 → logits of the rows `kept`, or of all, [R, V]."""
+        """Takes tokens, positions [N] int64 and returns logits [R, V] of the rows `kept`, or of all."""
         out: Tensor = self.module(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -206,13 +205,13 @@ class DeviceModel:
         ).logits[0]
         return out
 
-    def advance(self, sent: Sent, ids: Tensor) -> None:
-        """A decode step's inputs become the next one's: ids [B] are what its first B rows have drawn."""
+    def advance(self, sent: SentInputs, ids: Tensor) -> None:
+        """Turns a decode step's inputs into the next one's: ids [B] are what its first B rows have drawn."""
         names = ("tokens", "positions", "lengths", "slot_page", "slot_offset", "tables")
         self.operations.advance(ids, *(sent.arrays[name] for name in names), self.geometry.tokens_per_block)
 
     def copies(self, copies: tuple[PageCopy, ...]) -> dict[str, AnyArray]:
-        """What `copy_pages` needs on the device."""
+        """Returns what `copy_pages` needs on the device."""
         lists = {
             "copy_sources": [copy.source for copy in copies],
             "copy_targets": [copy.target for copy in copies],
@@ -220,8 +219,8 @@ class DeviceModel:
         }
         return {name: np.asarray(values, dtype=np.int32) for name, values in lists.items()} if copies else {}
 
-    def copy_pages(self, sent: Sent) -> None:
-        """Copy on write, all layers at once."""
+    def copy_pages(self, sent: SentInputs) -> None:
+        """Copies on write, in all layers at once."""
         if "copy_sources" not in sent.arrays:
             return
         lists = (sent.arrays[name] for name in ("copy_sources", "copy_targets", "copy_counts"))

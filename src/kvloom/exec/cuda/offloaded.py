@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvloom.exec.attention import Scoring
-from kvloom.exec.cpu.linear import Sister
-from kvloom.exec.cuda.device import Lane
+from kvloom.exec.cpu.linear import MergedLinearPart
+from kvloom.exec.cuda.device import PartitionLane
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps
 from kvloom.exec.cuda.model import DecodeState, DeviceModel
-from kvloom.exec.cuda.staging import Sent
-from kvloom.kernels.mail import Trouble
+from kvloom.exec.cuda.staging import SentInputs
+from kvloom.kernels.mailbox import Trouble
 from kvloom.offload.cuda.attention_server import CudaAttentionServer
 from kvloom.offload.cuda.backend import LOOKS
 from kvloom.offload.memory.device import BorrowedDeviceBlocks, BorrowerDeviceMailbox
@@ -36,11 +36,11 @@ class OffloadedState(DecodeState):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Posts the offloaded rows first; those at home are computed meanwhile."""
-        mail, pad = self._mailbox.mail, self._mailbox.pad
+        tensors, state = self._mailbox.tensors, self._mailbox.state
         form = scoring.scale, scoring.window, scoring.softcap
-        self._operations.post(mail, pad, q, k, v, layer, *form)
+        self._operations.post(tensors, state, q, k, v, layer, *form)
         out = super().attend(layer, q, k, v, scoring)
-        self._operations.collect(mail, pad, out, self._looks)
+        self._operations.collect(tensors, state, out, self._looks)
         return out
 
 
@@ -64,7 +64,7 @@ class _OffloadedSteps(DecodeSteps):
             rows = self._mailbox.describe(lengths, plan.tables, plan.page_map, plan.versions, first)
         return super().arrays(job) | rows
 
-    def run(self, sent: Sent) -> Tensor:
+    def run(self, sent: SentInputs) -> Tensor:
         if "offloaded_step" in sent.arrays:
             self._mailbox.begin(sent.arrays)
         else:
@@ -80,7 +80,7 @@ class OffloadedSteps:
         self,
         loan: BorrowedDeviceBlocks,
         model: DeviceModel,
-        buffers: dict[Lane, Buffers],
+        buffers: dict[PartitionLane, Buffers],
         plain: set[str],
         looks: int,
     ) -> None:
@@ -89,7 +89,7 @@ class OffloadedSteps:
         self._model = model
         self._buffers = buffers
         self._state = partial(OffloadedState, mailbox=loan.mailbox, looks=looks)
-        self._steps: dict[Lane, _OffloadedSteps] = {}
+        self._steps: dict[PartitionLane, _OffloadedSteps] = {}
         self._plain = plain
         self._failure: str | None = None
 
@@ -103,9 +103,9 @@ class OffloadedSteps:
         except KvloomError as error:
             self._failure = error.message
 
-    def steps(self, job: Job, lane: Lane, poll: Callable[[], None]) -> DecodeSteps:
-        """Returns steps with a recording of the job's size, if the model can be recorded. In a turn of the
-        lane."""
+    def steps(self, job: Job, lane: PartitionLane, poll: Callable[[], None]) -> DecodeSteps:
+        """Returns steps with a recording of the job's size, if the model can be recorded. The caller has a
+        turn of the lane."""
         mailbox, buffers = self.loan.mailbox, self._buffers[lane]
         if self._failure is not None:
             mailbox.fail(Trouble.GONE)
@@ -122,25 +122,25 @@ class OffloadedSteps:
 
     def lost(self) -> str | None:
         """Returns why the offloaded rows of a job that has ended do not count."""
-        return self._failure or self.loan.why(int(self.loan.mailbox.pad.status))
+        return self._failure or self.loan.why(int(self.loan.mailbox.state.status))
 
 
 class PolledSteps:
     """Decode steps that poll for one loan: recordings have its mailbox' address. Each is made when a batch
-    first needs it, by a thread that holds the lane's lock. To be made and closed while no forward runs."""
+    first needs it, by a thread that holds the lane's lock. They are made and closed while no forward runs."""
 
     def __init__(
         self,
         server: CudaAttentionServer,
         models: Mapping[str, DeviceModel],
-        buffers: Mapping[Lane, Buffers],
+        buffers: Mapping[PartitionLane, Buffers],
         plain: set[str],
     ) -> None:
         """plain: models whose steps cannot be recorded."""
         self.server = server
         self._models = models
         self._buffers = buffers
-        self._steps: dict[tuple[str, Lane], DecodeSteps] = {}
+        self._steps: dict[tuple[str, PartitionLane], DecodeSteps] = {}
         self._plain = plain
         self._hooks = [
             product.register_forward_hook(lambda *_: server.poll())
@@ -148,7 +148,7 @@ class PolledSteps:
             for product in _products(model.module)
         ]
 
-    def steps(self, job: Job, lane: Lane) -> DecodeSteps:
+    def steps(self, job: Job, lane: PartitionLane) -> DecodeSteps:
         """Returns steps with a recording of the job's size, if the model can be recorded."""
         known = self._steps.get((job.model, lane))
         if known is None:
@@ -164,19 +164,19 @@ class PolledSteps:
 
 
 def _products(module: nn.Module) -> Iterator[nn.Linear]:
-    """Returns each product once; sisters have one together."""
-    found = (one.product if isinstance(one, Sister) else one for one in module.modules())
+    """Returns each product once; merged layers have one together."""
+    found = (one.product if isinstance(one, MergedLinearPart) else one for one in module.modules())
     yield from {id(one): one for one in found if isinstance(one, nn.Linear)}.values()
 
 
 class CudaLoans:
-    """What the forwards of a unit have to do with loans. Jobs call it in a turn of their lane."""
+    """Gives the forwards of a unit their part in loans. Jobs call it in a turn of their lane."""
 
     def __init__(
         self,
         models: Mapping[str, DeviceModel],
-        buffers: dict[Lane, Buffers],
-        lanes: Sequence[Lane],
+        buffers: dict[PartitionLane, Buffers],
+        lanes: Sequence[PartitionLane],
         plain: set[str],
     ) -> None:
         """models, buffers: the executor's own. plain: models whose steps cannot be recorded."""
@@ -215,7 +215,7 @@ class CudaLoans:
         """Returns the steps of a job with offloaded rows; None for any other."""
         return None if job.offloaded is None else self._borrowed[job.model]
 
-    def steps(self, job: Job, lane: Lane) -> DecodeSteps | None:
+    def steps(self, job: Job, lane: PartitionLane) -> DecodeSteps | None:
         """Returns the steps of a decode job that has to do with other units; None for any other."""
         offloaded, polled = self.offloaded(job), self._polled
         if offloaded is not None:
@@ -228,7 +228,7 @@ class CudaLoans:
         return self._polled.server.poll if self._polled else _nothing
 
     @contextmanager
-    def attend(self, job: Job, lane: Lane) -> Iterator[None]:
+    def attend(self, job: Job, lane: PartitionLane) -> Iterator[None]:
         """Goes around a forward that a job asks for. It polls, or is waited for and followed by a single look
         if tasks wait for the host. A forward with offloaded rows polls as well, but while it waits for others
         somebody else has to attend for them."""

@@ -9,17 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvloom.kernels import mail_programs as mail_reference
-from kvloom.kernels import reference
+from kvloom.kernels import mailbox_reference, reference
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """As the twins in `kernels/reference.py` and `kernels/mail_reference.py` say. workspace: (batch, heads,
-    kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's attention is to split its
-    work in, or None for no splitting."""
+    """The operations that the twins in `kernels/reference.py` and `kernels/mailbox_reference.py` define.
+    workspace: (batch, heads, kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's
+    attention is to split its work in, or None for no splitting."""
 
     write_kv: Callable[..., None]
     decode_attention: Callable[..., None]
@@ -36,7 +35,7 @@ class Operations:
 
 
 def plain_operations() -> Operations:
-    """The twins: on any device, in any dtype, at any speed."""
+    """Returns the twins: on any device, in any dtype, at any speed."""
 
     def decode(*arguments: Any, workspace: None) -> None:
         reference.decode_attention(*arguments)
@@ -57,15 +56,16 @@ def plain_operations() -> Operations:
         reference.rms_norm,
         rotate,
         reference.gated,
-        mail_reference.serve,
-        mail_reference.post,
-        mail_reference.collect,
+        mailbox_reference.serve,
+        mailbox_reference.post,
+        mailbox_reference.collect,
         nothing,
     )
 
 
 def triton_operations() -> Operations:
-    """Imported here alone: triton reads its environment when it is."""
+    """Returns Triton's kernels. They are imported here alone: triton reads its environment when it is
+    imported."""
     from kvloom.kernels.cuda.copy import copy_pages
     from kvloom.kernels.cuda.decode import Workspace, decode_attention, splits_for
     from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate

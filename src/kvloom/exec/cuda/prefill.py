@@ -1,4 +1,4 @@
-"""A prefill job on a device: its inputs and its forward, which is not recorded."""
+"""Prefill jobs on a device: the inputs and the forward of one, which is not recorded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import Device, Lane
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane
 from kvloom.exec.cuda.model import DeviceModel, Places, PrefillState
-from kvloom.exec.cuda.staging import Sent, Staging, widened
+from kvloom.exec.cuda.staging import SentInputs, Staging, widened
 from kvloom.exec.sampler import draw, sample, uniform
 from kvloom.types.geometry import AnyArray
 from kvloom.types.job import Job, SampleRow
@@ -21,13 +21,13 @@ from kvloom.types.request import SamplingParams, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a job is to draw. arrays: [R] each, to be sent with its inputs, but uniform: [steps, R]. They are
-    empty where the largest logit is all that anybody wants, and where the host has a say in it (penalties,
-    masks, log-probabilities)."""
+    """The tokens that a job is to draw."""
 
     rows: tuple[SampleRow, ...]
-    greedy: bool
+    greedy: bool  # whether the largest logit is all that anybody wants
     arrays: dict[str, AnyArray]
+    """Arrays of [R] each, but uniform [steps, R], to be sent with the job's inputs. They are empty if the
+    draw is greedy, and if the host has a say in it (penalties, masks, log-probabilities)."""
 
     @classmethod
     def of(cls, rows: tuple[SampleRow, ...], steps: int = 1) -> Draws:
@@ -54,8 +54,8 @@ class Draws:
     def take(
         self, logits: Tensor, sent: Mapping[str, Tensor], step: int = 0
     ) -> tuple[Tensor, Sequence[TokenLogprob | None]]:
-        """logits [R, V] of a step, and the arrays on the device → ids [R] there, and what was asked for
-        beside, if anything was. Waits for the device only where the host has a say."""
+        """Takes logits [R, V] of a step and the arrays on the device, and returns ids [R] there, and what was
+        asked for beside, if anything was. It waits for the device only if the host has a say."""
         if self.on_device:
             ids = logits.argmax(-1)
             if self.arrays:
@@ -69,14 +69,14 @@ class Draws:
 
 
 def _simple(row: SampleRow) -> bool:
-    """A draw from the logits as they are."""
+    """Returns whether the draw is from the logits as they are."""
     params = row.params
     bent = params.penalised or params.logit_bias or (params.min_tokens and params.stop_token_ids)
     return not bent and row.allowed is None and params.logprobs is None and params.guide is None
 
 
 def _inputs(job: Job) -> dict[str, AnyArray]:
-    """What a forward needs on the device."""
+    """Returns what a forward needs on the device."""
     plan = job.plan
     return {
         "tokens": job.tokens,
@@ -93,7 +93,7 @@ def _inputs(job: Job) -> dict[str, AnyArray]:
 def _run(
     model: DeviceModel, arrays: Mapping[str, Tensor], written: Callable[[int], None], poll: Callable[[], None]
 ) -> Tensor:
-    """→ logits of the rows `kept` [R, V]. written, poll: see `PrefillState`."""
+    """Returns the logits of the rows `kept` [R, V]. written, poll: see `PrefillState`."""
     places = Places(
         model.arena, model.page_map.blocks, arrays["tables"], arrays["slot_page"], arrays["slot_offset"]
     )
@@ -102,9 +102,15 @@ def _run(
 
 
 def ask_prefill(
-    model: DeviceModel, job: Job, lane: Lane, staging: Staging, draws: Draws, poll: Callable[[], None]
-) -> tuple[Tensor, Sent]:
-    """In a turn of the lane → logits [samples and prompts, V], and what was sent. poll: as of a state."""
+    model: DeviceModel,
+    job: Job,
+    lane: PartitionLane,
+    staging: Staging,
+    draws: Draws,
+    poll: Callable[[], None],
+) -> tuple[Tensor, SentInputs]:
+    """Asks for a prefill in a turn of the lane. Returns logits [samples and prompts, V], and what was sent.
+    poll: that of a state."""
     plan, arrays = job.plan, _inputs(job) | draws.arrays | model.copies(job.plan.copies)
     sent = model.page_map.refresh(plan, lane, lambda rows: staging.send({**arrays, **rows}))
     model.copy_pages(sent)
@@ -116,8 +122,8 @@ def ask_prefill(
     return _run(model, sent.arrays, written, poll), sent
 
 
-def rehearse(model: DeviceModel, tokens: int, device: Device) -> None:
-    """A prefill of so many tokens that are written nowhere, a copy of no tokens, a draw, and what lies
+def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
+    """Runs a prefill of so many tokens that are written nowhere, a copy of no tokens, a draw, and what lies
     between two steps, so that their kernels are compiled."""
     lane, none = device.partitions.whole, np.zeros(tokens, dtype=np.int32)
     draws = Draws.of((SampleRow(0, 0, 0, SamplingParams(max_tokens=1, seed=0, temperature=1.0)),))

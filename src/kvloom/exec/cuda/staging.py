@@ -1,4 +1,4 @@
-"""What a job needs from the host, in one buffer and one copy."""
+"""The way of a job's inputs from the host to the device: one buffer and one copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import Device
+from kvloom.exec.cuda.device import GpuDevice
 from kvloom.types.geometry import I32, AnyArray
 
 _ALIGNED: Final = 64  # bytes; kernels read 16 at once
@@ -38,7 +38,7 @@ class Layout:
             self.size += -(-array.nbytes // _ALIGNED) * _ALIGNED
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The arrays in `memory`, [size] bytes or more."""
+        """Returns the arrays in `memory`, [size] bytes or more."""
         return {
             name: memory[at : at + size].view(dtype).view(shape)
             for name, (at, size, dtype, shape) in self._places.items()
@@ -46,23 +46,23 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """On the device. memory: the bytes in which the arrays lie, in the order in which they were given."""
+class SentInputs:
+    """The inputs of a job on the device."""
 
-    memory: Tensor
+    memory: Tensor  # the bytes in which the arrays lie, in the order in which they were given
     arrays: dict[str, Tensor]
 
 
 class Staging:
-    """Of one job at a time: the host's memory is written again only once the job has ended."""
+    """The host's memory of one job at a time: it is written again only once the job has ended."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: GpuDevice) -> None:
         self._device = device
         self._inputs = device.pinned(_LEAST)
         self._outputs = deque(device.pinned(_LEAST) for _ in range(2))  # a step's, and the next one's
 
-    def send(self, arrays: Mapping[str, AnyArray]) -> Sent:
-        """By the current stream, in one copy."""
+    def send(self, arrays: Mapping[str, AnyArray]) -> SentInputs:
+        """Sends arrays by the current stream, in one copy."""
         layout = Layout(arrays)
         if self._inputs.numel() < layout.size:
             self._inputs = self._device.pinned(2 * layout.size)
@@ -70,11 +70,11 @@ class Staging:
             view.numpy()[...] = arrays[name]
         memory = torch.empty(layout.size, dtype=torch.uint8, device=self._device.torch)
         memory.copy_(self._inputs[: layout.size], non_blocking=True)
-        return Sent(memory, layout.views(memory))
+        return SentInputs(memory, layout.views(memory))
 
     def fetch(self, values: Tensor) -> Tensor:
-        """values [n] int64 in the host's memory, once what the current stream has to do until here is
-        done; there until the next but one."""
+        """Returns values [n] int64 in the host's memory, once what the current stream has to do until here is
+        done; there until the next call but one."""
         size = values.numel() * values.itemsize
         self._outputs.rotate()
         if self._outputs[0].numel() < size:
@@ -85,7 +85,7 @@ class Staging:
 
 
 def padded(values: AnyArray, size: int, fill: int = 0) -> AnyArray:
-    """values [n, ...] with rows of `fill` up to `size`."""
+    """Returns values [n, ...] with rows of `fill` up to `size`."""
     short = size - len(values)
     return (
         np.pad(values, [(0, short), *[(0, 0)] * (values.ndim - 1)], constant_values=fill) if short else values
@@ -93,23 +93,23 @@ def padded(values: AnyArray, size: int, fill: int = 0) -> AnyArray:
 
 
 def widened(tables: I32) -> I32:
-    """tables [B, P] with columns of 0 up to a multiple of 16, or kernels would be compiled anew for odd
-    rows."""
+    """Returns tables [B, P] with columns of 0 up to a multiple of 16, or kernels would be compiled anew for
+    odd rows."""
     return np.pad(tables, ((0, 0), (0, -tables.shape[1] % _COLUMNS)))
 
 
 class Slot:
     """A thread for one job at a time, with memory of its own to send from and fetch to."""
 
-    def __init__(self, number: int, device: Device) -> None:
+    def __init__(self, number: int, device: GpuDevice) -> None:
         self.thread = ThreadPoolExecutor(1, f"gpu-job-{number}")
         self.staging = Staging(device)
 
 
 class Slots:
-    """As many as there have been jobs at the same time. On one thread."""
+    """The slots of one thread, as many as there have been jobs at the same time."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: GpuDevice) -> None:
         self._device = device
         self._every: list[Slot] = []
         self._idle: list[Slot] = []
@@ -124,6 +124,6 @@ class Slots:
         self._idle.append(slot)
 
     def close(self) -> None:
-        """Wait for running jobs and end the threads."""
+        """Waits for running jobs and ends the threads."""
         for slot in self._every:
             slot.thread.shutdown()

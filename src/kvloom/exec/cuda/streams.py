@@ -1,6 +1,4 @@
-"""Queues of work on a device, as the executor uses them: CUDA's, and the host's, where work is done at
-once.
-"""
+"""Queues of work on a device, as the executor uses them: CUDA's, and the host's, which does work at once."""
 
 from __future__ import annotations
 
@@ -12,37 +10,37 @@ from typing import Protocol
 import torch
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream's work."""
 
     def wait(self) -> None:
-        """Until the work before it is done; other threads run meanwhile."""
+        """Waits until the work before it is done; other threads run meanwhile."""
 
 
 class Recording(Protocol):
     """Work that was recorded once, over the same tensors."""
 
     def replay(self) -> None:
-        """On the current stream."""
+        """Does the work again on the current stream."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     def entered(self) -> AbstractContextManager[object]:
-        """What this thread asks for while in it goes to this stream."""
+        """Sends what this thread asks for meanwhile to this stream."""
 
-    def mark(self) -> Mark: ...
+    def mark(self) -> StreamEvent: ...
 
-    def follow(self, mark: Mark) -> None:
-        """What comes later waits, on the device, for what is before `mark`."""
+    def follow(self, mark: StreamEvent) -> None:
+        """Makes what comes later wait, on the device, for what is before `mark`."""
 
     def record(self, work: Callable[[], None]) -> Recording:
-        """`work` must have run on this stream before, so that nothing is compiled or loaded on the way.
-        Raises RuntimeError where it cannot be recorded, for it asks the device something."""
+        """Records `work`, which must have run on this stream before, so that nothing is compiled or loaded on
+        the way. Raises RuntimeError if it cannot be recorded, for it asks the device something."""
 
 
-class HostMark:
+class HostEvent:
     def wait(self) -> None:
-        """It is done."""
+        """Does nothing: the work is done."""
 
 
 class _Again:
@@ -59,18 +57,19 @@ class HostStream:
     def entered(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def mark(self) -> HostMark:
-        return HostMark()
+    def mark(self) -> HostEvent:
+        return HostEvent()
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: StreamEvent) -> None:
         mark.wait()
 
     def record(self, work: Callable[[], None]) -> Recording:
         return _Again(work)
 
 
-class CudaMark:
-    """An event. Who waits for it sleeps: there are more threads that wait than cores to spin on."""
+class CudaStreamEvent:
+    """A CUDA event. A thread that waits for it sleeps: there are more threads that wait than cores to spin
+    on."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -81,7 +80,7 @@ class CudaMark:
 
 
 class CudaStream:
-    """pool: memory that its recordings share; they run one after the other."""
+    """A CUDA stream. Its recordings share a pool of memory; they run one after the other."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -94,11 +93,11 @@ class CudaStream:
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
 
-    def mark(self) -> CudaMark:
-        return CudaMark(self.stream)
+    def mark(self) -> CudaStreamEvent:
+        return CudaStreamEvent(self.stream)
 
-    def follow(self, mark: Mark) -> None:
-        if isinstance(mark, CudaMark):
+    def follow(self, mark: StreamEvent) -> None:
+        if isinstance(mark, CudaStreamEvent):
             self.stream.wait_event(mark.event)
         else:
             mark.wait()
@@ -117,22 +116,22 @@ class CudaStream:
         return graph
 
 
-class Progress:
-    """begun: steps that the device has been asked for."""
+class StepProgress:
+    """The progress of a job of several steps."""
 
     def __init__(self, steps: int) -> None:
-        self.begun = 1
+        self.begun = 1  # steps that the device has been asked for
         self._most = steps
         self._lock = threading.Lock()
 
     def goes_on(self) -> bool:
-        """Whether there is to be another step, which has begun then."""
+        """Returns whether there is to be another step, which has begun then."""
         with self._lock:
             more = self.begun < self._most
             self.begun += more
             return more
 
     def cut(self) -> None:
-        """No other step begins."""
+        """Lets no other step begin."""
         with self._lock:
             self._most = self.begun

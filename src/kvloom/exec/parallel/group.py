@@ -1,4 +1,4 @@
-"""What the ranks of a unit exchange while they compute, and over what."""
+"""The exchanges of a unit's ranks while they compute, and what they go over."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ class _Slot(threading.local):
     number = 0
 
 
-class Group:
+class RankGroup:
     """One rank's end; what is exchanged lies on `device`. Jobs that run at the same time must not meet in one
     exchange, so each slot has its own channel, and each thread says by `enter` which slot it works for.
 
     On a GPU an exchange is a kernel on the current stream, which waits there for the other ranks: it is
-    recorded like any other, and a rank that is missing shows only where somebody waits for the stream."""
+    recorded like any other, and a rank that is missing shows only when somebody waits for the stream.
+    """
 
     def __init__(
         self, rank: int, size: int, channels: Sequence[ProcessGroup] = (), device: torch.device = _CPU
@@ -51,12 +52,13 @@ class Group:
         self._slot = _Slot()
 
     def enter(self, slot: int) -> None:
-        """This thread's exchanges go over the channel of `slot` from now on; at first over the first one."""
+        """Sends this thread's exchanges over the channel of `slot` from now on; at first they go over the
+        first one."""
         self._slot.number = slot
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in its place; the same bits at each. Raises Unavailable where a rank is
-        missing."""
+        """Returns the sum of all ranks' x, in its place; the same bits at each. Raises Unavailable if a rank
+        is missing."""
         x, how = x.contiguous(), AllreduceOptions()
         how.asyncOp = False  # else NCCL takes a stream of its own
         try:
@@ -66,7 +68,8 @@ class Group:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' x [..., w] side by side: [..., size · w]. Raises Unavailable where a rank is missing."""
+        """Returns all ranks' x [..., w] side by side: [..., size · w]. Raises Unavailable if a rank is
+        missing."""
         x, how = x.contiguous(), AllgatherOptions()
         how.asyncOp = False
         parts = x.new_empty(self.size * x.numel())
@@ -77,20 +80,20 @@ class Group:
         return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def agree(self, said: bool) -> bool:
-        """Whether all ranks say so."""
+        """Returns whether all ranks say so."""
         return int(self.sum(torch.tensor([int(said)], device=self.device))) == self.size
 
     def least(self, number: int) -> int:
-        """The smallest that a rank has."""
+        """Returns the smallest number that a rank has."""
         return int(self.gather(torch.tensor([number], device=self.device)).min())
 
     def span(self, length: int) -> slice:
-        """This rank's part of `length`: a like number for each, the last one's perhaps shorter."""
+        """Returns this rank's part of `length`: a like number for each, the last one's perhaps shorter."""
         each = -(-length // self.size)
         return slice(min(self.rank * each, length), min((self.rank + 1) * each, length))
 
     def close(self) -> None:
-        """No more exchanges. gloo's threads would otherwise outlive the interpreter, and end it badly."""
+        """Ends the exchanges. gloo's threads would otherwise outlive the interpreter, and end it badly."""
         self._channels = ()
 
     @property
@@ -99,24 +102,24 @@ class Group:
 
 
 def _wait(work: Work | None) -> None:
-    """NCCL has none where the exchange is on the current stream."""
+    """Waits for an exchange. NCCL has nothing to wait for if the exchange is on the current stream."""
     if work is not None:
         work.wait()
 
 
-def connect(store: str, rank: int, size: int, slots: int, device: torch.device) -> Group:
-    """Meet the other ranks, who call this too: NCCL on GPUs, gloo elsewhere. store: a new file, that all can
-    reach.
+def connect(store: str, rank: int, size: int, slots: int, device: torch.device) -> RankGroup:
+    """Meets the other ranks, which call this too: NCCL on GPUs, gloo elsewhere. store: a new file, that all
+    can reach.
 
     slots: jobs that may run at the same time; one with NCCL, whose communicators on one device must not run
-    beside each other. Raises Unavailable where a rank does not come.
+    beside each other. Raises Unavailable if a rank does not come.
     """
     timeout, make = timedelta(seconds=SECONDS), _nccl if device.type == "cuda" else _gloo
     try:
         meeting = FileStore(store, size)
         meeting.set_timeout(timeout)
         ends = [PrefixStore(str(slot), meeting) for slot in range(slots)]
-        return Group(rank, size, [make(end, rank, size, timeout) for end in ends], device)
+        return RankGroup(rank, size, [make(end, rank, size, timeout) for end in ends], device)
     except RuntimeError as error:
         raise _lost(error) from error
 
@@ -140,7 +143,7 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGrou
 def _channel(
     store: Store, rank: int, size: int, device: str, kind: ProcessGroup.BackendType, backend: Backend
 ) -> ProcessGroup:
-    """Of a kind that torch.distributed's globals do not know of."""
+    """Returns a process group that torch.distributed's globals do not know of."""
     group = ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, backend)
@@ -154,8 +157,8 @@ def _lost(error: RuntimeError) -> Unavailable:
 
 class Team(Protocol):
     @property
-    def group(self) -> Group: ...
+    def group(self) -> RankGroup: ...
 
     def meet(self) -> None:
-        """Wait until all ranks are here, however long they load. Raises Unavailable where one has ended,
-        ConfigError where one cannot use what it was given."""
+        """Waits until all ranks are here, however long they load. Raises Unavailable if one has ended,
+        ConfigError if one cannot use what it was given."""

@@ -1,4 +1,5 @@
-"""A rank but the first, as its own process sees it: orders from the first rank, and how it ends with it."""
+"""A rank but the first, as its own process sees it: orders come from the first rank, and it ends with
+that."""
 
 from __future__ import annotations
 
@@ -13,17 +14,18 @@ from typing import Any
 import msgspec
 import torch
 
-from kvloom.exec.parallel.group import Group, connect
-from kvloom.exec.parallel.wire import Begin, Go, Here, Order, Refused, Wire
+from kvloom.exec.parallel.group import RankGroup, connect
+from kvloom.exec.parallel.wire import Go, Order, RankReady, RankRefused, StartRank, Wire
 from kvloom.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 
 class Member:
-    """What the first rank says comes on a thread of its own, which ends the process with the first rank."""
+    """Receives what the first rank says on a thread of its own, which ends the process with the first
+    rank."""
 
-    group: Group
+    group: RankGroup
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -34,17 +36,18 @@ class Member:
         return self._orders.get()
 
     def meet(self) -> None:
-        self._wire.send(Here())
+        self._wire.send(RankReady())
         order = self.next()
         assert isinstance(order, Go)
 
-    def join(self, begin: Begin, device: torch.device) -> None:
-        """This rank can compute on `device`: find the others, which look for it too. Raises Unavailable."""
+    def join(self, begin: StartRank, device: torch.device) -> None:
+        """Finds the other ranks, once this one can compute on `device`; they look for it too. Raises
+        Unavailable."""
         self.meet()
         self.group = connect(begin.store, begin.rank, begin.size, begin.slots, device)
 
     def refuse(self, error: ConfigError) -> None:
-        self._wire.send(Refused(error.message))
+        self._wire.send(RankRefused(error.message))
 
     def _listen(self) -> None:
         try:
@@ -56,7 +59,7 @@ class Member:
 
 
 def check(ran: Future[Any]) -> None:
-    """End the process after a failure: the ranks are not in step any more, and the first one has to know."""
+    """Ends the process after a failure: the ranks are not in step any more, and the first one has to know."""
     error = ran.exception()
     if error is not None:
         _log.error("a job failed", exc_info=error)

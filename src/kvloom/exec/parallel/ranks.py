@@ -20,15 +20,15 @@ from typing import Final
 import msgspec
 import torch
 
-from kvloom.exec.parallel.group import SECONDS, Group, connect
-from kvloom.exec.parallel.wire import Begin, Go, Here, Order, Refused, Report, SentMaps, Wire
+from kvloom.exec.parallel.group import SECONDS, RankGroup, connect
+from kvloom.exec.parallel.wire import Go, Order, RankReady, RankRefused, Report, SentMaps, StartRank, Wire
 from kvloom.types.clock import ending
 from kvloom.types.errors import ConfigError, KvloomError, Unavailable
 from kvloom.types.geometry import I64, Geometry
 from kvloom.types.job import Job
 from kvloom.types.spec import EngineSpec
 
-MODULE: Final = "kvloom.exec.parallel.rank"
+MODULE: Final = "kvloom.exec.rank"
 LOAD_SECONDS: Final = 1800.0  # that a rank may take from one meeting to the next
 NEWS_SECONDS: Final = 2.0  # after an exchange that failed, until it is known which rank has ended
 ENDING_SECONDS: Final = 5.0  # for the process to end, before a job fails for want of ranks
@@ -50,23 +50,23 @@ Start = Callable[[int, str], subprocess.Popen[bytes]]
 
 
 def start_process(wire: int, name: str) -> subprocess.Popen[bytes]:
-    """A rank whose orders come by the descriptor `wire`. name: for who looks at the machine's processes."""
+    """Starts a rank whose orders come by the descriptor `wire`. name: what a listing of processes shows."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", MODULE, str(wire), name], stdin=subprocess.DEVNULL, pass_fds=[wire]
     )
 
 
 class Ranks:
-    """group: this rank's end of the exchanges. lost: why no job can run any more, once that is so."""
+    """The processes of the other ranks."""
 
     def __init__(
         self, spec: EngineSpec, device: torch.device, folder: Path | None, start: Start = start_process
     ) -> None:
-        """Start the others. device: this rank's. folder: for a file by which they find each other. Raises
-        Unavailable where one ends meanwhile, ConfigError where one cannot use its device."""
-        begin = Begin(rank=0, store="", spec=spec)
-        self.lost: Future[str] = Future()
-        self.group = Group(0, begin.size)
+        """Starts the others. device: this rank's. folder: for a file by which they find each other. Raises
+        Unavailable if one ends meanwhile, ConfigError if one cannot use its device."""
+        begin = StartRank(rank=0, store="", spec=spec)
+        self.lost: Future[str] = Future()  # why no job can run any more, once that is so
+        self.group = RankGroup(0, begin.size)  # this rank's end of the exchanges
         self._name = spec.unit
         self._start_process = start
         self._closed = threading.Event()
@@ -90,9 +90,9 @@ class Ranks:
         here = 0
         while here < len(self._members):
             match self._heard(LOAD_SECONDS):
-                case Here():
+                case RankReady():
                     here += 1
-                case Refused(message):
+                case RankRefused(message):
                     raise ConfigError(message)
                 case _Ended(how):
                     raise Unavailable(how)
@@ -101,13 +101,13 @@ class Ranks:
         self._tell(Go())
 
     def serve(self, geometries: Mapping[str, Geometry], blocks: int) -> None:
-        """Everything is loaded, and jobs may come. geometries, blocks: of each rank."""
+        """Lets jobs come, now that everything is loaded. geometries, blocks: those of each rank."""
         self._maps = SentMaps(geometries, blocks)
         if self.group.device.type == "cpu":
             self._folder.cleanup()  # they have found each other; NCCL may look there later
 
     def step(self, slot: int, job: Job, kept: I64) -> None:
-        """Let the others run this job too, over the channel of `slot`. Raises Unavailable."""
+        """Lets the others run this job too, over the channel of `slot`. Raises Unavailable."""
         assert self._maps is not None
         if self.lost.done():
             raise Unavailable(self.lost.result())
@@ -116,12 +116,13 @@ class Ranks:
         self.group.enter(slot)
 
     def late(self, seconds: float) -> None:
-        """No job has ended for so long, though some are under way: one of the ranks is stuck."""
+        """Ends the ranks: no job has ended for so long, though some are under way, so one of them is
+        stuck."""
         self._lose(f"{self._name}: no job has ended within {seconds:g} s: a rank is stuck")
 
     def failed(self, error: BaseException) -> KvloomError:
-        """A job of all ranks has failed here, so that the ranks are no longer in step: they end. Returns what
-        to raise, a while after `lost` was told: whoever heeds that ends before requests are told of a job."""
+        """Ends the ranks after a failure here, for they are no longer in step. Returns what to raise, a while
+        after `lost` was told: whoever heeds that ends before requests are told of a job."""
         with suppress(Late):
             self.lost.result(NEWS_SECONDS)
         self._lose(f"{self._name}: a job failed at the first rank, or was late at another: {error}")
@@ -129,13 +130,13 @@ class Ranks:
         return Unavailable(self.lost.result())
 
     async def ended(self) -> str:
-        """Wait until no job can run any more; why."""
+        """Waits until no job can run any more, and returns why."""
         return await asyncio.shield(asyncio.wrap_future(self.lost))
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """While in it all ranks load. What fails here ends the others; where another one failed first, that
-        is raised."""
+        """Surrounds the loading of all ranks. What fails here ends the others; if another one failed first,
+        that is raised."""
         try:
             yield
         except Unavailable as error:
@@ -147,19 +148,19 @@ class Ranks:
             raise
 
     def _refused(self, error: Unavailable) -> KvloomError:
-        """Loading has failed at an exchange. Returns what to raise: why, if another rank knows."""
+        """Returns what to raise after loading has failed at an exchange: why, if another rank knows."""
         news = self._heard(NEWS_SECONDS)
-        while isinstance(news, Here):
+        while isinstance(news, RankReady):
             news = self._heard(NEWS_SECONDS)
         match news:
-            case Refused(message):
+            case RankRefused(message):
                 return ConfigError(message)
             case _Ended(how):
                 return Unavailable(how)
         return error
 
     def close(self) -> None:
-        """End the others, and wait until they have ended."""
+        """Ends the others, and waits until they have ended."""
         self._closed.set()
         for member in self._members:
             member.process.kill()
@@ -179,7 +180,7 @@ class Ranks:
         return member
 
     def _follow(self, member: _Member) -> None:
-        """On a thread of its own, until the rank has ended."""
+        """Listens to a rank on a thread of its own, until the rank has ended."""
         decoder = msgspec.msgpack.Decoder(Report)
         while (message := member.wire.receive()) is not None:
             self._news.put(decoder.decode(message))
@@ -189,7 +190,8 @@ class Ranks:
             self._lose(how)
 
     def _lose(self, how: str) -> None:
-        """The ranks that are left would wait for the one that is gone, and so would this one for them."""
+        """Ends the ranks that are left: they would wait for the one that is gone, and so would this one for
+        them."""
         with suppress(InvalidStateError):  # the first reason stands
             self.lost.set_result(how)
         for member in self._members:

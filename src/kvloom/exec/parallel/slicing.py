@@ -1,4 +1,4 @@
-"""Cut a loaded model down to one rank's slice, as the plan says that transformers has for it."""
+"""Cuts a loaded model down to one rank's slice, as the plan says that transformers has for it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvloom.exec.parallel.group import Group
+from kvloom.exec.parallel.group import RankGroup
 from kvloom.types.errors import ConfigError
 
 
 class Summed(nn.Module):
     """The sum of what each rank's `inner` gives. A bias is in one rank's `inner` alone."""
 
-    def __init__(self, inner: nn.Module, group: Group) -> None:
+    def __init__(self, inner: nn.Module, group: RankGroup) -> None:
         super().__init__()
         self.inner: Any = inner
         self.group = group
 
     @property
     def in_features(self) -> int:
-        """Of this rank's slice."""
+        """The input features of this rank's slice."""
         return int(self.inner.in_features)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         return self.group.sum(self.inner(*given, **named))
 
     def onto(self, x: Tensor, base: Tensor) -> Tensor:
-        """base + what forward gives; the first rank adds it as it stores its part."""
+        """Returns base + what forward gives; the first rank adds it as it stores its part."""
         part = self.inner(x) if self.group.rank else self.inner.onto(x, base)
         return self.group.sum(part)
 
@@ -50,10 +50,10 @@ class Split(nn.Module):
 
 
 class Gathered(nn.Module):
-    """What each rank's `inner` gives side by side: `width` columns in all, of which the last rank may have
+    """What each rank's `inner` gives, side by side: `width` columns in all, of which the last rank may have
     fewer than the others."""
 
-    def __init__(self, inner: nn.Module, group: Group, width: int) -> None:
+    def __init__(self, inner: nn.Module, group: RankGroup, width: int) -> None:
         super().__init__()
         self.inner = inner
         self.width = width
@@ -69,10 +69,10 @@ _WHOLE: Final = {"replicated_with_grad_allreduce", "replicate", "embedding_rowwi
 
 
 @torch.inference_mode(False)  # whose tensors some experts' products refuse as weights
-def slice_model(model: Any, group: Group) -> None:
-    """In place; slices go to the group's device one by one, and what stays whole stays where it is. Every
-    rank has the embedding whole. Raises ConfigError where the model has no plan, the plan
-    asks for something that is not known here, or a weight cannot be shared out evenly."""
+def slice_model(model: Any, group: RankGroup) -> None:
+    """Slices in place; slices go to the group's device one by one, and what stays whole stays on its device.
+    Every rank has the embedding whole. Raises ConfigError if the model has no plan, the plan asks for
+    something that is not known here, or a weight cannot be shared out evenly."""
     plan: dict[str, str] = model.tp_plan or {}
     if not plan:
         raise ConfigError("transformers has no tensor-parallel plan for it; `tensor_parallel: 1` is right")
@@ -91,7 +91,7 @@ def slice_model(model: Any, group: Group) -> None:
 
 
 def _generic(name: str) -> str:
-    """As plans name it: numbers of layers are stars."""
+    """Returns the name as plans write it: numbers of layers are stars."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -104,7 +104,7 @@ def _sums(module: nn.Module) -> bool:
     return any(isinstance(child, Summed) for child in module.modules())
 
 
-def _module(name: str, style: str, stock: nn.Module, group: Group) -> nn.Module:
+def _module(name: str, style: str, stock: nn.Module, group: RankGroup) -> nn.Module:
     if style == "moe_tp_experts":  # its parameters have rules of their own
         return Summed(stock, group)
     make = _LINEAR.get(style)
@@ -116,26 +116,26 @@ def _module(name: str, style: str, stock: nn.Module, group: Group) -> nn.Module:
     return make(name, stock, group)
 
 
-def _columns(name: str, stock: nn.Linear, group: Group) -> nn.Module:
+def _columns(name: str, stock: nn.Linear, group: RankGroup) -> nn.Module:
     _divides(name, stock.out_features, group)
     return _cut_outputs(stock, group.span(stock.out_features), group)
 
 
-def _gathered(name: str, stock: nn.Linear, group: Group) -> nn.Module:
+def _gathered(name: str, stock: nn.Linear, group: RankGroup) -> nn.Module:
     width = stock.out_features
     return Gathered(_cut_outputs(stock, group.span(width), group), group, width)
 
 
-def _rows(name: str, stock: nn.Linear, group: Group) -> nn.Module:
+def _rows(name: str, stock: nn.Linear, group: RankGroup) -> nn.Module:
     return Summed(_cut_inputs(name, stock, group), group)
 
 
-def _split_rows(name: str, stock: nn.Linear, group: Group) -> nn.Module:
+def _split_rows(name: str, stock: nn.Linear, group: RankGroup) -> nn.Module:
     columns = group.span(stock.in_features)
     return Summed(Split(_cut_inputs(name, stock, group), columns), group)
 
 
-_LINEAR: Final[dict[str, Callable[[str, nn.Linear, Group], nn.Module]]] = {
+_LINEAR: Final[dict[str, Callable[[str, nn.Linear, RankGroup], nn.Module]]] = {
     "colwise": _columns,
     "colwise_gather_output": _gathered,
     "colwise_rep": _gathered,  # as older plans call it
@@ -145,7 +145,7 @@ _LINEAR: Final[dict[str, Callable[[str, nn.Linear, Group], nn.Module]]] = {
 }
 
 
-def _cut_outputs(linear: nn.Linear, span: slice, group: Group) -> nn.Linear:
+def _cut_outputs(linear: nn.Linear, span: slice, group: RankGroup) -> nn.Linear:
     linear.weight = _held(linear.weight[span], group)
     if linear.bias is not None:
         linear.bias = _held(linear.bias[span], group)
@@ -153,8 +153,8 @@ def _cut_outputs(linear: nn.Linear, span: slice, group: Group) -> nn.Linear:
     return linear
 
 
-def _cut_inputs(name: str, linear: nn.Linear, group: Group) -> nn.Linear:
-    """The bias stays with the first rank: the sum has it once."""
+def _cut_inputs(name: str, linear: nn.Linear, group: RankGroup) -> nn.Linear:
+    """Cuts a linear layer by its inputs. The bias stays with the first rank: the sum has it once."""
     _divides(name, linear.in_features, group)
     linear.weight = _held(linear.weight[:, group.span(linear.in_features)], group)
     linear.in_features = linear.weight.shape[1]
@@ -163,8 +163,8 @@ def _cut_inputs(name: str, linear: nn.Linear, group: Group) -> nn.Linear:
     return linear
 
 
-def _parameter(name: str, style: str, weight: Tensor, group: Group) -> nn.Parameter:
-    """A weight that is no linear layer's, such as all experts' [E, out, in] in one."""
+def _parameter(name: str, style: str, weight: Tensor, group: RankGroup) -> nn.Parameter:
+    """Cuts a weight that is no linear layer's, such as all experts' [E, out, in] in one."""
     axis = {"packed_colwise": -2, "colwise": -2, "rowwise": -1}.get(style)
     if axis is None or weight.dim() < 2:
         raise ConfigError(
@@ -179,12 +179,12 @@ def _parameter(name: str, style: str, weight: Tensor, group: Group) -> nn.Parame
     return _held(cut[0] if len(cut) == 1 else torch.cat(cut, axis), group)
 
 
-def _held(part: Tensor, group: Group) -> nn.Parameter:
-    """In memory of its own: the whole weight may go."""
+def _held(part: Tensor, group: RankGroup) -> nn.Parameter:
+    """Returns a copy in memory of its own, so that the whole weight may go."""
     return nn.Parameter(part.detach().to(group.device, copy=True), requires_grad=False)
 
 
-def _divides(name: str, length: int, group: Group) -> None:
+def _divides(name: str, length: int, group: RankGroup) -> None:
     if length % group.size:
         raise ConfigError(
             f"{name} is {length} wide, which {group.size} ranks cannot share evenly; "

@@ -1,4 +1,4 @@
-"""What the first rank and the others say to each other, beside what they exchange while they compute."""
+"""The messages between the first rank and the others, beside what they exchange while they compute."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from kvloom.types.spec import EngineSpec
 _LENGTH: Final = struct.Struct("<I")
 
 
-class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
-    """Load the unit's models and take an arena. store: file by which the ranks find each other."""
+class StartRank(Struct, frozen=True, kw_only=True, tag="begin"):
+    """Tells a rank to load the unit's models and take an arena. store: the file by which the ranks find each
+    other."""
 
     rank: int
     store: str
@@ -32,63 +33,59 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
 
     @property
     def threads(self) -> int:
-        """Cores of each rank."""
+        """The cores of each rank."""
         return self.spec.threads // self.size
 
     @property
     def slots(self) -> int:
-        """Jobs that may run at the same time. One on GPUs: exchanges of two that met on one device in another
-        order than on the next would wait for each other."""
+        """The jobs that may run at the same time; one on GPUs, for exchanges of two that met on one device in
+        another order than on the next would wait for each other."""
         return self.threads if self.spec.device == "cpu" else 1
 
 
 class Go(Struct, frozen=True, tag="go"):
-    """All ranks are where the one is that waits for this."""
+    """Tells a waiting rank that all ranks have come as far."""
 
 
 class Step(Struct, frozen=True, kw_only=True, tag="step"):
-    """One forward. Arrays are their little-endian bytes, in the forms that `ForwardPlan` gives: int32 are
-    tables, slot_page, slot_offset, pages and blocks, int64 the others. kept: rows whose logits are wanted.
-
-    pages [n], blocks [n, layers, heads]: rows of the page map that have changed since the last step.
-    copies: source, target and tokens of each.
-    """
+    """One forward. Arrays are their little-endian bytes, in the forms that `ForwardPlan` gives: tables,
+    slot_page, slot_offset, pages and blocks are int32, the others int64."""
 
     slot: int
     model: str
     phase: Phase
     share: int
     tokens: bytearray
-    kept: bytearray
+    kept: bytearray  # rows whose logits are wanted
     appends: bytearray
     starts: bytearray
     tables: bytearray
     positions: bytearray
     slot_page: bytearray
     slot_offset: bytearray
-    pages: bytearray
-    blocks: bytearray
-    copies: list[tuple[int, int, int]] = []
+    pages: bytearray  # [n] rows of the page map that have changed since the last step
+    blocks: bytearray  # [n, layers, heads], those rows
+    copies: list[tuple[int, int, int]] = []  # source, target and tokens of each
 
 
-class Here(Struct, frozen=True, tag="here"):
+class RankReady(Struct, frozen=True, tag="here"):
     """The rank waits for `Go`."""
 
 
-class Refused(Struct, frozen=True, tag="refused"):
+class RankRefused(Struct, frozen=True, tag="refused"):
     """The rank ends, because what it was given cannot be used."""
 
     message: str
 
 
-Order = Begin | Go | Step
-Report = Here | Refused
+Order = StartRank | Go | Step
+Report = RankReady | RankRefused
 
 
 class Wire:
     """One end of a stream socket. A message is the length of its msgpack, as 4 bytes, and that.
 
-    seconds: for which a message that the peer does not take is kept up; None for ever.
+    seconds: how long a message is kept up that the peer does not take; None for ever.
     """
 
     def __init__(self, end: socket.socket, seconds: int | None = None) -> None:
@@ -98,12 +95,12 @@ class Wire:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def send(self, message: Order | Report) -> None:
-        """Raises OSError where the peer is gone, or takes nothing."""
+        """Sends a message. Raises OSError if the peer is gone, or takes nothing."""
         body = msgspec.msgpack.encode(message)
         self._end.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self) -> bytearray | None:
-        """The next message's msgpack, or None where the peer is gone."""
+        """Returns the next message's msgpack, or None if the peer is gone."""
         head = self._read(_LENGTH.size)
         return None if head is None else self._read(*_LENGTH.unpack(head))
 
@@ -125,8 +122,8 @@ class Wire:
 
 
 class SentMaps:
-    """Which version the other ranks have of each row of a model's page map. Steps must be sent in the order
-    in which they were made here."""
+    """The version that the other ranks have of each row of a model's page map. Steps must be sent in the
+    order in which they were made here."""
 
     def __init__(self, geometries: Mapping[str, Geometry], blocks: int) -> None:
         self._known: dict[str, I64] = {
@@ -157,8 +154,8 @@ class SentMaps:
         )
 
     def _changed(self, model: str, plan: ForwardPlan) -> I32:
-        """The plan's pages whose rows the others do not know; they do from now on. Other rows may be changing
-        this moment, and are not read. What is copied from was an earlier plan's, and is known."""
+        """Returns the plan's pages whose rows the others do not know; they do from now on. Other rows may be
+        changing this moment, and are not read. What is copied from was an earlier plan's, and is known."""
         counts = -(-(plan.starts + plan.appends) // self._widths[model])
         used = np.unique(plan.tables[np.arange(plan.tables.shape[1]) < counts[:, None]])
         assert plan.versions is not None
@@ -170,7 +167,7 @@ class SentMaps:
 
 
 class ToldMap:
-    """What another rank knows of a model's page map: [pages, layers, heads] of a pool that nobody has used
+    """A copy of a model's page map at another rank: [pages, layers, heads] of a pool that nobody has used
     yet. A row's version changes with the row."""
 
     def __init__(self, geometry: Geometry, blocks: int) -> None:
@@ -180,8 +177,8 @@ class ToldMap:
         self.versions: I64 = np.zeros(pages, dtype=np.int64)
 
     def plan(self, step: Step) -> ForwardPlan:
-        """As the first rank has it, over this map, which learns of what has changed. In the order in which
-        steps come."""
+        """Returns the plan as the first rank has it, over this map, which learns of what has changed. Steps
+        are taken in the order in which they come."""
         pages = _array(step.pages, np.int32)
         self.rows[pages] = _array(step.blocks, np.int32).reshape(len(pages), *self.rows.shape[1:])
         self.versions[pages] += 1  # after the row: a job may be reading both
@@ -202,7 +199,7 @@ class ToldMap:
 
 
 def ids_of(step: Step) -> tuple[I64, I64]:
-    """Tokens and kept rows."""
+    """Returns tokens and kept rows."""
     return _array(step.tokens, np.int64), _array(step.kept, np.int64)
 
 

@@ -72,7 +72,7 @@ def score(scores, q, q_head, k, count, group, dim):  # type: ignore[no-untyped-d
 
 @njit(inline="never")
 def weigh(scores, best, norm, sums, count, dim, scale, softcap):  # type: ignore[no-untyped-def]
-    """Turn one head's scores into weights exp(s - best), and bring norm and sums [D] to the new best."""
+    """Turns one head's scores into weights exp(s - best), and brings norm and sums [D] to the new best."""
     padded = (count + LANES - 1) // LANES * LANES * 4
     for i in range(0, padded, LANES * 4):
         s = multiply(load(scores + i), splat(scale))
@@ -105,7 +105,7 @@ def weigh(scores, best, norm, sums, count, dim, scale, softcap):  # type: ignore
 
 @njit(inline="never")
 def accumulate(sums, weights, v, count, group, dim):  # type: ignore[no-untyped-def]
-    """Add weights [group, TILE] times v [count, D] to sums [group, D]; four tokens share a load of a sum."""
+    """Adds weights [group, TILE] times v [count, D] to sums [group, D]; four tokens share a load of a sum."""
     row, whole = dim * 4, dim // LANES * LANES * 4
     for t in range(0, count - 3, 4):
         v0 = v + t * row
@@ -135,9 +135,9 @@ _NOBODY = -1
 
 
 class AttentionArguments(ctypes.Structure):
-    """Addresses, sizes, and strides in bytes; `next` is the work item to be taken next, `done` counts those
-    that are. Where k is not 0, an item begins with its new token: q and k are normalised (where q_norm is
-    not 0) and rotated in place, and k and v stored in the token's slot."""
+    """The addresses, sizes, and strides in bytes; `next` is the work item to be taken next, `done` counts
+    those that are. If k is not 0, an item begins with its new token: q and k are normalised (if q_norm is not
+    0) and rotated in place, and k and v stored in the token's slot."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("next", "done", "out", "out_row", "out_head")),
@@ -155,7 +155,7 @@ class AttentionArguments(ctypes.Structure):
 
 @njit(inline="never")
 def _locate(a, b, head, position):  # type: ignore[no-untyped-def]
-    """The address of K of a token, in the block of one KV head."""
+    """Returns the address of K of a token, in the block of one KV head."""
     page = read_int(a.tables + b * a.table_row + position // a.page_tokens * 4)
     block = read_int(a.map + page * a.map_page + head * 4)
     return a.arena + block * a.block_bytes + position % a.page_tokens * a.head_dim * 4
@@ -163,7 +163,7 @@ def _locate(a, b, head, position):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _open(a, item):  # type: ignore[no-untyped-def]
-    """An item: its sequence, heads from and to, tokens from and to."""
+    """Returns an item: its sequence, heads from and to, tokens from and to."""
     b, first_head = item // a.spans, item % a.spans * a.span
     length = read_int(a.lengths + b * 4)
     start = max(0, length - a.window) if a.window > 0 else 0
@@ -173,7 +173,7 @@ def _open(a, item):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def turn(a, b, first_head, end_head):  # type: ignore[no-untyped-def]
-    """Normalise and rotate q and k of row b in these heads, in place."""
+    """Normalises and rotates q and k of row b in these heads, in place."""
     cos, sin = a.cos + b * a.turn_row, a.sin + b * a.turn_row
     for head in range(first_head, end_head):
         k = a.k + b * a.q_row + head * a.q_head
@@ -189,7 +189,7 @@ def turn(a, b, first_head, end_head):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _enter(a, b, first_head, end_head):  # type: ignore[no-untyped-def]
-    """Bring the new token of sequence b into these heads: turn q and k, store k and v."""
+    """Brings the new token of sequence b into these heads: q and k are turned, k and v stored."""
     size = a.head_dim * 4
     turn(a, b, first_head, end_head)
     blocks = a.map + read_int(a.slot_page + b * 4) * a.map_page
@@ -203,7 +203,7 @@ def _enter(a, b, first_head, end_head):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def tokens_of(a):  # type: ignore[no-untyped-def]
-    """Over all items."""
+    """Returns the tokens of all items."""
     tokens = 0
     for b in range(a.batch):
         length = read_int(a.lengths + b * 4)
@@ -213,7 +213,7 @@ def tokens_of(a):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def room_of(a):  # type: ignore[no-untyped-def]
-    """float32 values of scratch that `advance` needs, from a cache line's begin on."""
+    """Returns the float32 values of scratch that `advance` needs, from a cache line's begin on."""
     return a.group * (TILE + a.span * (a.head_dim + 2)) + 2 * LANES
 
 
@@ -229,7 +229,7 @@ def _clear(a, heads, sums, best, norm):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _tile(a, b, first_head, end_head, position, count, scores, all_sums):  # type: ignore[no-untyped-def]
-    """Bring `count` tokens from `position` on into what an item has so far."""
+    """Brings `count` tokens from `position` on into what an item has so far."""
     group, row, scale, softcap = a.group, a.head_dim * 4, np.float32(a.scale), np.float32(a.softcap)
     all_best = all_sums + a.span * group * row
     all_norm = all_best + a.span * group * 4
@@ -257,22 +257,22 @@ def _put(a, b, first_head, end_head, sums, norm):  # type: ignore[no-untyped-def
 
 @njit(inline="never")
 def begin(place):  # type: ignore[no-untyped-def]
-    """Before the first `advance` over this scratch."""
+    """Readies this scratch for the first `advance`."""
     state = carray(pointer_at(place), 3, np.int64)
     state[0], state[1], state[2] = _NOBODY, 0, 0
 
 
 @njit(inline="never")
 def advance(a, counters, place, until):  # type: ignore[no-untyped-def]
-    """Online softmax, a tile of tokens at a time; an item is a span of KV heads of a sequence. `counters` is
-    the address of a's `next` and `done`. Goes on until this thread has done `until` tokens in all its items
-    together, and returns whether there may be more. It may return between two tiles of an item, and goes on
-    there the next time: the sums are the same, wherever it has returned.
+    """Computes the online softmax, a tile of tokens at a time; an item is a span of KV heads of a sequence.
+    `counters` is the address of a's `next` and `done`. It goes on until this thread has done `until` tokens
+    in all its items together, and returns whether there may be more. It may return between two tiles of an
+    item, and goes on there the next time: the sums are the same, wherever it has returned.
 
     Heads go inside tiles, for the blocks of a page are likelier neighbours in memory than those of a head.
     Scratch, at `place`, is the item, its next token, and the tokens done; then scores [group, TILE] and, for
     each head, sums [group, D] of V weighted by exp(score - best), best [group] and norm [group]. Fetching a
-    few rows ahead is better than fetching the whole next block (34 against 29 GB/s on Zen 4), where the
+    few rows ahead is better than fetching the whole next block (34 against 29 GB/s on Zen 4), for which the
     memory's own prefetchers no longer help.
     """
     state = carray(pointer_at(place), 3, np.int64)
@@ -311,7 +311,7 @@ def advance(a, counters, place, until):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def attend(a, counters):  # type: ignore[no-untyped-def]
-    """All items that nobody has taken."""
+    """Attends for all items that nobody has taken."""
     scratch = np.empty(room_of(a) + LANES, np.float32)
     place = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
     begin(place)
@@ -325,7 +325,7 @@ def attend_all(pointer):  # type: ignore[no-untyped-def]
 
 
 def span_of(batch: int, kv_heads: int, threads: int) -> int:
-    """KV heads an item: some items a thread, so that lengths even out."""
+    """Returns the KV heads of an item: some items a thread, so that lengths even out."""
     return kv_heads if threads == 1 else min(kv_heads, max(1, batch * kv_heads // (threads * 16)))
 
 
@@ -342,11 +342,11 @@ def decode_attention(
     softcap: float = 0.0,
     threads: int | None = None,
 ) -> None:
-    """Attend with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
+    """Attends with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
     arena [blocks, 2, T, D] (see block_view), q and out are float32; page_map [pages, layers, kv_heads],
-    tables [B, pages of the longest] and lengths [B] are int32. A window n > 0 hides all but the last n;
-    a softcap c > 0 bends scores s to c tanh(s / c). Rows of q and out may lie anywhere; out may be q itself.
+    tables [B, pages of the longest] and lengths [B] are int32. A window n > 0 hides all but the last n; a
+    softcap c > 0 bends scores s to c tanh(s / c). Rows of q and out may lie anywhere; out may be q itself.
     Lengths are 1 or more. Threads default to torch's number for the calling thread.
     """
     _check(out, q, arena, page_map, layer, tables, lengths)
@@ -369,7 +369,7 @@ def decode_attention(
 def _check(
     out: Tensor, q: Tensor, arena: Tensor, page_map: Tensor, layer: int, tables: Tensor, lengths: Tensor
 ) -> None:
-    """Raises TypeError and ValueError where they are not as `decode_attention` says."""
+    """Raises TypeError and ValueError if they are not as `decode_attention` says."""
     batch, heads, head_dim = q.shape
     _, two, _, arena_dim = arena.shape
     _, layers, kv_heads = page_map.shape

@@ -1,6 +1,6 @@
-"""Copy K and V between two arenas at memory's speed, without the GIL.
+"""Copies K and V between two arenas at memory's speed, without the GIL.
 
-Whole blocks are stored past the caches, which saves reading the target first and leaves the caches to who
+Whole blocks are stored past the caches, which saves reading the target first and leaves the caches to whoever
 computes meanwhile; four quarters of a block go side by side, and the next block is fetched meanwhile, because
 scattered blocks end the hardware's own streams every 16 KiB (a plain memcpy a block reaches 60 % of one large
 memcpy's rate on a Zen 4, this 110 %).
@@ -24,7 +24,7 @@ _QUARTERS = 4
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _stream(context: Any, address: Any, value: Any) -> Any:
-    """Store 64 bytes, at a multiple of 64, past the caches."""
+    """Stores 64 bytes, at a multiple of 64, past the caches."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         pointer = builder.inttoptr(values[0], values[1].type.as_pointer())
@@ -38,7 +38,7 @@ def _stream(context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _fence(context: Any) -> Any:
-    """What was streamed is seen by whoever sees a later store."""
+    """Orders what was streamed before all later stores: whoever sees one of those sees it."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         builder.fence("seq_cst")
@@ -101,10 +101,10 @@ def copy_blocks(
     page_tokens: int,
     token_bytes: int,
 ) -> None:
-    """For each i copy tokens [offsets[i], offsets[i] + counts[i]) of K and of V from block own[i] of `source`
-    to block peer[i] of `target`, both flat bytes; blocks are [2, page_tokens, token_bytes], of which all
-    tokens take the bytes past them along. The four arrays are [n]; that they fit is the caller's to see to.
-    """
+    """Copies for each i tokens [offsets[i], offsets[i] + counts[i]) of K and of V from block own[i] of
+    `source` to block peer[i] of `target`, both flat bytes; blocks are [2, page_tokens, token_bytes], of which
+    all tokens take the bytes past them along. The four arrays are [n]; that they fit is the caller's to see
+    to."""
     arrays = own, peer, offsets, counts
     if any(a.dtype != "int32" or not a.flags.c_contiguous or a.shape != (len(own),) for a in arrays):
         raise ValueError(f"own, peer, offsets, counts: want contiguous int32 [{len(own)}]")

@@ -1,13 +1,13 @@
-"""A whole decode step of few rows in one parallel region, on a CPU.
+"""A whole decode step of a small batch in one parallel region, on a CPU.
 
 Few rows are bound by reading weights, and by the way between the products: so the team is woken once, and
 walks through the layers by itself. A stage's work items are handed out by a counter, and the stage is over
 when as many are done: a thread that comes late finds the work done by the others, and holds nobody up.
 
-Where another unit's tasks may come, the thread that is first to enter looks for them: after each stage, and
-so often within it as the plan of its parts says. No sum changes by that, and the others go on meanwhile.
+If another unit's tasks may come, the thread that is first to enter looks for them: after each stage, and so
+often within it as the plan of its parts says. No sum changes by that, and the others go on meanwhile.
 
-Where some rows are away, another unit attends for them while this one does for its own (`cpu_ask.py`).
+If some rows are offloaded, another unit attends for them while this one does for its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.cpu.products import PANEL, gated, normalise, plain_head, product, wait
 from kvloom.kernels.cpu.signals import acquire, exchange, wake
 from kvloom.kernels.cpu.vector import LANES
-from kvloom.kernels.mail import NOTE
+from kvloom.kernels.mailbox import NOTE
 
 NOWHERE = -1
 _SPINS = 2000  # looks before the core is offered to others at each further one
@@ -33,15 +33,17 @@ _yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 class AskArguments(ctypes.Structure):
-    """Of one loan. Addresses: the mailbox' words posted, finished, asleep and over; notes, qkv and out, whose
-    slots are so many bytes apart, and whose rows have qkv_row and out_row bytes; meanwhile [layers], where
-    the kernel says what the rows that are here took, in nanoseconds; clock, 16 bytes. futex: the system
-    call's number. spins: looks for an output, at most. count: the number of the last task that was posted.
+    """The borrower's part in one loan. Addresses: the mailbox' words posted, finished, asleep and over;
+    notes, qkv and out, whose slots are so many bytes apart, and whose rows have qkv_row and out_row bytes;
+    meanwhile [layers], to which the kernel writes what the rows that are here took, in nanoseconds; clock, 16
+    bytes. futex: the system call's number. spins: looks for an output, at most. count: the number of the last
+    task that was posted.
 
-    Of a step: iteration; rows that are away, `first` the first of them; lost: not 0 where nobody is asked,
-    and their attention is zeros; paused: the layer whose output the host is to wait for, or NOWHERE; refused:
-    not 0 where it is to post the task, too; resume: the layer after whose attention to go on, or NOWHERE;
-    went: when the last task was posted, by the monotonic clock."""
+    The rest is of one step. iteration; rows that are offloaded, `first` the first of them; lost: not 0 if
+    nobody is asked, and their attention is zeros; paused: the layer whose output the host is to wait for, or
+    NOWHERE; refused: not 0 if it is to post the task, too; resume: the layer after whose attention to go on,
+    or NOWHERE; went: when the last task was posted, by the monotonic clock.
+    """
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("posted", "finished", "asleep", "over", "notes", "note_bytes")),
@@ -58,13 +60,13 @@ _ASK = np.dtype(AskArguments)
 
 @njit(inline="never")
 def resumed_at(address):  # type: ignore[no-untyped-def]
-    """The layer; NOWHERE for from the beginning. address: of AskArguments, or 0."""
+    """Returns the layer to go on after; NOWHERE for the beginning. address: of AskArguments, or 0."""
     return NOWHERE if address == 0 else carray(pointer_at(address), 1, _ASK)[0].resume
 
 
 @njit(inline="never")
 def _send(a, attention, layer):  # type: ignore[no-untyped-def]
-    """All rows lie in the slot."""
+    """Posts the task, all of whose rows lie in the slot."""
     if acquire(a.finished) != a.count or acquire(a.over) != 0:
         a.refused = 1
         return
@@ -74,14 +76,17 @@ def _send(a, attention, layer):  # type: ignore[no-untyped-def]
     a.went = nanoseconds(a.clock)
     note.posted = a.went
     a.count = (a.count + 1) & MASK
-    exchange(a.posted, a.count)  # a full barrier: who is not asleep now looks once more before it is
+    exchange(
+        a.posted, a.count
+    )  # a full barrier: a lender that is not asleep now looks once more before it is
     if acquire(a.asleep) != 0:
         wake(a.futex, a.posted)
 
 
 @njit(inline="never")
 def post(address, attention, layer, counters):  # type: ignore[no-untyped-def]
-    """Bring the rows away into the mailbox; who brings the last one posts the task, and counts that, too."""
+    """Brings the offloaded rows into the mailbox; the thread that brings the last one posts the task, and
+    counts that, too."""
     a = carray(pointer_at(address), 1, _ASK)[0]
     if a.lost != 0:
         return
@@ -98,7 +103,7 @@ def post(address, attention, layer, counters):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _arrived(a):  # type: ignore[no-untyped-def]
-    """Wait for the output. False where the host is to do so."""
+    """Waits for the output. Returns False if the host is to do so."""
     turns = 0
     done = acquire(a.finished)
     while done == (a.count - 1) & MASK and turns < a.spins:
@@ -135,8 +140,8 @@ def _take(a, attention, layer, posting):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def collect(address, attention, layer, posting, counters):  # type: ignore[no-untyped-def]
-    """One thread takes the output, the others wait for it. False: the host has to, and the step ends here.
-    posting: the counters that the task was posted by."""
+    """Takes the output by one thread, for which the others wait. Returns False if the host has to, and the
+    step ends here. posting: the counters that the task was posted by."""
     a = carray(pointer_at(address), 1, _ASK)[0]
     if fetch_add(counters, 1) == 0:
         _take(a, attention, layer, posting)
@@ -148,12 +153,13 @@ def collect(address, attention, layer, posting, counters):  # type: ignore[no-un
 COUNTERS = 16  # 64-bit words a stage: `next` and `done`, alone in their cache lines
 OPERATORS = 5  # a layer; before the first the embedding, after the last the head
 STAGES = OPERATORS + 1  # two of rows that are away, in place of attention, which has counters of its own
-FIRST = 16  # byte of the first counters: threads that have come, where one of them is to look
+FIRST = 16  # byte of the first counters: threads that have come, if one of them is to look
 _LINE = 64
 
 
 class LinearArguments(ctypes.Structure):
-    """`count` panels of 64 columns over `depth` inputs, `stride` bytes each; bias has 64 · count values."""
+    """A product of `count` panels of 64 columns over `depth` inputs, `stride` bytes each; bias has 64 · count
+    values."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("panels", "count", "stride", "depth", "bias")]
 
@@ -171,12 +177,14 @@ class LayerArguments(ctypes.Structure):
 
 
 class StepArguments(ctypes.Structure):
-    """Addresses and sizes. Rows of x, qkv, mixed, inner and logits are their `_row` bytes apart, and all but
-    mixed have room for whole panels. plain: the head's weight [V, K] where it is not in panels, else 0.
+    """The addresses and sizes of a step. Rows of x, qkv, mixed, inner and logits are their `_row` bytes
+    apart, and all but mixed have room for whole panels. plain: the head's weight [V, K] if it is not in
+    panels, else 0.
 
-    ask: the AskArguments, or 0 where no row is away; poll: the LookArguments, or 0 where no tasks come. Of
+    ask: the AskArguments, or 0 if no row is offloaded; poll: the LookArguments, or 0 if no tasks come. For
     each stage, the last the head: parts [OPERATORS · depth + 1], and ends, as long, the pieces that there are
-    when it is over."""
+    when it is over.
+    """
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("counters", "layers", "attention", "depth", "rows", "size")),
@@ -197,8 +205,8 @@ _ATTENTION_BYTES = ctypes.sizeof(AttentionArguments)
 
 @njit(inline="never")
 def _parts(s, poll, stage):  # type: ignore[no-untyped-def]
-    """Parts of a stage after which the thread that looks does so; the others never do. Of all items: where
-    there are more threads it has some of them alone."""
+    """Returns the parts of a stage after which the thread that looks does so; the others never do. Parts are
+    of all items: if there are more threads it has some of them alone."""
     if poll == 0:
         return 0
     return carray(pointer_at(s.parts), OPERATORS * s.depth + 1, np.int64)[stage] * s.threads
@@ -206,7 +214,7 @@ def _parts(s, poll, stage):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _after(s, poll, stage):  # type: ignore[no-untyped-def]
-    """A stage is over."""
+    """Ends a stage."""
     if poll != 0:
         look(poll)
         ends = carray(pointer_at(s.ends), OPERATORS * s.depth + 1, np.int64)
@@ -226,7 +234,7 @@ def _embed(s, counters):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _attend(turn, counters, poll, parts):  # type: ignore[no-untyped-def]
-    """A stage. Parts are of so many tokens, wherever in a sequence they end."""
+    """Runs the stage of attention. Parts are of so many tokens, wherever in a sequence they end."""
     scratch = np.empty(room_of(turn) + LANES, np.float32)
     place = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
     tokens, part = tokens_of(turn), 1
@@ -240,8 +248,8 @@ def _attend(turn, counters, poll, parts):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _mix(s, layer, turn, next_token, counters, normal, sums, poll, stage):  # type: ignore[no-untyped-def]
-    """Up to attention's output; False where the host has to wait for a part of that. stage: the number of the
-    layer's first."""
+    """Runs a layer up to attention's output; returns False if the host has to wait for a part of that. stage:
+    the number of the layer's first."""
     step, wide = COUNTERS * 8, s.x_row
     if observe(counters) < layer.qkv.count:
         normalise(normal, wide, s.x, wide, s.rows, s.size, layer.before)
@@ -258,7 +266,7 @@ def _mix(s, layer, turn, next_token, counters, normal, sums, poll, stage):  # ty
 
 @njit(inline="never")
 def _finish(s, layer, then, counters, normal, sums, poll, stage):  # type: ignore[no-untyped-def]
-    """After it. `then` is the product after this layer's last."""
+    """Runs the rest of a layer. `then` is the product after this layer's last."""
     step, wide = COUNTERS * 8, s.x_row
     counters += 3 * step
     parts = _parts(s, poll, stage + 2)
@@ -293,7 +301,8 @@ def _head(s, normal, counters, sums, poll):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _layers(s, normal, sums, poll):  # type: ignore[no-untyped-def]
-    """False where the host has to wait for another unit first, and then begin anew with `resume`."""
+    """Runs the layers. Returns False if the host has to wait for another unit first, and then begin anew with
+    `resume`."""
     layers = carray(pointer_at(s.layers), s.depth, _LAYER)
     turns = carray(pointer_at(s.attention), s.depth, _ATTENTION)
     resume = resumed_at(s.ask)

@@ -1,4 +1,5 @@
-"""What a layer does around its matrix products on a CPU: write K/V into pages, normalise, rotate.
+"""The kernels of a layer around its matrix products on a CPU: K and V are written into pages, rows normalised
+and rotated.
 
 Rows are handed out in chunks, and only enough rows to pay for waking a team are worth more than one thread.
 """
@@ -19,7 +20,7 @@ from kvloom.kernels.cpu.vector import LANES, add, load, multiply, multiply_add, 
 
 @njit(inline="never")
 def copy_row(to, source, size):  # type: ignore[no-untyped-def]
-    """Copy `size` bytes."""
+    """Copies `size` bytes."""
     whole = size // (LANES * 4) * LANES * 4
     for i in range(0, whole, LANES * 4):
         store(to + i, load(source + i))
@@ -29,7 +30,7 @@ def copy_row(to, source, size):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def norm_row(out, x, weight, size, eps, offset):  # type: ignore[no-untyped-def]
-    """out = x / rms(x) · (offset + weight), `size` values each; out may be x."""
+    """Computes out = x / rms(x) · (offset + weight), `size` values each; out may be x."""
     row = size * 4
     pairs, whole = row // (LANES * 8) * LANES * 8, row // (LANES * 4) * LANES * 4
     even = odd = splat(0.0)
@@ -51,7 +52,7 @@ def norm_row(out, x, weight, size, eps, offset):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def rotate_row(x, cos, sin, size):  # type: ignore[no-untyped-def]
-    """Rotate the first `size` values of a head in place; i pairs with size/2 + i."""
+    """Rotates the first `size` values of a head in place; i pairs with size/2 + i."""
     half = size * 2
     whole = half // (LANES * 4) * LANES * 4
     high = x + half
@@ -71,7 +72,7 @@ _SERIAL = 1 << 15  # values below which one thread is faster than waking a team
 
 
 def _team(rows: int, row_values: int, threads: int | None) -> tuple[int, int]:
-    """Threads for the call, and rows a thread takes at once."""
+    """Returns the threads for the call, and the rows that a thread takes at once."""
     if rows * row_values < _SERIAL:
         return 1, rows
     threads = torch.get_num_threads() if threads is None else threads
@@ -113,7 +114,7 @@ def write_kv(
     slot_offset: Tensor,
     threads: int | None = None,
 ) -> None:
-    """Store k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
+    """Stores k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
 
     arena, k and v are float32; page_map [pages, layers, kv_heads], slot_page [n] and slot_offset [n] int32.
     Rows of k and v may lie anywhere. No two slots may be the same.
@@ -184,9 +185,9 @@ def rms_norm(
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
-    """Normalise x [n, H] by its root mean square and scale by offset + weight [H]; Gemma's offset is 1.
+    """Normalises x [n, H] by its root mean square and scales by offset + weight [H]; Gemma's offset is 1.
 
-    All float32. Rows of x may lie anywhere; out is contiguous, made if not given, and may be x itself.
+    All are float32. Rows of x may lie anywhere; out is contiguous, made if not given, and may be x itself.
     """
     rows, size = x.shape
     if out is None:
@@ -227,9 +228,9 @@ def _rotate(pointer):  # type: ignore[no-untyped-def]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, threads: int | None = None) -> None:
-    """Rotate the first R dimensions of x [n, heads, D] in place by cos, sin [n, R]; i pairs with R/2 + i.
+    """Rotates the first R dimensions of x [n, heads, D] in place by cos, sin [n, R]; i pairs with R/2 + i.
 
-    All float32, with the last dimension contiguous; rows and heads may lie anywhere, so one call can turn
+    All are float32, with the last dimension contiguous; rows and heads may lie anywhere, so one call can turn
     the q and k heads of a fused projection's output.
     """
     rows, heads, head_dim = x.shape

@@ -1,4 +1,4 @@
-"""Memory by address, in kernels."""
+"""Access to memory by address, in kernels."""
 
 from typing import Any
 
@@ -41,13 +41,13 @@ def read_double(builder: Any, address: Any) -> Any:
 
 @operation(types.int64, types.int64, types.int64)
 def fetch_add(builder: Any, address: Any, value: Any) -> Any:
-    """What was written before is seen by whoever adds, or observes, later."""
+    """Adds to a number. What was written before is seen by whoever adds, or observes, later."""
     return builder.atomic_rmw("add", pointer(builder, address, _i64), value, "acq_rel")
 
 
 @operation(types.int64, types.int64)
 def observe(builder: Any, address: Any) -> Any:
-    """The number that others add to."""
+    """Returns the number that others add to."""
     return builder.load_atomic(pointer(builder, address, _i64), "acquire", 8)
 
 

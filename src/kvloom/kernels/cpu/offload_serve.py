@@ -1,7 +1,6 @@
-"""Looks for another unit's tasks between two parts of a kernel, and does them at once (Weaver, section 4.1):
-without the host, whose language has a lock that others hold. It is asked only where something is not as it
-should be, to say what.
-"""
+"""Looks for another unit's tasks between two parts of a kernel, and does them at once (Weaver, section 4.1),
+without the host, whose language has a lock that others hold. The host is asked only if something is not as it
+should be, to say what."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from kvloom.kernels.cpu.signals import acquire, exchange, release, sleep, take, 
 from kvloom.kernels.cpu.vector import operation, pointer
 
 
-class SheetArguments(ctypes.Structure):
-    """Addresses in the mailbox, which the borrower may write at any time: head, their_lengths, their_tables
-    [rows, width], changed, told (its map). Ours: lent [blocks] own ones, as the borrower counts them; map
-    [pages, blocks of a page] and known [pages] bool, of what it has told so far; and of the iteration,
-    lengths, tables, slot_page and slot_offset, as `Sheet` has them. rows, width, pages: the most that there
-    may be."""
+class DescriptorArguments(ctypes.Structure):
+    """The addresses that the check of a task descriptor needs. Those in the mailbox, which the borrower may
+    write at any time: head, their_lengths, their_tables [rows, width], changed, told (its map). Those of our
+    own: lent [blocks] own ones, as the borrower counts them; map [pages, blocks of a page] and known [pages]
+    bool, of what it has told so far; and of the iteration, lengths, tables, slot_page and slot_offset, as
+    `TaskDescriptor` has them. rows, width, pages: the most that there may be."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("head", "their_lengths", "their_tables", "changed", "told")),
@@ -34,12 +33,12 @@ class SheetArguments(ctypes.Structure):
     ]
 
 
-_SHEET = np.dtype(SheetArguments)
+_DESCRIPTOR = np.dtype(DescriptorArguments)
 
 
 @njit(inline="never")
 def _take(s, page):  # type: ignore[no-untyped-def]
-    """A row of the borrower's map that it has changed; False where that names what is not lent."""
+    """Takes a row of the borrower's map that it has changed; returns False if that names what is not lent."""
     if page >= s.pages:
         return False
     lent = carray(pointer_at(s.lent), s.blocks, np.int32)
@@ -55,7 +54,7 @@ def _take(s, page):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _row(s, row):  # type: ignore[no-untyped-def]
-    """One sequence; False where it has no such length, or pages that nobody told of."""
+    """Takes one sequence; returns False if it has no such length, or pages that nobody told of."""
     length = acquire(s.their_lengths + row * 4)
     if length < 1 or length > s.width * s.page_tokens:
         return False
@@ -75,9 +74,10 @@ def _row(s, row):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def check(address, iteration):  # type: ignore[no-untyped-def]
-    """Copy the sheet of `iteration`, and return its rows; 0 where it breaks a rule. Each number is loaded
-    once, for it may change meanwhile; a negative one counts as a large one. address: of SheetArguments."""
-    s = carray(pointer_at(address), 1, _SHEET)[0]
+    """Copies the task descriptor of `iteration`, and returns its rows; 0 if it breaks a rule. Each number is
+    loaded once, for it may change meanwhile; a negative one counts as a large one. address: of
+    DescriptorArguments."""
+    s = carray(pointer_at(address), 1, _DESCRIPTOR)[0]
     if acquire(s.head) != iteration:
         return 0
     rows, changed = acquire(s.head + 4), acquire(s.head + 8)
@@ -93,34 +93,38 @@ def check(address, iteration):  # type: ignore[no-untyped-def]
 
 
 MASK = 0xFFFFFFFF
-HELD, AWAITED = 1, 2  # the lock word, where it is not 0: taken; taken, and somebody sleeps until it is not
+HELD, AWAITED = 1, 2  # the lock word if it is not 0: taken; taken, and somebody sleeps until it is not
 _MOST = 10_000_000_000  # nanoseconds: of a wait; the stamp that it begins with is another process'
 _MONOTONIC = 1
 _clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 
 
 class PollArguments(ctypes.Structure):
-    """Of one loan; whoever has `lock` writes them, but for what `enter` and the thread that watches do.
-    Addresses: lock and the mailbox' words posted, left, finished, waiting and asleep; notes, qkv and out,
-    whose slots are so many bytes apart; map, of the first layer; sheet, the SheetArguments; task, the
-    AttentionArguments that are filled in for each; host, int64(), called with the lock where a task is not
-    one that the sheet allows: not 0 where nothing is to be done; clock, 16 bytes.
+    """The lender's part in one loan. Whoever has `lock` writes it, but for what `enter` and the thread that
+    watches do. Addresses: lock and the mailbox' words posted, left, finished, waiting and asleep; notes, qkv
+    and out, whose slots are so many bytes apart; map, of the first layer; descriptor, the
+    DescriptorArguments; task, the AttentionArguments that are filled in for each; host, int64(), called with
+    the lock if a task is not one that the descriptor allows: not 0 if nothing is to be done; clock, 16 bytes.
 
     iteration: the one whose rows `task` is for; −1 for none. closed: nobody but the host is to check any.
     done: the number of the last task that is; tasks: how many; waits and services: of the last `kept` of
-    them, in nanoseconds; busy: nanoseconds for all. stamp: where in a note it says when it was posted.
+    them, in nanoseconds; busy: nanoseconds for all. stamp: the offset in a note of when it was posted.
     k_bytes and v_bytes: from q to k and to v. futex: the system call's number.
 
     working: forwards that look for tasks; resting: 1 while a thread sleeps until one comes. since, until:
-    when the last gap without such a forward began, and ended, 0 where it has not; served: `busy` when it
-    began; gaps: nanoseconds of all, less what tasks took of them; met, delay: tasks that were posted in one,
-    and what they waited for until they were found, by whomever."""
+    when the last gap without such a forward began, and ended, 0 if it has not; served: `busy` when it began;
+    gaps: nanoseconds of all, less what tasks took of them; met, delay: tasks that were posted in one, and
+    what they waited for until they were found, by whomever.
+    """
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("lock", "posted", "left", "finished", "waiting", "asleep")),
         *((name, ctypes.c_int64) for name in ("notes", "note_bytes", "stamp", "slots", "layers")),
         *((name, ctypes.c_int64) for name in ("qkv", "qkv_slot", "out", "out_slot", "k_bytes", "v_bytes")),
-        *((name, ctypes.c_int64) for name in ("map", "map_layer", "sheet", "task", "host", "clock", "futex")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("map", "map_layer", "descriptor", "task", "host", "clock", "futex")
+        ),
         *((name, ctypes.c_int64) for name in ("iteration", "closed", "rows", "done")),
         *((name, ctypes.c_int64) for name in ("tasks", "kept", "waits", "services", "busy")),
         *((name, ctypes.c_int64) for name in ("working", "resting", "since", "until", "served", "gaps")),
@@ -135,13 +139,14 @@ _WORKING, _RESTING = PollArguments.working.offset, PollArguments.resting.offset
 
 @operation(types.int64, types.int64)
 def _call(builder: Any, address: Any) -> Any:
-    """A function of nothing, at this address."""
+    """Calls the function at this address, which takes nothing."""
     return builder.call(pointer(builder, address, ir.FunctionType(ir.IntType(64), [])), [])
 
 
 @njit(inline="never")
 def nanoseconds(scratch):  # type: ignore[no-untyped-def]
-    """The machine's monotonic clock, the same in all its processes. scratch: the address of 16 bytes."""
+    """Returns the time of the machine's monotonic clock, the same in all its processes. scratch: the address
+    of 16 bytes."""
     _clock(_MONOTONIC, scratch)
     return observe(scratch) * 1_000_000_000 + observe(scratch + 8)
 
@@ -153,7 +158,7 @@ def _signed(word):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _waited(p, note, found):  # type: ignore[no-untyped-def]
-    """Nanoseconds from a note's stamp, which anybody may have written."""
+    """Returns the nanoseconds from a note's stamp, which anybody may have written."""
     posted = observe(note + p.stamp)
     wait = min(_MOST, max(0, found - posted))
     if posted >= p.since and (p.until == 0 or posted < p.until):
@@ -167,8 +172,8 @@ def _waited(p, note, found):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _do(p, note, slot, layer, found):  # type: ignore[no-untyped-def]
-    """Append and attend in one: q and k come turned and normalised. It is waited for until it is found; what
-    is checked first counts as its own time."""
+    """Appends and attends in one: q and k come turned and normalised. A task counts as waiting until it is
+    found; what is checked first counts as its own time."""
     task = carray(pointer_at(p.task), 1, _TASK)[0]
     task.q = p.qkv + slot * p.qkv_slot
     task.k, task.v = task.q + p.k_bytes, task.q + p.v_bytes
@@ -191,10 +196,10 @@ def _do(p, note, slot, layer, found):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _known(p, iteration):  # type: ignore[no-untyped-def]
-    """Whether the rows of its sheet are known, or can be."""
+    """Returns whether the rows of its descriptor are known, or can be."""
     if iteration != p.iteration and p.closed == 0:
         p.iteration = -1
-        rows = check(p.sheet, iteration)
+        rows = check(p.descriptor, iteration)
         if rows != 0:
             carray(pointer_at(p.task), 1, _TASK)[0].batch = rows
             p.rows, p.iteration = rows, iteration
@@ -203,8 +208,8 @@ def _known(p, iteration):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _serve(p):  # type: ignore[no-untyped-def]
-    """Under the lock. Each number of a note is loaded once: who has written it may do so again meanwhile. At
-    most two rounds of all slots, however fast new tasks come."""
+    """Serves tasks under the lock. Each number of a note is loaded once: whoever has written it may do so
+    again meanwhile. It makes at most two rounds of all slots, however fast new tasks come."""
     for _ in range(2 * p.slots):
         waiting = (acquire(p.posted) - p.done) & MASK
         if waiting == 0 or acquire(p.left) != 0:
@@ -222,7 +227,7 @@ def _serve(p):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def look_for_task(address):  # type: ignore[no-untyped-def]
-    """Do what is there, unless another thread is at it. address: of PollArguments."""
+    """Does what is there, unless another thread is at it. address: of PollArguments."""
     p = carray(pointer_at(address), 1, _POLL)[0]
     if (acquire(p.posted) - p.done) & MASK == 0 or take(p.lock) == 0:
         return
@@ -235,7 +240,7 @@ def look_for_task(address):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def busy(address):  # type: ignore[no-untyped-def]
-    """Nanoseconds that tasks have taken."""
+    """Returns the nanoseconds that tasks have taken."""
     return carray(pointer_at(address), 1, _POLL)[0].busy
 
 
@@ -254,8 +259,8 @@ def enter(address, clock):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def leave(address, clock):  # type: ignore[no-untyped-def]
-    """It does not any more: whoever sleeps until a task comes is to be woken. Either that thread sees that no
-    forward works, or this one that it sleeps, because both exchange before they look."""
+    """Ends the caller's looking for tasks: whoever sleeps until a task comes is to be woken. Either that
+    thread sees that no forward works, or this one that it sleeps, because both exchange before they look."""
     p = carray(pointer_at(address), 1, _POLL)[0]
     look_for_task(address)
     if fetch_add(address + _WORKING, -1) != 1:
@@ -263,12 +268,14 @@ def leave(address, clock):  # type: ignore[no-untyped-def]
     if observe(address + _RESTING) != 0:
         exchange(p.asleep, 1)
         look_for_task(address)
-    if observe(address + _WORKING) == 0:  # numbers alone: who comes in between makes them a little wrong
+    if (
+        observe(address + _WORKING) == 0
+    ):  # numbers alone: a forward that comes in between makes them a little wrong
         p.since, p.served, p.until = nanoseconds(clock), p.busy, 0
 
 
 class PollOnce(ctypes.Structure):
-    """clock: 16 bytes of the caller's own."""
+    """The arguments of one poll. clock: 16 bytes of the caller's own."""
 
     _fields_ = [("poll", ctypes.c_int64), ("clock", ctypes.c_int64)]
 
@@ -291,9 +298,9 @@ def leave_once(pointer):  # type: ignore[no-untyped-def]
 
 
 class LookArguments(ctypes.Structure):
-    """Of one step, for the thread that looks. pieces [most]: nanoseconds from each look to the next, less
-    what tasks took of them; `count` are there. last, before: when it looked, and what they had taken by then.
-    clock: 16 bytes."""
+    """The arguments of one step, for the thread that looks. pieces [most]: nanoseconds from each look to the
+    next, less what tasks took of them; `count` are there. last, before: when it looked, and what they had
+    taken by then. clock: 16 bytes."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("poll", "pieces", "most", "count", "last", "before")),
@@ -307,7 +314,7 @@ _CLOCK = LookArguments.clock.offset
 
 @njit(inline="never")
 def start(address):  # type: ignore[no-untyped-def]
-    """The step begins. address: of LookArguments, in what follows too."""
+    """Begins a step. address: of LookArguments, in what follows too."""
     a = carray(pointer_at(address), 1, _LOOK)[0]
     enter(a.poll, address + _CLOCK)
     a.count = 0
@@ -316,7 +323,7 @@ def start(address):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def look(address):  # type: ignore[no-untyped-def]
-    """Between two parts."""
+    """Looks for a task between two parts."""
     a = carray(pointer_at(address), 1, _LOOK)[0]
     now, others = nanoseconds(address + _CLOCK), busy(a.poll)
     if a.count < a.most:
@@ -328,27 +335,29 @@ def look(address):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def finish(address):  # type: ignore[no-untyped-def]
-    """The step is over."""
+    """Ends a step."""
     leave(carray(pointer_at(address), 1, _LOOK)[0].poll, address + _CLOCK)
 
 
 @njit(inline="never")
 def look_when_due(address, taken, items, parts):  # type: ignore[no-untyped-def]
-    """After `taken` of `items`, but for the last: look if one of `parts` parts has ended with it. 0 parts are
-    never looked after."""
+    """Looks after `taken` of `items`, but for the last, if one of `parts` parts has ended with it. Nobody
+    looks after 0 parts."""
     if taken < items and taken * parts // items != (taken - 1) * parts // items:
         look(address)
 
 
 class WatchArguments(ctypes.Structure):
-    """clock: 16 bytes of its own; limit: of one sleep, a timespec; nanoseconds: of it all."""
+    """The arguments of the thread that watches. clock: 16 bytes of its own; limit: of one sleep, a timespec;
+    nanoseconds: of it all."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("poll", "clock", "limit", "nanoseconds")]
 
 
 @njit(inline="never")
 def _rest(address, limit):  # type: ignore[no-untyped-def]
-    """While a forward looks for tasks nobody is to be woken for them; it says when it does no more."""
+    """Sleeps until a task comes. While a forward looks for tasks nobody is to be woken for them; it says when
+    it does no more."""
     p = carray(pointer_at(address), 1, _POLL)[0]
     fetch_add(address + _RESTING, 1)
     seen = p.done
@@ -364,7 +373,7 @@ def _rest(address, limit):  # type: ignore[no-untyped-def]
 
 @kernel(WatchArguments)
 def watch(pointer):  # type: ignore[no-untyped-def]
-    """Until the time is over, the borrower has left, or the loan has ended."""
+    """Serves tasks until the time is over, the borrower has left, or the loan has ended."""
     a = carray(pointer, 1)[0]
     p = carray(pointer_at(a.poll), 1, _POLL)[0]
     due = nanoseconds(a.clock) + a.nanoseconds

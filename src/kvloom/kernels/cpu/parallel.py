@@ -1,9 +1,9 @@
-"""Run a compiled kernel on the calling thread's share of the cores: on torch's own OpenMP workers.
+"""Runs a compiled kernel on the calling thread's share of the cores: on torch's own OpenMP workers.
 
 numba's omp layer would need the system's libgomp, and keep a second team beside torch's for every calling
-thread (no slower where measured, but twice the threads). Here matrix products and kernels share one team,
+thread (no slower when measured, but twice the threads). Here matrix products and kernels share one team,
 torch's wheel is all that is needed, and `torch.set_num_threads`, which holds per calling thread, is a
-partition for both. Where torch has a runtime without libgomp's entry point, kernels run serially.
+partition for both. If torch has a runtime without libgomp's entry point, kernels run serially.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ class Kernel:
     """A function over one argument structure, entered by every thread of a team at once.
 
     The body shares out the work itself, by an atomic counter in the structure, and so does not care how many
-    threads come. It runs without the GIL. Compiled at the first call, or read from numba's cache.
+    threads come. It runs without the GIL. It is compiled at the first call, or read from numba's cache.
     """
 
     def __init__(self, body: Callable[[Any], None], arguments: type[ctypes.Structure]) -> None:
@@ -43,11 +43,11 @@ class Kernel:
         self._address = 0
 
     def __call__(self, arguments: ctypes.Structure, threads: int) -> None:
-        """Run on `threads` threads, the calling one among them, and return when all are done."""
+        """Runs on `threads` threads, the calling one among them, and returns when all are done."""
         self.at(ctypes.addressof(arguments), threads)
 
     def at(self, address: int, threads: int) -> None:
-        """The same with the structure at this address, which the caller keeps alive."""
+        """Runs the same with the structure at this address, which the caller keeps alive."""
         if self._enter is None:
             self.compile()
         entry = _team_entry() if threads > 1 else None

@@ -1,8 +1,8 @@
-"""Stages of the one-kernel step: the products, a run of panels an item.
+"""The stages of the one-kernel step that are products: an item is a run of panels.
 
-Items are handed out by a counter, and a stage is over when as many are done. `poll` is where another unit's
-tasks come from, 0 for nowhere; a thread looks for one between `parts` parts of all items that are as even as
-items allow.
+Items are handed out by a counter, and a stage is over when as many are done. `poll` is the address that
+another unit's tasks come by, 0 for none; a thread looks for one between `parts` parts of all items that are
+as even as items allow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AHEAD = 24  # inputs whose weights are on their way
 
 @njit(inline="always")
 def _fetch(w, step, depth, soon):  # type: ignore[no-untyped-def]
-    """The weights of the input that is `_AHEAD` of this one."""
+    """Fetches the weights of the input that is `_AHEAD` of this one."""
     ahead = step + _AHEAD
     at = w + ahead * _BYTES if ahead < depth else soon + (ahead - depth) * _BYTES
     for line in range(0, _BYTES, _STEP):
@@ -90,7 +90,7 @@ def _four(to, x0, x1, x2, x3, w, depth, soon):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def panel_product(to, x, x_row, rows, w, depth, soon):  # type: ignore[no-untyped-def]
-    """to [rows up to fours, 64] = x [rows, K] · w [K, 64]. The last of four rows may be repeated."""
+    """Computes to [rows up to fours, 64] = x [rows, K] · w [K, 64]. The last of four rows may be repeated."""
     last = x + (rows - 1) * x_row
     if rows == 1:
         _one(to, x, w, depth, soon)
@@ -123,7 +123,7 @@ def normalise(to, to_row, x, x_row, rows, size, norm):  # type: ignore[no-untype
 
 @njit(inline="never")
 def _put(to, to_row, sums, bias, rows, onto):  # type: ignore[no-untyped-def]
-    """Store sums [rows, 64] + bias [64]; onto what is there, if asked."""
+    """Stores sums [rows, 64] + bias [64]; onto what is there, if asked."""
     for r in range(rows):
         for i in range(0, _BYTES, LANES * 4):
             at = to + r * to_row + i
@@ -133,7 +133,7 @@ def _put(to, to_row, sums, bias, rows, onto):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _from(linear, item, then):  # type: ignore[no-untyped-def]
-    """Where an item's weights are; past the last item, where those of the next stage are."""
+    """Returns the address of an item's weights; past the last item, that of the next stage's."""
     if item < linear.count:
         return linear.panels + item * linear.stride
     return then.panels + (item - linear.count) * then.stride
@@ -157,7 +157,7 @@ def product(linear, then, to, to_row, x, x_row, rows, onto, counters, sums, poll
 
 @njit(inline="never")
 def _activate(to, to_row, gates, ups, rows, kind):  # type: ignore[no-untyped-def]
-    """to = activation(gates [rows, 64]) ∘ ups."""
+    """Computes to = activation(gates [rows, 64]) ∘ ups."""
     for r in range(rows):
         for i in range(0, _BYTES, LANES * 4):
             g = load(gates + r * _BYTES + i)

@@ -1,9 +1,10 @@
-"""32-bit words in memory that processes share: who writes what, and who then sees what else was written.
+"""Words of 32 bits in memory that processes share: who writes what, and who then sees what else was written.
 
-A store has release order, a load acquire order: who has seen a word sees all that its writer stored before
-it. On x86-64 every aligned load and store is so (Intel SDM, volume 3, 9.2.2), and LLVM need only not move
-them; on Arm it takes ldar and stlr. One thing x86 does not give: a store may still be under way when a
-later load is done. Who must not read before its own store is seen takes `swap`, which is a full barrier.
+A store has release order, a load acquire order: a process that has seen a word sees all that its writer
+stored before it. On x86-64 every aligned load and store is so (Intel SDM, volume 3, 9.2.2), and LLVM need
+only not move them; on Arm it takes ldar and stlr. One thing x86 does not give: a store may still be under way
+when a later load is done. Code that must not read before its own store is seen takes `swap`, which is a full
+barrier.
 """
 
 import ctypes
@@ -23,8 +24,8 @@ _syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
 class SignalArguments(ctypes.Structure):
-    """word: the address, a multiple of 4. value: to store, or not to see; then what was found. spins: loads
-    at most."""
+    """The arguments of a signal. word: the address, a multiple of 4. value: the number to store, or not to
+    see; then what was found. spins: loads at most."""
 
     _fields_ = [("word", ctypes.c_int64), ("value", ctypes.c_int64), ("spins", ctypes.c_int64)]
 
@@ -47,7 +48,7 @@ def exchange(builder: Any, word: Any, value: Any) -> Any:
 
 @operation(types.int64, types.int64)
 def take(builder: Any, word: Any) -> Any:
-    """1, and store it, where the word is 0; else 0."""
+    """Stores 1 and returns it if the word is 0; else returns 0."""
     zero, one = ir.Constant(_word, 0), ir.Constant(_word, 1)
     found = builder.cmpxchg(pointer(builder, word, _word), zero, one, "seq_cst", "seq_cst")
     return builder.zext(builder.extract_value(found, 1), _wide)
@@ -55,48 +56,48 @@ def take(builder: Any, word: Any) -> Any:
 
 @njit(inline="never")
 def wake(futex, word):  # type: ignore[no-untyped-def]
-    """All who sleep on it. futex: the system call's number."""
+    """Wakes all who sleep on it. futex: the system call's number."""
     _syscall(futex, word, _WAKE, _EVERYBODY, 0, 0, 0)
 
 
 @njit(inline="never")
 def sleep(futex, word, seen, limit):  # type: ignore[no-untyped-def]
-    """Until `wake`, at most for `limit`, the address of a timespec; not at all where the word is another than
-    `seen`. May return early."""
+    """Sleeps until `wake`, at most for `limit`, the address of a timespec; not at all if the word is another
+    than `seen`. It may return early."""
     _syscall(futex, word, _SLEEP, seen, limit, 0, 0)
 
 
 @kernel(SignalArguments)
 def look(pointer):  # type: ignore[no-untyped-def]
-    """The word, with acquire order, into `value`."""
+    """Loads the word, with acquire order, into `value`."""
     a = carray(pointer, 1)[0]
     a.value = acquire(a.word)
 
 
 @kernel(SignalArguments)
 def tell(pointer):  # type: ignore[no-untyped-def]
-    """Store `value` with release order."""
+    """Stores `value` with release order."""
     a = carray(pointer, 1)[0]
     release(a.word, a.value)
 
 
 @kernel(SignalArguments)
 def swap(pointer):  # type: ignore[no-untyped-def]
-    """Store `value`; then it is what was there. No load after it is done before it."""
+    """Stores `value`, which then is what was there. No load after it is done before it."""
     a = carray(pointer, 1)[0]
     a.value = exchange(a.word, a.value)
 
 
 @kernel(SignalArguments)
 def try_take(pointer):  # type: ignore[no-untyped-def]
-    """Store 1 where the word is 0; `value` says whether it was."""
+    """Stores 1 if the word is 0; `value` says whether it was."""
     a = carray(pointer, 1)[0]
     a.value = take(a.word)
 
 
 @kernel(SignalArguments)
 def spin(pointer):  # type: ignore[no-untyped-def]
-    """Load the word until it is not `value`, or `spins` times; the last that was seen into `value`."""
+    """Loads the word until it is not `value`, or `spins` times; `value` is then the last that was seen."""
     a = carray(pointer, 1)[0]
     found = acquire(a.word)
     turns = 0

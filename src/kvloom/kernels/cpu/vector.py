@@ -1,8 +1,8 @@
 """Sixteen float32 lanes as a numba value: what the CPU kernels are written in.
 
-LLVM splits a vector where registers are narrower, so one source serves SSE, AVX2, AVX-512 and NEON. Explicit
-lanes spare LLVM's alias checks and need no compile-time head size. After a change here remove
-`__pycache__/*.nb?`, as `kernels/operation.py` says.
+LLVM splits a vector if registers are narrower, so one source serves SSE, AVX2, AVX-512 and NEON. Explicit
+lanes spare LLVM's alias checks and need no compile-time head size. After a change here `__pycache__/*.nb?`
+has to be removed, which `kernels/cpu/warm.py` does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.extending import intrinsic, models, register_model
 
 
 def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a function from an IR builder and IR values to an IR value."""
+    """Makes an intrinsic of a function from an IR builder and IR values to an IR value."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -144,7 +144,7 @@ def largest(builder: Any, a: Any) -> Any:
 
 @operation(types.void, types.int64, *[float32x16] * 4)
 def store_totals(builder: Any, address: Any, *rows: Any) -> Any:
-    """Store the totals of four vectors side by side: they share the last, narrow steps."""
+    """Stores the totals of four vectors side by side: they share the last, narrow steps."""
     quarters = []
     for row in rows:
         half = builder.fadd(*_halves(builder, row))
@@ -167,7 +167,7 @@ def _polynomial(builder: Any, x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def _exponential(builder: Any, x: Any) -> Any:
-    """Cephes' expf, to about 1e-7: x = n ln 2 + r with |r| <= ln 2 / 2, e^x = 2^n p(r)."""
+    """Computes Cephes' expf, to about 1e-7: x = n ln 2 + r with |r| <= ln 2 / 2, e^x = 2^n p(r)."""
 
     def fma(*values: Any) -> Any:
         return call(builder, f"llvm.fma.v{LANES}f32", _lanes, *values)
@@ -196,7 +196,7 @@ def exponential(builder: Any, x: Any) -> Any:
 
 @operation(float32x16, float32x16)
 def tanh(builder: Any, x: Any) -> Any:
-    """Cephes' tanhf: an odd polynomial near zero, where 1 - 2 / (e^2x + 1) would cancel."""
+    """Computes Cephes' tanhf: an odd polynomial near zero, at which 1 - 2 / (e^2x + 1) would cancel."""
     square = builder.fmul(x, x)
     near = _polynomial(
         builder,

@@ -1,19 +1,14 @@
-"""Compile the kernels into numba's cache: `python -m kvloom.kernels.cpu.warm`, done by `make setup`.
+"""Compiles the kernels into numba's cache: `python -m kvloom.kernels.cpu.warm`, done by `make setup`.
 
 numba notices a change in a kernel's own file only, so what is cached from older helpers is removed first.
 """
 
 from pathlib import Path
 
-from kvloom.kernels.cpu import attention as cpu_attention
-from kvloom.kernels.cpu import block_copy, signals
-from kvloom.kernels.cpu import decode_step as cpu_step
-from kvloom.kernels.cpu import elementwise as cpu_elementwise
-from kvloom.kernels.cpu import offload_serve as cpu_poll
-from kvloom.kernels.cpu import offload_serve as cpu_watch
+from kvloom.kernels.cpu import attention, block_copy, decode_step, elementwise, offload_serve, signals
 from kvloom.kernels.cpu.parallel import Kernel
 
-MODULES = block_copy, cpu_attention, cpu_elementwise, cpu_step, signals, cpu_poll, cpu_watch
+MODULES = block_copy, attention, elementwise, decode_step, signals, offload_serve
 
 
 def kernels() -> list[Kernel]:

@@ -3,7 +3,7 @@
 `python -m kvloom.kernels.cuda.compile` compiles for Hopper, and with the argument 80 for Ampere.
 
 Each is launched as it is when it serves, but on tensors without memory; what Triton would specialise on such
-a launch is compiled down to a cubin. Prints a line each; exits with 1 where one does not compile.
+a launch is compiled down to a cubin. It prints a line each, and exits with 1 if one does not compile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvloom.kernels.cuda.offload_ask import collect_launch, post_launch
 from kvloom.kernels.cuda.offload_serve import serve_launch
 from kvloom.kernels.cuda.prefill import prefill_launch
 from kvloom.kernels.cuda.write import write_launch
-from kvloom.kernels.mail import LINE, NOTE, WORDS, Desk, Lent, Mail, Pad
+from kvloom.kernels.mailbox import LINE, NOTE, WORDS, BorrowerState, LenderState, LentArena, MailboxTensors
 from kvloom.kernels.reference import Activation, block_view
 
 Named = tuple[str, Launch]
@@ -61,7 +61,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 def _attention(
     dtype: torch.dtype, head_dim: int, group: int, window: int = 0, softcap: float = 0.0, splits: int = 8
 ) -> Iterator[Named]:
-    """Decode, split and not, and prefill of a model of 4 KV heads and 8 layers."""
+    """Yields decode, split and not, and prefill of a model of 4 KV heads and 8 layers."""
     kv_heads, batch, rows = 4, 16, 512
     arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
     cache = arena, _empty(1024, 8, kv_heads), 3, _empty(batch, 64)
@@ -77,7 +77,7 @@ def _attention(
 
 
 def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
-    """What else a layer does."""
+    """Yields what else a layer does."""
     rows, kv_heads, size = 512, 4, 4096
     arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
     name = f"{str(dtype).removeprefix('torch.')} D={head_dim}"
@@ -110,10 +110,10 @@ def _others() -> Iterator[Named]:
 
 
 def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
-    """Both ends of a loan to a model of 4 KV heads and 8 layers."""
+    """Yields both ends of a loan to a model of 4 KV heads and 8 layers."""
     slots, rows, kv_heads, device = 2, 64, 4, torch.device("meta")
     heads = group * kv_heads
-    mail = Mail(
+    mailbox = MailboxTensors(
         words=_empty(len(WORDS), LINE // 4),
         head=_empty(1, 3),
         lengths=_empty(rows),
@@ -125,16 +125,16 @@ def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
     )
     arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
     name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
-    lent = Lent(_empty(mail.map.numel()), arena)
-    yield f"serve {name}", serve_launch(mail, Desk(0, mail), lent)
+    lent = LentArena(_empty(mailbox.map.numel()), arena)
+    yield f"serve {name}", serve_launch(mailbox, LenderState(0, mailbox), lent)
     q, k = (_empty(rows, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
-    pad = Pad(0, device)
-    yield f"post {name}", post_launch(mail, pad, q, k, k, 3, head_dim**-0.5)
-    yield f"collect {name}", collect_launch(mail, pad, q, 1000)
+    borrower_state = BorrowerState(0, device)
+    yield f"post {name}", post_launch(mailbox, borrower_state, q, k, k, 3, head_dim**-0.5)
+    yield f"collect {name}", collect_launch(mailbox, borrower_state, q, 1000)
 
 
 def served() -> Iterator[Named]:
-    """A launch of each kernel for each dtype and head size, and for the forms of attention."""
+    """Yields a launch of each kernel for each dtype and head size, and for the forms of attention."""
     for head_dim in (64, 80, 96, 128, 256):
         yield from _attention(torch.bfloat16, head_dim, group=4)
     yield from _attention(torch.bfloat16, 128, group=1, splits=1)
@@ -151,8 +151,8 @@ def served() -> Iterator[Named]:
 
 
 def source(launch: Launch) -> ASTSource:
-    """What Triton would compile on this launch: integers that are 1 are constants, and that pointers and
-    integers are multiples of 16 is known."""
+    """Returns what Triton would compile on this launch: integers that are 1 are constants, and that pointers
+    and integers are multiples of 16 is known."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
@@ -175,7 +175,8 @@ def source(launch: Launch) -> ASTSource:
 
 
 def _registers(cubin: bytes) -> str:
-    """Registers of a thread and bytes that are spilled, as cuobjdump tells them; empty without it."""
+    """Returns the registers of a thread and the bytes that are spilled, as cuobjdump tells them; empty
+    without it."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         return ""

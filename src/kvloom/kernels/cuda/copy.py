@@ -1,4 +1,4 @@
-"""Copy blocks on the device: between arenas, into a buffer for a peer and out of one, page to page.
+"""Copies blocks on the device: between arenas, into a buffer for a peer and out of one, page to page.
 
 The lists may name blocks of any layers and heads, so what a send has for many layers is one launch.
 """
@@ -32,7 +32,8 @@ def _move(  # type: ignore[no-untyped-def]
     TOKEN_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """A part of tokens [offset, offset + count) of K and V; all tokens take the words past them along."""
+    """Moves a part of tokens [offset, offset + count) of K and V; all tokens take the words past them
+    along."""
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     half = PAGE_TOKENS * TOKEN_WORDS
     low = offset * TOKEN_WORDS
@@ -96,7 +97,8 @@ def _copy_pages(  # type: ignore[no-untyped-def]
 
 
 def _layout(block_bytes: int, page_tokens: int, token_bytes: int) -> tuple[torch.dtype, int, dict[str, int]]:
-    """The widest word that tokens are whole numbers of, programs a block, and the layout in such words."""
+    """Returns the widest word that tokens are whole numbers of, programs a block, and the layout in such
+    words."""
     if 2 * page_tokens * token_bytes > block_bytes or block_bytes % 4:
         raise ValueError(
             f"block_bytes: want a multiple of 4 that holds {page_tokens} tokens of 2 x {token_bytes} bytes, "
@@ -120,7 +122,7 @@ def copy_launch(
     page_tokens: int,
     token_bytes: int,
 ) -> Launch:
-    """How `copy_blocks` is launched; None for row i itself, and for all tokens."""
+    """Returns how `copy_blocks` is launched; None stands for row i itself, and for all tokens."""
     kind, parts, words = _layout(block_bytes, page_tokens, token_bytes)
     lists = {"own": own, "peer": peer, "offsets": offsets, "counts": counts}
     given = {name: ids for name, ids in lists.items() if ids is not None}
@@ -147,10 +149,10 @@ def copy_blocks(
     page_tokens: int,
     token_bytes: int,
 ) -> None:
-    """For each i copy tokens [offsets[i], offsets[i] + counts[i]) of K and of V from block own[i] of `source`
-    to block peer[i] of `target`, both flat bytes, of a length that is a multiple of 4; all tokens of a block
-    take the bytes past them along. The lists are [n] int32 on the device. No block is written twice, nor read
-    and written."""
+    """Copies for each i tokens [offsets[i], offsets[i] + counts[i]) of K and of V from block own[i] of
+    `source` to block peer[i] of `target`, both flat bytes, of a length that is a multiple of 4; all tokens of
+    a block take the bytes past them along. The lists are [n] int32 on the device. No block is written twice,
+    nor read and written."""
     copy_launch(
         source, target, own, peer, offsets, counts,
         block_bytes=block_bytes, page_tokens=page_tokens, token_bytes=token_bytes,
@@ -158,13 +160,13 @@ def copy_blocks(
 
 
 def gather_blocks(buffer: Tensor, arena: Tensor, blocks: Tensor, block_bytes: int) -> None:
-    """Copy the blocks [n] int32 of `arena` side by side into `buffer`, both flat bytes on the device."""
+    """Copies the blocks [n] int32 of `arena` side by side into `buffer`, both flat bytes on the device."""
     half = block_bytes // 2
     copy_launch(arena, buffer, blocks, None, block_bytes=block_bytes, page_tokens=1, token_bytes=half).run()
 
 
 def scatter_blocks(arena: Tensor, buffer: Tensor, blocks: Tensor, block_bytes: int) -> None:
-    """Copy what lies side by side in `buffer` to the blocks [n] int32 of `arena`, both flat bytes."""
+    """Copies what lies side by side in `buffer` to the blocks [n] int32 of `arena`, both flat bytes."""
     half = block_bytes // 2
     copy_launch(buffer, arena, None, blocks, block_bytes=block_bytes, page_tokens=1, token_bytes=half).run()
 
@@ -180,7 +182,7 @@ def copy_pages_launch(
     page_tokens: int,
     token_bytes: int,
 ) -> Launch:
-    """How `copy_pages` is launched."""
+    """Returns how `copy_pages` is launched."""
     kind, parts, words = _layout(block_bytes, page_tokens, token_bytes)
     pages, layers, kv_heads = page_map.shape
     check("arena", arena, -1, dtypes=(torch.uint8,))
@@ -205,7 +207,7 @@ def copy_pages(
     page_tokens: int,
     token_bytes: int,
 ) -> None:
-    """For each i copy the first counts[i] tokens of page sources[i] to page targets[i], in all layers and
+    """Copies for each i the first counts[i] tokens of page sources[i] to page targets[i], in all layers and
     heads at once: copy on write. arena: flat bytes; page_map [pages, layers, kv_heads] contiguous, and the
     lists [n], int32 on the device."""
     copy_pages_launch(

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvloom.kernels.cuda.launch import CHANGING, Launch, check, power_of_two
-from kvloom.kernels.cuda.tile import LN2, LOWEST, Form, attend_tile
+from kvloom.kernels.cuda.tile import LN2, LOWEST, AttentionForm, attend_tile
 
 _VALUES = 4096  # held by a program at once
 
@@ -65,7 +65,7 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 def merge_launch(out: Tensor, parts: Tensor, lse: Tensor, out_lse: Tensor | None = None) -> Launch:
-    """How `merge` is launched."""
+    """Returns how `merge` is launched."""
     splits, rows, heads, head_dim = parts.shape
     check("parts", parts, -1, rows, heads, head_dim)
     check("lse", lse, splits, rows, heads, dtypes=(torch.float32,))
@@ -86,10 +86,11 @@ def merge_launch(out: Tensor, parts: Tensor, lse: Tensor, out_lse: Tensor | None
 
 
 def merge(out: Tensor, parts: Tensor, lse: Tensor, out_lse: Tensor | None = None) -> None:
-    """out [N, H, D] = attention over all tokens, from parts [S, N, H, D], each over some of them, and the
-    natural logarithms lse [S, N, H] float32 of their sums of exponentials (FlashDecoding's reduction).
+    """Computes out [N, H, D] = attention over all tokens, from parts [S, N, H, D], each over some of them,
+    and the natural logarithms lse [S, N, H] float32 of their sums of exponentials (FlashDecoding's
+    reduction).
 
-    A part whose lse is -inf saw no token and is not read; where all are, out is 0. out_lse [N, H] gets the
+    A part whose lse is -inf saw no token and is not read; if all are, out is 0. out_lse [N, H] gets the
     logarithm of the whole sum, so that what was merged can be merged again.
     """
     merge_launch(out, parts, lse, out_lse).run()
@@ -200,8 +201,8 @@ class Workspace:
 
 
 def splits_for(batch: int, kv_heads: int, multiprocessors: int, longest: int) -> int:
-    """Splits that give every multiprocessor of a share its programs at once, and none fewer than 64 of
-    `longest` tokens; 1 where the batch alone does."""
+    """Returns the splits that give every multiprocessor of a share its programs at once, and none fewer than
+    64 of `longest` tokens; 1 if the batch alone does."""
     room = multiprocessors * _PROGRAMS // max(1, batch * kv_heads)
     return max(1, min(room, _MOST_SPLITS, longest // 64))
 
@@ -221,8 +222,8 @@ def decode_launches(
     workspace: Workspace | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Launch, ...]:
-    """How `decode_attention` is launched: the splits, and where there are several, their merge."""
-    form = Form.of(q, arena, page_map, scale, window, softcap)
+    """Returns how `decode_attention` is launched: the splits, and if there are several, their merge."""
+    form = AttentionForm.of(q, arena, page_map, scale, window, softcap)
     batch, heads, head_dim = q.shape
     check("out", out, batch, heads, head_dim)
     check("tables", tables, batch, -1, dtypes=(torch.int32,))
@@ -269,12 +270,12 @@ def decode_attention(
     workspace: Workspace | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """Attend with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
+    """Attends with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
-    arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and
-    lengths [B] are int32 on the device, and read there only. A window n > 0 hides all but the last n tokens,
-    which are not read; a softcap c > 0 bends scores s to c tanh(s / c). A length of 0 gives 0, so a graph's
-    padding needs no table. lse [B, heads] float32 gets the logarithms of the sums of exponentials. Without a
+    arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and lengths
+    [B] are int32 on the device, and read there only. A window n > 0 hides all but the last n tokens, which
+    are not read; a softcap c > 0 bends scores s to c tanh(s / c). A length of 0 gives 0, so a graph's padding
+    needs no table. lse [B, heads] float32 gets the logarithms of the sums of exponentials. Without a
     workspace a sequence and a KV head are one program.
     """
     for launch in decode_launches(

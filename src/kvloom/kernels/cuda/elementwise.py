@@ -1,4 +1,5 @@
-"""The gated activation between a gated MLP's two products (Shazeer, 2020)."""
+"""The kernels of a layer around its matrix products on a GPU: norms, rotation, the gated activation between a
+gated MLP's two products (Shazeer, 2020), and the step from one token to the next."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def _gated(  # type: ignore[no-untyped-def]
 
 
 def gated_launch(out: Tensor, x: Tensor, activation: Activation) -> Launch:
-    """How `gated` is launched."""
+    """Returns how `gated` is launched."""
     rows, both = x.shape
     check("x", x, rows, -1)
     if both % 2:
@@ -51,14 +52,14 @@ def gated_launch(out: Tensor, x: Tensor, activation: Activation) -> Launch:
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
-    """x [n, 2 F], gates first → activation(gates) · the rest, [n, F]. gelu is Hendrycks and Gimpel's (2016)
-    by erf, gelu_tanh their approximation."""
+    """Takes x [n, 2 F], gates first, and returns activation(gates) · the rest, [n, F]. gelu is Hendrycks and
+    Gimpel's (2016) by erf, gelu_tanh their approximation."""
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
     gated_launch(out, x, activation).run()
     return out
 
 
-_NORM_VALUES = 2048  # a program, where rows are shorter
+_NORM_VALUES = 2048  # a program, if rows are shorter
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -110,7 +111,7 @@ def norm_launch(
     total: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Launch:
-    """How `rms_norm` is launched, and with total and residual, `add_rms_norm`."""
+    """Returns how `rms_norm` is launched, and with total and residual, `add_rms_norm`."""
     size = x.shape[-1]
     flat = x if x.dim() == 3 else x.reshape(-1, 1, size)
     check("x", flat, -1, -1, size)
@@ -130,7 +131,7 @@ def norm_launch(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Normalise x [..., H] by its root mean square and scale by offset + weight [H] (Zhang and Sennrich,
+    """Normalises x [..., H] by its root mean square and scales by offset + weight [H] (Zhang and Sennrich,
     2019); Gemma's offset is 1. x [n, heads, H] may be a part of wider rows."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     norm_launch(out, x, weight, eps, offset).run()
@@ -140,7 +141,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """x + residual, both [n, H]: normalised as by `rms_norm`, and as it is."""
+    """Returns x + residual, both [n, H]: normalised as by `rms_norm`, and as it is."""
     check("x", x, *residual.shape)
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     norm_launch(out, x, weight, eps, offset, total, residual).run()
@@ -152,7 +153,7 @@ def _turn(  # type: ignore[no-untyped-def]
     x, x_head, cos_low, cos_high, sin_low, sin_high, HEADS: tl.constexpr, PADDED: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate all heads of one token in place."""
+    """Rotates all heads of one token in place."""
     head, at = tl.arange(0, PADDED), tl.arange(0, HALF_PADDED)
     valid = (head < HEADS)[:, None] & (at < HALF)[None, :]
     low_at = x + (head * x_head)[:, None] + at[None, :]
@@ -195,7 +196,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 def rotate_launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Launch:
-    """How `rotate` is launched."""
+    """Returns how `rotate` is launched."""
     (rows, q_heads, head_dim), (_, k_heads, _), size = q.shape, k.shape, cos.shape[-1]
     check("q", q, rows, q_heads, head_dim)
     check("k", k, rows, k_heads, head_dim)
@@ -214,8 +215,8 @@ def rotate_launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Launch:
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first R dimensions of q [n, heads, D] and k [n, kv_heads, D] in place by cos, sin [n, R];
-    i pairs with R/2 + i. Both may be parts of wider rows."""
+    """Rotates the first R dimensions of q [n, heads, D] and k [n, kv_heads, D] in place by cos, sin [n, R]; i
+    pairs with R/2 + i. Both may be parts of wider rows."""
     rotate_launch(q, k, cos, sin).run()
 
 
@@ -258,7 +259,7 @@ def advance_launch(
     tables: Tensor,
     page_tokens: int,
 ) -> Launch:
-    """How `advance` is launched."""
+    """Returns how `advance` is launched."""
     rows = ids.shape[0]
     check("ids", ids, rows, dtypes=(torch.int64,))
     check("tables", tables, rows, -1, dtypes=(torch.int32,))
@@ -289,7 +290,8 @@ def advance(
     tables: Tensor,
     page_tokens: int,
 ) -> None:
-    """In place: each of the first B rows appends the token that it has drawn, ids [B] int64, one position on.
+    """Appends in place to each of the first B rows the token that it has drawn, ids [B] int64, one position
+    on.
 
     tokens, positions int64 and lengths, slot_page, slot_offset int32 have B rows or more, of which the rest,
     a graph's padding, stays; tables [B, P] int32 has the page of the new position, of page_tokens tokens.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """arguments: by parameter's name, in any order. warps: of a program; stages: tiles of a loop whose loads
-    are under way at once."""
+    """A kernel with its grid and its arguments. arguments: by parameter's name, in any order. warps: of a
+    program; stages: tiles of a loop whose loads are under way at once."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -20,7 +20,7 @@ class Launch:
     stages: int = 3
 
     def run(self) -> None:
-        """Launch on the current stream of the current device; nothing where the grid is empty."""
+        """Launches on the current stream of the current device; does nothing if the grid is empty."""
         if 0 not in self.grid:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
@@ -34,12 +34,13 @@ CHANGING = (
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
+    """Returns the least power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def check(name: str, tensor: Tensor, *shape: int, dtypes: tuple[Any, ...] = ()) -> None:
-    """Raise where a tensor has another shape (-1: any size) or dtype, or gaps in its last dimension."""
+    """Raises ValueError if a tensor has another shape (-1: any size) or dtype, or gaps in its last
+    dimension."""
     sizes = tensor.dim() == len(shape) and all(
         want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True)
     )

@@ -1,4 +1,5 @@
-"""The borrower's end of a mailbox on devices: post a task, and wait for its output (Weaver, section 4.1).
+"""The borrower's end of a mailbox on devices: a task is posted, and its output waited for (Weaver, section
+4.1).
 
 Both take what they count from the device's memory, so recordings of them can be replayed.
 """
@@ -14,10 +15,10 @@ from torch import Tensor
 from kvloom.kernels.cuda.launch import Launch, check, power_of_two
 from kvloom.kernels.cuda.poll import MASK, after, ahead, blame, is_last, look, look_here, tell, tell_here
 from kvloom.kernels.cuda.tile import DTYPES
-from kvloom.kernels.mail import Mail, Pad, Trouble
+from kvloom.kernels.mailbox import BorrowerState, MailboxTensors, Trouble
 
 _PROGRAMS = 16
-_CHANGING = ("posted", "done", "over", "pad", "step", "layer", "window", "looks")
+_CHANGING = ("posted", "done", "over", "state", "step", "layer", "window", "looks")
 
 _POSTED, _COLLECTED, _STATUS, _COUNT = (tl.constexpr(i) for i in range(4))
 _LATE = tl.constexpr(int(Trouble.LATE))
@@ -27,7 +28,7 @@ _WRONG = tl.constexpr(int(Trouble.WRONG))
 
 @triton.jit
 def _copy(to, source, heads, head, HEADS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row: heads that are `head` apart in `source`, to `to` without gaps from head `heads` on."""
+    """Copies one row: heads that are `head` apart in `source`, to `to` without gaps from head `heads` on."""
     at = tl.arange(0, PADDED)
     values = tl.load(source + at // HEAD_DIM * head + at % HEAD_DIM, mask=at < HEADS * HEAD_DIM)
     tl.store(to + heads * HEAD_DIM + at, values.to(to.dtype.element_ty), mask=at < HEADS * HEAD_DIM)
@@ -35,26 +36,26 @@ def _copy(to, source, heads, head, HEADS: tl.constexpr, PADDED: tl.constexpr, HE
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _post(  # type: ignore[no-untyped-def]
-    posted, pad, step, places, scoring, qkv, q, k, v, layer, scale, window, softcap, note_words, scoring_slot,
-    qkv_slot, qkv_row, q_row, q_head, k_row, k_head, v_row, v_head,
+    posted, state, step, places, scoring, qkv, q, k, v, layer, scale, window, softcap, note_words,
+    scoring_slot, qkv_slot, qkv_row, q_row, q_head, k_row, k_head, v_row, v_head,
     SLOTS: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, Q_PADDED: tl.constexpr, K_PADDED: tl.constexpr,
 ):  # fmt: skip
     """A program copies every n-th row, of n programs; the last one posts."""
-    count = look_here(pad + _POSTED)
+    count = look_here(state + _POSTED)
     rows, first = tl.load(step + 1), tl.load(step + 2)
-    waiting = ahead(count, look_here(pad + _COLLECTED))
+    waiting = ahead(count, look_here(state + _COLLECTED))
     slot = (count.to(tl.int64) & MASK) % SLOTS
     if (waiting >= SLOTS) | (rows > MOST):
-        blame(pad + _STATUS, _FULL)
-    if look_here(pad + _STATUS) == 0:
+        blame(state + _STATUS, _FULL)
+    if look_here(state + _STATUS) == 0:
         for i in range(tl.program_id(0), rows, tl.num_programs(0)):
             row, to = first.to(tl.int64) + i, qkv + slot * qkv_slot + i * qkv_row
             _copy(to, q + row * q_row, 0, q_head, HEADS, Q_PADDED, HEAD_DIM)
             _copy(to, k + row * k_row, HEADS, k_head, KV_HEADS, K_PADDED, HEAD_DIM)
             _copy(to, v + row * v_row, HEADS + KV_HEADS, v_head, KV_HEADS, K_PADDED, HEAD_DIM)
-    if is_last(pad + _COUNT):  # noqa: SIM102 - values of the device, which `and` cannot join
-        if (look_here(pad + _STATUS) == 0) & (rows > 0):
+    if is_last(state + _COUNT):  # noqa: SIM102 - values of the device, which `and` cannot join
+        if (look_here(state + _STATUS) == 0) & (rows > 0):
             note = places + slot * note_words
             tl.store(note, tl.load(step))
             tl.store(note + 1, layer)
@@ -62,19 +63,19 @@ def _post(  # type: ignore[no-untyped-def]
             tl.store(note + 3, window)
             tl.store(scoring + slot * scoring_slot, scale)
             tl.store(scoring + slot * scoring_slot + 1, softcap)
-            tell_here(pad + _POSTED, after(count))
+            tell_here(state + _POSTED, after(count))
             tell(posted, after(count))
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _collect(  # type: ignore[no-untyped-def]
-    done, over, pad, step, source, out, looks, source_slot, source_row, out_row, out_head,
+    done, over, state, step, source, out, looks, source_slot, source_row, out_row, out_head,
     SLOTS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Each program waits, and copies every n-th row, of n programs."""
-    count = look_here(pad + _COLLECTED)
-    posted = ahead(look_here(pad + _POSTED), count)
-    status, finished = look_here(pad + _STATUS), count.to(tl.int64) * 0
+    count = look_here(state + _COLLECTED)
+    posted = ahead(look_here(state + _POSTED), count)
+    status, finished = look_here(state + _STATUS), count.to(tl.int64) * 0
     if (posted > 0) & (status == 0):
         finished = ahead(look(done), count)
         status = look(over)
@@ -82,11 +83,11 @@ def _collect(  # type: ignore[no-untyped-def]
             looks -= 1
             finished = ahead(look(done), count)
             status = look(over)
-            status = tl.where(status == 0, look_here(pad + _STATUS), status)  # the host's, or the launch's
+            status = tl.where(status == 0, look_here(state + _STATUS), status)  # the host's, or the launch's
         if finished == 0:
-            blame(pad + _STATUS, tl.where(status == 0, _LATE, status))
+            blame(state + _STATUS, tl.where(status == 0, _LATE, status))
         if finished > posted:
-            blame(pad + _STATUS, _WRONG)
+            blame(state + _STATUS, _WRONG)
     good = (finished > 0) & (finished <= posted)
     rows, first = tl.load(step + 1), tl.load(step + 2)
     slot = (count.to(tl.int64) & MASK) % SLOTS
@@ -97,14 +98,14 @@ def _collect(  # type: ignore[no-untyped-def]
         values = tl.load(row + at, mask=valid & good, other=0.0)
         to = out + (first.to(tl.int64) + i) * out_row + at // HEAD_DIM * out_head + at % HEAD_DIM
         tl.store(to, values.to(out.dtype.element_ty), mask=valid)
-    if is_last(pad + _COUNT):  # noqa: SIM102 - as above
+    if is_last(state + _COUNT):  # noqa: SIM102 - as above
         if posted > 0:
-            tell_here(pad + _COLLECTED, after(count))
+            tell_here(state + _COLLECTED, after(count))
 
 
 def post_launch(
-    mail: Mail,
-    pad: Pad,
+    mailbox: MailboxTensors,
+    borrower_state: BorrowerState,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -114,28 +115,33 @@ def post_launch(
     softcap: float = 0.0,
     programs: int = _PROGRAMS,
 ) -> Launch:
-    """How `post` is launched."""
-    slots, rows, heads, head_dim = mail.out.shape
+    """Returns how `post` is launched."""
+    slots, rows, heads, head_dim = mailbox.out.shape
     check("q", q, -1, heads, head_dim, dtypes=DTYPES)
-    check("k", k, -1, mail.kv_heads, head_dim, dtypes=DTYPES)
-    check("v", v, -1, mail.kv_heads, head_dim, dtypes=DTYPES)
+    check("k", k, -1, mailbox.kv_heads, head_dim, dtypes=DTYPES)
+    check("v", v, -1, mailbox.kv_heads, head_dim, dtypes=DTYPES)
     arguments: dict[str, Any] = {
-        **{"posted": mail.word("posted"), "pad": pad.words, "step": pad.step, "places": mail.places},
-        **{"scoring": mail.scoring, "qkv": mail.qkv, "q": q, "k": k, "v": v, "layer": layer},
+        **{
+            "posted": mailbox.word("posted"),
+            "state": borrower_state.words,
+            "step": borrower_state.step,
+            "places": mailbox.places,
+        },
+        **{"scoring": mailbox.scoring, "qkv": mailbox.qkv, "q": q, "k": k, "v": v, "layer": layer},
         **{"scale": float(scale), "window": window, "softcap": float(softcap)},
-        **{"note_words": mail.notes.stride(0), "scoring_slot": mail.scoring.stride(0)},
-        **{"qkv_slot": mail.qkv.stride(0), "qkv_row": mail.qkv.stride(1)},
+        **{"note_words": mailbox.notes.stride(0), "scoring_slot": mailbox.scoring.stride(0)},
+        **{"qkv_slot": mailbox.qkv.stride(0), "qkv_row": mailbox.qkv.stride(1)},
         **{"q_row": q.stride(0), "q_head": q.stride(1), "k_row": k.stride(0), "k_head": k.stride(1)},
         **{"v_row": v.stride(0), "v_head": v.stride(1), "SLOTS": slots, "MOST": rows, "HEADS": heads},
-        **{"KV_HEADS": mail.kv_heads, "HEAD_DIM": head_dim, "Q_PADDED": power_of_two(heads * head_dim)},
-        **{"K_PADDED": power_of_two(mail.kv_heads * head_dim)},
+        **{"KV_HEADS": mailbox.kv_heads, "HEAD_DIM": head_dim, "Q_PADDED": power_of_two(heads * head_dim)},
+        **{"K_PADDED": power_of_two(mailbox.kv_heads * head_dim)},
     }
     return Launch(_post, (programs,), arguments)
 
 
 def post(
-    mail: Mail,
-    pad: Pad,
+    mailbox: MailboxTensors,
+    borrower_state: BorrowerState,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -145,29 +151,39 @@ def post(
     softcap: float = 0.0,
     programs: int = _PROGRAMS,
 ) -> None:
-    """Ask for attention of those rows of q [N, heads, D], k and v [N, kv_heads, D] that `pad.step` says are
-    away. Where as many tasks as there are slots are not collected, or the mailbox takes fewer rows, the
-    status becomes `Trouble.FULL`; while there is a status, nothing is posted."""
-    post_launch(mail, pad, q, k, v, layer, scale, window, softcap, programs).run()
+    """Asks for attention of those rows of q [N, heads, D], k and v [N, kv_heads, D] that
+    `borrower_state.step` names as offloaded. If as many tasks as there are slots are not collected, or the
+    mailbox takes fewer rows, the status becomes `Trouble.FULL`; while there is a status, nothing is
+    posted."""
+    post_launch(mailbox, borrower_state, q, k, v, layer, scale, window, softcap, programs).run()
 
 
-def collect_launch(mail: Mail, pad: Pad, out: Tensor, looks: int, programs: int = _PROGRAMS) -> Launch:
-    """How `collect` is launched."""
-    slots, _, heads, head_dim = mail.out.shape
+def collect_launch(
+    mailbox: MailboxTensors, borrower_state: BorrowerState, out: Tensor, looks: int, programs: int = _PROGRAMS
+) -> Launch:
+    """Returns how `collect` is launched."""
+    slots, _, heads, head_dim = mailbox.out.shape
     check("out", out, -1, heads, head_dim, dtypes=DTYPES)
     arguments: dict[str, Any] = {
-        **{"done": mail.word("done"), "over": mail.word("over"), "pad": pad.words, "step": pad.step},
-        **{"source": mail.out, "out": out, "looks": looks},
-        **{"source_slot": mail.out.stride(0), "source_row": mail.out.stride(1)},
+        **{
+            "done": mailbox.word("done"),
+            "over": mailbox.word("over"),
+            "state": borrower_state.words,
+            "step": borrower_state.step,
+        },
+        **{"source": mailbox.out, "out": out, "looks": looks},
+        **{"source_slot": mailbox.out.stride(0), "source_row": mailbox.out.stride(1)},
         **{"out_row": out.stride(0), "out_head": out.stride(1), "SLOTS": slots, "HEADS": heads},
         **{"PADDED": power_of_two(heads * head_dim), "HEAD_DIM": head_dim},
     }
     return Launch(_collect, (programs,), arguments)
 
 
-def collect(mail: Mail, pad: Pad, out: Tensor, looks: int, programs: int = _PROGRAMS) -> None:
-    """Wait for the first task that is not collected, and take its output into the rows of out [N, heads, D]
-    that are away. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; where the
-    lender has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. Where
-    there is a status, those rows are 0."""
-    collect_launch(mail, pad, out, looks, programs).run()
+def collect(
+    mailbox: MailboxTensors, borrower_state: BorrowerState, out: Tensor, looks: int, programs: int = _PROGRAMS
+) -> None:
+    """Waits for the first task that is not collected, and takes its output into the offloaded rows of out [N,
+    heads, D]. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; if the lender
+    has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. If there is a
+    status, those rows are 0."""
+    collect_launch(mailbox, borrower_state, out, looks, programs).run()

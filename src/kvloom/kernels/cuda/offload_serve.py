@@ -1,10 +1,11 @@
-"""The lender's poll: look for a task of the borrower, and do it at once (Weaver, section 4.1).
+"""The lender's poll: it looks for a task of the borrower, and does it at once (Weaver, section 4.1).
 
-Launched after an operator, also from a recording. Programs take parts of the task, a row and a KV head, one
-by one, and none more than its share: what is left, because some programs looked before the task came, the
-next launch takes. So launches on several streams may run at the same time. Who does the last part tells.
+It is launched after an operator, also from a recording. Programs take parts of the task, a row and a KV head,
+one by one, and none more than its share: what is left, because some programs looked before the task came, the
+next launch takes. So launches on several streams may run at the same time. The program that does the last
+part says so.
 
-Nothing that the borrower writes is believed (see `runs.py`).
+Nothing that the borrower writes is believed: pages and blocks are held to what is lent before they are read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from kvloom.kernels.cuda.launch import Launch, check, power_of_two
 from kvloom.kernels.cuda.poll import MASK, ahead, blame, look, look_here, tell, tell_here
 from kvloom.kernels.cuda.tile import DTYPES, LOWEST, attend_tokens
-from kvloom.kernels.mail import WORDS, Desk, End, Lent, Mail
+from kvloom.kernels.mailbox import WORDS, End, LenderState, LentArena, MailboxTensors
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def _block(  # type: ignore[no-untyped-def]
     mapped, lent, page, layer, kv_head, valid, PAGES: tl.constexpr, LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr, LENT: tl.constexpr,
 ):  # fmt: skip
-    """→ own blocks of pages as the borrower counts them, lent ones in any case; and whether they were
+    """Returns own blocks of pages as the borrower counts them, lent ones in any case, and whether they were
     named."""
     inside = tl.minimum(tl.maximum(page, 0), PAGES - 1).to(tl.int64)
     named = tl.load(mapped + (inside * LAYERS + layer) * KV_HEADS + kv_head, mask=valid, other=0)
@@ -36,7 +37,7 @@ def _block(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def cut(length, window, runs, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """→ the first token of a row that counts, tokens of each run, and how many runs there are."""
+    """Returns the first token of a row that counts, the tokens of each run, and how many runs there are."""
     start = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     each = tl.cdiv(tl.cdiv(length - start, runs), SPAN) * SPAN
     return start, each, tl.cdiv(length - start, each)
@@ -48,7 +49,7 @@ def _append(  # type: ignore[no-untyped-def]
     LAYERS: tl.constexpr, LENT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """K and V of one KV head. → whether the page was lent; where not, nothing is written."""
+    """Appends K and V of one KV head. Returns whether the page was lent; if not, nothing is written."""
     dims = tl.arange(0, DIMS)
     kind = arena.dtype.element_ty
     inside = dims < HEAD_DIM
@@ -65,7 +66,7 @@ def _append(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _together(sums, scales, first, count, ROWS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums and norms of `count` parts from `first` on, as if they were one's."""
+    """Returns the sums and norms of `count` parts from `first` on, as if they were one's."""
     row = tl.arange(0, ROWS)
     places = row[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
     total = tl.zeros([ROWS, DIMS], tl.float32)
@@ -90,8 +91,8 @@ def serve_run(  # type: ignore[no-untyped-def]
     LENT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the queries of one KV head to one of its row's runs; the last appends before. → whether all
-    pages were lent; where not, the output means nothing."""
+    """Attends with the queries of one KV head to one of its row's runs; the last appends before. Returns
+    whether all pages were lent; if not, the output means nothing."""
     dims, row = tl.arange(0, DIMS), tl.arange(0, ROWS)
     kind = arena.dtype.element_ty
     inside = dims < HEAD_DIM
@@ -152,14 +153,14 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _task(claim):  # type: ignore[no-untyped-def]
-    """How many tasks are done before."""
+    """Returns how many tasks are done before."""
     return (claim >> 32) & MASK
 
 
 @triton.jit
 def _waiting(posted, claim, looks):  # type: ignore[no-untyped-def]
-    """→ how many tasks wait, and the first of them. Where others of the launch have done it meanwhile, there
-    is nothing to wait for."""
+    """Returns how many tasks wait, and the first of them. If others of the launch have done it meanwhile,
+    there is nothing to wait for."""
     task = _task(look_here(claim))
     waiting = ahead(look(posted), task)
     while (waiting == 0) & (looks > 0):
@@ -173,7 +174,7 @@ def _waiting(posted, claim, looks):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _take(claim, task, parts):  # type: ignore[no-untyped-def]
-    """→ a part of the task that is this program's now; −1 where none is left."""
+    """Returns a part of the task that is this program's now; −1 if none is left."""
     found = look_here(claim)
     part = found & MASK
     taken = found - 1
@@ -188,7 +189,7 @@ def _take(claim, task, parts):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _refuse(ended, over):  # type: ignore[no-untyped-def]
-    """The task cannot be one."""
+    """Ends the loan, for the task cannot be one."""
     blame(ended, _FORGED)
     tell(over, look_here(ended))
 
@@ -256,31 +257,47 @@ def _serve(  # type: ignore[no-untyped-def]
                     tell(done, number.to(tl.int32))
 
 
-def serve_launch(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: int = _PROGRAMS) -> Launch:
-    """How `serve` is launched."""
-    (pages, layers, kv_heads), (slots, rows, heads, head_dim) = mail.map.shape, mail.out.shape
+def serve_launch(
+    mailbox: MailboxTensors,
+    lender_state: LenderState,
+    lent: LentArena,
+    looks: int = 0,
+    programs: int = _PROGRAMS,
+) -> Launch:
+    """Returns how `serve` is launched."""
+    (pages, layers, kv_heads), (slots, rows, heads, head_dim) = mailbox.map.shape, mailbox.out.shape
     tokens, dims = lent.arena.shape[2], max(16, power_of_two(head_dim))
     check("arena", lent.arena, -1, 2, tokens, head_dim, dtypes=DTYPES)
     check("lent", lent.blocks, pages * layers * kv_heads, dtypes=(torch.int32,))
-    check("qkv", mail.qkv, slots, rows, heads + 2 * kv_heads, head_dim, dtypes=DTYPES)
+    check("qkv", mailbox.qkv, slots, rows, heads + 2 * kv_heads, head_dim, dtypes=DTYPES)
     if heads % kv_heads or lent.arena.stride()[1:] != (tokens * head_dim, head_dim, 1):
         raise ValueError(
             f"arena: {heads} heads over {kv_heads}, strides {lent.arena.stride()}: want a multiple, and "
             "blocks that are contiguous"
         )
     exact = lent.arena.dtype == torch.float32
-    words = {name: mail.word(name) for name in WORDS if name in ("posted", "done", "left", "over")}
+    words = {name: mailbox.word(name) for name in WORDS if name in ("posted", "done", "left", "over")}
     arguments: dict[str, Any] = words | {
-        **{"claim": desk.claim, "finished": desk.finished, "ended": desk.over, "looks": looks},
-        **{"counts": desk.counts, "partial": desk.sums, "scales": desk.scales, "SPAN": desk.span},
-        **{"PARTS": len(desk.counts), "RUNS": desk.most(mail, tokens)},
-        **{"head": mail.head, "lengths": mail.lengths, "tables": mail.tables, "mapped": mail.map},
-        **{"places": mail.places, "scoring": mail.scoring, "qkv": mail.qkv, "out": mail.out},
+        **{
+            "claim": lender_state.claim,
+            "finished": lender_state.finished,
+            "ended": lender_state.over,
+            "looks": looks,
+        },
+        **{
+            "counts": lender_state.counts,
+            "partial": lender_state.sums,
+            "scales": lender_state.scales,
+            "SPAN": lender_state.span,
+        },
+        **{"PARTS": len(lender_state.counts), "RUNS": lender_state.most(mailbox, tokens)},
+        **{"head": mailbox.head, "lengths": mailbox.lengths, "tables": mailbox.tables, "mapped": mailbox.map},
+        **{"places": mailbox.places, "scoring": mailbox.scoring, "qkv": mailbox.qkv, "out": mailbox.out},
         **{"lent": lent.blocks, "arena": lent.arena, "arena_block": lent.arena.stride(0)},
-        **{"note_words": mail.notes.stride(0), "scoring_slot": mail.scoring.stride(0)},
-        **{"qkv_slot": mail.qkv.stride(0), "qkv_row": mail.qkv.stride(1)},
-        **{"out_slot": mail.out.stride(0), "out_row": mail.out.stride(1)},
-        **{"SLOTS": slots, "MOST": rows, "WIDTH": mail.tables.shape[1], "PAGES": pages, "LAYERS": layers},
+        **{"note_words": mailbox.notes.stride(0), "scoring_slot": mailbox.scoring.stride(0)},
+        **{"qkv_slot": mailbox.qkv.stride(0), "qkv_row": mailbox.qkv.stride(1)},
+        **{"out_slot": mailbox.out.stride(0), "out_row": mailbox.out.stride(1)},
+        **{"SLOTS": slots, "MOST": rows, "WIDTH": mailbox.tables.shape[1], "PAGES": pages, "LAYERS": layers},
         **{"LENT": len(lent.blocks), "KV_HEADS": kv_heads, "GROUP": heads // kv_heads},
         **{"ROWS": max(16, power_of_two(heads // kv_heads)), "PAGE_TOKENS": tokens, "HEAD_DIM": head_dim},
         **{"DIMS": dims, "TILE": max(16, min(128, _TILE_BYTES // (2 * dims * lent.arena.itemsize)))},
@@ -289,13 +306,19 @@ def serve_launch(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: i
     return Launch(_serve, (programs,), arguments, warps=4, stages=3)
 
 
-def serve(mail: Mail, desk: Desk, lent: Lent, looks: int = 0, programs: int = _PROGRAMS) -> None:
-    """Do the task that waits in a lender's mailbox, if there is one: append k and v of its rows to lent
-    blocks, attend, write the output, count `done` on. Where none waits, look for `looks` times more.
+def serve(
+    mailbox: MailboxTensors,
+    lender_state: LenderState,
+    lent: LentArena,
+    looks: int = 0,
+    programs: int = _PROGRAMS,
+) -> None:
+    """Does the task that waits in a lender's mailbox, if there is one: k and v of its rows are appended to
+    lent blocks, the output is written, `done` counts on. If none waits, looks for `looks` times more.
 
-    Where a task names what is not lent, or what cannot be, `over` becomes `End.FORGED` in desk and mailbox,
-    and no task is taken from then on; nor while `over` is anything else, or the borrower has left. Launches
-    on several streams may run at the same time; a task that comes while one is at its start may be done by it
-    in part, and by the next one to its end.
+    If a task names what is not lent, or what cannot be, `over` becomes `End.FORGED` in the lender's state and
+    the mailbox, and no task is taken from then on; nor while `over` is anything else, or the borrower has
+    left. Launches on several streams may run at the same time; a task that comes while one is at its start
+    may be done by it in part, and by the next one to its end.
     """
-    serve_launch(mail, desk, lent, looks, programs).run()
+    serve_launch(mailbox, lender_state, lent, looks, programs).run()

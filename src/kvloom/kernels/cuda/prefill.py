@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvloom.kernels.cuda.launch import CHANGING, Launch, check, power_of_two
-from kvloom.kernels.cuda.tile import LN2, LOWEST, Form, attend_tile
+from kvloom.kernels.cuda.tile import LN2, LOWEST, AttentionForm, attend_tile
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -112,8 +112,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         tl.store(lse + packed * lse_row + heads, best * LN2 + tl.log(norm), mask=here)
 
 
-def _shape(form: Form, rows: int) -> tuple[int, int, int]:
-    """Rows, tile and warps for sequences that have `rows` rows of queries for a KV head on average.
+def _shape(form: AttentionForm, rows: int) -> tuple[int, int, int]:
+    """Returns rows, tile and warps for sequences that have `rows` rows of queries for a KV head on average.
 
     Sums and scores are float32 in registers, q and the tiles that are under way in shared memory: of each a
     multiprocessor has about 230 KiB. float32 is multiplied without tensor cores, which takes registers too.
@@ -142,8 +142,8 @@ def prefill_launch(
     *,
     lse: Tensor | None = None,
 ) -> Launch:
-    """How `prefill_attention` is launched."""
-    form = Form.of(q, arena, page_map, scale, window, softcap)
+    """Returns how `prefill_attention` is launched."""
+    form = AttentionForm.of(q, arena, page_map, scale, window, softcap)
     (count, heads, head_dim), batch = q.shape, starts.shape[0]
     check("out", out, count, heads, head_dim)
     check("tables", tables, batch, -1, dtypes=(torch.int32,))
@@ -180,7 +180,7 @@ def prefill_attention(
     *,
     lse: Tensor | None = None,
 ) -> None:
-    """Causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
+    """Computes causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
     [begins[b], begins[b + 1]) of q [N, heads, D], at positions from starts[b] on.
 
     K and V, the new tokens' too, are read from the pool: arena [blocks, 2, T, D]; page_map [pages, layers,

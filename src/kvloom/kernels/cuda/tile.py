@@ -1,6 +1,8 @@
-"""What decode and prefill attention share: one tile of tokens, read from the pool through its page tables.
+"""The part that decode and prefill attention share: one tile of tokens, read from the pool through its page
+tables.
 
-Scores are kept in units of log 2, so that exp2 turns them into weights; `Form` folds that into the scale.
+Scores are kept in units of log 2, so that exp2 turns them into weights; `AttentionForm` folds that into the
+scale.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ def attend_tokens(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The online softmax's step (Milakov and Gimelshein, 2018; FlashAttention-2, algorithm 1) over a tile of
-    tokens. Only an EDGE tile has tokens that some query does not see, or that are not read. With SOFTCAP a
-    bound of 0 is none."""
+    """Takes the online softmax's step (Milakov and Gimelshein, 2018; FlashAttention-2, algorithm 1) over a
+    tile of tokens. Only an EDGE tile has tokens that some query does not see, or that are not read. With
+    SOFTCAP a bound of 0 is none."""
     dims = tl.arange(0, DIMS)
     at = arena + rows[:, None] + dims[None, :]
     if EDGE:
@@ -103,7 +105,7 @@ def attend_tile(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`attend_tokens` over tokens [first, first + TILE), found through the page tables."""
+    """Runs `attend_tokens` over tokens [first, first + TILE), found through the page tables."""
     positions = first + tl.arange(0, TILE)
     inside = positions < end
     if EDGE:
@@ -120,8 +122,8 @@ def attend_tile(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Scale, window and softcap as the kernels take them, with what they make of the arena's shape."""
+class AttentionForm:
+    """The scale, window and softcap as the kernels take them, with what they make of the arena's shape."""
 
     arguments: dict[str, Any]
     group: int
@@ -129,9 +131,9 @@ class Form:
     @classmethod
     def of(
         cls, q: Tensor, arena: Tensor, page_map: Tensor, scale: float, window: int, softcap: float
-    ) -> Form:
-        """Raises ValueError where arena [blocks, 2, T, D], page_map [pages, layers, kv_heads] and q
-        [N, heads, D] do not fit one another."""
+    ) -> AttentionForm:
+        """Returns the form. Raises ValueError if arena [blocks, 2, T, D], page_map [pages, layers, kv_heads]
+        and q [N, heads, D] do not fit one another."""
         tokens, head_dim = arena.shape[2:]
         check("arena", arena, -1, 2, tokens, head_dim, dtypes=DTYPES)
         check("page_map", page_map, -1, -1, -1, dtypes=(torch.int32,))
@@ -161,5 +163,5 @@ class Form:
 
     @property
     def token_bytes(self) -> int:
-        """Of K and V of a token of one head, as they lie in shared memory."""
+        """The bytes of K and V of a token of one head, as they lie in shared memory."""
         return 2 * int(self.arguments["DIMS"]) * (4 if self.arguments["PRECISION"] == "ieee" else 2)

@@ -1,4 +1,4 @@
-"""Write new K and V into the pool."""
+"""Writes new K and V into the pool."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _write(  # type: ignore[no-untyped-def]
 def write_launch(
     arena: Tensor, page_map: Tensor, layer: int, k: Tensor, v: Tensor, slot_page: Tensor, slot_offset: Tensor
 ) -> Launch:
-    """How `write_kv` is launched."""
+    """Returns how `write_kv` is launched."""
     (rows, kv_heads, head_dim), tokens = k.shape, arena.shape[2]
     check("arena", arena, -1, 2, tokens, head_dim)
     check("page_map", page_map, -1, -1, kv_heads, dtypes=(torch.int32,))
@@ -78,9 +78,9 @@ def write_launch(
 def write_kv(
     arena: Tensor, page_map: Tensor, layer: int, k: Tensor, v: Tensor, slot_page: Tensor, slot_offset: Tensor
 ) -> None:
-    """Store k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
+    """Stores k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
 
-    page_map [pages, layers, kv_heads], slot_page [n] and slot_offset [n] are int32 on the device. A row
-    whose page is negative, a graph's padding, is stored nowhere.
+    page_map [pages, layers, kv_heads], slot_page [n] and slot_offset [n] are int32 on the device. A row whose
+    page is negative, a graph's padding, is stored nowhere.
     """
     write_launch(arena, page_map, layer, k, v, slot_page, slot_offset).run()

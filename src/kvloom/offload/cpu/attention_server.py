@@ -18,7 +18,7 @@ import torch
 
 from kvloom.kernels.cpu.attention import attend_all
 from kvloom.kernels.cpu.offload_serve import LookArguments
-from kvloom.kernels.mail import End
+from kvloom.kernels.mailbox import End
 from kvloom.kv.arena import Arena
 from kvloom.offload.cpu.polling import Polling
 from kvloom.offload.memory.lender import Lending

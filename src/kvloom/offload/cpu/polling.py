@@ -14,16 +14,16 @@ import torch
 from kvloom.kernels.cpu.attention import AttentionArguments, span_of
 from kvloom.kernels.cpu.offload_serve import (
     AWAITED,
+    DescriptorArguments,
     PollArguments,
     PollOnce,
-    SheetArguments,
     WatchArguments,
     enter_once,
     leave_once,
     poll_once,
     watch,
 )
-from kvloom.kernels.mail import NOTE
+from kvloom.kernels.mailbox import NOTE
 from kvloom.kv.arena import Arena
 from kvloom.offload.memory.lender import Task, TaskDescriptor, TaskReceiver
 from kvloom.offload.memory.mailbox import OffloadMailbox, SharedCounter, futex_number
@@ -101,7 +101,7 @@ class Polling:
             layers=form.layers,
             map=receiver.map.ctypes.data,
             map_layer=form.kv_heads * 4,
-            sheet=ctypes.addressof(self._descriptor),
+            descriptor=ctypes.addressof(self._descriptor),
             task=ctypes.addressof(self._task),
             host=ctypes.cast(self._host, ctypes.c_void_p).value,
             clock=clocks,
@@ -237,10 +237,10 @@ class Polling:
 
 def _descriptor_record(
     mailbox: OffloadMailbox, receiver: TaskReceiver, own: TaskDescriptor
-) -> SheetArguments:
+) -> DescriptorArguments:
     """Returns the arguments of the check. own: gets the rows of an iteration that are checked."""
     form = mailbox.form
-    return SheetArguments(
+    return DescriptorArguments(
         head=mailbox.head.ctypes.data,
         their_lengths=mailbox.lengths.ctypes.data,
         their_tables=mailbox.tables.ctypes.data,

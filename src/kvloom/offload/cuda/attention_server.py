@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
-from kvloom.kernels.mail import Desk, End, Lent, Mail
+from kvloom.kernels.mailbox import End, LenderState, LentArena, MailboxTensors
 from kvloom.types.clock import has_ended
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,8 @@ _COMES = 30.0  # seconds for the borrower to map the mailbox: it may be unable t
 
 
 Serve = Callable[..., None]
-"""Has the current stream look for a task in (Mail, Desk, Lent), and again as often as said, and do it."""
+"""Has the current stream look for a task in (MailboxTensors, LenderState, LentArena), and again as often as
+said, and do it."""
 
 
 class StreamPoint(Protocol):
@@ -50,8 +51,8 @@ class CudaAttentionServer:
 
     def __init__(
         self,
-        mail: Mail,
-        lent: Lent,
+        mailbox: MailboxTensors,
+        lent: LentArena,
         start: int,
         lanes: Sequence[PolledLane],
         idle: PolledLane,
@@ -68,19 +69,19 @@ class CudaAttentionServer:
         tasks wait until the host launches them, between two forwards (the paper's baseline, control by the
         CPU). Raises OSError if the borrower is gone."""
         self.launches = launches
-        self._mail = mail
+        self._mailbox = mailbox
         self._lent = lent
         self._lanes = list(lanes)
         self._idle = idle
         self._serve = serve
         self._ended = ended
         self._looks = looks
-        self._desk = Desk(start, mail)
+        self._state = LenderState(start, mailbox)
         self._ending = threading.Lock()  # over `_over`
         self._over = False
         self._working = 0
         self._lively = _LIVELY
-        self._claim = int(self._desk.claim)
+        self._claim = int(self._state.claim)
         self._due = time.monotonic() + comes
         self._free = threading.Condition()
         self._resting = threading.Lock()  # a launch of the thread's
@@ -90,7 +91,7 @@ class CudaAttentionServer:
 
     def poll(self) -> None:
         """Looks for a task once, on the current stream; may be recorded."""
-        self._serve(self._mail, self._desk, self._lent)
+        self._serve(self._mailbox, self._state, self._lent)
 
     @contextmanager
     def polled(self) -> Iterator[None]:
@@ -109,7 +110,7 @@ class CudaAttentionServer:
     @property
     def over(self) -> End:
         """The reason that no more tasks are taken, as the device has it."""
-        return End(int(self._desk.over))
+        return End(int(self._state.over))
 
     def close(self) -> None:
         """Takes no more tasks; when it returns, none is under way. Waits for what lanes have been asked
@@ -123,9 +124,9 @@ class CudaAttentionServer:
                 self._rest()
                 if self.over is End.FORGED:
                     self._end(End.FORGED, "the borrower has written what cannot be")
-                elif int(self._mail.word("left")) or has_ended(self._process):
+                elif int(self._mailbox.word("left")) or has_ended(self._process):
                     self._end(End.CLOSED, "the borrower has left")
-                elif time.monotonic() > self._due and not int(self._mail.word("waiting")):
+                elif time.monotonic() > self._due and not int(self._mailbox.word("waiting")):
                     self._end(End.CLOSED, "the borrower has not come")
         except RuntimeError as error:  # the device has failed; its unit is about to end
             _log.error("weave: %s", " ".join(str(error).split())[:200])
@@ -142,9 +143,9 @@ class CudaAttentionServer:
             if self._working or self._over:
                 return
             with self._idle.entered():
-                self._serve(self._mail, self._desk, self._lent, self._looks)
+                self._serve(self._mailbox, self._state, self._lent, self._looks)
             self._idle.mark().wait()
-        claim = int(self._desk.claim)
+        claim = int(self._state.claim)
         self._lively = max(0, self._lively - 1) if claim == self._claim else _LIVELY
         self._claim = claim
 
@@ -163,10 +164,10 @@ class CudaAttentionServer:
     def _settle(self, why: End) -> None:
         """Waits until the device takes and does no tasks; then tells the borrower."""
         if self.over is End.NONE:
-            self._desk.over.fill_(why)
+            self._state.over.fill_(why)
         over = self.over  # the device has it
         for lane in (*self._lanes, self._idle):
             with lane.lock:
                 mark = lane.mark()
             mark.wait()
-        self._mail.word("over").fill_(over)
+        self._mailbox.word("over").fill_(over)

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import torch
 
-from kvloom.kernels.mail import Lent, Trouble
+from kvloom.kernels.mailbox import LentArena, Trouble
 from kvloom.kv.arena import ArenaMemory
 from kvloom.offload.cuda.attention_server import CudaAttentionServer, PolledLane, Serve
 from kvloom.offload.memory.device import BorrowedDeviceBlocks, DeviceLending
@@ -136,11 +136,11 @@ class CudaOffloadBackend:
         form = borrow.form
         arena = executor.arena.view(form.head_dim, getattr(torch, form.dtype))
         with watched(borrow), _room("lend"):
-            lent = Lent(torch.from_numpy(blocks).to(arena.device), arena)
+            lent = LentArena(torch.from_numpy(blocks).to(arena.device), arena)
             lending = DeviceLending(borrow, blocks, self._transport, executor.arena.bytes)
             try:
                 server = CudaAttentionServer(
-                    lending.mailbox.mail,
+                    lending.mailbox.tensors,
                     lent,
                     lending.start,
                     executor.lanes,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kernels.cpu.decode_step import NOWHERE, AskArguments
-from kvloom.kernels.mail import NOTE, End
+from kvloom.kernels.mailbox import NOTE, End
 from kvloom.offload.memory.mailbox import (
     MASK,
     START,

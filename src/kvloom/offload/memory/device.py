@@ -19,7 +19,7 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from kvloom.kernels.mail import LINE, WORDS, End, Mail, Pad, Trouble, signed
+from kvloom.kernels.mailbox import LINE, WORDS, BorrowerState, End, MailboxTensors, Trouble, signed
 from kvloom.offload.memory.borrower import LentMemory, refuse_other
 from kvloom.offload.memory.lender import SLOTS, mailbox_form
 from kvloom.offload.memory.mailbox import (
@@ -39,7 +39,7 @@ from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from kvloom.types.geometry import I32, I64, AnyArray
 from kvloom.types.transfer import BlockCopies
 
-MailDtype = Literal["bfloat16", "float16", "float32"]
+MailboxDtype = Literal["bfloat16", "float16", "float32"]
 _VALUES: Final[dict[str, np.dtype[np.generic]]] = {
     "bfloat16": np.dtype("<u2"),
     "float16": np.dtype("<u2"),
@@ -64,10 +64,10 @@ class DevicePlace(Struct, frozen=True, array_like=True):
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
     handle: Annotated[bytes, Meta(max_length=1 << 10)]
     form: MailboxForm
-    dtype: MailDtype
+    dtype: MailboxDtype
 
 
-def mail_of(memory: Tensor, form: MailboxForm, dtype: MailDtype) -> Mail:
+def tensors_of(memory: Tensor, form: MailboxForm, dtype: MailboxDtype) -> MailboxTensors:
     """Returns `memory`, flat bytes, as kernels take it."""
     words = memory[: len(WORDS) * LINE].view(torch.int32).view(len(WORDS), -1)
     parts = {
@@ -77,30 +77,32 @@ def mail_of(memory: Tensor, form: MailboxForm, dtype: MailDtype) -> Mail:
         for name, part in layout(form, _VALUES[dtype]).items()
         if name in _ARRAYS
     }
-    return Mail(words, **parts)
+    return MailboxTensors(words, **parts)
 
 
 class LenderDeviceMailbox:
     """The lender's mailbox, which is there for as long as this object."""
 
-    def __init__(self, form: MailboxForm, dtype: MailDtype, device: torch.device, start: int = START) -> None:
+    def __init__(
+        self, form: MailboxForm, dtype: MailboxDtype, device: torch.device, start: int = START
+    ) -> None:
         """start: what the counters begin with. Raises ConfigError if the device has no memory for it."""
         refuse_slots(form)
         self.form = form
-        self._dtype: MailDtype = dtype
+        self._dtype: MailboxDtype = dtype
         size = size_of(form, _VALUES[dtype])
         try:
             self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"weave: {device} gives no {size:,} bytes for a mailbox") from error
-        self.mail = mail_of(self.memory, form, dtype)
+        self.tensors = tensors_of(self.memory, form, dtype)
         for name in ("posted", "done"):
-            self.mail.word(name).fill_(signed(start))
+            self.tensors.word(name).fill_(signed(start))
 
     @property
     def left(self) -> bool:
         """The borrower writes nothing any more."""
-        return bool(self.mail.word("left"))
+        return bool(self.tensors.word("left"))
 
     def place(self, device: DeviceMemory) -> bytes:
         """Returns the place for the borrower. Raises ConfigError if the memory cannot be shared."""
@@ -125,9 +127,9 @@ class BorrowerDeviceMailbox:
             raise BadRequest(f"mailbox: that of {unit} contradicts itself")
         self.form = where.form
         self.dtype: str = where.dtype
-        self.mail = mail_of(memory, where.form, where.dtype)
-        self.pad = Pad(int(self.mail.word("posted")), memory.device)
-        self.mail.word("waiting").fill_(1)
+        self.tensors = tensors_of(memory, where.form, where.dtype)
+        self.state = BorrowerState(int(self.tensors.word("posted")), memory.device)
+        self.tensors.word("waiting").fill_(1)
         self._iteration = 0
         self._told: I64 = np.zeros(where.form.pages, np.int64)  # versions of map rows; real ones > 0
 
@@ -152,26 +154,26 @@ class BorrowerDeviceMailbox:
     def begin(self, rows: Mapping[str, Tensor]) -> None:
         """Writes the descriptor of the tasks that follow, on the current stream, once all before are
         collected. rows: the arrays of `describe` on the device."""
-        mail, tables = self.mail, rows["offloaded_tables"]
+        tensors, tables = self.tensors, rows["offloaded_tables"]
         if len(rows["offloaded_pages"]):
-            mail.map.index_copy_(0, rows["offloaded_pages"], rows["offloaded_map"])
-        mail.lengths[: len(tables)].copy_(rows["offloaded_lengths"])
-        mail.tables[: len(tables), : tables.shape[1]].copy_(tables)
-        mail.head[0].copy_(rows["offloaded_head"])
-        self.pad.step.copy_(rows["offloaded_step"])
+            tensors.map.index_copy_(0, rows["offloaded_pages"], rows["offloaded_map"])
+        tensors.lengths[: len(tables)].copy_(rows["offloaded_lengths"])
+        tensors.tables[: len(tables), : tables.shape[1]].copy_(tables)
+        tensors.head[0].copy_(rows["offloaded_head"])
+        self.state.step.copy_(rows["offloaded_step"])
 
     def rest(self) -> None:
         """Lets no row be offloaded until the next `begin`, on the current stream."""
-        self.pad.step.zero_()
+        self.state.step.zero_()
 
     def fail(self, why: Trouble) -> None:
         """Lets nothing be posted any more, and nobody wait, from here on the current stream."""
-        self.pad.status.fill_(why)
+        self.state.status.fill_(why)
 
     def close(self) -> None:
         """Tells the lender that no more comes, and that nothing of this side writes to its memory any
         more."""
-        self.mail.word("left").fill_(End.CLOSED)
+        self.tensors.word("left").fill_(End.CLOSED)
 
 
 class BorrowedDeviceBlocks(LentMemory[Tensor]):
@@ -233,7 +235,7 @@ class DeviceLending:
         form = borrow.form
         if form.dtype not in _VALUES:
             raise BadRequest(f"borrow: {form.dtype}; want {', '.join(_VALUES)}")
-        dtype = msgspec.convert(form.dtype, MailDtype)
+        dtype = msgspec.convert(form.dtype, MailboxDtype)
         self._process = os.pidfd_open(borrow.pid)
         weakref.finalize(self, os.close, self._process)
         made = mailbox_form(borrow, blocks, slots, _VALUES[dtype])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvloom.kernels.mail import End
+from kvloom.kernels.mailbox import End
 from kvloom.offload.memory.mailbox import (
     FLOATS,
     MASK,

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from kvloom.kernels.cpu.signals import SignalArguments, look, spin, swap, tell, try_take
-from kvloom.kernels.mail import HEAD, LINE, NOTE, WORDS, End
+from kvloom.kernels.mailbox import HEAD, LINE, NOTE, WORDS, End
 from kvloom.kv import arena as memfd
 from kvloom.transfer.fenced import Count, Memory
 from kvloom.types.errors import BadRequest, ConfigError

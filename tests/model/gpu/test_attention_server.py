@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import Device, Lane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
-from kvloom.exec.cuda.streams import HostMark, HostStream
-from kvloom.kernels import mail_programs as mail_reference
-from kvloom.kernels.mail import End
+from kvloom.exec.cuda.streams import HostEvent, HostStream
+from kvloom.kernels import mailbox_reference
+from kvloom.kernels.mailbox import End
 from kvloom.offload.cuda.attention_server import CudaAttentionServer
 from tests import interpreter
 from tests.checkpoints import make_checkpoint
@@ -38,28 +38,28 @@ PROMPT = [5, 9, 200, 17, 3]
 class _Slow(HostStream):
     """What is asked of it takes a moment, as a launch that looks again and again."""
 
-    def mark(self) -> HostMark:
+    def mark(self) -> HostEvent:
         time.sleep(0.002)
-        return HostMark()
+        return HostEvent()
 
 
-def one_lane() -> Device:
-    return Device(torch.device("cpu"), COMPUTE, Partitions(Lane(COMPUTE, HostStream()), []))
+def one_lane() -> GpuDevice:
+    return GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, HostStream()), []))
 
 
 @contextmanager
 def attending(
     loan: Loaned,
-    device: Device,
+    device: GpuDevice,
     operations: Operations,
     borrower: int | None = None,
     ended: Callable[[str], None] = lambda why: None,
     stream: HostStream | None = None,
 ) -> Iterator[CudaAttentionServer]:
     """The lender's end of a loan; nobody waits long for its idle thread."""
-    lanes, idle = device.partitions.lanes, Lane(COMPUTE, stream or _Slow())
+    lanes, idle = device.partitions.lanes, PartitionLane(COMPUTE, stream or _Slow())
     made = CudaAttentionServer(
-        loan.mail,
+        loan.mailbox,
         loan.lent,
         loan.start,
         lanes,
@@ -100,14 +100,14 @@ class Decoding:
         loan.begin(lengths)
         q, k, v = loan.rows(len(lengths))
         for layer in range(loan.shape.slots):
-            mail_reference.post(loan.mail, loan.pad, q, k, v, layer, scale)
+            mailbox_reference.post(loan.mailbox, loan.borrower_state, q, k, v, layer, scale)
             self._wanted.append(loan.wanted(layer, q, k, v, scale))
 
     def collect(self, looks: int = 0) -> None:
         for wanted in self._wanted:
             out = torch.empty(wanted.shape)
-            mail_reference.collect(self._loan.mail, self._loan.pad, out, looks)
-            assert not int(self._loan.pad.status)
+            mailbox_reference.collect(self._loan.mailbox, self._loan.borrower_state, out, looks)
+            assert not int(self._loan.borrower_state.status)
             torch.testing.assert_close(out.double(), wanted, rtol=2e-5, atol=2e-5)
         self._wanted.clear()
 
@@ -125,18 +125,18 @@ def test_tasks_are_done_on_the_way(
         spec = spec_of({"m": path}, max_running=1)
         async with running_on_device(spec, device, operations) as (engine, executor):
             alone = (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens
-            with attending(loan, device, operations) as attender:
-                executor.loans.lend(attender)
+            with attending(loan, device, operations) as server:
+                executor.loans.lend(server)
                 for step in range(2):
                     decoding.post([step + 2, 4])
                     assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
                     decoding.collect()
             decoding.post([4])
-            done = int(loan.mail.word("done"))
+            done = int(loan.mailbox.word("done"))
             assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
-            assert int(loan.mail.word("done")) == done
+            assert int(loan.mailbox.word("done")) == done
             executor.loans.lend(None)
-            assert attender.over is End(int(loan.mail.word("over"))) is End.CLOSED
+            assert server.over is End(int(loan.mailbox.word("over"))) is End.CLOSED
             assert (await ask(engine, body("m", PROMPT, max_tokens=COUNT))).tokens == alone
 
     asyncio.run(serve())
@@ -149,8 +149,8 @@ def test_a_poll_after_each_product_and_each_attention(tmp_path: Path) -> None:
 
     async def serve() -> GpuExecutor:
         async with running_on_device(spec_of({"m": path}, max_running=1), device) as (engine, executor):
-            with attending(loan, device, operations) as attender:
-                executor.loans.lend(attender)
+            with attending(loan, device, operations) as server:
+                executor.loans.lend(server)
                 await ask(engine, body("m", PROMPT, max_tokens=1))  # a prefill
                 executor.loans.lend(None)
             return executor
@@ -182,22 +182,22 @@ def test_what_ends_a_loan_is_told(word: str, why: End, reason: str) -> None:
         reasons.append(why)
         told.set()
 
-    with attending(loan, one_lane(), plain_operations(), ended=ended) as attender:
-        loan.mail.word(word).add_(5)
+    with attending(loan, one_lane(), plain_operations(), ended=ended) as server:
+        loan.mailbox.word(word).add_(5)
         assert told.wait(DEADLINE)
     assert reasons == [reason]
-    assert attender.over is End(int(loan.mail.word("over"))) is why
+    assert server.over is End(int(loan.mailbox.word("over"))) is why
 
 
 def test_a_borrower_that_never_opens_the_mailbox_ends_the_loan() -> None:
     loan, device, told, reasons = Loaned(Shape()), one_lane(), threading.Event(), list[str]()
-    loan.mail.word("waiting").zero_()
+    loan.mailbox.word("waiting").zero_()
 
     def ended(why: str) -> None:
         reasons.append(why)
         told.set()
 
-    given = loan.mail, loan.lent, loan.start, device.partitions.lanes, Lane(COMPUTE, _Slow())
+    given = loan.mailbox, loan.lent, loan.start, device.partitions.lanes, PartitionLane(COMPUTE, _Slow())
     made = CudaAttentionServer(*given, plain_operations().serve, os.getpid(), ended, looks=0, comes=0.05)
     assert told.wait(DEADLINE)
     made.close()
@@ -237,10 +237,10 @@ def test_a_device_that_fails_ends_the_loan(stream: HostStream) -> None:
 
     loan = Loaned(Shape())
     operations = replace(plain_operations(), serve=broken)
-    with attending(loan, one_lane(), operations, ended=ended, stream=stream) as attender:
+    with attending(loan, one_lane(), operations, ended=ended, stream=stream) as server:
         assert told.wait(DEADLINE)
     assert reasons == ["this unit failed to look for tasks"]
-    assert attender.over is End.FAILED
+    assert server.over is End.FAILED
 
 
 def test_a_thread_that_finds_no_task_for_long_pauses_and_finds_the_next() -> None:
@@ -249,15 +249,15 @@ def test_a_thread_that_finds_no_task_for_long_pauses_and_finds_the_next() -> Non
 
     def serve(*given: Any) -> None:
         launches.append(len(launches))
-        mail_reference.serve(*given)
+        mailbox_reference.serve(*given)
 
     operations = replace(plain_operations(), serve=serve)
     decoding = Decoding(loan)
-    with attending(loan, device, operations) as attender:
+    with attending(loan, device, operations) as server:
         for _ in range(1000):
-            if attender._lively:
-                attender._thread.join(0.01)
-        assert not attender._lively
+            if server._lively:
+                server._thread.join(0.01)
+        assert not server._lively
         assert len(launches) >= 64
         decoding.post([2, 3])
         decoding.collect(looks=10_000_000)

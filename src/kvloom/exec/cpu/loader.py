@@ -1,4 +1,4 @@
-"""A checkpoint becomes a model that kvloom serves, or is refused with the reason."""
+"""Loading: a checkpoint becomes a model that kvloom serves, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.attention import NAME, Scoring, attend_dense
 from kvloom.exec.card import card_of
-from kvloom.exec.cpu.decoder import straighten
+from kvloom.exec.cpu.decoder import fuse_decoder
 from kvloom.exec.cpu.fuse import fuse
 from kvloom.exec.cpu.layer import Forward, Modular
 from kvloom.exec.huggingface import (
@@ -29,34 +29,34 @@ from kvloom.types.request import ModelCard
 from kvloom.types.spec import ModelSpec
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     def dtype(self, config: Any) -> torch.dtype:
-        """The number format that `auto` means for a checkpoint with this config."""
+        """Returns the number format that `auto` means for a checkpoint with this config."""
 
     def place(self, module: nn.Module) -> None:
-        """Bring the weights, which lie in mapped files, to where they are used. Raises ConfigError where they
-        do not fit."""
+        """Brings the weights, which lie in mapped files, to the device that uses them. Raises ConfigError if
+        they do not fit."""
 
     def fuse(self, module: nn.Module) -> None:
-        """In place; keeps what agrees with the stock modules."""
+        """Replaces stock modules in place by fused ones that agree with them."""
 
     def settle(self, module: nn.Module) -> None:
-        """The module is as it will be: let go of what it does not need."""
+        """Lets go of what the finished module does not need."""
 
-    def straighten(
+    def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:
-        """A faster forward than the module's own, where there is one."""
+        """Returns a faster forward than the module's own, if there is one."""
 
 
 class CpuTarget:
-    """float32, in oneDNN's layouts."""
+    """Serves float32, in oneDNN's layouts."""
 
     def dtype(self, config: Any) -> torch.dtype:
         return torch.float32
 
     def place(self, module: nn.Module) -> None:
-        """They are read where they are."""
+        """Does nothing: weights are read from the mapped files."""
 
     def fuse(self, module: nn.Module) -> None:
         fuse(module)
@@ -65,10 +65,10 @@ class CpuTarget:
         for left in module.parameters():  # out of the mapped files, which would else stay in memory with them
             left.data = left.data.clone()
 
-    def straighten(
+    def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:
-        return straighten(module, scorings, geometry)
+        return fuse_decoder(module, scorings, geometry)
 
 
 CPU = CpuTarget()
@@ -97,10 +97,10 @@ class Observer:
         return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
 
 
-def prove(module: Any, team: Team | None, target: Target) -> Observer:
-    """See what the stock model asks of our attention, bring it to where it is to run, slice and fuse it, and
-    compare logits on a short prompt. Of a team the first rank alone does what takes the whole model, and does
-    it where the files are mapped: no rank's device need hold the whole. Raises ConfigError."""
+def prove(module: Any, team: Team | None, target: LoadTarget) -> Observer:
+    """Sees what the stock model asks of our attention, brings it to the device on which it is to run, slices
+    and fuses it, and compares logits on a short prompt. In a team the first rank alone does what takes the
+    whole model, and does it on the mapped files: no rank's device need hold the whole. Raises ConfigError."""
     if team is None:
         target.place(module)
     observer, expected = Observer(), None
@@ -122,7 +122,7 @@ def prove(module: Any, team: Team | None, target: Target) -> Observer:
 
 
 def _probe(module: Any) -> dict[str, Any]:
-    """A short prompt, where the module is."""
+    """Returns a short prompt on the module's device."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(module.config.vocab_size, (1, _PROBE_TOKENS), generator=generator)
     positions = torch.arange(_PROBE_TOKENS)[None]
@@ -133,8 +133,8 @@ def _probe(module: Any) -> dict[str, Any]:
     }
 
 
-def _slice(module: Any, whole: Observer, team: Team, target: Target) -> Observer:
-    """Cut the module down to this rank's slice. Returns what the slice asks of attention."""
+def _slice(module: Any, whole: Observer, team: Team, target: LoadTarget) -> Observer:
+    """Cuts the module down to this rank's slice. Returns what the slice asks of attention."""
     for heads, _ in whole.layers.values():
         if heads % team.group.size:
             fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -187,7 +187,7 @@ class LoadedModel:
     dtype: torch.dtype
     geometry: Geometry
     card: ModelCard
-    heads: int = 0  # of q, in all layers; 0 where they differ
+    heads: int = 0  # of q, in all layers; 0 if they differ
 
 
 def load_models(
@@ -195,9 +195,9 @@ def load_models(
     block_bytes: int,
     progress: Callable[[str], None] = lambda _: None,
     team: Team | None = None,
-    target: Target = CPU,
+    target: LoadTarget = CPU,
 ) -> dict[str, LoadedModel]:
-    """By name; see `load_model`."""
+    """Loads each model as `load_model` does. Returns them by name."""
     loaded: dict[str, LoadedModel] = {}
     for i, spec in enumerate(models):
         progress(f"loading model {spec.name} ({i + 1}/{len(models)})")
@@ -206,11 +206,11 @@ def load_models(
 
 
 def load_model(
-    spec: ModelSpec, block_bytes: int, team: Team | None = None, target: Target = CPU
+    spec: ModelSpec, block_bytes: int, team: Team | None = None, target: LoadTarget = CPU
 ) -> LoadedModel:
-    """Build, fuse and prove a checkpoint. team: the ranks that share it, each of which loads its own slice at
-    the same time; target: where it is to run. Raises ConfigError naming the model and what is wrong with it,
-    Unavailable where a rank of the team is gone."""
+    """Builds, fuses and proves a checkpoint. team: the ranks that share it, each of which loads its own slice
+    at the same time; target: the device on which it is to run. Raises ConfigError naming the model and what
+    is wrong with it, Unavailable if a rank of the team is gone."""
     try:
         return _load(spec, block_bytes, team, target)
     except ConfigError as error:
@@ -222,7 +222,7 @@ def load_model(
         raise ConfigError(f"models.{spec.name}: {spec.path} cannot be loaded: {reason}") from error
 
 
-def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: Target) -> LoadedModel:
+def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarget) -> LoadedModel:
     _no_code(spec.path)
     config = AutoConfig.from_pretrained(spec.path, trust_remote_code=False)
     if getattr(config, "is_encoder_decoder", False):
@@ -245,17 +245,17 @@ def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: Target) 
     target.settle(module)
     heads, head_dim = next(iter(observer.layers.values()))
     geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes)
-    straight = target.straighten(module, observer.scorings, geometry)
-    if team is not None and not team.group.agree(straight is not None):
-        straight = None  # all ranks must exchange the same
+    decoder = target.fuse_decoder(module, observer.scorings, geometry)
+    if team is not None and not team.group.agree(decoder is not None):
+        decoder = None  # all ranks must exchange the same
     card = card_of(spec, module, parameters)
     q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
-    return LoadedModel(module, straight or Modular(module), dtype, geometry, card, q_heads)
+    return LoadedModel(module, decoder or Modular(module), dtype, geometry, card, q_heads)
 
 
 def _no_code(path: str) -> None:
-    """Refuse a checkpoint that brings its own model: transformers would ask at the terminal, or go on with
-    a class of its own that may be another model."""
+    """Refuses a checkpoint that brings its own model: transformers would ask at the terminal, or go on with a
+    class of its own that may be another model."""
     config, _ = PretrainedConfig.get_config_dict(path)
     wanted = {"AutoConfig", "AutoModelForCausalLM"} & set(config.get("auto_map") or ())
     if wanted and config.get("model_type") not in CONFIG_MAPPING:
@@ -263,7 +263,7 @@ def _no_code(path: str) -> None:
 
 
 def _whole(info: dict[str, Any]) -> None:
-    """Refuse a checkpoint that leaves a weight to chance."""
+    """Refuses a checkpoint that leaves a weight to chance."""
     if info["missing_keys"]:
         raise ConfigError(f"its files lack {_some(info['missing_keys'])}")
     if info["mismatched_keys"]:

@@ -1,4 +1,4 @@
-"""A model is served by straight calls where these do what its own modules do, else by its modules."""
+"""A model is served by a fused decoder if that does what its own modules do, else by its modules."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from kvloom.exec.cpu import small_batch as few
-from kvloom.exec.cpu.decoder import Straight, straighten
+from kvloom.exec.cpu import small_batch
+from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
 from kvloom.exec.cpu.layer import Modular
 from kvloom.exec.cpu.linear import PackedLinear, panels_of
 from tests.checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
 from tests.model.batches import Batch
 from tests.model.loading import load
 
-STRAIGHT = {"llama", "qwen2", "qwen3", "mistral", "llama_yarn"}
+FUSED = {"llama", "qwen2", "qwen3", "mistral", "llama_yarn"}
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_who_is_straight(architecture: str, tmp_path: Path) -> None:
+def test_which_models_are_fused(architecture: str, tmp_path: Path) -> None:
     forward = load(make_checkpoint(tmp_path, architecture)).forward
-    assert isinstance(forward, Straight if architecture in STRAIGHT else Modular)
+    assert isinstance(forward, FusedDecoder if architecture in FUSED else Modular)
 
 
 def enliven(path: Path) -> None:
@@ -39,17 +39,17 @@ def enliven(path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 9])
 @pytest.mark.parametrize("limit", [0, 100])  # layer by layer, and all in one kernel
-@pytest.mark.parametrize("architecture", sorted(STRAIGHT))
-def test_straight_is_modular(
+@pytest.mark.parametrize("architecture", sorted(FUSED))
+def test_a_fused_decoder_gives_what_the_modules_give(
     architecture: str, limit: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences of different lengths, whose K and V the same forward has written; some rows asked for, one
     of them twice. Sizes are no multiples of a panel's."""
-    monkeypatch.setattr(few, "FEW_ROWS", limit)
+    monkeypatch.setattr(small_batch, "SMALL_BATCH_ROWS", limit)
     path = make_checkpoint(tmp_path, architecture, vocab_size=VOCAB + 13, intermediate_size=88)
     enliven(path)
     model = load(path)
-    assert isinstance(model.forward, Straight)
+    assert isinstance(model.forward, FusedDecoder)
     lengths = [(7 * i) % 40 + 1 for i in range(rows)]
     kept = np.array([*range(0, rows, 2), rows - 1, 0])
     tokens = np.random.default_rng(rows).integers(0, VOCAB, (3, sum(lengths)))
@@ -82,10 +82,10 @@ def test_a_layer_that_does_more_keeps_its_modules(change: Any, tmp_path: Path) -
     model = load(make_checkpoint(tmp_path, "qwen3"))
     forward: Any = model.forward
     scorings = {layer.index: layer.scoring for layer in forward._parts.layers}
-    assert straighten(model.module, scorings, model.geometry) is not None
+    assert fuse_decoder(model.module, scorings, model.geometry) is not None
     module: Any = model.module
     change(module.model.layers[1])
-    assert straighten(model.module, scorings, model.geometry) is None
+    assert fuse_decoder(model.module, scorings, model.geometry) is None
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (96, 64), (100, 60), (7, 5)])

@@ -1,4 +1,4 @@
-"""The compiled check of a sheet takes what the host's takes, and nothing else."""
+"""The compiled check of a descriptor takes what the host's takes, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def test_is_the_hosts_over_any_numbers(data: st.DataObject) -> None:
                 flat = getattr(memory, name).reshape(-1).view(np.int32)
                 flat[data.draw(st.integers(0, min(12, flat.size) - 1))] = data.draw(_NUMBERS)
             iteration = int(memory.notes[0]["iteration"]) if turn == 0 else int(memory.notes[1]["iteration"])
-            rows = check(polling.record.sheet, iteration)
+            rows = check(polling.record.descriptor, iteration)
             found = _next(host)
-            assert (found is None) == (rows != len(lengths))  # a task is over as many rows as its sheet
+            assert (found is None) == (rows != len(lengths))  # a task is over as many rows as its descriptor
             if found is None:
                 return
-            sheet, width = found.descriptor, found.descriptor.tables.shape[1]
-            assert rows == len(sheet.lengths)
-            np.testing.assert_array_equal(own.lengths[:rows], sheet.lengths)
-            used = np.arange(width) < -(-sheet.lengths // tokens)[:, None]
-            np.testing.assert_array_equal(own.tables[:rows, :width][used], sheet.tables[used])
-            np.testing.assert_array_equal(own.slot_page[:rows], sheet.slot_page)
-            np.testing.assert_array_equal(own.slot_offset[:rows], sheet.slot_offset)
-            np.testing.assert_array_equal(own.map, sheet.map)
+            descriptor, width = found.descriptor, found.descriptor.tables.shape[1]
+            assert rows == len(descriptor.lengths)
+            np.testing.assert_array_equal(own.lengths[:rows], descriptor.lengths)
+            used = np.arange(width) < -(-descriptor.lengths // tokens)[:, None]
+            np.testing.assert_array_equal(own.tables[:rows, :width][used], descriptor.tables[used])
+            np.testing.assert_array_equal(own.slot_page[:rows], descriptor.slot_page)
+            np.testing.assert_array_equal(own.slot_offset[:rows], descriptor.slot_offset)
+            np.testing.assert_array_equal(own.map, descriptor.map)
             memory.done.set(task)
             host.done = task

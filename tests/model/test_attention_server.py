@@ -41,18 +41,18 @@ def attending() -> Iterator[tuple[Lender, AttentionServer, list[str]]]:
     with lender_here() as made:
         random = np.random.default_rng(3).standard_normal(made.arena.bytes.numel() // 4, np.float32)
         made.arena.bytes.view(torch.float32).copy_(torch.from_numpy(random))
-        attender = AttentionServer(made.lending, made.arena, asked(os.getpid()), ends.append)
+        server = AttentionServer(made.lending, made.arena, asked(os.getpid()), ends.append)
         try:
-            yield made, attender, ends
+            yield made, server, ends
         finally:
-            attender.close()
+            server.close()
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 2.0)])
 @pytest.mark.parametrize("polled", [False, True])
 def test_is_what_the_twin_computes(window: int, softcap: float, polled: bool) -> None:
     lengths = [13, 1, 8]
-    with attending() as (made, attender, _):
+    with attending() as (made, server, _):
         loan = borrowed(made.lending.loan)
         begin(loan, lengths)
         qkv = np.random.default_rng(1).standard_normal((3, _TOTAL, GEOMETRY.head_dim), np.float32)
@@ -61,9 +61,9 @@ def test_is_what_the_twin_computes(window: int, softcap: float, polled: bool) ->
         arena = made.arena.view(GEOMETRY.head_dim, torch.float32).clone()
         for layer in range(GEOMETRY.layers):
             if polled:
-                with attender.polled():
+                with server.polled():
                     task = loan.tasks.post(layer, qkv, 0.3, window, softcap)
-                    attender.poll()
+                    server.poll()
                     loan.tasks.collect(task, out)
             else:
                 loan.tasks.collect(loan.tasks.post(layer, qkv, 0.3, window, softcap), out)
@@ -84,7 +84,7 @@ def test_is_what_the_twin_computes(window: int, softcap: float, polled: bool) ->
 def test_bytes_at_random_touch_nothing_that_is_not_lent(data: st.DataObject) -> None:
     """Neither in the task that tells of an iteration, which Python checks, nor in one that follows, which the
     kernel does. What is not lent is no number, so that it shows in the output where it is read."""
-    with attending() as (made, attender, _):
+    with attending() as (made, server, _):
         blocks = made.arena.bytes.numpy().reshape(BLOCKS, -1)
         own = np.ones(BLOCKS, np.bool_)
         own[LENT] = False
@@ -92,11 +92,11 @@ def test_bytes_at_random_touch_nothing_that_is_not_lent(data: st.DataObject) -> 
         before = blocks[own].copy()
         loan = borrowed(made.lending.loan, patience=20.0)
         qkv, out = np.ones((2, _TOTAL, GEOMETRY.head_dim), np.float32), np.zeros((2, HEADS, 8), np.float32)
-        with attender.polled():  # it is found when the forging is done
+        with server.polled():  # it is found when the forging is done
             begin(loan, [3, 10])
             if data.draw(st.booleans()):
                 first = loan.tasks.post(0, qkv, 1.0, 0, 0.0)
-                attender.poll()
+                server.poll()
                 loan.tasks.collect(first, out)
             task = loan.tasks.post(1, qkv, 1.0, 0, 0.0)
             memory = memory_of(made)
@@ -105,7 +105,7 @@ def test_bytes_at_random_touch_nothing_that_is_not_lent(data: st.DataObject) -> 
             for name in names:
                 flat = getattr(memory, name).reshape(-1).view(np.uint8)
                 flat[data.draw(st.integers(0, flat.size - 1))] = data.draw(st.integers(0, 255))
-            attender.poll()
+            server.poll()
         with suppress(Unavailable):  # it was refused
             loan.tasks.collect(task, out)
         np.testing.assert_array_equal(blocks[own], before)
@@ -113,13 +113,13 @@ def test_bytes_at_random_touch_nothing_that_is_not_lent(data: st.DataObject) -> 
 
 
 def test_forwards_poll_while_tasks_come_and_a_while_longer() -> None:
-    with attending() as (made, attender, _):
-        assert not attender.lively()
+    with attending() as (made, server, _):
+        assert not server.lively()
         loan = borrowed(made.lending.loan)
         begin(loan, [3])
         task = loan.tasks.post(0, np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32), 1.0, 0, 0.0)
         loan.tasks.collect(task, np.empty((1, HEADS, GEOMETRY.head_dim), np.float32))
-        assert [attender.lively() for _ in range(70)] == [True] * 63 + [False] * 7
+        assert [server.lively() for _ in range(70)] == [True] * 63 + [False] * 7
 
 
 def test_no_task_is_slept_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,14 +127,14 @@ def test_no_task_is_slept_over(monkeypatch: pytest.MonkeyPatch) -> None:
     wakes the thread, which else would sleep for much longer than it is waited for."""
     monkeypatch.setattr(polling, "_SLICE", 60.0)
     over = threading.Event()
-    with attending() as (made, attender, _):
+    with attending() as (made, server, _):
 
         def works(seed: int) -> None:
             rng = np.random.default_rng(seed)
             while not over.is_set():
-                with attender.polled():
+                with server.polled():
                     for _ in range(rng.integers(0, 3)):
-                        attender.poll()
+                        server.poll()
                 time.sleep(float(rng.choice([0.0, 0.0, 0.001])))
 
         threads = [threading.Thread(target=works, args=(seed,)) for seed in (1, 2)]
@@ -155,7 +155,7 @@ def test_no_task_is_slept_over(monkeypatch: pytest.MonkeyPatch) -> None:
             over.set()
             for thread in threads:
                 thread.join()
-        assert attender.waits().tasks_total == 600
+        assert server.waits().tasks_total == 600
 
 
 def test_a_borrower_that_forges_loses_the_loan() -> None:
@@ -172,22 +172,22 @@ def test_a_borrower_that_forges_loses_the_loan() -> None:
 def test_nothing_is_done_for_who_has_forged_or_was_closed() -> None:
     """Though the next task keeps to the rules."""
     for forged in (True, False):
-        with attending() as (made, attender, ends):
+        with attending() as (made, server, ends):
             loan = borrowed(made.lending.loan)
             before = made.arena.bytes.clone()
             if forged:
                 memory_of(made).posted.set(77)
                 memory_of(made).posted.wake()
-                attender.poll()
+                server.poll()
             else:
-                attender.close()
+                server.close()
             while not memory_of(made).over.get():
                 time.sleep(0)
             begin(loan, [3])
             memory_of(made).posted.set(memory_of(made).done.get() + 1)
             memory_of(made).posted.wake()
             done = memory_of(made).done.get()
-            attender.poll()
+            server.poll()
             time.sleep(0.12)  # the idle thread has looked twice
             assert memory_of(made).done.get() == done
             assert bool((made.arena.bytes == before).all())
@@ -197,7 +197,7 @@ def test_nothing_is_done_for_who_has_forged_or_was_closed() -> None:
 def test_a_borrower_that_leaves_is_noticed() -> None:
     left = threading.Event()
     with lender_here() as made:
-        attender = AttentionServer(made.lending, made.arena, asked(os.getpid()), lambda _: left.set())
+        server = AttentionServer(made.lending, made.arena, asked(os.getpid()), lambda _: left.set())
         borrowed(made.lending.loan).tasks.close()
         assert left.wait(20)
-        attender.close()
+        server.close()

@@ -1,4 +1,4 @@
-"""Runs jobs on several GPUs, of which this process has the first rank's."""
+"""Jobs of one unit on several GPUs: the executor of the first rank, the worker of each other."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, Self
 
 import torch
 
-from kvloom.exec.cuda.device import Device, uncut
+from kvloom.exec.cuda.device import GpuDevice, uncut
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.loader import load_pool, open_gpu, rehearse
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.staging import Staging
-from kvloom.exec.cuda.streams import Progress
-from kvloom.exec.parallel.group import SECONDS, Group
+from kvloom.exec.cuda.streams import StepProgress
+from kvloom.exec.parallel.group import SECONDS, RankGroup
 from kvloom.exec.parallel.member import Member, check
 from kvloom.exec.parallel.ranks import Ranks, Start, start_process
-from kvloom.exec.parallel.wire import Begin, Step, ToldMap, ids_of
+from kvloom.exec.parallel.wire import StartRank, Step, ToldMap, ids_of
 from kvloom.kv.arena import ArenaMemory
 from kvloom.types.errors import Unavailable
 from kvloom.types.job import Job, JobResult, SampleRow
@@ -31,10 +31,10 @@ from kvloom.types.spec import EngineSpec
 
 
 class ParallelGpuExecutor(GpuExecutor):
-    """Each rank has its heads of every page, in an arena of its own with as many blocks, and runs each job
-    too; this one draws the tokens. All jobs take turns on one lane of each device, told in the order in which
-    they are asked for, so that exchanges meet in one order everywhere. A job has one step: the tokens of a
-    step are drawn here.
+    """Has its heads of every page, as each rank has, in an arena with as many blocks as those of the others,
+    and runs each job as they do; this rank alone draws the tokens. All jobs take turns on one lane of each
+    device, told in the order in which they are asked for, so that exchanges meet in one order everywhere. A
+    job has one step: the tokens of a step are drawn here.
 
     A job that fails on its way to the logits ends the ranks, and so do `seconds` without a job's end while
     some are under way: an exchange that waits on a device for a rank which does not come ends with the
@@ -45,7 +45,7 @@ class ParallelGpuExecutor(GpuExecutor):
         self,
         models: dict[str, DeviceModel],
         arena: ArenaMemory,
-        device: Device,
+        device: GpuDevice,
         ranks: Ranks,
         seconds: float,
     ) -> None:
@@ -60,15 +60,15 @@ class ParallelGpuExecutor(GpuExecutor):
     @staticmethod
     def over(
         spec: EngineSpec,
-        device: Device,
+        device: GpuDevice,
         operations: Operations,
         folder: Path | None = None,
         progress: Callable[[str], None] = lambda _: None,
         start: Start = start_process,
         seconds: float = SECONDS,
     ) -> ParallelGpuExecutor:
-        """Start the other ranks, and load with them. folder, start: see `Ranks`. Raises ConfigError, and
-        Unavailable where a rank ends meanwhile."""
+        """Starts the other ranks, and loads with them. folder, start: see `Ranks`. Raises ConfigError, and
+        Unavailable if a rank ends meanwhile."""
         progress(f"starting {spec.tensor_parallel} ranks")
         ranks = Ranks(spec, device.torch, folder, start)
 
@@ -100,7 +100,7 @@ class ParallelGpuExecutor(GpuExecutor):
         self._watch()
 
     def _watch(self) -> None:
-        """From now on, for the end of the next of the jobs that are under way."""
+        """Waits anew, from now on, for the end of the next of the jobs that are under way."""
         if self._timer is not None:
             self._timer.cancel()
         loop, seconds = asyncio.get_running_loop(), self._seconds
@@ -120,8 +120,8 @@ class ParallelGpuExecutor(GpuExecutor):
 
     @contextmanager
     def _told(self, job: Job) -> Iterator[None]:
-        """In a turn of the lane: no job is told between another one's being told and asked for, and none
-        after one that failed on the way."""
+        """Tells the other ranks of a job in a turn of the lane: no job is told between another one's being
+        told and asked for, and none after one that failed on the way."""
         if self._broken:
             raise Unavailable("a job before it has failed")
         try:
@@ -135,14 +135,16 @@ class ParallelGpuExecutor(GpuExecutor):
 def load_parallel_gpu_executor(
     spec: EngineSpec, folder: Path | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> ParallelGpuExecutor:
-    """Raises ConfigError with what a device lacks, Unavailable where a rank ends meanwhile."""
+    """Loads a unit of several GPUs. Raises ConfigError with what a device lacks, Unavailable if a rank ends
+    meanwhile."""
     progress(f"opening {spec.device}")
     device, operations = open_gpu(spec.device, cut=uncut)
     return ParallelGpuExecutor.over(spec, device, operations, folder, progress)
 
 
-def all_alike(group: Group) -> Callable[[bool], bool]:
-    """Whether a step has been recorded, which all ranks must find alike, or their exchanges would differ."""
+def all_alike(group: RankGroup) -> Callable[[bool], bool]:
+    """Returns a function that says whether a step has been recorded, which all ranks must find alike, or
+    their exchanges would differ."""
 
     def agree(recorded: bool) -> bool:
         if group.agree(recorded) != recorded:
@@ -153,14 +155,14 @@ def all_alike(group: Group) -> Callable[[bool], bool]:
 
 
 def _unless_lost(ranks: Ranks, load: Callable[[], ParallelGpuExecutor]) -> ParallelGpuExecutor:
-    """What `load` gives. Raises Unavailable at once where a rank ends meanwhile: on a GPU an exchange may
-    then hang, on a thread that is left to the end of the process."""
+    """Returns what `load` gives. Raises Unavailable at once if a rank ends meanwhile: on a GPU an exchange
+    may then hang, on a thread that is left to the end of the process."""
     loaded: Future[ParallelGpuExecutor] = Future()
 
     def run() -> None:
         try:
             loaded.set_result(load())
-        except BaseException as error:  # noqa: BLE001  (it is raised by who waits)
+        except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
             loaded.set_exception(error)
 
     threading.Thread(target=run, name="load", daemon=True).start()
@@ -175,37 +177,38 @@ _LARGEST = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 
 class GpuWorker(GpuExecutor):
-    """Runs the steps that the first rank sends, one after the other. Of the logits, which all ranks have, it
-    takes the largest, and nobody asks for that."""
+    """Runs the steps that the first rank sends, one after the other. It takes the largest of the logits,
+    which all ranks have, and nobody asks for that."""
 
-    def __init__(self, models: dict[str, DeviceModel], arena: ArenaMemory, device: Device) -> None:
+    def __init__(self, models: dict[str, DeviceModel], arena: ArenaMemory, device: GpuDevice) -> None:
         super().__init__(models, arena, device)
         self._lane, self._staging = device.partitions.whole, Staging(device)
         self._thread = ThreadPoolExecutor(1, "jobs")
         self._maps = {name: ToldMap(model.geometry, arena.blocks) for name, model in models.items()}
 
     @classmethod
-    def on_gpu(cls, begin: Begin, member: Member) -> Self:
-        """Raises ConfigError with what the device lacks, Unavailable where another rank is gone."""
+    def on_gpu(cls, begin: StartRank, member: Member) -> Self:
+        """Opens the rank's GPU and loads. Raises ConfigError with what the device lacks, Unavailable if
+        another rank is gone."""
         device, operations = open_gpu(begin.spec.device, uncut, begin.rank)
         return cls.over(begin, member, device, operations)
 
     @classmethod
-    def over(cls, begin: Begin, member: Member, device: Device, operations: Operations) -> Self:
+    def over(cls, begin: StartRank, member: Member, device: GpuDevice, operations: Operations) -> Self:
         member.join(begin, device.torch)
         worker = cls(*load_pool(begin.spec, device, operations, team=member), device)
         rehearse(worker, begin.spec, device, agree=all_alike(member.group))
         return worker
 
     def start(self, step: Step) -> None:
-        """What a step says of the page map holds for those after it."""
+        """Starts a step. What it says of the page map holds for those after it."""
         tokens, kept = ids_of(step)
         plan = self._maps[step.model].plan(step)
         samples = tuple(SampleRow(row, 0, 0, _LARGEST) for row in kept.tolist())
         job = Job(step.model, step.phase, step.share, plan, tokens, samples)
-        ran = self._thread.submit(self._run, job, self._lane, self._staging, Progress(1), _nobody)
+        ran = self._thread.submit(self._run, job, self._lane, self._staging, StepProgress(1), _nobody)
         ran.add_done_callback(check)
 
 
 def _nobody(tokens: list[int]) -> None:
-    """Is told of a step's tokens: each job has one step."""
+    """Ignores a step's tokens: each job has one step."""

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.kernels.mail import MASK
-from kvloom.kernels.mail_programs import Steps, collect_steps, post_steps, serve_steps
+from kvloom.kernels.mailbox import MASK
+from kvloom.kernels.mailbox_reference import Steps, collect_steps, post_steps, serve_steps
 from tests.kernels.loaned import LAYERS, WRAPS, Loaned, Shape, scale_of
 
 _SHAPE = Shape(kv_heads=2, group=1, head_dim=4, tokens=2, rows=2)
@@ -56,7 +56,7 @@ class Ends:
     def _launch(self, kernel: object, *arguments: object) -> list[Steps]:
         loan, count = self.loan, self.programs
         assert callable(kernel)
-        return [kernel(loan.mail, loan.pad, *arguments, i, count) for i in range(count)]
+        return [kernel(loan.mailbox, loan.borrower_state, *arguments, i, count) for i in range(count)]
 
     def go(self, turn: int) -> None:
         """One step of one program."""
@@ -68,15 +68,16 @@ class Ends:
         if not programs:
             loan, count = self.loan, self.programs
             programs += [
-                serve_steps(loan.mail, loan.desk, loan.lent, self.looks, count) for _ in range(count)
+                serve_steps(loan.mailbox, loan.lender_state, loan.lent, self.looks, count)
+                for _ in range(count)
             ]
         chosen = programs[turn // len(self.actors) % len(programs)]
-        before = int(self.loan.mail.word("done")) & MASK
+        before = int(self.loan.mailbox.word("done")) & MASK
         if next(chosen, self) is self:
             programs.remove(chosen)
             if not programs and name == "borrower":
                 programs += next(self.asks, [])
-        done = int(self.loan.mail.word("done")) & MASK
+        done = int(self.loan.mailbox.word("done")) & MASK
         if done != before:
             self.served.append(done)
 
@@ -103,5 +104,5 @@ def test_each_task_once_and_in_order(
         for turn in turns:
             ends.go(turn + rounds)
     assert ends.served == [(start + i + 1) & MASK for i in range(2 * LAYERS)]
-    assert not int(ends.loan.pad.status)
-    assert not int(ends.loan.desk.over)
+    assert not int(ends.loan.borrower_state.status)
+    assert not int(ends.loan.lender_state.over)

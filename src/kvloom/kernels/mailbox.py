@@ -1,5 +1,5 @@
-"""A mailbox' memory, as processors of any kind read and write it: its words, its records, and its arrays as
-tensors.
+"""The memory of a mailbox, as processors of any kind read and write it: its words, its records, and its
+arrays as tensors.
 
 Each word has one writer and a cache line of its own. Counters have 32 bits and wrap; a ring has a power of
 two slots, so that a slot stays count mod slots when they do.
@@ -33,7 +33,7 @@ HEAD: Final = np.dtype([("iteration", "<u4"), ("rows", "<i4"), ("changed", "<i4"
 
 
 class End(IntEnum):
-    """Why a side takes no more part. None: it does."""
+    """The reason for which a side takes no more part; NONE if it does."""
 
     NONE = 0
     CLOSED = 1  # it wants no more
@@ -42,7 +42,8 @@ class End(IntEnum):
 
 
 class Trouble(IntEnum):
-    """Why a borrower on a device goes on without its lender, besides the lender's own `End`."""
+    """The reason for which a borrower on a device goes on without its lender, besides the lender's own
+    `End`."""
 
     LATE = 16  # it has not answered within the looks that were allowed
     FULL = 17  # as many tasks as there are slots are not collected yet, or a task has more rows than fit
@@ -51,19 +52,17 @@ class Trouble(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mail:
-    """words [words, LINE / 4], head [1, 3], lengths [rows], tables [rows, width], map [pages, layers,
-    kv_heads] and notes [slots, NOTE's size / 4] are int32; qkv [slots, rows, heads + 2 kv_heads, D] and out
-    [slots, rows, heads, D] have the model's dtype."""
+class MailboxTensors:
+    """The words and arrays of a mailbox."""
 
-    words: Tensor
-    head: Tensor
-    lengths: Tensor
-    tables: Tensor
-    map: Tensor
-    notes: Tensor
-    qkv: Tensor
-    out: Tensor
+    words: Tensor  # [words, LINE / 4] int32
+    head: Tensor  # [1, 3] int32
+    lengths: Tensor  # [rows] int32
+    tables: Tensor  # [rows, width] int32
+    map: Tensor  # [pages, layers, kv_heads] int32
+    notes: Tensor  # [slots, NOTE's size / 4] int32
+    qkv: Tensor  # [slots, rows, heads + 2 kv_heads, D] of the model's dtype
+    out: Tensor  # [slots, rows, heads, D] of the model's dtype
 
     @property
     def slots(self) -> int:
@@ -78,63 +77,65 @@ class Mail:
         return self.map.shape[2]
 
     def word(self, name: str) -> Tensor:
-        """One of WORDS: [1] int32."""
+        """Returns one of WORDS: [1] int32."""
         return self.words[WORDS.index(name), :1]
 
     @property
     def places(self) -> Tensor:
-        """iteration, layer, rows and window of each note: [slots, 4] int32."""
+        """The iteration, layer, rows and window of each note: [slots, 4] int32."""
         return self.notes[:, :4]
 
     @property
     def scoring(self) -> Tensor:
-        """scale and softcap of each note: [slots, 2] float64."""
+        """The scale and softcap of each note: [slots, 2] float64."""
         first = NOTE.fields["scale"][1] // 8  # type: ignore[index]
         return self.notes.view(torch.float64)[:, first : first + 2]
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
-    """What a borrower may name: own blocks [n] int32, in its order, of arena [blocks, 2, T, D]."""
+class LentArena:
+    """The blocks that a borrower may name."""
 
-    blocks: Tensor
-    arena: Tensor
+    blocks: Tensor  # [n] int32, own blocks in the borrower's order
+    arena: Tensor  # [blocks, 2, T, D]
 
 
 SPAN: Final = 256  # tokens of a row that are worth a part of their own
 PARTS: Final = 32  # of a task, up to which its rows are cut
 
 
-class Desk:
-    """What a lender's device keeps for itself of one loan: which task is next, or being done, and how many of
-    its parts are taken; how many are done; and why no more tasks are taken. A part is a row and a KV head; of
-    a task of few rows, of which one is long, a run of its tokens, whose sums are kept until the last is done.
+class LenderState:
+    """The state that a lender's device keeps for itself of one loan: which task is next, or being done, and
+    how many of its parts are taken; how many are done; and why no more tasks are taken. A part is a row and a
+    KV head; of a task of few rows, of which one is long, a run of its tokens, whose sums are kept until the
+    last is done.
 
-    claim: [1] int64, tasks done before in the high half, parts taken in the low one. words: [2, 16] int32.
-    counts: [PARTS] int32, runs that are done of a row and a KV head. sums: [PARTS, R, D] and scales: [PARTS,
-    2, R] float32 of each run, for the R or fewer queries of a KV head and D or fewer dimensions: not divided
-    by their norms, then norms and the largest scores (base 2) that they are relative to.
+    Sums and scales have room for the queries of a KV head and for the dimensions, each up to a power of two.
     """
 
-    def __init__(self, start: int, mail: Mail, span: int = SPAN) -> None:
+    def __init__(self, start: int, mailbox: MailboxTensors, span: int = SPAN) -> None:
         """start: what the mailbox' counters begin with. span: tokens that a run has at least."""
-        device, head_dim = mail.words.device, mail.out.shape[3]
-        queries = _padded(mail.heads // mail.kv_heads)
+        device, head_dim = mailbox.words.device, mailbox.out.shape[3]
+        queries = _padded(mailbox.heads // mailbox.kv_heads)
         self.span = span
         self.claim = torch.zeros(1, dtype=torch.int64, device=device)
+        """Tasks done before in the high half, parts taken in the low one."""
         self.words = torch.zeros(2, LINE // 4, dtype=torch.int32, device=device)
         self.counts = torch.zeros(PARTS, dtype=torch.int32, device=device)
+        """The runs that are done of a row and a KV head."""
         self.sums = torch.zeros(PARTS, queries, _padded(head_dim), dtype=torch.float32, device=device)
+        """The sums of each run, not divided by their norms."""
         self.scales = torch.zeros(PARTS, 2, queries, dtype=torch.float32, device=device)
+        """The norms of each run, then the largest scores (base 2) that they are relative to."""
         self.claim.fill_(signed(start) << 32)
 
-    def most(self, mail: Mail, tokens: int) -> int:
-        """Runs that a row may be cut into, where pages have so many tokens."""
-        return -(-mail.tables.shape[1] * tokens // self.span)
+    def most(self, mailbox: MailboxTensors, tokens: int) -> int:
+        """Returns the runs that a row may be cut into, if pages have so many tokens."""
+        return -(-mailbox.tables.shape[1] * tokens // self.span)
 
     @property
     def finished(self) -> Tensor:
-        """Parts of the task."""
+        """The parts of the task that are done."""
         return self.words[0, :1]
 
     @property
@@ -143,14 +144,15 @@ class Desk:
         return self.words[1, :1]
 
 
-class Pad:
-    """What a borrower's device keeps for itself of one loan: words [4] int32, tasks posted and collected, an
-    `End` or a `Trouble`, and how many programs of the launch have ended; step [3] int32, written once an
-    iteration: its number, its rows that are away, and which row is the first of them."""
+class BorrowerState:
+    """The state that a borrower's device keeps for itself of one loan."""
 
     def __init__(self, start: int, device: torch.device) -> None:
         self.words = torch.zeros(4, dtype=torch.int32, device=device)
+        """Tasks posted, tasks collected, an `End` or a `Trouble`, and the programs of the launch that have
+        ended."""
         self.step = torch.zeros(3, dtype=torch.int32, device=device)
+        """The iteration's number, its offloaded rows, and the first of them; written once an iteration."""
         self.words[:2] = signed(start)
 
     @property
@@ -159,10 +161,10 @@ class Pad:
 
 
 def _padded(size: int) -> int:
-    """As kernels hold it: a power of two, 16 at least."""
+    """Returns a size as kernels hold it: a power of two, 16 at least."""
     return 1 << max(4, (size - 1).bit_length())
 
 
 def signed(count: int) -> int:
-    """A counter as an int32 holds it."""
+    """Returns a counter as an int32 holds it."""
     return ((count & MASK) ^ (1 << 31)) - (1 << 31)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.kernels import mail_programs as mail_reference
+from kvloom.kernels import mailbox_reference
 from kvloom.kernels.cuda import offload_ask as ask
 from kvloom.kernels.cuda import offload_serve as serve
-from kvloom.kernels.mail import MASK, SPAN, End
+from kvloom.kernels.mailbox import MASK, SPAN, End
 from tests.kernels.loaned import LAYERS, WRAPS, Loaned, Shape, same, scale_of
 
 _SHAPE = Shape(kv_heads=2, group=1, head_dim=4, tokens=2, rows=2)
@@ -39,22 +39,22 @@ class Play:
         if not layer:
             self.begin()
         q, k, v = self.asked
-        ask.post(self.loan.mail, self.loan.pad, q, k, v, layer, _SCALE, programs=2)
-        mail_reference.post(self.twin.mail, self.twin.pad, q, k, v, layer, _SCALE)
+        ask.post(self.loan.mailbox, self.loan.borrower_state, q, k, v, layer, _SCALE, programs=2)
+        mailbox_reference.post(self.twin.mailbox, self.twin.borrower_state, q, k, v, layer, _SCALE)
         self.wanted.append(self.loan.wanted(layer, q, k, v, _SCALE))
         self.posted += 1
 
     def serve(self, programs: int) -> None:
-        serve.serve(self.loan.mail, self.loan.desk, self.loan.lent, programs=programs)
-        mail_reference.serve(self.twin.mail, self.twin.desk, self.twin.lent, programs=programs)
+        serve.serve(self.loan.mailbox, self.loan.lender_state, self.loan.lent, programs=programs)
+        mailbox_reference.serve(self.twin.mailbox, self.twin.lender_state, self.twin.lent, programs=programs)
 
     def collect(self) -> None:
-        done = int(self.loan.mail.word("done"))
-        if not self.wanted or done == int(self.loan.pad.words[1]):
+        done = int(self.loan.mailbox.word("done"))
+        if not self.wanted or done == int(self.loan.borrower_state.words[1]):
             return  # it would wait
         out = torch.full((2, _SHAPE.heads, _SHAPE.head_dim), torch.nan)
-        ask.collect(self.loan.mail, self.loan.pad, out, 0, programs=2)
-        mail_reference.collect(self.twin.mail, self.twin.pad, out.clone(), 0)
+        ask.collect(self.loan.mailbox, self.loan.borrower_state, out, 0, programs=2)
+        mailbox_reference.collect(self.twin.mailbox, self.twin.borrower_state, out.clone(), 0)
         torch.testing.assert_close(out.double(), self.wanted.pop(0), rtol=2e-5, atol=2e-5)
 
 
@@ -77,8 +77,8 @@ def test_launches_in_any_order(start: int, span: int, turns: list[str]) -> None:
     while play.wanted:
         play.serve(2)
         play.collect()
-    assert int(play.loan.mail.word("done")) & MASK == (start + play.posted) & MASK
-    assert not int(play.loan.pad.status)
+    assert int(play.loan.mailbox.word("done")) & MASK == (start + play.posted) & MASK
+    assert not int(play.loan.borrower_state.status)
 
 
 @settings(max_examples=10)
@@ -91,7 +91,7 @@ def test_bytes_at_random_are_refused_or_confined(data: st.DataObject) -> None:
         at = data.draw(st.integers(0, 1 << 16))
         value = data.draw(st.one_of(st.integers(-2, 8), st.integers(-(2**31), 2**31 - 1)))
         for one in (play.loan, play.twin):
-            words = getattr(one.mail, name)
+            words = getattr(one.mailbox, name)
             words[at % len(words)].view(-1)[at // len(words) % words[0].numel()] = value
     others = torch.ones(len(play.loan.lent.arena), dtype=torch.bool)
     others[play.loan.lent.blocks.long()] = False
@@ -99,6 +99,6 @@ def test_bytes_at_random_are_refused_or_confined(data: st.DataObject) -> None:
     same(play.loan, play.twin)
     assert play.loan.lent.arena[others].isnan().all()
     assert not play.loan.lent.arena[~others].isnan().any()
-    assert not play.loan.mail.out.isnan().any()
-    refused = int(play.loan.desk.over) == End.FORGED
-    assert int(play.loan.mail.word("done")) & MASK == (WRAPS + (not refused)) & MASK
+    assert not play.loan.mailbox.out.isnan().any()
+    refused = int(play.loan.lender_state.over) == End.FORGED
+    assert int(play.loan.mailbox.word("done")) & MASK == (WRAPS + (not refused)) & MASK
