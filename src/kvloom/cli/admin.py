@@ -68,7 +68,9 @@ def _read_seconds(_: type, tokens: Sequence[Token]) -> float:
     with suppress(ValueError):
         if 0 <= (seconds := float(text)) <= LONGEST_DRAIN:
             return seconds
-    raise ConfigError(f"--seconds: {text[:40]!r}; seconds from 0 to {LONGEST_DRAIN} are right")
+    raise ConfigError(
+        f"{tokens[0].keyword or '--seconds'}: {text[:40]!r}; seconds from 0 to {LONGEST_DRAIN} are right"
+    )
 
 
 HERE: Final = Server()
@@ -76,6 +78,14 @@ UnitName = Annotated[str, Parameter(help="the unit, as `kvloom unit list` shows 
 Seconds = Annotated[
     float | None,
     Parameter(converter=_read_seconds, help="how long to wait at a unit (the config's `drain`)"),
+]
+DrainSeconds = Annotated[
+    float | None,
+    Parameter(
+        converter=_read_seconds,
+        metavar="SECONDS",
+        help="how long its requests may end (the config's `drain`)",
+    ),
 ]
 
 

@@ -37,6 +37,8 @@ COMMANDS: Final = (
     ("serve", "kvloom.cli.serve:app", "Serve models."),
     ("program", "kvloom.cli.admin:program", "Show or change the router program."),
     ("unit", "kvloom.cli.admin:unit", "Show units, drain or restart one."),
+    ("model", "kvloom.cli.models:model", "Show models, add or remove one while a fleet serves."),
+    ("config", "kvloom.cli.models:config", "Bring a fleet that serves to another config."),
     ("restart", "kvloom.cli.admin:restart", "Restart a whole fleet while it serves."),
     ("workload", "kvloom.cli.bench:workload", "Make or show a workload."),
     ("bench", "kvloom.cli.bench:bench", "Measure a server under a workload."),

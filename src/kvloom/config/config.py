@@ -5,7 +5,6 @@ Everything wrong with it is a ConfigError of one line that names the key and say
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
@@ -39,7 +38,7 @@ from kvloom.config.fields import (
 )
 from kvloom.config.keys import read_api_keys, read_keys
 from kvloom.config.machine import Machine
-from kvloom.config.models import ModelConfig
+from kvloom.config.models import ModelConfig, check_name
 from kvloom.config.units import (
     Device,
     Engine,
@@ -64,7 +63,6 @@ from kvloom.types.spec import EngineSpec, Plane, Policy, SchedulerSpec, WeaveSpe
 DEMO: Final = Path(__file__).resolve().parents[1] / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
 Keys = TypeVar("Keys")
-_NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
 
 
 class Config(Section):
@@ -124,10 +122,7 @@ class Config(Section):
     @classmethod
     def _named(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
         for name in value:
-            if not _NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name[:140]!r} is no name; letters, digits and .:/@+-_ are right, 128 at most"
-                )
+            check_name(name)
         return value
 
     def api_keys(self) -> Mapping[str, int | None]:

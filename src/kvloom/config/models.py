@@ -12,6 +12,13 @@ from kvloom.config.fields import Count, Section, Surroundings, no_bool
 from kvloom.types.spec import Dtype
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError if a model cannot have this name."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name[:140]!r} is no name; letters, digits and .:/@+-_ are right, 128 at most")
 
 
 class ModelConfig(Section):
