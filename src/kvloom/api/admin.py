@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
-from kvloom.api.routes import ADMIN, LINES, Handler, Row, asgi_routes
+from kvloom.api.routes import ADMIN, LINES, Handler, RouteRow, asgi_routes
 from kvloom.api.verbs import verb_routes
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.cluster.orders import FleetOrders
@@ -72,7 +72,7 @@ class Admin:
         served = {row.name: self._serve(row, handlers[row.name]) for row in ADMIN}
         return [*asgi_routes(ADMIN, served), Mount(VERBS_PATH + "/{unit}", app=self._verb)]
 
-    def _serve(self, row: Row, handler: Callable[..., Awaitable[object]]) -> Handler:
+    def _serve(self, row: RouteRow, handler: Callable[..., Awaitable[object]]) -> Handler:
         async def endpoint(request: Request) -> Response:
             given: list[object] = []
             if row.body is not None:

@@ -28,11 +28,11 @@ LONGEST_ANSWER: Final = 1 << 20
 Answer = TypeVar("Answer")
 
 
-class ServerError(Exception):
+class AdminError(Exception):
     """The server said no, or nothing. One line."""
 
 
-class Gateway:
+class AdminClient:
     """A running gateway at `url`. key_file: its admin keys; left out, the environment's key is sent, if there
     is one. Raises ConfigError where either cannot be used."""
 
@@ -87,7 +87,7 @@ class Gateway:
                     state = step.state
                     yield step
             if state not in ("restarted", "failed"):
-                raise ServerError(f"{self._url}: the gateway ended before the restart was over; ask again")
+                raise AdminError(f"{self._url}: the gateway ended before the restart was over; ask again")
 
     def placement(self) -> Placement:
         """Raises ServerError."""
@@ -140,9 +140,9 @@ class Gateway:
             with self._open(request, timeout=seconds) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            raise ServerError(f"{self._url}: {_refusal(error)}") from error
+            raise AdminError(f"{self._url}: {_refusal(error)}") from error
         except (OSError, ValueError, HTTPException) as error:  # of the network, and of what came over it
-            raise ServerError(f"{self._url}: {_problem(error)}; --url names another server") from error
+            raise AdminError(f"{self._url}: {_problem(error)}; --url names another server") from error
 
 
 def _base(url: str) -> str:

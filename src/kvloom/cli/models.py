@@ -9,9 +9,9 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from kvloom.cli.admin import HERE, DrainSeconds, Server
+from kvloom.cli.admin import HERE, DrainSeconds, ServerOptions
 from kvloom.cli.app import CommandFailed
-from kvloom.cli.gateway import Gateway
+from kvloom.cli.gateway import AdminClient
 from kvloom.cluster.models import ModelState, Wanted
 from kvloom.config.config import Config
 from kvloom.config.file import load_config
@@ -42,7 +42,7 @@ def add(
     unit: Annotated[
         str | None, Parameter(help="the unit that is to serve it (the one whose models have the most room)")
     ] = None,
-    server: Server = HERE,
+    server: ServerOptions = HERE,
 ) -> None:
     """Serve another model, and wait until its unit does. A unit that cannot start with it goes back to
     what it served."""
@@ -57,7 +57,7 @@ def remove(
     /,
     *,
     drain: DrainSeconds = None,
-    server: Server = HERE,
+    server: ServerOptions = HERE,
 ) -> None:
     """Serve a model no more, once its requests have ended. A unit that would serve nothing is removed."""
     with server.asked(_SHOWN_BY) as gateway:
@@ -66,7 +66,7 @@ def remove(
 
 
 @model.command(name="list")
-def list_models(*, server: Server = HERE) -> None:
+def list_models(*, server: ServerOptions = HERE) -> None:
     """Show all models, their checkpoints, and the state of each unit that serves them."""
     with server.asked() as gateway:
         print_models(gateway.models())
@@ -101,7 +101,7 @@ def apply(
     /,
     *,
     yes: Annotated[bool, Parameter(help="do it without asking")] = False,
-    server: Server = HERE,
+    server: ServerOptions = HERE,
 ) -> None:
     """Bring a fleet that serves to another config.
 
@@ -138,7 +138,7 @@ def wanted_of(config: Config) -> Wanted:
     )
 
 
-def carry_out(gateway: Gateway, wanted: Wanted) -> None:
+def carry_out(gateway: AdminClient, wanted: Wanted) -> None:
     """Applies a config, and tells what came of it. Raises CommandFailed if a unit could not be started."""
     applied = gateway.apply(wanted, really=True)
     for field in applied.overrode:

@@ -23,20 +23,20 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class AddReplicas:
     """So many replicas more."""
 
     count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class RemoveReplica:
     """One less: this unit."""
 
     unit: str
 
 
-Step = Start | Drain
+Step = AddReplicas | RemoveReplica
 
 
 def mean_freeness(loads: Mapping[str, UnitLoad], usage: Usage = virtual_usage) -> float:
@@ -91,20 +91,20 @@ def rescale(
     serving = {name: load for name, load in loads.items() if not load.draining}
     count = len(serving) + starting
     if count < scale.least or (waits and not count):
-        return None, Start()
+        return None, AddReplicas()
     spare = len(serving) > max(1, scale.least)
     unused = not scale.least and not waits and idle >= scale.idle
     if serving and (unused or (count > scale.most and spare)):
-        return None, Drain(fewest_running(serving))
+        return None, RemoveReplica(fewest_running(serving))
     asked = any(map(_asked, serving.values()))
     outside = _watched(mean_freeness(serving, usage), outside, now, scale) if asked else None
     if outside is None or now - outside.since < scale.seconds:
         return outside, None
     if outside.side == "low" and count < scale.most:
-        return None, Start(min(missing(serving, starting, scale.low), scale.most - count))
+        return None, AddReplicas(min(missing(serving, starting, scale.low), scale.most - count))
     least = fewest_running(serving)
     if outside.side == "high" and spare and spared(serving, least, scale.low, usage):
-        return None, Drain(least)
+        return None, RemoveReplica(least)
     return outside, None
 
 

@@ -11,22 +11,22 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvloom.cluster.edits import Edit, edited
-from kvloom.cluster.launcher import Change, Counted, Edited, Ended, Found, Launcher, Report, Snapshot
+from kvloom.cluster.launcher import Change, Counted, Edited, Ended, FoundProcess, Launcher, Report, Snapshot
 from kvloom.cluster.lifecycle import adopted, after, heard
 from kvloom.cluster.reconcile import (
     TIMING,
     Action,
-    Begin,
+    BeginServing,
     CallBack,
-    Drain,
+    DrainUnit,
     Finish,
     Forget,
     Kill,
     Pass,
     Raise,
-    Retire,
-    Start,
-    Stop,
+    RetireGateway,
+    StartProcess,
+    StopProcess,
     Timing,
     Wait,
     reconcile,
@@ -34,14 +34,14 @@ from kvloom.cluster.reconcile import (
 from kvloom.cluster.state import (
     ABSENT,
     GATEWAY,
+    ComponentStatus,
     FleetSpec,
     FleetStatus,
-    Process,
     UnitSpec,
     is_counted,
     is_gateway,
 )
-from kvloom.cluster.store import Store
+from kvloom.cluster.store import SpecStore
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.service import RestartStep
@@ -50,7 +50,7 @@ _LIFE: Final = 1 << 32  # Changes that a controller can number.
 
 _log = logging.getLogger(__name__)
 
-Watch = Callable[[str, Process, Process], None]
+Watch = Callable[[str, ComponentStatus, ComponentStatus], None]
 
 
 class Controller:
@@ -65,7 +65,7 @@ class Controller:
         launcher: Launcher,
         clock: Clock,
         *,
-        store: Store | None = None,
+        store: SpecStore | None = None,
         timing: Timing = TIMING,
         watch: Watch = lambda *_: None,
     ) -> None:
@@ -89,7 +89,7 @@ class Controller:
         self._save(self.spec)
         self._adopt()
 
-    def adopt(self, found: Found) -> None:
+    def adopt(self, found: FoundProcess) -> None:
         """Takes in a process that an earlier controller has started."""
         name = found.component
         self._put(name, adopted(found, self.spec, self._clock.now(), self._timing))
@@ -203,26 +203,36 @@ class Controller:
             case _:
                 name = action.component
                 before = self.status.processes.get(name, ABSENT)
-                if isinstance(action, Begin):
+                if isinstance(action, BeginServing):
                     self._flush()
                 self._put(name, after(action, before, self.spec, now, self._timing))
                 self._order(action)
 
-    def _order(self, action: Start | Drain | CallBack | Retire | Begin | Stop | Kill | Forget) -> None:
+    def _order(
+        self,
+        action: StartProcess
+        | DrainUnit
+        | CallBack
+        | RetireGateway
+        | BeginServing
+        | StopProcess
+        | Kill
+        | Forget,
+    ) -> None:
         launcher, name = self._launcher, action.component
         match action:
-            case Start(generation=generation):
+            case StartProcess(generation=generation):
                 unit = self.spec.units.get(name)
                 launcher.start(name, generation, unit.engine if unit is not None else None)
-            case Drain() | CallBack():
+            case DrainUnit() | CallBack():
                 pass  # The gateways see it.
-            case Retire():
+            case RetireGateway():
                 launcher.retire(name)
-            case Begin():
+            case BeginServing():
                 self.status = replace(self.status, opened=True)
                 launcher.tell(name, self.snapshot)
                 self._recount()
-            case Stop():
+            case StopProcess():
                 launcher.stop(name)
             case Kill():
                 launcher.kill(name)
@@ -307,7 +317,7 @@ class Controller:
             self._fresh = replace(self._fresh, steps=())
         self._fresh = replace(self._fresh, spec=replace(self.spec, units={}))
 
-    def _put(self, name: str, process: Process | None) -> None:
+    def _put(self, name: str, process: ComponentStatus | None) -> None:
         processes = self.status.processes
         before = processes.get(name, ABSENT)
         if process is None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from kvloom.cluster.state import FleetSpec, FleetStatus, Phase, Process, UnitSpec
+from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, Phase, UnitSpec
 from kvloom.types.errors import WireError
 from kvloom.types.service import RestartStep
 from kvloom.types.spec import EngineSpec
@@ -44,7 +44,7 @@ class Missed(Struct, frozen=True, tag="missed"):
     misses: int
 
 
-class Found(Struct, frozen=True, tag="found"):
+class FoundProcess(Struct, frozen=True, tag="found"):
     """A process that was started for a controller before this one."""
 
     component: str
@@ -55,7 +55,7 @@ class Found(Struct, frozen=True, tag="found"):
     endpoint: str = ""
 
 
-class Seen(Struct, frozen=True, tag="seen"):
+class UnitSeen(Struct, frozen=True, tag="seen"):
     """A gateway has asked a unit's process what it serves. problem: why it gets no requests all the same."""
 
     component: str
@@ -70,7 +70,7 @@ class Counted(Struct, frozen=True, tag="counted"):
     calls: dict[str, int]
 
 
-Report = Started | Answered | Ended | Missed | Seen
+Report = Started | Answered | Ended | Missed | UnitSeen
 
 
 class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot"):
@@ -89,7 +89,7 @@ class Change(Struct, frozen=True, kw_only=True, tag="change", omit_defaults=True
     """What is not a unit's, without the units; None if all of it is as it was."""
     units: dict[str, UnitSpec | None] = {}
     """Units that are to be otherwise; None for those that are to be there no more."""
-    processes: dict[str, Process | None] = {}
+    processes: dict[str, ComponentStatus | None] = {}
     """Components of which something else is there; None for those of which nothing is kept."""
     steps: tuple[RestartStep, ...] | None = None
     """What the last rolling restart has done so far; None if that is as it was."""
@@ -129,5 +129,5 @@ class Launcher(Protocol):
     def forget(self, component: str) -> None:
         """Keeps nothing of a component that has no process."""
 
-    def running(self) -> Sequence[Found]:
+    def running(self) -> Sequence[FoundProcess]:
         """Returns the processes that there are, for a controller that starts anew."""

@@ -9,11 +9,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvloom.cluster.edits import Edit, UnitEdit
-from kvloom.cluster.launcher import Change, Counted, Edited, News, Seen, Snapshot
-from kvloom.cluster.state import ABSENT, FleetSpec, FleetStatus, Outlook, Process, outlook
+from kvloom.cluster.launcher import Change, Counted, Edited, News, Snapshot, UnitSeen
+from kvloom.cluster.state import ABSENT, ComponentStatus, FleetSpec, FleetStatus, Outlook, outlook
 from kvloom.types.errors import KvloomError, Unavailable
 
-Said = Edit | Seen | Counted
+Said = Edit | UnitSeen | Counted
 """What a gateway says to its controller."""
 
 
@@ -36,7 +36,7 @@ class Mirror:
         changed."""
         self._followers.append(follower)
 
-    def process(self, component: str) -> Process:
+    def process(self, component: str) -> ComponentStatus:
         return self.status.processes.get(component, ABSENT)
 
     def outlook(self, unit: str) -> Outlook:

@@ -15,9 +15,9 @@ from msgspec import Struct
 from kvloom.cluster.state import (
     ABSENT,
     SCHEDULER,
+    ComponentStatus,
     FleetSpec,
     FleetStatus,
-    Process,
     UnitSpec,
     gateway_name,
     generation_of,
@@ -58,14 +58,14 @@ class Timing:
 TIMING: Final = Timing()
 
 
-class Start(Struct, frozen=True, tag=True):
+class StartProcess(Struct, frozen=True, tag=True):
     """Give the component a process of this generation."""
 
     component: str
     generation: int
 
 
-class Drain(Struct, frozen=True, tag=True):
+class DrainUnit(Struct, frozen=True, tag=True):
     """Give the unit no new request; it ends once it has none, or at `until`."""
 
     component: str
@@ -78,20 +78,20 @@ class CallBack(Struct, frozen=True, tag=True):
     component: str
 
 
-class Retire(Struct, frozen=True, tag=True):
+class RetireGateway(Struct, frozen=True, tag=True):
     """Let a gateway bring its requests to their end, because another one serves; it is killed at `until`."""
 
     component: str
     until: float
 
 
-class Begin(Struct, frozen=True, tag=True):
+class BeginServing(Struct, frozen=True, tag=True):
     """Tell a gateway what the fleet is, so that it serves."""
 
     component: str
 
 
-class Stop(Struct, frozen=True, tag=True):
+class StopProcess(Struct, frozen=True, tag=True):
     """Tell the component's process to end."""
 
     component: str
@@ -134,7 +134,20 @@ class Wait(Struct, frozen=True, tag=True):
     until: float
 
 
-Action = Start | Drain | CallBack | Retire | Begin | Stop | Kill | Forget | Raise | Pass | Finish | Wait
+Action = (
+    StartProcess
+    | DrainUnit
+    | CallBack
+    | RetireGateway
+    | BeginServing
+    | StopProcess
+    | Kill
+    | Forget
+    | Raise
+    | Pass
+    | Finish
+    | Wait
+)
 
 
 def reconcile(
@@ -173,7 +186,9 @@ def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> It
         yield from _roll(spec, status)
 
 
-def _unit(name: str, unit: UnitSpec | None, process: Process, now: float, timing: Timing) -> Iterator[Action]:
+def _unit(
+    name: str, unit: UnitSpec | None, process: ComponentStatus, now: float, timing: Timing
+) -> Iterator[Action]:
     generation = unit.generation if unit is not None and unit.wanted else 0
     match process.phase:
         case "absent" if unit is not None and not generation:
@@ -181,27 +196,29 @@ def _unit(name: str, unit: UnitSpec | None, process: Process, now: float, timing
                 yield Forget(name)
         case "ready" if process.generation != generation and not process.killed:
             seconds = unit.seconds if unit is not None else None
-            yield Drain(name, None if seconds is None else now + seconds)
+            yield DrainUnit(name, None if seconds is None else now + seconds)
         case "draining" if process.generation == generation:
             yield CallBack(name)
         case "draining" if process.calls == 0:
-            yield Stop(name)
+            yield StopProcess(name)
         case "draining" if process.until is not None:
-            yield Stop(name) if now >= process.until else Wait(process.until)
+            yield StopProcess(name) if now >= process.until else Wait(process.until)
         case "draining":
             yield from _hangs(name, process, timing)
         case _:
             yield from _process(name, generation, process, now, timing)
 
 
-def _process(name: str, generation: int, process: Process, now: float, timing: Timing) -> Iterator[Action]:
+def _process(
+    name: str, generation: int, process: ComponentStatus, now: float, timing: Timing
+) -> Iterator[Action]:
     """What holds of every component. generation: the one that is wanted; 0 for none."""
     behind = process.generation != generation
     match process.phase:
         case "absent":
-            yield Start(name, generation) if generation else Forget(name)
+            yield StartProcess(name, generation) if generation else Forget(name)
         case "starting" if behind:
-            yield Stop(name)
+            yield StopProcess(name)
         case "ready":
             yield from _hangs(name, process, timing)
         case "ending":
@@ -209,31 +226,31 @@ def _process(name: str, generation: int, process: Process, now: float, timing: T
         case "waiting" | "failed" if not generation:
             yield Forget(name)
         case "waiting" | "failed" if behind:
-            yield Start(name, generation)
+            yield StartProcess(name, generation)
         case "waiting" if process.until is not None:
-            yield Start(name, generation) if now >= process.until else Wait(process.until)
+            yield StartProcess(name, generation) if now >= process.until else Wait(process.until)
 
 
-def _hangs(name: str, process: Process, timing: Timing) -> Iterator[Action]:
+def _hangs(name: str, process: ComponentStatus, timing: Timing) -> Iterator[Action]:
     if process.misses >= timing.misses and not process.killed:
         yield Kill(name)
 
 
-def _ends(name: str, process: Process, now: float) -> Iterator[Action]:
+def _ends(name: str, process: ComponentStatus, now: float) -> Iterator[Action]:
     if process.until is not None and not process.killed:
         yield Kill(name) if now >= process.until else Wait(process.until)
 
 
-def _scheduler(generation: int, process: Process, now: float, timing: Timing) -> Iterator[Action]:
+def _scheduler(generation: int, process: ComponentStatus, now: float, timing: Timing) -> Iterator[Action]:
     """Nothing runs there that would have to end first."""
     if process.phase == "ready" and process.generation != generation:
-        yield Stop(SCHEDULER)
+        yield StopProcess(SCHEDULER)
     elif generation or process is not ABSENT:
         yield from _process(SCHEDULER, generation, process, now, timing)
 
 
 def _gateways(
-    spec: FleetSpec, status: FleetStatus, gateways: dict[str, Process], now: float, timing: Timing
+    spec: FleetSpec, status: FleetStatus, gateways: dict[str, ComponentStatus], now: float, timing: Timing
 ) -> Iterator[Action]:
     """One serves. Another generation is started beside it, and once that answers, the older ones retire; if
     it dies as it starts, the older one serves on."""
@@ -244,16 +261,16 @@ def _gateways(
         kept = max(others, key=lambda name: generation_of(name, spec))
         yield from _gateway(kept, gateways.pop(kept), spec, status, now, timing, beside=False)
     elif process.phase == "failed" and process.until is not None:
-        yield Start(wanted, spec.gateway) if now >= process.until else Wait(process.until)
+        yield StartProcess(wanted, spec.gateway) if now >= process.until else Wait(process.until)
     else:
         beside = any(gateways[name].phase == "ready" for name in others)
         yield from _gateway(wanted, process, spec, status, now, timing, beside=beside)
     for name, one in gateways.items():
         match one.phase:
             case "ready" if process.phase == "ready":
-                yield Retire(name, now + spec.drain + timing.margin)
+                yield RetireGateway(name, now + spec.drain + timing.margin)
             case "starting":
-                yield Stop(name)
+                yield StopProcess(name)
             case "retiring":
                 yield from _ends(name, one, now)
             case "ready":
@@ -264,7 +281,7 @@ def _gateways(
 
 def _gateway(
     name: str,
-    process: Process,
+    process: ComponentStatus,
     spec: FleetSpec,
     status: FleetStatus,
     now: float,
@@ -275,7 +292,7 @@ def _gateway(
     """The one that is to serve. beside: another one serves meanwhile."""
     if process.phase == "starting" and not process.begun:
         if status.opened or _come(spec, status):
-            yield Begin(name)
+            yield BeginServing(name)
     elif process.phase == "starting" and beside and not process.killed:
         late = process.since + timing.successor
         yield Kill(name) if now >= late else Wait(late)

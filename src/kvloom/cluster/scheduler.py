@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvloom.cluster.autoscale import Drain, Outside, Start, Step, Usage, rescale
+from kvloom.cluster.autoscale import AddReplicas, Outside, RemoveReplica, Step, Usage, rescale
 from kvloom.cluster.dispatch import pair
 from kvloom.engine.freeness import Thresholds, freeness, virtual_usage
 from kvloom.types.clock import Clock
@@ -61,7 +61,7 @@ def decide(
             outside[name] = watched
         if step:
             steps[name] = step
-        if group.starting or (isinstance(step, Start) and group.away):
+        if group.starting or (isinstance(step, AddReplicas) and group.away):
             wanted -= group.models
     return Period(pair(loads, free, last.pairs, thresholds), outside, steps)
 
@@ -72,10 +72,10 @@ def carried_out(steps: Mapping[str, Step], groups: Mapping[str, Group]) -> Steps
         start=tuple(
             unit
             for name, step in steps.items()
-            if isinstance(step, Start)
+            if isinstance(step, AddReplicas)
             for unit in groups[name].away[: step.count]
         ),
-        stop=tuple(step.unit for step in steps.values() if isinstance(step, Drain)),
+        stop=tuple(step.unit for step in steps.values() if isinstance(step, RemoveReplica)),
     )
 
 

@@ -99,7 +99,7 @@ class FleetSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The revision at which each field that is not a unit's was changed last."""
 
 
-class Process(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What there is of one component."""
 
     phase: Phase = "absent"
@@ -141,14 +141,14 @@ class Process(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class FleetStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What there is of a fleet."""
 
-    processes: dict[str, Process] = {}
+    processes: dict[str, ComponentStatus] = {}
     steps: tuple[RestartStep, ...] = ()
     """What the last rolling restart has done so far."""
     opened: bool = False
     """Whether a gateway was ever told to serve: then none waits any more for units that start."""
 
 
-ABSENT: Final = Process()
+ABSENT: Final = ComponentStatus()
 
 Outlook = Literal[
     "here",  # It has a process of the generation that is wanted, which answers.
@@ -161,12 +161,12 @@ Outlook = Literal[
 ]
 
 
-def is_counted(unit: UnitSpec | None, process: Process) -> bool:
+def is_counted(unit: UnitSpec | None, process: ComponentStatus) -> bool:
     """Returns whether gateways tell how many requests they have at the unit, because it gets no new ones."""
     return process.phase == "draining" or (unit is not None and unit.drained)
 
 
-def outlook(unit: UnitSpec | None, process: Process) -> Outlook:  # noqa: PLR0911 - a table
+def outlook(unit: UnitSpec | None, process: ComponentStatus) -> Outlook:  # noqa: PLR0911 - a table
     """Returns how a unit stands, to those who would ask it. unit: None if it is to be there no more."""
     wanted = unit is not None and unit.wanted
     behind = unit is not None and process.generation != unit.generation

@@ -24,7 +24,7 @@ class Kept(Struct, frozen=True, kw_only=True):
     spec: FleetSpec
 
 
-class Store(Protocol):
+class SpecStore(Protocol):
     """Where a controller keeps the specification."""
 
     def load(self) -> tuple[FleetSpec, int] | None:
@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 class SpecFile:
-    """Satisfies `Store` with a file, which is replaced each time."""
+    """Satisfies `SpecStore` with a file, which is replaced each time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

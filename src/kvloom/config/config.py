@@ -21,13 +21,13 @@ from pydantic import (
 
 from kvloom.config.fields import (
     BlockSize,
+    ConfigSection,
     Count,
     Memory,
     NoNull,
     Priorities,
     Program,
     Seconds,
-    Section,
     Size,
     Some,
     Surroundings,
@@ -40,8 +40,8 @@ from kvloom.config.keys import read_api_keys, read_keys
 from kvloom.config.machine import Machine
 from kvloom.config.models import ModelConfig, check_name
 from kvloom.config.units import (
+    ConfiguredEngine,
     Device,
-    Engine,
     PairedUnit,
     Rescheduling,
     ReschedulingConfig,
@@ -65,7 +65,7 @@ DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
 Keys = TypeVar("Keys")
 
 
-class Config(Section):
+class Config(ConfigSection):
     """The whole config, resolved: relative paths are absolute, and `engines` have numbers for `auto`."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -162,7 +162,7 @@ class Config(Section):
         return self
 
     def _spec(
-        self, engine: Engine, pool: int, threads: int, device: str, weave: WeaveSpec | None
+        self, engine: ConfiguredEngine, pool: int, threads: int, device: str, weave: WeaveSpec | None
     ) -> EngineSpec:
         unit = engine.unit
         return EngineSpec(

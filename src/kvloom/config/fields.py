@@ -169,7 +169,7 @@ class Surroundings:
         return info.context
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """One mapping of a config file. Unknown keys are errors."""
 
     model_config = ConfigDict(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from kvloom.config.fields import Count, Section, Surroundings, no_bool
+from kvloom.config.fields import ConfigSection, Count, Surroundings, no_bool
 from kvloom.types.spec import Dtype
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -21,7 +21,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name[:140]!r} is no name; letters, digits and .:/@+-_ are right, 128 at most")
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """A model. Its short form is just the path."""
 
     path: str

@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from kvloom.config.fields import (
     Auto,
+    ConfigSection,
     Memory,
     Part,
     Period,
     Seconds,
-    Section,
     Some,
     Steps,
     Threads,
@@ -40,7 +40,7 @@ from kvloom.types.spec import (
 MOST_ENGINES: Final = 64
 
 
-class ReplicasConfig(Section):
+class ReplicasConfig(ConfigSection):
     """Between `least` and `most` engines, by mean freeness in decode steps: see `Scale`. The short form is a
     number."""
 
@@ -87,7 +87,7 @@ CUDA: Final = "cuda"
 Device = Literal["auto", "cpu", "cuda"]
 
 
-class SharesConfig(Section):
+class SharesConfig(ConfigSection):
     """What a model may have of its unit beside the others: parts of the compute for a prefill job and for a
     decode job, and a part of the pool's blocks to begin with."""
 
@@ -96,7 +96,7 @@ class SharesConfig(Section):
     quota: Part | None = None
 
 
-class UnitConfig(Section):
+class UnitConfig(ConfigSection):
     """Models that share an engine, and how many such engines there are. The fleet's own keys say what is left
     out."""
 
@@ -122,7 +122,7 @@ class UnitConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class ConfiguredEngine:
     """One engine that there may be."""
 
     key: str
@@ -133,7 +133,7 @@ class Engine:
     """Its number among its unit's engines."""
 
 
-def groups(engines: Sequence[Engine]) -> dict[str, GroupSpec]:
+def groups(engines: Sequence[ConfiguredEngine]) -> dict[str, GroupSpec]:
     """Returns the groups whose number of engines changes, by key."""
     return {
         engine.key: GroupSpec(tuple(one.name for one in engines if one.key == engine.key), scale)
@@ -142,12 +142,12 @@ def groups(engines: Sequence[Engine]) -> dict[str, GroupSpec]:
     }
 
 
-def first(engines: Sequence[Engine]) -> tuple[str, ...]:
+def first(engines: Sequence[ConfiguredEngine]) -> tuple[str, ...]:
     """Names the engines that a fleet begins with."""
     return tuple(engine.name for engine in engines if engine.number < engine.unit.replicas.first)
 
 
-def check_ranks(engines: Sequence[Engine], cores: Sequence[int], program: str) -> None:
+def check_ranks(engines: Sequence[ConfiguredEngine], cores: Sequence[int], program: str) -> None:
     """Raises ValueError if an engine has fewer cores than ranks, or the program wants of it what ranks do not
     do."""
     for engine, own in zip(engines, cores, strict=True):
@@ -164,7 +164,7 @@ def check_ranks(engines: Sequence[Engine], cores: Sequence[int], program: str) -
             )
 
 
-def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[Engine]:
+def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[ConfiguredEngine]:
     """Returns every engine that there may be. Raises ValueError if units and models do not go together."""
     for i, unit in enumerate(units):
         for name in unit.models:
@@ -181,10 +181,10 @@ def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[E
     keys = [(f"units.{i}", unit, n) for i, unit in enumerate(units) for n in range(unit.replicas.most)]
     if len(keys) > MOST_ENGINES:
         raise ValueError(f"units: {len(keys)} engines; {MOST_ENGINES} or less is right")
-    return [Engine(key, f"unit-{number}", unit, n) for number, (key, unit, n) in enumerate(keys)]
+    return [ConfiguredEngine(key, f"unit-{number}", unit, n) for number, (key, unit, n) in enumerate(keys)]
 
 
-def share_devices(engines: Sequence[Engine], fleets: Device, machine: Machine) -> list[str]:
+def share_devices(engines: Sequence[ConfiguredEngine], fleets: Device, machine: Machine) -> list[str]:
     """Returns `cpu` or `cuda:N` for each engine; GPUs go round. In an engine with ranks the first one has GPU
     N, and the others have the GPUs after it. Raises ValueError if there are fewer GPUs than ranks."""
     found: list[str] = []
@@ -205,7 +205,7 @@ def share_devices(engines: Sequence[Engine], fleets: Device, machine: Machine) -
     return found
 
 
-def _gpus(engine: Engine, device: str) -> set[int]:
+def _gpus(engine: ConfiguredEngine, device: str) -> set[int]:
     """Returns the GPUs of all its ranks."""
     if device == CPU:
         return set()
@@ -214,7 +214,11 @@ def _gpus(engine: Engine, device: str) -> set[int]:
 
 
 def share_pools(
-    engines: Sequence[Engine], devices: Sequence[str], total: int | Auto, block: int, machine: Machine
+    engines: Sequence[ConfiguredEngine],
+    devices: Sequence[str],
+    total: int | Auto,
+    block: int,
+    machine: Machine,
 ) -> list[int]:
     """Returns the bytes of each engine's pool, by `share_memory`. If `total` is open, a GPU's pool has its
     own size, or 0 for what the weights leave. Raises ValueError."""
@@ -241,7 +245,9 @@ def share_pools(
     return found
 
 
-def share_memory(engines: Sequence[Engine], total: int | Auto, block: int, machine: Machine) -> list[int]:
+def share_memory(
+    engines: Sequence[ConfiguredEngine], total: int | Auto, block: int, machine: Machine
+) -> list[int]:
     """Returns the bytes of each engine's pool: its own size, or an equal share of what the others leave of
     `total`. Raises ValueError."""
     fixed = [engine.unit.kv_memory for engine in engines if engine.unit.kv_memory != "auto"]
@@ -265,7 +271,7 @@ def share_memory(engines: Sequence[Engine], total: int | Auto, block: int, machi
     return [share if engine.unit.kv_memory == "auto" else engine.unit.kv_memory for engine in engines]
 
 
-def share_threads(engines: Sequence[Engine], total: int | Auto, machine: Machine) -> list[int]:
+def share_threads(engines: Sequence[ConfiguredEngine], total: int | Auto, machine: Machine) -> list[int]:
     """Returns the cores of each engine: its own number, or an equal share of what the others leave of
     `total`, and one at least. Raises ValueError."""
     cores = machine.cores if total == "auto" else total
@@ -289,7 +295,7 @@ def _share(value: Any) -> float | Auto:
     return float(value)
 
 
-class WeaveConfig(Section):
+class WeaveConfig(ConfigSection):
     """The unit `cold` lends `part` of its pool to the one model of `hot`, and attends over it; `share` of the
     hot unit's sequences are there. With `auto` it is such that decode steps of `cold` take at most `bound`
     longer. `control`, `split` and `waits` say how soon `cold` attends (Weaver, section 4): between which of
@@ -354,7 +360,7 @@ def weave_units(
 OFF = "none"
 
 
-class ReschedulingConfig(Section):
+class ReschedulingConfig(ConfigSection):
     """The fleet scheduler's period in seconds, and its thresholds of freeness in decode steps."""
 
     period: Period = SchedulerSpec().period

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from kvloom.plan.board import Board, Placement
+from kvloom.plan.board import Board, BoardPlacement
 from kvloom.plan.cluster import MeshKind, Nodes, mesh_kinds, meshes
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.explain import check_each, check_left
-from kvloom.plan.plan import Plan
+from kvloom.plan.plan import PlacementPlan
 from kvloom.plan.planner import write_down
 from kvloom.types.errors import ConfigError
 
@@ -21,7 +21,7 @@ Free = dict[int, int]
 
 def spatial(
     estimator: Estimator, cluster: Sequence[Nodes], sizes: Mapping[str, int] | None = None
-) -> Placement:
+) -> BoardPlacement:
     """A mesh for each model. sizes: devices of each; where it is left out, each begins with the least that
     holds it, and the one that gains most requests a device gets more while there are any. Raises
     ConfigError."""
@@ -94,14 +94,14 @@ def _grown(
 
 def _placed(
     estimator: Estimator, chosen: Mapping[Item, tuple[MeshKind, int]], left: Sequence[Item]
-) -> Placement:
+) -> BoardPlacement:
     kinds = [kind for kind, _ in chosen.values()]
     return Board(estimator, kinds, 1, [frozenset({item}) for item in chosen]).placement(left)
 
 
 def memory_greedy(
     estimator: Estimator, cluster: Sequence[Nodes], kinds: Sequence[MeshKind] | None = None
-) -> Placement:
+) -> BoardPlacement:
     """The most popular model first, each to the mesh with the least load, and of those alike the most free
     memory. kinds: the meshes; where they are left out, nodes are cut into equal ones, the smallest that hold
     each model. Raises ConfigError."""
@@ -139,7 +139,7 @@ def _equal(estimator: Estimator, cluster: Sequence[Nodes], items: Sequence[Item]
     return found
 
 
-def write_spatial(estimator: Estimator, cluster: Sequence[Nodes], placement: Placement) -> Plan:
+def write_spatial(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardPlacement) -> PlacementPlan:
     """A model that is alone has all of the compute for each job."""
     plan = write_down(estimator, cluster, placement, "kvloom plan --baseline spatial")
     units = [

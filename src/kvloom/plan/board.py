@@ -16,7 +16,7 @@ Change = tuple[tuple[int, Unit], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class BoardPlacement:
     """units: what is on each mesh. left: items that no mesh had room for. answered: requests a second."""
 
     kinds: tuple[MeshKind, ...]
@@ -81,8 +81,8 @@ class Board:
             gain += estimate.score - self.estimates[at].score
         return gain
 
-    def placement(self, left: Sequence[Item]) -> Placement:
-        return Placement(
+    def placement(self, left: Sequence[Item]) -> BoardPlacement:
+        return BoardPlacement(
             self.kinds,
             tuple(self.units),
             tuple(left),
@@ -96,7 +96,7 @@ _ENOUGH: Final = 1.25  # times the demand: requests come in bursts
 _LEAST: Final = 1e-9  # requests a second; a gain below is rounding
 
 
-def improve(estimator: Estimator, placement: Placement, *, width: int, budget: int) -> Placement:
+def improve(estimator: Estimator, placement: BoardPlacement, *, width: int, budget: int) -> BoardPlacement:
     """Places what was left, and moves or swaps what is on units that hardly meet their demand, while that
     gains and fewer than `budget` evaluations were made in all. width: see `Board`."""
     board, left = Board(estimator, placement.kinds, width, placement.units), list(placement.left)

@@ -33,7 +33,7 @@ class Decoding:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class UnitCandidate:
     """A demand on a kind of mesh. prefill: seconds of whole batches' prompts. lean: decodes on the smallest
     share that answers the demand alone; full: on the best one. start: where in BATCHES the demand is
     answered, 0 where it is not or not sure; throughput: requests a second, alone. busy: the part of the time
@@ -49,7 +49,7 @@ class Candidate:
     request: int
 
 
-class Catalog:
+class CandidateCatalog:
     """Finds candidates; keeps what it has measured with the cost model, which does not depend on rates."""
 
     def __init__(self, demands: Sequence[Demand], costs: Costs) -> None:
@@ -59,7 +59,7 @@ class Catalog:
         self._prefills: dict[tuple[MeshKind, str], tuple[float, tuple[float, ...]]] = {}
         self._decodes: dict[tuple[MeshKind, str, float], Decoding] = {}
 
-    def candidate(self, kind: MeshKind, demand: Demand, rate: float) -> Candidate | None:
+    def candidate(self, kind: MeshKind, demand: Demand, rate: float) -> UnitCandidate | None:
         """For `rate` of the demand's requests; None where the mesh cannot hold the model."""
         request = request_bytes(demand, kind)
         room = pool_bytes(kind, [demand.shape]) // request
@@ -82,7 +82,9 @@ class Catalog:
             found = shares[low]
         lean = full if found is None else self.decoding(kind, demand, found)
         busy = 1.0 - exp(-rate * lean.seconds[start])
-        return Candidate(prefill_share, prefill, lean, full, start if found else 0, throughput, busy, request)
+        return UnitCandidate(
+            prefill_share, prefill, lean, full, start if found else 0, throughput, busy, request
+        )
 
     def _model(self, kind: MeshKind) -> CostModel:
         if kind not in self._models:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.plan.candidates import Candidate, Catalog, Decoding
+from kvloom.plan.candidates import CandidateCatalog, Decoding, UnitCandidate
 from kvloom.plan.cluster import Costs, Demand, MeshKind
-from kvloom.plan.growth import AMPLE, Bound, Growth, Side, grow
+from kvloom.plan.growth import AMPLE, Bound, Growth, ModelShare, grow
 from kvloom.plan.plan import pool_bytes
 
 Item = int
@@ -45,10 +45,10 @@ class Estimator:
         self.demands = tuple(demands)
         self.evaluations = 0
         self._looks = 0
-        self._catalog = Catalog(demands, costs)
+        self._catalog = CandidateCatalog(demands, costs)
         self._items: list[tuple[int, int]] = []  # (demand, replicas)
         self._numbers: dict[tuple[int, int], Item] = {}
-        self._candidates: dict[tuple[MeshKind, Item], Candidate | None] = {}
+        self._candidates: dict[tuple[MeshKind, Item], UnitCandidate | None] = {}
         self._known: dict[tuple[MeshKind, frozenset[Item]], Estimate | None] = {}
 
     def item(self, demand: int, replicas: int) -> Item:
@@ -71,7 +71,7 @@ class Estimator:
         demand, replicas = self._items[item]
         return self.item(demand, replicas * times)
 
-    def candidate(self, kind: MeshKind, item: Item) -> Candidate | None:
+    def candidate(self, kind: MeshKind, item: Item) -> UnitCandidate | None:
         key = kind, item
         if key not in self._candidates:
             demand = self.demands[self.demand(item)]
@@ -153,19 +153,19 @@ class Estimator:
         assert growth is not None
         return growth
 
-    def _held(self, kind: MeshKind, items: Sequence[Item]) -> list[Candidate]:
+    def _held(self, kind: MeshKind, items: Sequence[Item]) -> list[UnitCandidate]:
         found = [self.candidate(kind, item) for item in items]
         return [candidate for candidate in found if candidate is not None]
 
     def _grow(
         self,
         items: Sequence[Item],
-        candidates: Sequence[Candidate],
+        candidates: Sequence[UnitCandidate],
         decodings: Sequence[Decoding],
         pool: int,
     ) -> Growth | None:
         sides = [
-            Side(
+            ModelShare(
                 rate=self.rate(item),
                 prefill=candidate.prefill,
                 decode=decoding.seconds,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvloom.plan.board import Placement
+from kvloom.plan.board import BoardPlacement
 from kvloom.plan.cluster import Demand, MeshKind, Nodes, mesh_kinds
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.plan import fixed_bytes, request_bytes, usable_bytes
@@ -51,7 +51,7 @@ class Shortfall:
         )
 
 
-def shortfalls(estimator: Estimator, placement: Placement) -> list[Shortfall]:
+def shortfalls(estimator: Estimator, placement: BoardPlacement) -> list[Shortfall]:
     """Of a placement without anything left, worst first."""
     found = []
     units = [(kind, unit) for kind, unit in zip(placement.kinds, placement.units, strict=True) if unit]
@@ -124,7 +124,7 @@ def _too_large(demand: Demand, kinds: Sequence[MeshKind]) -> str:
     return line
 
 
-def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: Placement) -> None:
+def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardPlacement) -> None:
     """Raises ConfigError where models have no room beside the others."""
     if not placement.left:
         return

@@ -24,7 +24,7 @@ Bound = Literal["", "memory", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ModelShare:
     """A model in a unit. By the place of a batch in BATCHES, prefill, decode: seconds of its prompts and of
     its whole outputs, the latter alone on the device; occupied: the part of what the device can do that its
     decodes take meanwhile. busy: the part of the time in which it decodes. request: bytes of K and V."""
@@ -43,7 +43,7 @@ class Side:
 
 
 @dataclass(slots=True)
-class _State:
+class _GrowthState:
     """at: places in BATCHES. serial: seconds of a prefill of each. crowd: what all decodes occupy of the
     device on average. used: bytes of K and V."""
 
@@ -52,7 +52,7 @@ class _State:
     crowd: float
     used: int
 
-    def grow(self, sides: Sequence[Side], i: int) -> None:
+    def grow(self, sides: Sequence[ModelShare], i: int) -> None:
         """The next larger batch of a model."""
         side, a = sides[i], self.at[i]
         self.at[i] = a + 1
@@ -77,14 +77,14 @@ class Growth:
         return min(self.ratios, default=AMPLE)
 
 
-def grow(sides: Sequence[Side], pool: int) -> Growth | None:
+def grow(sides: Sequence[ModelShare], pool: int) -> Growth | None:
     """None where the pool is too small for one request of each.
 
     Growing step by step would pass, for each level, through the smallest batches with which all models reach
     that level: their need grows with the others' batches, and no model grows before it is the last. So it
     starts from the highest of some levels that can be reached, and takes single steps from there.
     """
-    state = _State(
+    state = _GrowthState(
         [0] * len(sides),
         sum(side.prefill[0] for side in sides),
         sum(side.busy * side.occupied[0] for side in sides),
@@ -107,7 +107,7 @@ def grow(sides: Sequence[Side], pool: int) -> Growth | None:
     return _step(sides, state, pool, best)
 
 
-def _approach(sides: Sequence[Side], state: _State, pool: int) -> Iterator[_State]:
+def _approach(sides: Sequence[ModelShare], state: _GrowthState, pool: int) -> Iterator[_GrowthState]:
     """States at rising levels, the last near the highest that can be reached, which is below 1."""
     low, high = 0.5, 1.0
     while (reached := _reach(sides, state, pool, low)) is None:
@@ -125,7 +125,7 @@ def _approach(sides: Sequence[Side], state: _State, pool: int) -> Iterator[_Stat
             yield reached
 
 
-def _reach(sides: Sequence[Side], start: _State, pool: int, level: float) -> _State | None:
+def _reach(sides: Sequence[ModelShare], start: _GrowthState, pool: int, level: float) -> _GrowthState | None:
     """The smallest batches, from `start` on, with which each model has `level` times its rate; None where
     there are none, or no room for them."""
     at, serial, crowd, used = list(start.at), start.serial, start.crowd, start.used
@@ -150,10 +150,10 @@ def _reach(sides: Sequence[Side], start: _State, pool: int, level: float) -> _St
                 a += 1
                 behind = True
             at[i] = a
-    return _State(at, serial, crowd, used)
+    return _GrowthState(at, serial, crowd, used)
 
 
-def _step(sides: Sequence[Side], state: _State, pool: int, best: Growth) -> Growth:
+def _step(sides: Sequence[ModelShare], state: _GrowthState, pool: int, best: Growth) -> Growth:
     """From a state on, batch by batch; the best on the way."""
     stuck: list[Bound] = [""] * len(sides)
     while True:
@@ -177,7 +177,7 @@ def _step(sides: Sequence[Side], state: _State, pool: int, best: Growth) -> Grow
     return replace(best, bound="memory" if "memory" in short else "compute")
 
 
-def _growth(sides: Sequence[Side], state: _State) -> Growth:
+def _growth(sides: Sequence[ModelShare], state: _GrowthState) -> Growth:
     """Equation 3 for each model: a batch takes all models' prefills, one after the other, and its decodes,
     which others slow down where the device has an end."""
     ratios, score = [], 0.0

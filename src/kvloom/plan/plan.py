@@ -60,7 +60,7 @@ class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 )
 
 
-class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlacementPlan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """throughput: the sum of what each model is expected to answer, at most its rate. made_by: how, in one
     line."""
 
@@ -86,7 +86,7 @@ def is_plan(file: Path) -> bool:
     return False
 
 
-def read_plan(file: Path) -> Plan:
+def read_plan(file: Path) -> PlacementPlan:
     """Raises ConfigError with what is wrong and where."""
     try:
         text = file.read_bytes()
@@ -98,7 +98,7 @@ def read_plan(file: Path) -> Plan:
             raise ConfigError(
                 f"{file}: a plan of version {version}; this kvloom reads version {PLAN_VERSION}"
             )
-        plan = msgspec.json.decode(text, type=Plan)
+        plan = msgspec.json.decode(text, type=PlacementPlan)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: no plan ({error}); what `kvloom plan -o` writes is right") from error
     names = [unit.name for unit in plan.units]
@@ -111,7 +111,7 @@ def read_plan(file: Path) -> Plan:
     return plan
 
 
-def write_plan(file: Path, plan: Plan) -> None:
+def write_plan(file: Path, plan: PlacementPlan) -> None:
     """Raises ConfigError where it cannot be written."""
     try:
         file.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")

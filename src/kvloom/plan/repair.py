@@ -26,21 +26,21 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartUnit:
     """unit: its number in the plan."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopUnit:
     """waits: models that no unit has from here on, until one that has them is started."""
 
     unit: str
     waits: tuple[str, ...] = ()
 
 
-Step = Start | Stop
+Step = StartUnit | StopUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +155,12 @@ class _Change:
         starts.sort(key=lambda number: (len(missing.intersection(self._new[number].models)), -number))
         stops = [name for name in old if not self._waits(state, name)]
         stops.sort(key=lambda name: (self._old[name].bytes, name))
-        return [*map(Start, starts), *map(Stop, stops)]
+        return [*map(StartUnit, starts), *map(StopUnit, stops)]
 
-    def _least_gap(self, state: State) -> Stop:
+    def _least_gap(self, state: State) -> StopUnit:
         gaps = {name: self._waits(state, name) for name in state[0]}
         name = min(gaps, key=lambda name: (len(gaps[name]), -self._old[name].bytes, name))
-        return Stop(name, gaps[name])
+        return StopUnit(name, gaps[name])
 
     def _waits(self, state: State, name: str) -> tuple[str, ...]:
         """Models that only this old unit has."""
@@ -180,4 +180,4 @@ class _Change:
 
 def _after(state: State, step: Step) -> State:
     old, new = state
-    return (old - {step.unit}, new) if isinstance(step, Stop) else (old, new | {step.unit})
+    return (old - {step.unit}, new) if isinstance(step, StopUnit) else (old, new | {step.unit})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Final
 
-from kvloom.plan.board import Board, Placement, improve
+from kvloom.plan.board import Board, BoardPlacement, improve
 from kvloom.plan.cluster import Cut, Group, MeshKind, Nodes, fits, groups, mesh_kinds, meshes, worthwhile
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.growth import AMPLE
@@ -25,7 +25,7 @@ def place(
     *,
     small: bool,
     width: int,
-) -> Placement:
+) -> BoardPlacement:
     """Algorithm 1 on one group of meshes: items by `order`, the largest first, each to the mesh where it
     gains most. small: of meshes that gain alike, the smallest; else the one with the best score. width: see
     `Board`."""
@@ -55,7 +55,7 @@ _LEAST: Final = 1e-4  # of the score, that a step of the climb gains
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class SearchEffort:
     """How hard to look. groups: where there are at most so many, each is tried; else the search climbs.
     width: occupied meshes of a kind that are looked at for a model. refined: groups whose best placement
     moves are tried on. evaluations: of units' estimates after which nothing new is begun. replicas: of a
@@ -68,16 +68,16 @@ class Effort:
     replicas: int = 64
 
     @staticmethod
-    def fit(cluster: Sequence[Nodes], models: int) -> Effort:
+    def fit(cluster: Sequence[Nodes], models: int) -> SearchEffort:
         """Less for less: 32 devices and 19 models take a few seconds."""
         size = models + sum(nodes.total for nodes in cluster)
-        return Effort(evaluations=min(Effort().evaluations, _EVALUATIONS * size))
+        return SearchEffort(evaluations=min(SearchEffort().evaluations, _EVALUATIONS * size))
 
 
 class Search:
     """Finds placements of items on a cluster. Deterministic: it counts evaluations, not seconds."""
 
-    def __init__(self, estimator: Estimator, cluster: Sequence[Nodes], effort: Effort) -> None:
+    def __init__(self, estimator: Estimator, cluster: Sequence[Nodes], effort: SearchEffort) -> None:
         self._estimator = estimator
         self._cluster = tuple(cluster)
         self._effort = effort
@@ -94,7 +94,7 @@ class Search:
     def _spent(self) -> bool:
         return self._estimator.spent >= self._budget
 
-    def best(self, items: Sequence[Item], *, budget: float = 1.0, most: int | None = None) -> Placement:
+    def best(self, items: Sequence[Item], *, budget: float = 1.0, most: int | None = None) -> BoardPlacement:
         """Some items may be left, where there is no room. budget: the part of all evaluations after which
         nothing new is begun. most: groups to try, of those that were best with other items; else all."""
         estimator, effort = self._estimator, self._effort
@@ -124,15 +124,15 @@ class Search:
             best = max(best, better, key=lambda placement: placement.rank)
         return best
 
-    def _ample(self, placement: Placement, items: Sequence[Item]) -> bool:
+    def _ample(self, placement: BoardPlacement, items: Sequence[Item]) -> bool:
         """Nothing could be better."""
         return not placement.left and all(
             self._estimator.known(kind, unit).level >= AMPLE
             for kind, unit in zip(placement.kinds, placement.units, strict=True)
         )
 
-    def _try(self, found: Sequence[Group], items: Sequence[Item]) -> list[Placement]:
-        placements: list[Placement] = []
+    def _try(self, found: Sequence[Group], items: Sequence[Item]) -> list[BoardPlacement]:
+        placements: list[BoardPlacement] = []
         for group in found:
             if placements and self._spent:
                 break
@@ -142,7 +142,7 @@ class Search:
             placements += here
         return placements
 
-    def _place(self, group: Group, items: Sequence[Item]) -> list[Placement]:
+    def _place(self, group: Group, items: Sequence[Item]) -> list[BoardPlacement]:
         """Algorithm 1 by compute and by size, to the smaller mesh of those alike and to the better one."""
         kinds = meshes(self._cluster, group)
         return [
@@ -159,10 +159,10 @@ class Search:
 
     # -- where there are too many groups ----------------------------------------------------------------
 
-    def _climb(self, items: Sequence[Item]) -> list[Placement]:
+    def _climb(self, items: Sequence[Item]) -> list[BoardPlacement]:
         """From groups of equal meshes, cutting a part of one size anew as another while that gains: first
         large parts, then smaller ones."""
-        known: dict[Group, Placement] = {}
+        known: dict[Group, BoardPlacement] = {}
 
         def rank(group: Group) -> tuple[int, float]:
             if group not in known:

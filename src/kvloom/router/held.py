@@ -22,7 +22,7 @@ RENEWALS: Final = 3  # in the time of one lease
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class PeerReservation:
     """Room at `replica` for K and V of prompt[matched:end]; what lies before is there already."""
 
     replica: Replica
@@ -64,7 +64,7 @@ class _Holding(NamedTuple):
     """The id that the request has there. One that migrates has another where it goes."""
 
 
-class Held:
+class SessionHeld:
     """The holdings of one session, counted as calls at their replicas."""
 
     def __init__(self, clock: Clock, tasks: asyncio.TaskGroup) -> None:

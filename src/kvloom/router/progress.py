@@ -12,7 +12,7 @@ from kvloom.types.errors import KvloomError
 from kvloom.types.request import EndEvent, Event, Made, PromptEvent, TokenEvent
 
 
-class Progress:
+class RequestProgress:
     """The tokens of a request with `n` choices, and what its caller is told of the frames that come."""
 
     def __init__(self, n: int, clock: Clock) -> None:

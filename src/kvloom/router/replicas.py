@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from kvloom.cluster.dispatch import Dispatch, freest, infaas
 from kvloom.engine.freeness import Arrival
 from kvloom.router.prefix_index import PrefixIndex
-from kvloom.router.waiting import Report
+from kvloom.router.waiting import LoadReport
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import ModelCard, StartGenerate
@@ -18,7 +18,7 @@ from kvloom.types.request import ModelCard, StartGenerate
 CALL_TOKENS: Final = 128  # what a call in flight weighs, in prompt tokens
 
 
-class Host(Protocol):
+class ReplicaHost(Protocol):
     """What a replica and its requests have to know of the unit that they are on."""
 
     @property
@@ -28,7 +28,7 @@ class Host(Protocol):
     def client(self) -> EngineClient: ...
 
     @property
-    def report(self) -> Report:
+    def report(self) -> LoadReport:
         """The unit's last load, kept fresh while programs ask for it."""
 
     @property
@@ -62,7 +62,7 @@ class Host(Protocol):
 class Replica:
     """A model on one unit, and what this router has asked of it."""
 
-    def __init__(self, unit: Host, card: ModelCard) -> None:
+    def __init__(self, unit: ReplicaHost, card: ModelCard) -> None:
         self.unit = unit
         self.card = card
         self.calls = 0

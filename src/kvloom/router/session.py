@@ -11,8 +11,8 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from kvloom.router.held import REFUSALS, Held, Reservation
-from kvloom.router.progress import Progress
+from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
+from kvloom.router.progress import RequestProgress
 from kvloom.router.replicas import Fleet, Replica, arriving
 from kvloom.router.waiting import WaitingRoom
 from kvloom.types.address import resolve
@@ -66,7 +66,7 @@ class Session:
         self.name = body.request
         """The request's id at the replicas. After `release`, and with a migration, it has another, so that a
         late abort, or a call that arrives twice, harms no further attempt."""
-        self.progress = Progress(body.n, clock)
+        self.progress = RequestProgress(body.n, clock)
         self.tasks = tasks
         self.migrating = False
         self.running: Leg | None = None
@@ -75,7 +75,7 @@ class Session:
         """Tokens of context that the replica which took the request first has promised; 0 before."""
         self.refused: set[Replica] = set()
         """Replicas that would not, or could not, generate."""
-        self.held = Held(clock, tasks)
+        self.held = SessionHeld(clock, tasks)
         self.following: Leg | None = None
         """Who goes on once `running` has told all it has, if the request has been handed over."""
         self.computed = 0
@@ -136,7 +136,7 @@ class Session:
 
     async def prep_recv(
         self, replica: Replica, end: int | None = None, *, sender: Replica | None = None
-    ) -> Reservation:
+    ) -> PeerReservation:
         """Reserves room at `replica` for prompt[:end], kept until the request is over or generates there.
         `sender` is who will send; it is refused here if it keeps K and V in another form. From here on both
         count as having their parts of the prompt to compute."""
@@ -158,10 +158,10 @@ class Session:
             for who in parts:
                 self.held.is_to_compute(who, 0)
             raise
-        return Reservation(replica, self.model, self.prompt, given)
+        return PeerReservation(replica, self.model, self.prompt, given)
 
     async def remote_send(
-        self, source: Replica, spot: Reservation, *, begin: int = 0, end: int | None = None
+        self, source: Replica, spot: PeerReservation, *, begin: int = 0, end: int | None = None
     ) -> Sent:
         """Lets `source` write prompt[begin:end] into the reserved room, as far as it belongs there. The lease
         is kept alive meanwhile. If there is nothing to send, nobody is asked."""
@@ -178,7 +178,7 @@ class Session:
             self.held.is_to_compute(source, 0)
         return sent
 
-    async def _sent(self, source: Replica, spot: Reservation, order: RemoteSend) -> Sent:
+    async def _sent(self, source: Replica, spot: PeerReservation, order: RemoteSend) -> Sent:
         async with together() as group:
             renewing = group.create_task(self.held.renew(spot.replica, order.request, spot.given.lease))
             async with self.held.asking(source, "work", order.request):

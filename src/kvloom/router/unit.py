@@ -8,7 +8,7 @@ from typing import Final
 
 from kvloom.cluster.state import Outlook
 from kvloom.router.replicas import Replica
-from kvloom.router.waiting import Report
+from kvloom.router.waiting import LoadReport
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError, KvloomError, Unavailable
@@ -56,7 +56,7 @@ class Unit:
         """Whether it is to get no requests, though it is here."""
         self.calls = 0
         """Requests in flight there, of all its models."""
-        self.report = Report(self._load_if_up, clock)
+        self.report = LoadReport(self._load_if_up, clock)
         self._clock = clock
         self._admit = admit
         self._lost = lost

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.cluster.launcher import Counted, Seen
+from kvloom.cluster.launcher import Counted, UnitSeen
 from kvloom.cluster.mirror import Mirror
-from kvloom.cluster.state import ABSENT, Process, is_counted, outlook
+from kvloom.cluster.state import ABSENT, ComponentStatus, is_counted, outlook
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.replicas import Replica
 from kvloom.router.unit import Unit
@@ -203,10 +203,10 @@ class Units(Mapping[str, Unit]):
             task = self._coming[name] = self._tasks.create_task(self._come(unit, process, link))
             task.add_done_callback(lambda task: self._came(name, task))
 
-    async def _come(self, unit: Unit, process: Process, link: FleetLink) -> None:
+    async def _come(self, unit: Unit, process: ComponentStatus, link: FleetLink) -> None:
         await unit.ask()
         problem = unit.problem.message if unit.problem else ""
-        link.mirror.send(Seen(unit.name, process.generation, problem))
+        link.mirror.send(UnitSeen(unit.name, process.generation, problem))
 
     def _came(self, name: str, task: asyncio.Task[None]) -> None:
         if self._coming.get(name) is task:

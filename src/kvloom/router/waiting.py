@@ -51,7 +51,7 @@ PERIOD: Final = 0.5  # seconds between an answer and the next time the unit is a
 LINGER: Final = 10.0  # seconds for which it is still asked when nobody wanted to know any more
 
 
-class Report:
+class LoadReport:
     """ask: gives the unit's load, None where it does not answer. What this router has sent there since it was
     asked counts as if it ran already, though the unit may have told of it: for one period at most. Other
     routers' requests, and those that end, are seen a period late."""

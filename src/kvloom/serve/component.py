@@ -41,7 +41,7 @@ class Descriptors:
     """Further descriptors, which have the same numbers in the process."""
 
 
-class Process(Protocol):
+class ComponentProcess(Protocol):
     """A process that was started here."""
 
     @property
@@ -61,10 +61,10 @@ class Process(Protocol):
 class Spawn(Protocol):
     """Starts `python -m MODULE REPORTS NAME`, in a process group of its own. Raises OSError."""
 
-    async def __call__(self, module: str, name: str, given: Descriptors) -> Process: ...
+    async def __call__(self, module: str, name: str, given: Descriptors) -> ComponentProcess: ...
 
 
-async def execute(module: str, name: str, given: Descriptors) -> Process:
+async def execute(module: str, name: str, given: Descriptors) -> ComponentProcess:
     """Starts the process as a new interpreter."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -88,7 +88,7 @@ class Component:
     def __init__(
         self,
         name: str,
-        process: Process,
+        process: ComponentProcess,
         orders: asyncio.StreamWriter,
         output: asyncio.StreamReader,
         reports: asyncio.StreamReader,

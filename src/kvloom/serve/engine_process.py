@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kvloom.serve.orders import EngineOrder, Progress, Ready, keep_cards
+from kvloom.serve.orders import EngineOrder, Ready, StartProgress, keep_cards
 from kvloom.serve.parent import Parent, end_at_once, run_child
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ GRACE_SECONDS = 1
 def main(parent: Parent) -> None:
     order = parent.order(EngineOrder)
     parent.watch(Path(order.socket).parent)
-    parent.report(Progress("starting the engine"))
+    parent.report(StartProgress("starting the engine"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(parent, order))
 
@@ -51,7 +51,7 @@ def preload() -> list[Callable[[], object]]:
     from kvloom.offload.loans import Borrower  # noqa: F401, PLC0415
     from kvloom.router.client import HttpEngineClient  # noqa: F401, PLC0415
     from kvloom.serve.machine import require_hub  # noqa: F401, PLC0415
-    from kvloom.serve.server import Server  # noqa: F401, PLC0415
+    from kvloom.serve.server import HttpServer  # noqa: F401, PLC0415
     from kvloom.transfer.shared_memory import ShmTransport  # noqa: F401, PLC0415
 
     used = ("torch.fx.experimental.symbolic_shapes",)  # by torch, to build modules without their weights
@@ -69,19 +69,19 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     from kvloom.api.verbs import create_verbs  # noqa: PLC0415
     from kvloom.engine.engine import Engine  # noqa: PLC0415
     from kvloom.exec.huggingface import hide_progress  # noqa: PLC0415
-    from kvloom.serve.server import Server  # noqa: PLC0415
+    from kvloom.serve.server import HttpServer  # noqa: PLC0415
     from kvloom.types.clock import WallClock  # noqa: PLC0415
 
     hide_progress()
     folder = Path(order.socket).parent
-    executor = load_unit(spec, folder, lambda text: parent.report(Progress(text)))
+    executor = load_unit(spec, folder, lambda text: parent.report(StartProgress(text)))
     transport = open_transport(spec, executor.arena)
     clock = WallClock()
     engine = Engine(executor, transport, spec, clock, open_offload(executor, transport))
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
-    server = Server(
+    server = HttpServer(
         create_verbs(engine, secret=order.secret, lend=engine.lend),
         unix=order.socket,
         grace=GRACE_SECONDS,

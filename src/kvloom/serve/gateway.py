@@ -22,8 +22,8 @@ from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.serve.connection import ClientConnection
-from kvloom.serve.orders import GatewayOrder, News, Ready, Report, Retire, kept_cards
-from kvloom.serve.server import Server
+from kvloom.serve.orders import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
+from kvloom.serve.server import HttpServer
 from kvloom.types.clock import Clock, WallClock
 
 
@@ -59,18 +59,18 @@ GRACE_SECONDS: Final = 2  # for running streams, once told to end; half of it by
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
+class GatewayServer:
     """Heeds its supervisor while it serves."""
 
     mirror: Mirror
-    server: Server
+    server: HttpServer
     drain: float
     """Seconds for streams when another gateway takes its place."""
     ending: asyncio.Event
     """Set once it is told to end."""
 
     def heed(self, news: News) -> None:
-        if isinstance(news, Retire):
+        if isinstance(news, RetireOrder):
             self.server.retire(self.drain)
         else:
             self.mirror.heed(news)
@@ -84,7 +84,7 @@ class Gateway:
 @asynccontextmanager
 async def gateway(
     order: GatewayOrder, program: Program, snapshot: Snapshot, report: Callable[[Report], None]
-) -> AsyncIterator[Gateway]:
+) -> AsyncIterator[GatewayServer]:
     """snapshot: the fleet that it is to serve. report: to the supervisor."""
     mirror, clock = Mirror(snapshot, report), WallClock()
     async with AsyncExitStack() as stack:
@@ -102,10 +102,12 @@ async def gateway(
             admin=Admin(router, orders, rescheduler),
             moves=lambda: rescheduler.moves,
         )
-        server = Server(app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready()))
+        server = HttpServer(
+            app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready())
+        )
         ending = asyncio.Event()
         last = tasks.create_task(_end_streams(router, ending, clock))
-        yield Gateway(mirror, server, order.drain, ending)
+        yield GatewayServer(mirror, server, order.drain, ending)
         last.cancel()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvloom.cluster.launcher import Answered, Ended, Found, Missed, Started
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Started
 from kvloom.cluster.launcher import News as FleetNews
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, is_gateway
@@ -22,12 +22,12 @@ from kvloom.serve.orders import (
     GatewayOrder,
     News,
     Order,
-    Progress,
+    OrderRefused,
     Ready,
-    Refused,
-    Retire,
+    RetireOrder,
     Said,
     SchedulerOrder,
+    StartProgress,
 )
 from kvloom.types.clock import Clock
 from kvloom.types.request import PROTOCOL
@@ -108,7 +108,7 @@ class Roles:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-Heard = Started | Answered | Ended | Missed | Progress | Said
+Heard = Started | Answered | Ended | Missed | StartProgress | Said
 """What a process is reported to do, or says."""
 
 
@@ -181,7 +181,7 @@ class LocalLauncher:
     def retire(self, component: str) -> None:
         if child := self._children.get(component):
             child.phase = "retiring"
-            child.news.put_nowait(Retire())
+            child.news.put_nowait(RetireOrder())
 
     def tell(self, component: str, news: FleetNews) -> None:
         if child := self._children.get(component):
@@ -190,9 +190,9 @@ class LocalLauncher:
     def forget(self, component: str) -> None:
         """A unit's cards stay in the fleet's folder, where nobody asks for them."""
 
-    def running(self) -> Sequence[Found]:
+    def running(self) -> Sequence[FoundProcess]:
         return [
-            Found(
+            FoundProcess(
                 name,
                 child.generation,
                 child.phase,
@@ -258,7 +258,7 @@ class LocalLauncher:
         refusal: str | None = None
         async for report in component.reports():
             match report:
-                case Refused(message):
+                case OrderRefused(message):
                     refusal = message
                 case Ready(chat):
                     if child.phase == "starting":

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from kvloom.cluster.edits import Edit
-from kvloom.cluster.launcher import Change, Counted, Edited, Seen, Snapshot
+from kvloom.cluster.launcher import Change, Counted, Edited, Snapshot, UnitSeen
 from kvloom.types.request import ModelCard
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import EngineSpec, ProgramSpec, SchedulerSpec
@@ -69,11 +69,11 @@ class SchedulerOrder(Struct, frozen=True, kw_only=True):
     """Of the engines' sockets."""
 
 
-class Retire(Struct, frozen=True, tag="retire"):
+class RetireOrder(Struct, frozen=True, tag="retire"):
     """To a gateway: another one serves in its place. It is to end with the last of its requests."""
 
 
-class Progress(Struct, frozen=True, tag="progress"):
+class StartProgress(Struct, frozen=True, tag="progress"):
     """What the process is doing now."""
 
     text: str
@@ -85,18 +85,18 @@ class Ready(Struct, frozen=True, tag="ready"):
     chat: tuple[str, ...] = ()
 
 
-class Refused(Struct, frozen=True, tag="refused"):
+class OrderRefused(Struct, frozen=True, tag="refused"):
     """The process ends, because what it was given cannot be used."""
 
     message: str
 
 
-Said = Edit | Seen | Counted
+Said = Edit | UnitSeen | Counted
 """What a gateway says to the fleet's controller."""
-News = Snapshot | Change | Edited | Retire
+News = Snapshot | Change | Edited | RetireOrder
 """What a gateway is told while it serves."""
 Order = EngineOrder | GatewayOrder | SchedulerOrder | News
-Report = Progress | Ready | Refused | Said
+Report = StartProgress | Ready | OrderRefused | Said
 
 
 def keep_cards(folder: Path, unit: str, cards: Sequence[ModelCard]) -> None:

@@ -16,7 +16,7 @@ from typing import Final, NoReturn, TypeVar
 
 import msgspec
 
-from kvloom.serve.orders import News, Order, Refused, Report
+from kvloom.serve.orders import News, Order, OrderRefused, Report
 from kvloom.types.errors import ConfigError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def run_child(main: Callable[[Parent], None]) -> NoReturn:
     try:
         main(parent)
     except ConfigError as error:
-        parent.report(Refused(error.message))
+        parent.report(OrderRefused(error.message))
         code = 2
     except Unavailable as error:
         end_at_once(error.message)

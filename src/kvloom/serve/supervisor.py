@@ -12,12 +12,12 @@ from typing import Final
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended
-from kvloom.cluster.state import GATEWAY, FleetSpec, Process, UnitSpec, is_gateway
+from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
 from kvloom.cluster.store import SpecFile
 from kvloom.config.config import Config
 from kvloom.serve.forkserver import ForkServer
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
-from kvloom.serve.orders import Progress
+from kvloom.serve.orders import StartProgress
 from kvloom.serve.screen import Screen
 from kvloom.types.clock import Clock
 
@@ -30,12 +30,12 @@ class Turned:
     """A component's phase has changed."""
 
     component: str
-    before: Process
-    process: Process
+    before: ComponentStatus
+    process: ComponentStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class ComponentDoing:
     """What a component is doing now."""
 
     component: str
@@ -49,7 +49,7 @@ class Told:
     signal: signal.Signals
 
 
-Event = Turned | Doing | Told
+Event = Turned | ComponentDoing | Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,9 @@ class Supervisor:
     async def _follow(self) -> Outcome:
         while True:
             match await self._events.get():
-                case Doing(component, text) if self._announced:
+                case ComponentDoing(component, text) if self._announced:
                     self._screen.log(_shown(component), text)
-                case Doing(component, text):
+                case ComponentDoing(component, text):
                     self._screen.step(text, self._label(component))
                 case Turned(component, before, process):
                     if outcome := self._show(component, before, process):
@@ -131,8 +131,8 @@ class Supervisor:
     def _hear(self, component: str, heard: Heard) -> None:
         """What is said to the controller is taken in before anything else can happen to who said it."""
         match heard:
-            case Progress(text):
-                self._events.put_nowait(Doing(component, text))
+            case StartProgress(text):
+                self._events.put_nowait(ComponentDoing(component, text))
             case Edit():
                 self._controller.answer(component, heard)
             case Counted():
@@ -144,7 +144,7 @@ class Supervisor:
 
     # -- what a person sees -----------------------------------------------------------------------------
 
-    def _show(self, component: str, before: Process, process: Process) -> Outcome | None:
+    def _show(self, component: str, before: ComponentStatus, process: ComponentStatus) -> Outcome | None:
         """Returns why the fleet ends, if it does."""
         name, screen = _shown(component), self._screen
         match process.phase:
@@ -176,7 +176,7 @@ class Supervisor:
         elif all(one.phase == "ready" for one in self._wanted()):
             self._screen.step("starting the gateway")
 
-    def _failed(self, component: str, process: Process) -> Outcome | None:
+    def _failed(self, component: str, process: ComponentStatus) -> Outcome | None:
         """A gateway that was to take another's place, and a unit that came late, are no reason to end."""
         name, refused = _shown(component), component in self._refused
         self._refused.discard(component)
@@ -187,11 +187,11 @@ class Supervisor:
         self._screen.warn(name, said)
         return None
 
-    def _wanted(self) -> list[Process]:
+    def _wanted(self) -> list[ComponentStatus]:
         """Of the units that are to have a process."""
         there = self._controller.status.processes
         units = self._controller.spec.units
-        return [there.get(name, Process()) for name, unit in units.items() if unit.wanted]
+        return [there.get(name, ComponentStatus()) for name, unit in units.items() if unit.wanted]
 
     def _announce(self) -> None:
         self._announced = True

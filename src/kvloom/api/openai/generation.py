@@ -266,7 +266,7 @@ AT_ONCE = 128  # generations of one request that run at the same time
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
+class EndpointContext:
     """What every endpoint is handed. `unix_time` and `random_bits` are the world's, or a test's."""
 
     client: Server
@@ -302,7 +302,7 @@ class Writer(Protocol):
 class Answering:
     """One HTTP request being answered by one generation for each of its prompts."""
 
-    gateway: Gateway
+    gateway: EndpointContext
     writer: Writer
     generations: Sequence[Generation]
     watch: Watch

@@ -12,7 +12,7 @@ _PCIE4: Final = 32e9  # bytes a second, one way
 _PCIE5: Final = 64e9
 
 
-class Device(Struct, frozen=True, kw_only=True):
+class DeviceSpec(Struct, frozen=True, kw_only=True):
     """flops: dense products in 16 bit, operations a second. memory: bytes; bandwidth: bytes a second. sms:
     multiprocessors. link: bytes a second to the other devices of its node, both ways together; host: to its
     host, one way."""
@@ -26,25 +26,25 @@ class Device(Struct, frozen=True, kw_only=True):
     host: float
 
 
-def _a100(name: str, memory: int, bandwidth: float) -> Device:
-    return Device(
+def _a100(name: str, memory: int, bandwidth: float) -> DeviceSpec:
+    return DeviceSpec(
         name=name, flops=312e12, memory=memory, bandwidth=bandwidth, sms=108, link=600e9, host=_PCIE4
     )
 
 
-def _hopper(name: str, memory: int, bandwidth: float) -> Device:
-    return Device(
+def _hopper(name: str, memory: int, bandwidth: float) -> DeviceSpec:
+    return DeviceSpec(
         name=name, flops=989e12, memory=memory, bandwidth=bandwidth, sms=132, link=900e9, host=_PCIE5
     )
 
 
-def _without_nvlink(name: str, flops: float, memory: int, bandwidth: float, sms: int) -> Device:
-    return Device(
+def _without_nvlink(name: str, flops: float, memory: int, bandwidth: float, sms: int) -> DeviceSpec:
+    return DeviceSpec(
         name=name, flops=flops, memory=memory, bandwidth=bandwidth, sms=sms, link=2 * _PCIE4, host=_PCIE4
     )
 
 
-DEVICES: Final[dict[str, Device]] = {
+DEVICES: Final[dict[str, DeviceSpec]] = {
     device.name: device
     for device in (
         _a100("A100-40", 40 * 10**9, 1.555e12),
@@ -57,7 +57,7 @@ DEVICES: Final[dict[str, Device]] = {
 }
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str) -> DeviceSpec:
     """The sheet of a device, by its name in any case. Raises ConfigError."""
     found = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
     if found is None:

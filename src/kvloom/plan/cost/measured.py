@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvloom.plan.cost.fit import Curve, Spread
-from kvloom.plan.cost.profile import Crowded, Doing, Profile, Role, Timed
+from kvloom.plan.cost.profile import Crowded, JobMeasured, Profile, Role, Timed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import MOST_PARTS, Operator, Work, layer_parts
 from kvloom.types.errors import ConfigError
@@ -237,7 +237,7 @@ class Hosting:
 class _Known:
     """Points by kind of job: of each x, the median of all y."""
 
-    def __init__(self, rows: Iterable[tuple[Doing, Point]]) -> None:
+    def __init__(self, rows: Iterable[tuple[JobMeasured, Point]]) -> None:
         found: dict[HostedKind, list[Point]] = defaultdict(list)
         for doing, point in rows:
             found[doing.model, doing.phase is Phase.DECODE, doing.cores].append(point)

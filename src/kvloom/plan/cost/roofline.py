@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
 
-from kvloom.plan.cost.devices import FITTED, Constants, Device
+from kvloom.plan.cost.devices import FITTED, Constants, DeviceSpec
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.cost.work import Operator, Pace, Work, layer_parts, operators_of
+from kvloom.plan.cost.work import Operator, Work, WorkPace, layer_parts, operators_of
 from kvloom.types.errors import ConfigError
 from kvloom.types.job import Phase
 
@@ -76,7 +76,7 @@ class Roofline:
     """
 
     def __init__(
-        self, device: Device, gpus: int, shapes: Mapping[str, ModelShape], constants: Constants = FITTED
+        self, device: DeviceSpec, gpus: int, shapes: Mapping[str, ModelShape], constants: Constants = FITTED
     ) -> None:
         self._full, self._ease, self._sequence = constants.full, constants.ease, constants.sequence
         self._costs = {name: _costs(shape, device, gpus, constants) for name, shape in shapes.items()}
@@ -115,7 +115,7 @@ class Roofline:
             touched=shape.experts * (1.0 - costs.missed**work.tokens) if costs.experts else 1.0,
             attention=attention / shape.layers,
             start=self.start,
-            pace=Pace(compute * shape.itemsize / self._compute, memory / self._memory),
+            pace=WorkPace(compute * shape.itemsize / self._compute, memory / self._memory),
         )
 
     def queued(self, work: Work) -> float:
@@ -152,7 +152,7 @@ class Roofline:
         )
 
 
-def _costs(shape: ModelShape, device: Device, gpus: int, constants: Constants) -> _Costs:
+def _costs(shape: ModelShape, device: DeviceSpec, gpus: int, constants: Constants) -> _Costs:
     size, layers, hidden = shape.itemsize, shape.layers, shape.hidden
     compute = constants.compute * device.flops * gpus * 2 / size  # half as many of twice the width
     memory = constants.bandwidth * device.bandwidth * gpus

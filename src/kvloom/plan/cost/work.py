@@ -109,7 +109,7 @@ class Operated(CostModel, Protocol):
         which hold so many tokens together."""
 
 
-class Part(NamedTuple):
+class LayerOperator(NamedTuple):
     """One operator of a layer: weights that each token is multiplied with, weights that are read, whatever
     the tokens, and numbers a token that pass through memory."""
 
@@ -120,29 +120,29 @@ class Part(NamedTuple):
     passed: float
 
 
-class Pace(NamedTuple):
+class WorkPace(NamedTuple):
     """Seconds: of multiplying with a weight, and of moving a byte."""
 
     multiply: float
     move: float
 
 
-def layer_parts(shape: ModelShape, touched: float) -> Iterator[Part]:
+def layer_parts(shape: ModelShape, touched: float) -> Iterator[LayerOperator]:
     """Of one layer, but for what attention does with K and V. touched: experts that the job reads."""
     hidden, ffn, active = shape.hidden, shape.ffn, shape.active
     out = hidden * shape.head_dim * shape.heads
     qkv = shape.attention_parameters - out
     ups = 2 if shape.gated else 1
     up, down = hidden * ffn * ups, hidden * ffn
-    yield Part("norm", 2, 0, 0, 2 * hidden)
-    yield Part("qkv", 1, qkv, qkv, 3 * hidden)
-    yield Part("rotary", 1, 0, 0, 3 * hidden)
-    yield Part("attention", 1, 0, 0, 2 * hidden)
-    yield Part("output", 1, out, out, 2 * hidden)
-    yield Part("add", 2, 0, 0, 3 * hidden)
-    yield Part("up", 1, up * active, up * touched, hidden + ups * ffn * active)
-    yield Part("activation", 1, 0, 0, (ups + 1) * ffn * active)
-    yield Part("down", 1, down * active, down * touched, hidden + ffn * active)
+    yield LayerOperator("norm", 2, 0, 0, 2 * hidden)
+    yield LayerOperator("qkv", 1, qkv, qkv, 3 * hidden)
+    yield LayerOperator("rotary", 1, 0, 0, 3 * hidden)
+    yield LayerOperator("attention", 1, 0, 0, 2 * hidden)
+    yield LayerOperator("output", 1, out, out, 2 * hidden)
+    yield LayerOperator("add", 2, 0, 0, 3 * hidden)
+    yield LayerOperator("up", 1, up * active, up * touched, hidden + ups * ffn * active)
+    yield LayerOperator("activation", 1, 0, 0, (ups + 1) * ffn * active)
+    yield LayerOperator("down", 1, down * active, down * touched, hidden + ffn * active)
 
 
 def operators_of(
@@ -153,7 +153,7 @@ def operators_of(
     touched: float,
     attention: float,
     start: float,
-    pace: Pace,
+    pace: WorkPace,
 ) -> tuple[Operator, ...]:
     """attention: seconds of one layer's, without its start."""
     found = list[Operator]()
@@ -164,10 +164,10 @@ def operators_of(
             seconds += attention
         found.append(Operator(part.name, seconds, shape.layers * part.number, MOST_PARTS if splits else 1))
     weights = shape.vocab * shape.hidden
-    head = _seconds(Part("head", 1, weights, weights, 0), drawn, shape.itemsize, pace)
+    head = _seconds(LayerOperator("head", 1, weights, weights, 0), drawn, shape.itemsize, pace)
     return (*found, Operator("head", start + head, 1, MOST_PARTS))
 
 
-def _seconds(part: Part, tokens: int, itemsize: int, pace: Pace) -> float:
+def _seconds(part: LayerOperator, tokens: int, itemsize: int, pace: WorkPace) -> float:
     products = hypot(part.multiplied * tokens * pace.multiply, part.read * itemsize * pace.move)
     return products + part.passed * tokens * itemsize * pace.move
