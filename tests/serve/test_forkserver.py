@@ -223,7 +223,7 @@ def test_one_that_nobody_waits_for_is_ended() -> None:
 SUPERVISOR = f"""
 import asyncio
 from benchmarks.procfs import command_line, descendants
-from kvloom.core.clock import WallClock
+from kvloom.types.clock import WallClock
 from kvloom.serve.component import Component
 from kvloom.serve.forkserver import ForkServer
 

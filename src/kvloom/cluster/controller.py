@@ -69,8 +69,8 @@ class Controller:
         timing: Timing = TIMING,
         watch: Watch = lambda *_: None,
     ) -> None:
-        """spec: what the fleet is to be, if `store` keeps nothing yet. Raises ConfigError if what it keeps
-        cannot be used; then nothing is started or ended."""
+        """`spec` is what the fleet is to be if `store` keeps nothing yet. Raises ConfigError if the store's
+        content cannot be used; then nothing is started or ended."""
         kept = store.load() if store is not None else None
         self.spec, life = kept or (spec, 0)
         self._life = life + 1
@@ -108,7 +108,7 @@ class Controller:
 
     @property
     def snapshot(self) -> Snapshot:
-        """All of the fleet as it is now."""
+        """Returns the whole fleet as it is now."""
         return Snapshot(seq=self._seq, spec=self.spec, status=self.status)
 
     # -- what is said to it -----------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Controller:
         self._become(replace(spec, rolling=rolling))
 
     def _roll_on(self, component: str) -> None:
-        """It is not, or no more, to be restarted."""
+        """Takes a component out of the rolling restart, which is over for it."""
         rolling = self.spec.rolling
         assert rolling is not None
         left = tuple(one for one in rolling.left if one != component)
@@ -294,7 +294,7 @@ class Controller:
     # -- what it keeps ----------------------------------------------------------------------------------
 
     def _become(self, spec: FleetSpec) -> None:
-        """The specification is this from now on, though nobody has edited it."""
+        """Takes over a specification that nobody has edited."""
         made = replace(spec, revision=spec.revision + 1)
         try:
             self._save(made)
@@ -331,7 +331,7 @@ class Controller:
             self._watch(name, before, process or ABSENT)
 
     def _ask(self, name: str) -> None:
-        """The gateways are to say how many requests they have there, once they give it no more."""
+        """Has the gateways count their requests at a unit once they give it no more."""
         process = self.status.processes.get(name, ABSENT)
         counted = is_counted(self.spec.units.get(name), process)
         if counted and name not in self._asked:

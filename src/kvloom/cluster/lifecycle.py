@@ -1,4 +1,4 @@
-"""How a component's status changes: by what the controller does, and by what is reported of its process."""
+"""A component's status changes by what the controller does, and by what is reported of its process."""
 
 from __future__ import annotations
 
@@ -113,8 +113,9 @@ def _ended(
 
 
 def _is_tried_again(name: str, process: ComponentStatus, spec: FleetSpec) -> bool:
-    """What has never worked as it is specified is not: a person is to read why. The fleet scheduler, without
-    which the others do well, is, and so is what was specified otherwise meanwhile."""
+    """Returns whether a process that has died is started again. One that has never worked as it is specified
+    is not, so that a person reads why; the fleet scheduler is, because the others do well without it, and so
+    is a component that was specified otherwise meanwhile."""
     unit = spec.units.get(name)
     edition = 1 if unit is None else unit.edition
     untried = process.generation >= edition > process.proven

@@ -1,4 +1,4 @@
-"""What a gateway knows of its fleet: a copy of the controller's specification and status, and a way to it."""
+"""A gateway mirrors its fleet: it holds a copy of the controller's specification and status, and sends edits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mirror:
     until the copy agrees."""
 
     def __init__(self, snapshot: Snapshot, send: Callable[[Said], None]) -> None:
-        """send: takes what is for the controller to it, in order."""
+        """`send` hands a message to the controller, in order."""
         self._take(snapshot)
         self.send = send
         self._followers: list[Callable[[Collection[str]], None]] = []
@@ -61,9 +61,9 @@ class Mirror:
                         answer.set_exception(KvloomError.from_wire(refused))
 
     async def edit(self, units: dict[str, UnitEdit] | None = None, **fields: Any) -> tuple[str, ...]:
-        """Sends an edit, and returns once the controller has taken it in and the copy has it. fields: others
-        of `Edit`. Returns the fields in which it overrode somebody else's edit of the same time. Raises what
-        the controller refuses it with."""
+        """Sends an edit, and returns once the controller has taken it in and the copy has it. fields: other
+        fields of `Edit`. Returns the fields in which it overrode somebody else's edit of the same time.
+        Raises the error with which the controller refuses it."""
         self._number += 1
         number = self._number
         answer: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
@@ -77,12 +77,12 @@ class Mirror:
             del self._edits[number]
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """Waits until the copy is so. Raises Unavailable if the gateway ends before."""
+        """Waits until `done` holds of the copy. Raises Unavailable if the gateway ends before."""
         while not done():
             await self._next()
 
     def give_up(self) -> None:
-        """The gateway ends: who waits for something learns that now."""
+        """Ends all waits, because the gateway ends."""
         self._over = True
         self._ring()
 

@@ -17,15 +17,16 @@ VERSION: Final = 1
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """What the file holds. life: how many controllers there have been."""
+    """The content of the file."""
 
     version: int
     life: int
+    """The number of controllers that there have been."""
     spec: FleetSpec
 
 
 class SpecStore(Protocol):
-    """Where a controller keeps the specification."""
+    """Keeps the specification for a controller."""
 
     def load(self) -> tuple[FleetSpec, int] | None:
         """Returns what was saved last, with the number of controllers that there have been; None if nothing
