@@ -1,4 +1,4 @@
-"""What those who run a fleet ask of its gateway: its program, its restart, its units and their verbs."""
+"""Answers those who run a fleet: its program, its models, its restart, its units and their verbs."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _content(row: RouteRow) -> Json:
 
 
 def _schema(kind: Any) -> Json:
-    """Returns where the schema of a type stands, or that of a list of such."""
+    """Returns a reference to the schema of a type, or of a list of that type."""
     if get_origin(kind) is list:
         return {"type": "array", "items": _schema(*get_args(kind))}
     return {"$ref": _SCHEMAS + kind.__name__}

@@ -31,7 +31,7 @@ LINES, TEXT, HTML = "application/x-ndjson", "text/plain", "text/html"
 
 
 class Caller(Enum):
-    """Who may call a route. Every path below /admin and /verbs is an admin's, in this table or not."""
+    """The callers of a route. Every path below /admin and /verbs is an admin's, in this table or not."""
 
     ANYONE = "anyone"
     KEY = "whoever has a key, if there are API keys"
@@ -58,7 +58,7 @@ class RouteRow:
 
     @property
     def statuses(self) -> list[int]:
-        """The statuses of all errors that the route may answer with."""
+        """Returns the statuses of all errors that the route may answer with."""
         keys = {Caller.ANYONE: (), Caller.KEY: (401, 500), Caller.ADMIN: (401, 403, 500)}[self.caller]
         body = () if self.body is None else (400, 408, 413)
         return sorted({*self.errors, *keys, *body})

@@ -1,6 +1,7 @@
-"""Which commands there are, and what they share.
+"""The table of commands, and what the commands share.
 
-A command's file is imported when the command is called, so that no command waits for what others need."""
+A command's file is imported when the command is called, so that no command waits for what others need.
+"""
 
 from __future__ import annotations
 

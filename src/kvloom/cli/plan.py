@@ -54,7 +54,7 @@ class NodesConfig(ConfigSection):
 
 
 class DemandConfig(ConfigSection):
-    """What is asked of a model."""
+    """The demand for a model."""
 
     shape: str | None = None
     """The name of a well-known shape; None stands for the profile's, or the checkpoint's at `path`."""

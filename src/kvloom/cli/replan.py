@@ -97,7 +97,8 @@ def _changes(target: ReplanTarget, found: Repair, fleet: Placement) -> Iterator[
 
 
 def _await(name: str) -> ReplanStep:
-    """A unit that is to stay does not serve yet: no other may go before it does."""
+    """Returns the step that waits for a unit that is to stay and does not serve yet: no other may go before
+    it does."""
 
     def carry_out(server: AdminClient) -> None:
         unit = server.start(name)
@@ -115,13 +116,14 @@ def _start(spec: EngineSpec) -> ReplanStep:
 
 
 def _stop(name: str, waits: tuple[str, ...]) -> ReplanStep:
-    """The unit's requests go elsewhere, and its process ends. The models in `waits` have no unit then."""
+    """Returns the step that moves the unit's requests elsewhere and ends its process. The models in `waits`
+    have no unit then."""
     gap = f"; there is no room for both, so requests for {', '.join(waits)} wait meanwhile" if waits else ""
     return ReplanStep(f"stop   {name}{gap}", f"stopping {name}", lambda server: server.stop(name, None))
 
 
 def _forget(name: str) -> ReplanStep:
-    """The unit has no process, and is not to have one any more."""
+    """Returns the step that removes a unit which has no process."""
     return ReplanStep(f"forget {name}", f"forgetting {name}", lambda server: server.remove(name))
 
 

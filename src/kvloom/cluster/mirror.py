@@ -1,4 +1,4 @@
-"""A gateway mirrors its fleet: it holds a copy of the controller's specification and status, and sends edits."""
+"""A gateway mirrors its fleet: it copies the controller's specification and status, and sends edits."""
 
 from __future__ import annotations
 

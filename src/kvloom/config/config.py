@@ -1,6 +1,6 @@
-"""What to serve and how: one frozen, validated config out of a YAML file and flags.
+"""The config tells what to serve and how: one frozen, validated config out of a YAML file and flags.
 
-Everything wrong with it is a ConfigError of one line that names the key and says what would be right.
+Each error in it is a ConfigError of one line, which names the key and says what would be right.
 """
 
 from __future__ import annotations
@@ -185,12 +185,13 @@ class Config(ConfigSection):
 
     @property
     def folder(self) -> Path:
-        """The folder from which relative paths count, and in which an own router program is looked for."""
+        """Returns the folder from which relative paths count, and in which an own router program is looked
+        for."""
         return self._folder
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
-        """One engine for each unit and each replica that there may be."""
+        """Returns one engine for each unit and each replica that there may be."""
         return self._engines
 
     @property
@@ -200,17 +201,17 @@ class Config(ConfigSection):
 
     @property
     def first(self) -> tuple[str, ...]:
-        """The engines that a fleet begins with."""
+        """Returns the engines that a fleet begins with."""
         return self._first
 
     @property
     def machine(self) -> Machine:
-        """The machine as it was before anything of the fleet ran."""
+        """Returns the machine as it was before anything of the fleet ran."""
         return self._machine
 
     @property
     def scheduler(self) -> SchedulerSpec | None:
-        """The fleet scheduler, or None if no request is to move, and no unit to come or to go."""
+        """Returns the fleet scheduler, or None if no request is to move, and no unit to come or to go."""
         return self.scheduler_for(self.engines)
 
     def scheduler_for(self, engines: Iterable[EngineSpec]) -> SchedulerSpec | None:

@@ -1,4 +1,4 @@
-"""What a config says of each model."""
+"""The settings of each model."""
 
 from __future__ import annotations
 

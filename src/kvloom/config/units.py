@@ -1,4 +1,4 @@
-"""Which engines a fleet has, what of the machine each gets, who lends to whom, and how requests move."""
+"""The engines of a fleet: each one's share of the machine, who lends to whom, and how requests move."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ MOST_ENGINES: Final = 64
 
 
 class ReplicasConfig(ConfigSection):
-    """Between `least` and `most` engines, by mean freeness in decode steps: see `Scale`. The short form is a
-    number."""
+    """A number of engines between `least` and `most`, by mean freeness in decode steps: see `Scale`. The
+    short form is a number."""
 
     least: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=MOST_ENGINES)] = 1
     most: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MOST_ENGINES)]
@@ -58,12 +58,13 @@ class ReplicasConfig(ConfigSection):
 
     @property
     def scale(self) -> Scale | None:
-        """When their number changes; None if it never does."""
+        """Returns the rules by which the number changes; None if it never does."""
         return None if self.least == self.most else Scale(**self.model_dump())
 
     @property
     def first(self) -> int:
-        """The number that a fleet begins with: one at least, by which it is known what its models need."""
+        """Returns the number that a fleet begins with: at least one, by which it is known what its models
+        need."""
         return max(1, self.least)
 
 
@@ -88,8 +89,8 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class SharesConfig(ConfigSection):
-    """What a model may have of its unit beside the others: parts of the compute for a prefill job and for a
-    decode job, and a part of the pool's blocks to begin with."""
+    """A model's share of its unit: parts of the compute for a prefill job and for a decode job, and a part of
+    the pool's blocks to begin with."""
 
     prefill: Part | None = None
     decode: Part | None = None
@@ -313,7 +314,7 @@ class WeaveConfig(ConfigSection):
 
 
 class PairedUnit(NamedTuple):
-    """What matters of a unit that lends or borrows."""
+    """The facts that matter of a unit that lends or borrows."""
 
     models: int
     device: str

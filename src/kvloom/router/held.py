@@ -1,4 +1,5 @@
-"""What one session holds at replicas: reservations, pins, running work; how it is kept, and given back."""
+"""Tracks what one session holds at replicas: reservations, pins and running work. It is kept alive, and given
+back at the end."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ class SessionHeld:
 
     @asynccontextmanager
     async def asking(self, replica: Replica, what: What, name: str) -> AsyncIterator[None]:
-        """Something is held at `replica` from here on, unless the replica refuses."""
+        """Counts something as held at `replica` from here on, unless the replica refuses."""
         self.begin(replica, what, name)
         try:
             async with replica.reached():

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class MigrationStage(Enum):
-    """How far a migration is."""
+    """The stages of a migration."""
 
     WAITING = "waiting"
     """The request has yet to begin at the source."""

@@ -26,7 +26,7 @@ ENVIRONMENT: Final = {"PYTHONUNBUFFERED": "1", "TQDM_MININTERVAL": "3"}
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """What a new process is given. `spawn` leaves them open."""
+    """The descriptors that a new process is given. `spawn` leaves them open."""
 
     orders: int
     """The process's stdin."""
@@ -125,7 +125,8 @@ class Component:
             await self._orders.drain()
 
     async def reports(self) -> AsyncIterator[Report]:
-        """Until the process ends. One that says what is no report, or too long a one, is killed for it."""
+        """Yields reports until the process ends. A process whose line is no report, or is too long, is
+        killed."""
         decoder = msgspec.json.Decoder(Report)
         try:
             async for line in self._reports:
@@ -136,7 +137,7 @@ class Component:
             self.kill()
 
     def logs(self) -> AsyncIterator[str]:
-        """What it prints, line by line; a line without end comes in pieces."""
+        """Yields the process's output line by line; a line without end comes in pieces."""
         return lines(self._output)
 
     async def ended(self) -> str:
@@ -145,7 +146,7 @@ class Component:
         return "has ended" if code is None else ending(code)
 
     def terminate(self) -> None:
-        """It is to finish what it does, and to end."""
+        """Tells the process to finish what it does, and to end."""
         if self._process.returncode is None:
             self._process.terminate()
 

@@ -60,7 +60,7 @@ def preload() -> list[Callable[[], object]]:
 
 
 async def serve(parent: Parent, order: EngineOrder) -> None:
-    """Load the models, then answer verbs until SIGTERM, which the parent's end is too."""
+    """Loads the models, then answers verbs until SIGTERM, which the parent's end brings too."""
     from kvloom.serve.machine import require_hub  # noqa: PLC0415
 
     spec = order.spec
@@ -104,7 +104,8 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
 
 
 def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> TorchExecutor | GpuExecutor:
-    """The executor on the unit's device. Raises ConfigError, and Unavailable where a rank ends meanwhile."""
+    """Returns the executor on the unit's device. Raises ConfigError, and Unavailable if a rank ends
+    meanwhile."""
     if spec.device != "cpu" and spec.tensor_parallel > 1:
         from kvloom.exec.parallel.cuda import load_parallel_gpu_executor  # noqa: PLC0415
 
@@ -121,7 +122,7 @@ def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -
 async def _borrow(
     engine: Engine, spec: EngineSpec, weave: WeaveSpec, order: EngineOrder, clock: Clock
 ) -> None:
-    """Of the unit whose socket lies beside this one's."""
+    """Borrows from the unit whose socket lies beside this one's."""
     from kvloom.offload.loans import LoanKeeper  # noqa: PLC0415
     from kvloom.router.client import UNIX, HttpEngineClient  # noqa: PLC0415
 
@@ -152,14 +153,15 @@ def open_offload(
 
 
 async def _end_when_lost(executor: TorchExecutor | GpuExecutor) -> None:
-    """At once, when no job can run any more: its streams break, and so the router goes on with them."""
+    """Ends the process at once when no job can run any more: its streams break, so that the router goes on
+    with them."""
     end_at_once(await executor.lost())
 
 
 def open_transport(
     spec: EngineSpec, arena: Store
 ) -> ShmTransport | NixlTransport | CudaIpcTransport | NoTransport:
-    """The unit's end of the KV plane, as the config chooses. Raises ConfigError."""
+    """Returns the unit's transport for K and V, as the config chooses. Raises ConfigError."""
     from kvloom.kv.arena import Arena  # noqa: PLC0415
 
     if spec.tensor_parallel > 1:

@@ -183,8 +183,8 @@ class ForkServer:
         pause: float = FIRST_PAUSE,
         server: str = MODULE,
     ) -> None:
-        """modules: those that are forked; each has a `main`, which takes its `Parent`. log: takes a name and
-        a line. pause: seconds before a second fork server is started. server: the module that it runs."""
+        """modules: the modules that are forked, each with a `main` that takes its `Parent`; log: takes a name
+        and a line; pause: seconds before a second fork server is started; server: the module that it runs."""
         self._modules = modules
         self._clock = clock
         self._log = log
@@ -196,7 +196,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """The fork server's process, while there is one."""
+        """Returns the fork server's process, while there is one."""
         return self._process.pid if self._process else None
 
     async def run(self) -> None:

@@ -134,15 +134,15 @@ def become(request: Fork, orders: int, output: int, reports: int) -> None:
 
 
 def _reseed() -> None:
-    """Python's own generator gets a new seed with each fork; numpy's does not."""
+    """Seeds numpy's generator anew, which, unlike Python's own, does not get a new seed with each fork."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
 
 
 def serve_forks(prepare: Callable[[], Iterable[Callable[[], object]]]) -> None:
-    """A fork server's whole life, and that of a process that it has forked. prepare: imports what these need,
-    and returns what is done besides while nobody asks."""
+    """Runs a fork server, or a process that it has forked, from its start to its end. prepare: imports what
+    these need, and returns what is done besides while nobody asks."""
     getproctitle()  # finds the place of the title, while the environment beside it is as it was
     supervisor = socket.socket(fileno=os.dup(ORDERS))
     gc.disable()  # nothing of what is imported becomes garbage

@@ -32,7 +32,7 @@ class Clients:
     had."""
 
     def __init__(self, sockets: str, secret: str) -> None:
-        """sockets: the folder in which each unit serves at a path of its own."""
+        """`sockets` is the folder in which each unit serves at a path of its own."""
         self._sockets = sockets
         self._secret = secret
         self._stack = AsyncExitStack()
@@ -85,7 +85,8 @@ class GatewayServer:
 async def gateway(
     order: GatewayOrder, program: Program, snapshot: Snapshot, report: Callable[[Report], None]
 ) -> AsyncIterator[GatewayServer]:
-    """snapshot: the fleet that it is to serve. report: to the supervisor."""
+    """Puts a gateway together. snapshot: the fleet that it is to serve; report: takes reports to the
+    supervisor."""
     mirror, clock = Mirror(snapshot, report), WallClock()
     async with AsyncExitStack() as stack:
         clients = Clients(order.sockets, order.secret)
@@ -112,7 +113,7 @@ async def gateway(
 
 
 async def _end_streams(router: Router, ending: asyncio.Event, clock: Clock) -> None:
-    """Of callers who wait still when the grace is half over: they are to read why."""
+    """Ends the streams of callers who still wait when half of the grace is over, so that they read why."""
     await ending.wait()
     await clock.sleep(GRACE_SECONDS / 2)
     await router.abort_all()

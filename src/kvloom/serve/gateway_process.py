@@ -76,7 +76,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot:
 
 
 def soon(loop: asyncio.AbstractEventLoop, heed: Callable[[News], None], news: News) -> None:
-    """On the event loop, from any thread."""
+    """Calls a function on the event loop, from any thread."""
     with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(heed, news)
 

@@ -36,7 +36,7 @@ class Turned:
 
 @dataclass(frozen=True, slots=True)
 class ComponentDoing:
-    """What a component is doing now."""
+    """A component tells what it is doing now."""
 
     component: str
     text: str
@@ -54,7 +54,7 @@ Event = Turned | ComponentDoing | Told
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the command exits with, and why."""
+    """The command's exit code, and the reason."""
 
     code: int
     why: str
@@ -129,7 +129,7 @@ class Supervisor:
                     return Outcome(0, number.name)
 
     def _hear(self, component: str, heard: Heard) -> None:
-        """What is said to the controller is taken in before anything else can happen to who said it."""
+        """Takes in what a component reports, before anything else can happen to it."""
         match heard:
             case StartProgress(text):
                 self._events.put_nowait(ComponentDoing(component, text))
@@ -166,7 +166,8 @@ class Supervisor:
         return None
 
     def _welcome(self, component: str, *, again: bool) -> None:
-        """One more answers. When all engines do the gateway may serve, and with it the fleet is ready."""
+        """Shows that one more component answers. When all engines answer the gateway may serve, and with it
+        the fleet is ready."""
         self._screen.done(self._label(component))
         if self._announced:
             self._screen.log(_shown(component), "answers again" if again else "answers")
@@ -177,7 +178,8 @@ class Supervisor:
             self._screen.step("starting the gateway")
 
     def _failed(self, component: str, process: ComponentStatus) -> Outcome | None:
-        """A gateway that was to take another's place, and a unit that came late, are no reason to end."""
+        """Returns why the fleet ends, if it does: a gateway that was to take another's place, and a unit that
+        came late, are no reason."""
         name, refused = _shown(component), component in self._refused
         self._refused.discard(component)
         problem = process.problem if refused else f"{name} {process.problem} as it started"
@@ -188,7 +190,7 @@ class Supervisor:
         return None
 
     def _wanted(self) -> list[ComponentStatus]:
-        """Of the units that are to have a process."""
+        """Returns the status of each unit that is to have a process."""
         there = self._controller.status.processes
         units = self._controller.spec.units
         return [there.get(name, ComponentStatus()) for name, unit in units.items() if unit.wanted]
@@ -201,14 +203,14 @@ class Supervisor:
         self._screen.ready(self._roles.url, models, chat, locked=self._config.api_key_file is not None)
 
     def _schedule(self) -> None:
-        """A fleet scheduler starts once there is something to move or to start, if there is none yet."""
+        """Starts a fleet scheduler once there is something to move or to start, if there is none yet."""
         spec = self._controller.spec
         engines = [unit.engine for unit in spec.units.values()]
         if not spec.scheduler and self._config.scheduler_for(engines):
             self._controller.edit(Edit(scheduler=True))
 
     def _label(self, component: str) -> str:
-        """Whose step it is, if there are several to tell apart."""
+        """Returns the component whose step it is, if there are several to tell apart."""
         return _shown(component) if len(self._controller.spec.units) > 1 else ""
 
 
@@ -225,11 +227,11 @@ def specified(config: Config) -> FleetSpec:
 
 
 def _shown(component: str) -> str:
-    """Its name, to a person."""
+    """Returns the component's name for a person."""
     return GATEWAY if is_gateway(component) else component
 
 
 def _heeded() -> list[signal.Signals]:
-    """The signals that end the fleet; not those that it was started to ignore, as by nohup."""
+    """Returns the signals that end the fleet; those that it was started to ignore, as by nohup, do not."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]

@@ -1,4 +1,4 @@
-"""From OpenAI's parameters to the engine's, and log-probabilities in OpenAI's two forms."""
+"""Turns OpenAI's parameters into the engine's, and log-probabilities into OpenAI's two forms."""
 
 from __future__ import annotations
 
