@@ -267,7 +267,7 @@ class CompletionChoice(Answer):
 
 
 class CompletionAnswer(Answer):
-    """The answer to a completion, and the form of a stream's chunks, whose `usage` is null but in the last."""
+    """The answer to a completion, and a stream's chunk, whose `usage` is null but in the last."""
 
     id: str
     object: Literal["text_completion"]

@@ -285,7 +285,7 @@ _ENDS: dict[Family, Callable[[], Callable[[str], int | None]]] = {
 
 
 def _held_from(text: str, mark: str) -> int:
-    """Returns the place at which a tail begins that may be the beginning of a mark, with the space before it."""
+    """Returns the start of a tail that may be the beginning of a mark, with the space before it."""
     for at in range(max(0, len(text) - len(mark) + 1), len(text)):
         if mark.startswith(text[at:]):
             return len(text[:at].rstrip())

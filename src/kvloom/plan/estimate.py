@@ -1,4 +1,4 @@
-"""What a unit of models on a mesh is expected to answer (MuxServe, equation 3)."""
+"""Estimates the requests that a unit of models on a mesh answers (MuxServe, equation 3)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _ENDLESS: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A unit's items in order. throughput: requests a second that each could be answered; level: the smallest
-    of throughput / rate, at most about AMPLE. score: what the search makes large: requests answered, and a
-    little for what could be beyond. bound: what keeps the unit from more, where the demand is not met."""
+    """The estimate of a unit, whose items are in order."""
 
     items: tuple[Item, ...]
     throughput: tuple[float, ...]
+    """Requests a second that each item could be answered."""
     level: float
+    """The smallest of throughput / rate, at most about AMPLE."""
     score: float
+    """The value that the search makes large: requests answered, and a little for what could be beyond."""
     answered: float
     bound: Bound
+    """The resource that keeps the unit from more, if the demand is not met."""
 
 
 _EMPTY: Final = Estimate((), (), AMPLE, 0.0, 0.0, "")
@@ -52,7 +54,7 @@ class Estimator:
         self._known: dict[tuple[MeshKind, frozenset[Item]], Estimate | None] = {}
 
     def item(self, demand: int, replicas: int) -> Item:
-        """One of so many replicas of a demand; the same number each time."""
+        """Returns one of so many replicas of a demand; the same number each time."""
         key = demand, replicas
         if key not in self._numbers:
             self._numbers[key] = len(self._items)
@@ -67,7 +69,7 @@ class Estimator:
         return self.demands[demand].rate / replicas
 
     def split(self, item: Item, times: int) -> Item:
-        """One of so many times as many replicas."""
+        """Returns one of so many times as many replicas."""
         demand, replicas = self._items[item]
         return self.item(demand, replicas * times)
 
@@ -84,7 +86,7 @@ class Estimator:
         return self.evaluations + 0.01 * self._looks
 
     def unit(self, kind: MeshKind, items: frozenset[Item]) -> Estimate | None:
-        """F of equation 1 for these on such a mesh; None where they do not fit."""
+        """Returns F of equation 1 for these items on such a mesh; None if they do not fit."""
         if not items:
             return _EMPTY
         key = kind, items
@@ -97,7 +99,7 @@ class Estimator:
         return self._known[key]
 
     def known(self, kind: MeshKind, items: frozenset[Item]) -> Estimate:
-        """Likewise, for items that are known to fit."""
+        """Returns the same for items that are known to fit."""
         found = self.unit(kind, items)
         assert found is not None
         return found
@@ -125,9 +127,9 @@ class Estimator:
         return pool_bytes(kind, [self.demands[self.demand(item)].shape for item in items])
 
     def settled(self, kind: MeshKind, items: Sequence[Item]) -> list[Decoding]:
-        """How the models of a unit that is known to fit are to decode beside others: each on the smallest
+        """Returns how the models of a unit that is known to fit decode beside others: each on the smallest
         share on which it answers its demand alone, or a larger one, the same for all, until they do so
-        together; where none will do, on the share that answers most."""
+        together; if none will do, on the share that answers most."""
         candidates, pool = self._held(kind, items), self.pool(kind, items)
         best: tuple[float, list[Decoding]] | None = None
         for share in kind.shares:
@@ -147,7 +149,7 @@ class Estimator:
         return best[1]
 
     def unbounded(self, kind: MeshKind, items: Sequence[Item]) -> Growth:
-        """What a unit that is known to fit could answer if memory had no end."""
+        """Returns what a unit that is known to fit could answer if memory had no end."""
         candidates = self._held(kind, items)
         growth = self._grow(items, candidates, [c.full for c in candidates], _ENDLESS)
         assert growth is not None

@@ -1,4 +1,4 @@
-"""From a cluster and demands to a plan (MuxServe, sections 3.1 to 3.3)."""
+"""Makes a plan for a cluster and demands (MuxServe, sections 3.1 to 3.3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvloom.plan.search import SearchEffort
 def plan_placement(
     estimator: Estimator, cluster: Sequence[Nodes], effort: SearchEffort | None = None
 ) -> BoardPlacement:
-    """The best placement that is found. Raises ConfigError where a model has no place."""
+    """Returns the best placement that is found. Raises ConfigError if a model has no place."""
     check_each(estimator, cluster)
     placement = best_placement(
         estimator, cluster, effort or SearchEffort.fit(cluster, len(estimator.demands))
@@ -29,7 +29,7 @@ def plan_placement(
 def make_plan(
     cluster: Sequence[Nodes], demands: Sequence[Demand], costs: Costs, effort: SearchEffort | None = None
 ) -> PlacementPlan:
-    """Raises ConfigError where a model has no place."""
+    """Returns the plan. Raises ConfigError if a model has no place."""
     estimator = Estimator(demands, costs)
     return write_down(estimator, cluster, plan_placement(estimator, cluster, effort), "kvloom plan")
 
@@ -37,7 +37,7 @@ def make_plan(
 def write_down(
     estimator: Estimator, cluster: Sequence[Nodes], placement: BoardPlacement, made_by: str
 ) -> PlacementPlan:
-    """The placement as a plan. Meshes without models are left out."""
+    """Returns the placement as a plan. Meshes without models are left out."""
     units: list[PlannedUnit] = []
     names = homes(cluster, placement.kinds)
     for kind, unit, node in zip(placement.kinds, placement.units, names, strict=True):
@@ -83,8 +83,8 @@ _MOST = 1 << 12
 
 
 def exhaustive(estimator: Estimator, cluster: Sequence[Nodes], replicas: int = 1) -> BoardPlacement | None:
-    """The best of all groups of meshes, all placements on them, and all numbers of replicas up to `replicas`;
-    None where some model fits nowhere. Its cost grows exponentially."""
+    """Returns the best of all groups of meshes, all placements on them, and all numbers of replicas up to
+    `replicas`; None if some model fits nowhere. Its cost grows exponentially."""
     found = groups(cluster, set(mesh_kinds(cluster)), _MOST)
     if found is None:
         raise ValueError("the cluster is too large for exhaustive search")

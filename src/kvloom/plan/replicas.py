@@ -1,4 +1,4 @@
-"""How many replicas each model gets: one mesh may be too small for all that comes to a popular model."""
+"""Finds how many replicas each model gets: one mesh may be too small for all that comes to a popular model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Counts = tuple[int, ...]
 
 
 def best_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: SearchEffort) -> BoardPlacement:
-    """Over placements and numbers of replicas: as few as large meshes need, or as many as the meshes that
-    answer most a device need, or the same number for all; then one more or less where that gains."""
+    """Returns the best placement over numbers of replicas: as few as large meshes need, or as many as the
+    meshes that answer most a device need, or the same number for all; then one more or less if that gains."""
     climb = _Climb(estimator, Search(estimator, cluster, effort), effort)
     for n, counts in enumerate(dict.fromkeys(_starts(estimator, cluster, effort.replicas)), 1):
         climb.start(counts, _BUDGET * n)
@@ -39,7 +39,7 @@ def best_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: Searc
 
 
 class _Climb:
-    """From the numbers of replicas that answer most to others near them."""
+    """Climbs from the numbers of replicas that answer most to others near them."""
 
     def __init__(self, estimator: Estimator, search: Search, effort: SearchEffort) -> None:
         self._estimator = estimator
@@ -52,12 +52,12 @@ class _Climb:
         return max(self._tried.values(), key=lambda placement: placement.rank)
 
     def start(self, counts: Counts, budget: float) -> None:
-        """On all groups of meshes, within a part of all evaluations."""
+        """Tries all groups of meshes, within a part of all evaluations."""
         if counts not in self._tried:
             self._tried[counts] = self._search.best(_items(self._estimator, counts), budget=budget)
 
     def go(self, around: int) -> None:
-        """While that gains, try what is near the best so many tried, on the best groups of meshes."""
+        """Tries numbers near the best, on the best groups of meshes, while that gains."""
         for _ in range(_ROUNDS):
             ranked = sorted(self._tried, key=lambda counts: self._tried[counts].rank, reverse=True)[:around]
             if not self._near(ranked[0]):
@@ -114,8 +114,8 @@ def _need(estimator: Estimator, kinds: Sequence[MeshKind], demand: int, per_devi
 
 
 def _others(estimator: Estimator, placement: BoardPlacement, counts: Counts, most: int) -> list[Counts]:
-    """Without a replica of what has no room; else with one more of what is furthest behind, or one less of
-    what is least so, of each or of all of them."""
+    """Yields numbers nearby: without a replica of what has no room; else with one more of what is furthest
+    behind, or one less of what is least so, of each or of all of them."""
     if placement.left:
         over = {estimator.demand(item) for item in placement.left}
         return [tuple(max(1, n - 1) if demand in over else n for demand, n in enumerate(counts))]
