@@ -65,7 +65,8 @@ class CandidateCatalog:
         self._decodes: dict[tuple[MeshKind, str, float], Decoding] = {}
 
     def candidate(self, kind: MeshKind, demand: Demand, rate: float) -> UnitCandidate | None:
-        """Returns the candidate for `rate` of the demand's requests; None if the mesh cannot hold the model."""
+        """Returns the candidate for `rate` of the demand's requests; None if the mesh is too small for the
+        model."""
         request = request_bytes(demand, kind)
         room = pool_bytes(kind, [demand.shape]) // request
         if room < 1 or not kind.splits(demand.shape):

@@ -1,4 +1,4 @@
-"""Finds how many replicas each model gets: one mesh may be too small for all that comes to a popular model."""
+"""Finds how many replicas each model gets: one mesh may be too small for all requests to a popular model."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Search:
         return placements
 
     def _place(self, group: Group, items: Sequence[Item]) -> list[BoardPlacement]:
-        """Runs algorithm 1 by compute and by size, to the smaller mesh of those alike and to the better one."""
+        """Runs algorithm 1 by compute and by size, to the smaller of like meshes and to the better one."""
         kinds = meshes(self._cluster, group)
         return [
             place(self._estimator, kinds, items, order, small=small, width=self._effort.width)

@@ -23,7 +23,7 @@ LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
 
 @dataclass(frozen=True, slots=True)
 class ReplanTarget:
-    """The units that there are, and those that there should be. Both hold what tells units from each other."""
+    """The units that there are, and those that should be. Both hold what tells units from each other."""
 
     now: dict[str, Placed]
     """The units that there are, by name."""

@@ -13,17 +13,21 @@ _PCIE5: Final = 64e9
 
 
 class DeviceSpec(Struct, frozen=True, kw_only=True):
-    """flops: dense products in 16 bit, operations a second. memory: bytes; bandwidth: bytes a second. sms:
-    multiprocessors. link: bytes a second to the other devices of its node, both ways together; host: to its
-    host, one way."""
+    """The sheet of a device."""
 
     name: str
     flops: float
+    """Dense products in 16 bit, operations a second."""
     memory: int
+    """Bytes."""
     bandwidth: float
+    """Bytes a second."""
     sms: int
+    """Multiprocessors."""
     link: float
+    """Bytes a second to the other devices of its node, both ways together."""
     host: float
+    """Bytes a second to its host, one way."""
 
 
 def _a100(name: str, memory: int, bandwidth: float) -> DeviceSpec:
@@ -58,7 +62,7 @@ DEVICES: Final[dict[str, DeviceSpec]] = {
 
 
 def find_device(name: str) -> DeviceSpec:
-    """The sheet of a device, by its name in any case. Raises ConfigError."""
+    """Returns the sheet of a device, by its name in any case. Raises ConfigError."""
     found = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
     if found is None:
         raise ConfigError(f"device {name[:40]!r} is not known; {', '.join(DEVICES)} are")

@@ -74,13 +74,14 @@ class Crowded(Struct, frozen=True, kw_only=True):
 
 
 class Stepped(Struct, frozen=True, kw_only=True):
-    """Decode steps under the real engine, medians. between: from a step's result to the next one's launch;
-    step: from launch to result, while the engine hands out the tokens of the step before."""
+    """The medians of decode steps under the real engine."""
 
     model: str
     sequences: _Some
     between: _Seconds
+    """Seconds from a step's result to the next one's launch."""
     step: _Seconds
+    """Seconds from launch to result, while the engine hands out the tokens of the step before."""
 
 
 class Pressed(Struct, frozen=True, kw_only=True):
@@ -113,12 +114,14 @@ class HostedSeconds(Struct, frozen=True, kw_only=True):
 
 
 class Computer(Struct, frozen=True, kw_only=True):
-    """memory: bytes that were free. load: average before, of other processes."""
+    """The machine that was measured."""
 
     cpu: str
     cores: _Some
     memory: _Count
+    """Bytes that were free."""
     load: Annotated[float, Meta(ge=0.0)]
+    """The average before, of other processes."""
     system: str
     versions: dict[str, str]
 
@@ -142,7 +145,7 @@ class Profile(Struct, frozen=True, kw_only=True):
 
 
 class _Versioned(Struct):
-    """What a profile of any version has."""
+    """The keys of a profile of any version."""
 
     version: int
     computer: msgspec.Raw
@@ -169,7 +172,7 @@ def read_profile(file: Path) -> Profile:
 
 
 def write_profile(profile: Profile, file: Path) -> None:
-    """Whole or not at all. Raises ConfigError where it cannot be written."""
+    """Writes the profile whole or not at all. Raises ConfigError if it cannot be written."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")

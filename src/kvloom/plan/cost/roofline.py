@@ -1,4 +1,5 @@
-"""How long a job takes by what it must compute, read and send (Williams, Waterman and Patterson, 2009)."""
+"""Predicts how long a job takes by what it must compute, read and send (Williams, Waterman and Patterson,
+2009)."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ class Roofline:
         return self._shapes[model]
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
-        """Their times add up to `device` above, but for all-reduces, between which nothing is looked for."""
+        """Returns the operators, whose times add up to `device` above, but for all-reduces, between which
+        nothing is looked for."""
         shape, costs, parts = self._shapes[work.model], self._costs[work.model], self._parts(work)
         compute, memory = self._slower(work.share)
         attention = compute * parts.attention + memory * (parts.traffic - work.tokens * costs.passing)
