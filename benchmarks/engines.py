@@ -12,7 +12,7 @@ from benchmarks.places import checkpoint
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.local import ENGINE_MODULE
-from kvloom.serve.orders import EngineOrder, Ready, Refused
+from kvloom.serve.orders import EngineOrder, OrderRefused, Ready
 from kvloom.types.spec import EngineSpec, ModelSpec
 
 MODEL = "m"
@@ -56,7 +56,7 @@ async def engines(
 
 async def ready(component: Component) -> None:
     async for report in component.reports():
-        if isinstance(report, Refused):
+        if isinstance(report, OrderRefused):
             raise RuntimeError(report.message)
         if isinstance(report, Ready):
             return

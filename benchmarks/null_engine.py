@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.null_executor import NullExecutor, NullTransport, null_spec
 from kvloom.api.verbs import create_verbs
 from kvloom.engine.engine import Engine
-from kvloom.serve.server import Server
+from kvloom.serve.server import HttpServer
 from kvloom.types.clock import WallClock
 
 BLOCKS = 1 << 18
@@ -55,7 +55,7 @@ async def serve(folder: Path, secret: str, period: float, shape: Shape) -> None:
         engine = Engine(executor, NullTransport(), null_spec(shapes, blocks=BLOCKS), WallClock())
         verbs = create_verbs(engine, secret=secret)
         ready = partial(_answers, unit, waiting)
-        pairs.append((engine, Server(verbs, unix=str(folder / socket), grace=1, ready=ready)))
+        pairs.append((engine, HttpServer(verbs, unix=str(folder / socket), grace=1, ready=ready)))
 
     def end() -> None:
         for _, server in pairs:
@@ -74,7 +74,7 @@ def _answers(unit: str, waiting: set[str]) -> None:
         print("ready", flush=True)
 
 
-async def _until_ended(engine: Engine, server: Server) -> None:
+async def _until_ended(engine: Engine, server: HttpServer) -> None:
     await server.serve()
     await engine.stop()
 

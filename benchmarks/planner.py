@@ -19,7 +19,7 @@ from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, find_shape
 from kvloom.plan.cost.work import CostModel
-from kvloom.plan.plan import Plan
+from kvloom.plan.plan import PlacementPlan
 from kvloom.plan.planner import make_plan
 
 DEVICE, NODE = "A100-80", 8  # devices of a node
@@ -63,7 +63,7 @@ SIZES = {
 class Run:
     size: Size
     seconds: float
-    plan: Plan
+    plan: PlacementPlan
 
 
 def costs(device: str, gpus: int, shapes: Mapping[str, ModelShape]) -> CostModel:

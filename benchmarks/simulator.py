@@ -23,7 +23,7 @@ from kvloom.lab.workload.spec import WorkloadSpec
 from kvloom.lab.workload.summary import Summary
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.shapes import find_shape
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit
 from kvloom.router.program import load_program
 from kvloom.types.spec import Policy
 
@@ -42,7 +42,7 @@ class Run:
     results: Results
 
 
-def fleet() -> Plan:
+def fleet() -> PlacementPlan:
     shape, device = find_shape(SHAPE), find_device(DEVICE)
     model = PlannedModel(
         name=MODEL,
@@ -63,7 +63,7 @@ def fleet() -> Plan:
         )
         for i in range(INSTANCES)
     )
-    return Plan(units=units, throughput=RATE, made_by="benchmarks.simulator")
+    return PlacementPlan(units=units, throughput=RATE, made_by="benchmarks.simulator")
 
 
 def play(policy: Policy, requests: int) -> Run:

@@ -33,7 +33,7 @@ from benchmarks.report import Finding, Report, this_machine
 from benchmarks.workload import Ask
 from kvloom.api.app import DEFAULT_MAX_BODY
 from kvloom.cluster.launcher import Snapshot
-from kvloom.cluster.state import FleetSpec, FleetStatus, Process, UnitSpec
+from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, UnitSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.local import GATEWAY_MODULE
@@ -81,7 +81,7 @@ def serving(units: Iterable[str]) -> Snapshot:
         threads=1,
     )
     spec = FleetSpec(units={unit: UnitSpec(engine=replace(engine, unit=unit)) for unit in units})
-    processes = {unit: Process(phase="ready", generation=1) for unit in spec.units}
+    processes = {unit: ComponentStatus(phase="ready", generation=1) for unit in spec.units}
     return Snapshot(seq=1, spec=spec, status=FleetStatus(processes=processes))
 
 

@@ -32,7 +32,7 @@ from rich.console import Console
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.launcher import Answered, Ended, Missed, Started
 from kvloom.cluster.reconcile import Timing
-from kvloom.cluster.state import FleetSpec, Process, UnitSpec
+from kvloom.cluster.state import ComponentStatus, FleetSpec, UnitSpec
 from kvloom.config.config import DEMO
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
@@ -196,7 +196,7 @@ class Engines:
         if isinstance(heard, Started | Answered | Ended | Missed):
             self._controller.hear(heard)
 
-    def _watch(self, name: str, before: Process, process: Process) -> None:
+    def _watch(self, name: str, before: ComponentStatus, process: ComponentStatus) -> None:
         match process.phase:
             case "ready" if process.pid is not None:
                 self.pids[name] = process.pid

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp
 
-from kvloom.serve.server import Server
+from kvloom.serve.server import HttpServer
 from kvloom.types.errors import KvloomError, PromptTooLong, QueueFull
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import EndEvent, Event, Made, ModelCard, SamplingParams, StartGenerate, TokenEvent
@@ -132,7 +132,7 @@ def order(*prompt: int, tokens: int = 3, request: str = "r1") -> StartGenerate:
 async def served(app: ASGIApp, path: Path) -> AsyncIterator[str]:
     """`app` on a real socket; the URL of it."""
     ready = asyncio.Event()
-    server = Server(app, unix=str(path), grace=1, ready=ready.set)
+    server = HttpServer(app, unix=str(path), grace=1, ready=ready.set)
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve())
         await ready.wait()

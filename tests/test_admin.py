@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from kvloom.cli.gateway import Gateway
+from kvloom.cli.gateway import AdminClient
 from kvloom.cli.main import main
 
 
@@ -143,7 +143,7 @@ def test_control_c_says_what_goes_on(
     def interrupted(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Gateway, "_asked", interrupted)
+    monkeypatch.setattr(AdminClient, "_asked", interrupted)
     assert main(words) == 130
     assert capsys.readouterr().err == f"kvloom: interrupted{told}\n"
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.api.auth import ADMIN_PATH, is_admin
 from kvloom.api.errors import VERBS_PATH
-from kvloom.api.routes import ADMIN, PUBLIC, UNIT_VERBS, Caller, Row
+from kvloom.api.routes import ADMIN, PUBLIC, UNIT_VERBS, Caller, RouteRow
 from kvloom.types.client import EngineClient, RemoteEngine
 from kvloom.types.verbs import VERBS, Done, Verb
 
@@ -41,6 +41,6 @@ def test_a_row_stands_once() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_admins_have_the_paths_that_need_their_key(row: Row) -> None:
+def test_admins_have_the_paths_that_need_their_key(row: RouteRow) -> None:
     assert (row.caller is Caller.ADMIN) == is_admin({"path": row.path})
     assert (row.caller is Caller.ADMIN) == row.path.startswith((ADMIN_PATH + "/", VERBS_PATH + "/"))

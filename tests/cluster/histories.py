@@ -8,9 +8,28 @@ from dataclasses import dataclass, field
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit, UnitEdit
-from kvloom.cluster.launcher import Answered, Change, Counted, Ended, Found, Missed, News, Seen, Snapshot
+from kvloom.cluster.launcher import (
+    Answered,
+    Change,
+    Counted,
+    Ended,
+    FoundProcess,
+    Missed,
+    News,
+    Snapshot,
+    UnitSeen,
+)
 from kvloom.cluster.reconcile import Timing
-from kvloom.cluster.state import ABSENT, FleetSpec, Phase, Process, Rolling, UnitSpec, is_counted, is_gateway
+from kvloom.cluster.state import (
+    ABSENT,
+    ComponentStatus,
+    FleetSpec,
+    Phase,
+    Rolling,
+    UnitSpec,
+    is_counted,
+    is_gateway,
+)
 from kvloom.types.spec import EngineSpec, ModelSpec
 
 TIMING = Timing(first=0.5, most=4.0)
@@ -67,7 +86,7 @@ class One:
     deaf: bool = False
     """It does not end when it is told to."""
     units: dict[str, UnitSpec] = field(default_factory=dict)
-    processes: dict[str, Process] = field(default_factory=dict)
+    processes: dict[str, ComponentStatus] = field(default_factory=dict)
     seq: int = 0
     calls: dict[str, int] = field(default_factory=dict)
     """Of a gateway: requests in flight, by unit."""
@@ -140,8 +159,8 @@ class ModelledHost:
     def forget(self, component: str) -> None:
         assert component not in self.there, f"{component} is forgotten, but has a process"
 
-    def running(self) -> Sequence[Found]:
-        return [Found(name, one.generation, one.phase) for name, one in self.there.items()]
+    def running(self) -> Sequence[FoundProcess]:
+        return [FoundProcess(name, one.generation, one.phase) for name, one in self.there.items()]
 
     def _burn(self) -> bool:
         if self.fuse is None:
@@ -180,7 +199,7 @@ class History:
         )
         self.step()
 
-    def watch(self, name: str, before: Process, process: Process) -> None:
+    def watch(self, name: str, before: ComponentStatus, process: ComponentStatus) -> None:
         if process.phase == "draining":
             one = self.host.there.get(name)
             assert one is None or self.drained.get(name) is not one, f"{name} is drained twice"
@@ -239,7 +258,7 @@ class History:
                 one.calls = {unit: draw.choice((0, 0, 1, 2)) for unit in one.units}
                 self.controller.count(name, one.counted())
             case "ready":
-                self.controller.hear(Seen(name, one.generation, "" if kind < 0.95 else "it differs"))
+                self.controller.hear(UnitSeen(name, one.generation, "" if kind < 0.95 else "it differs"))
             case "ending" | "retiring" if not one.deaf:
                 self.end(name)
 
@@ -303,7 +322,7 @@ class History:
                         one.calls = {}
                         self.controller.count(name, one.counted())
                     case _:
-                        self.controller.hear(Seen(name, one.generation))
+                        self.controller.hear(UnitSeen(name, one.generation))
             due = self.step()
             if self.reached():
                 return

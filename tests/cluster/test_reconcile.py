@@ -9,28 +9,28 @@ from msgspec.structs import replace
 
 from kvloom.cluster.reconcile import (
     Action,
-    Begin,
+    BeginServing,
     CallBack,
-    Drain,
+    DrainUnit,
     Finish,
     Forget,
     Kill,
     Pass,
     Raise,
-    Retire,
-    Start,
-    Stop,
+    RetireGateway,
+    StartProcess,
+    StopProcess,
     Timing,
     Wait,
     reconcile,
 )
 from kvloom.cluster.state import (
     NEXT,
+    ComponentStatus,
     FleetSpec,
     FleetStatus,
     Outlook,
     Phase,
-    Process,
     Rolling,
     UnitSpec,
     is_counted,
@@ -39,91 +39,91 @@ from kvloom.cluster.state import (
 from tests.cluster.histories import engine
 
 NOW = 50.0
-SERVING = Process(phase="ready", generation=1, begun=True)
+SERVING = ComponentStatus(phase="ready", generation=1, begun=True)
 
 
 def unit(**changes: Any) -> UnitSpec:
     return UnitSpec(engine=engine("a"), **changes)
 
 
-def due(units: dict[str, UnitSpec], processes: dict[str, Process], **spec: Any) -> tuple[Action, ...]:
+def due(units: dict[str, UnitSpec], processes: dict[str, ComponentStatus], **spec: Any) -> tuple[Action, ...]:
     """For a fleet whose gateway serves, if nothing else is said of it."""
     processes = {"gateway/1": SERVING} | processes
     status = FleetStatus(processes=processes, opened=True)
     return reconcile(FleetSpec(units=units, **spec), status, NOW)
 
 
-def at(phase: Phase, generation: int = 1, **changes: Any) -> Process:
-    return Process(phase=phase, generation=generation, **changes)
+def at(phase: Phase, generation: int = 1, **changes: Any) -> ComponentStatus:
+    return ComponentStatus(phase=phase, generation=generation, **changes)
 
 
 @pytest.mark.parametrize(
     ("spec", "process", "actions"),
     [
-        (unit(), Process(), [Start("a", 1)]),
-        (unit(wanted=False), Process(), []),
-        (unit(wanted=False, removed=True), Process(), [Forget("a")]),
+        (unit(), ComponentStatus(), [StartProcess("a", 1)]),
+        (unit(wanted=False), ComponentStatus(), []),
+        (unit(wanted=False, removed=True), ComponentStatus(), [Forget("a")]),
         (unit(), at("starting"), []),
         (unit(), at("ready"), []),
         (unit(drained=True), at("ready", calls=0), []),
         (unit(), at("ready", misses=2), []),
         (unit(), at("ready", misses=3), [Kill("a")]),
         (unit(), at("ready", misses=4, killed=True), []),
-        (unit(wanted=False, seconds=5.0), at("ready"), [Drain("a", NOW + 5)]),
-        (unit(generation=2), at("ready"), [Drain("a", None)]),
+        (unit(wanted=False, seconds=5.0), at("ready"), [DrainUnit("a", NOW + 5)]),
+        (unit(generation=2), at("ready"), [DrainUnit("a", None)]),
         (unit(wanted=False), at("draining"), []),
         (unit(wanted=False), at("draining", calls=2, until=60.0), [Wait(60.0)]),
-        (unit(wanted=False), at("draining", calls=2, until=NOW), [Stop("a")]),
-        (unit(wanted=False), at("draining", calls=0, until=60.0), [Stop("a")]),
+        (unit(wanted=False), at("draining", calls=2, until=NOW), [StopProcess("a")]),
+        (unit(wanted=False), at("draining", calls=0, until=60.0), [StopProcess("a")]),
         (unit(), at("draining", calls=2), [CallBack("a")]),
-        (unit(generation=2), at("starting"), [Stop("a")]),
-        (unit(wanted=False), at("starting"), [Stop("a")]),
+        (unit(generation=2), at("starting"), [StopProcess("a")]),
+        (unit(wanted=False), at("starting"), [StopProcess("a")]),
         (unit(generation=2), at("ending", until=60.0), [Wait(60.0)]),
         (unit(generation=2), at("ending", until=NOW), [Kill("a")]),
         (unit(generation=2), at("ending", until=NOW, killed=True), []),
         (unit(), at("waiting", until=51.0), [Wait(51.0)]),
-        (unit(), at("waiting", until=NOW), [Start("a", 1)]),
-        (unit(generation=2), at("waiting", until=99.0), [Start("a", 2)]),
+        (unit(), at("waiting", until=NOW), [StartProcess("a", 1)]),
+        (unit(generation=2), at("waiting", until=99.0), [StartProcess("a", 2)]),
         (unit(wanted=False), at("waiting", until=99.0), [Forget("a")]),
         (unit(), at("failed", until=51.0), []),
-        (unit(generation=2), at("failed"), [Start("a", 2)]),
+        (unit(generation=2), at("failed"), [StartProcess("a", 2)]),
         (unit(wanted=False), at("failed"), [Forget("a")]),
-        (None, at("ready"), [Drain("a", None)]),
+        (None, at("ready"), [DrainUnit("a", None)]),
         (None, at("absent"), [Forget("a")]),
     ],
 )
-def test_a_unit(spec: UnitSpec | None, process: Process, actions: list[Action]) -> None:
+def test_a_unit(spec: UnitSpec | None, process: ComponentStatus, actions: list[Action]) -> None:
     assert due({"a": spec} if spec else {}, {"a": process}) == tuple(actions)
 
 
 @pytest.mark.parametrize(
     ("generation", "gateways", "actions"),
     [
-        (1, {}, [Start("gateway/1", 1)]),
-        (1, {1: at("starting")}, [Begin("gateway/1")]),
+        (1, {}, [StartProcess("gateway/1", 1)]),
+        (1, {1: at("starting")}, [BeginServing("gateway/1")]),
         (1, {1: at("starting", begun=True)}, []),
         (1, {1: at("waiting", until=60.0)}, [Wait(60.0)]),
         (1, {1: at("ready", misses=3)}, [Kill("gateway/1")]),
-        (2, {1: SERVING}, [Start("gateway/2", 2)]),
+        (2, {1: SERVING}, [StartProcess("gateway/2", 2)]),
         (2, {1: SERVING, 2: at("starting", 2, begun=True, since=NOW)}, [Wait(NOW + 60)]),
         (2, {1: SERVING, 2: at("starting", 2, begun=True, since=NOW - 60)}, [Kill("gateway/2")]),
-        (2, {1: SERVING, 2: at("ready", 2)}, [Retire("gateway/1", NOW + 65)]),
+        (2, {1: SERVING, 2: at("ready", 2)}, [RetireGateway("gateway/1", NOW + 65)]),
         (2, {1: at("retiring", until=60.0), 2: at("ready", 2)}, [Wait(60.0)]),
         (2, {1: at("retiring", until=NOW), 2: at("ready", 2)}, [Kill("gateway/1")]),
         (2, {1: at("absent"), 2: at("ready", 2)}, [Forget("gateway/1")]),
         (2, {1: SERVING, 2: at("failed", 2)}, []),
-        (2, {1: at("waiting", until=NOW), 2: at("failed", 2)}, [Start("gateway/1", 1)]),
+        (2, {1: at("waiting", until=NOW), 2: at("failed", 2)}, [StartProcess("gateway/1", 1)]),
         (2, {1: at("waiting", until=NOW), 2: at("starting", 2, begun=True)}, [Forget("gateway/1")]),
         (2, {2: at("failed", 2, until=60.0)}, [Wait(60.0)]),
-        (2, {2: at("failed", 2, until=NOW)}, [Start("gateway/2", 2)]),
+        (2, {2: at("failed", 2, until=NOW)}, [StartProcess("gateway/2", 2)]),
         (
             3,
             {1: SERVING, 2: at("starting", 2), 3: at("ready", 3)},
-            [Retire("gateway/1", NOW + 65), Stop("gateway/2")],
+            [RetireGateway("gateway/1", NOW + 65), StopProcess("gateway/2")],
         ),
     ],
 )
-def test_the_gateway(generation: int, gateways: dict[int, Process], actions: list[Action]) -> None:
+def test_the_gateway(generation: int, gateways: dict[int, ComponentStatus], actions: list[Action]) -> None:
     processes = {f"gateway/{number}": one for number, one in gateways.items()}
     status = FleetStatus(processes=processes, opened=True)
     assert reconcile(FleetSpec(gateway=generation), status, NOW) == tuple(actions)
@@ -135,21 +135,21 @@ def test_the_gateway(generation: int, gateways: dict[int, Process], actions: lis
 def test_the_first_gateway_serves_once_no_unit_is_about_to_come(phase: Phase, begins: bool) -> None:
     status = FleetStatus(processes={"a": at(phase), "gateway/1": at("starting")})
     actions = reconcile(FleetSpec(units={"a": unit(), "b": unit(wanted=False)}), status, NOW)
-    assert (Begin("gateway/1") in actions) == begins
+    assert (BeginServing("gateway/1") in actions) == begins
 
 
 @pytest.mark.parametrize(
     ("generation", "process", "actions"),
     [
-        (0, Process(), []),
-        (1, Process(), [Start("scheduler", 1)]),
-        (2, at("ready"), [Stop("scheduler")]),
-        (1, at("waiting", until=NOW), [Start("scheduler", 1)]),
-        (0, at("ready"), [Stop("scheduler")]),
+        (0, ComponentStatus(), []),
+        (1, ComponentStatus(), [StartProcess("scheduler", 1)]),
+        (2, at("ready"), [StopProcess("scheduler")]),
+        (1, at("waiting", until=NOW), [StartProcess("scheduler", 1)]),
+        (0, at("ready"), [StopProcess("scheduler")]),
     ],
 )
-def test_the_scheduler(generation: int, process: Process, actions: list[Action]) -> None:
-    there = {} if process == Process() else {"scheduler": process}
+def test_the_scheduler(generation: int, process: ComponentStatus, actions: list[Action]) -> None:
+    there = {} if process == ComponentStatus() else {"scheduler": process}
     assert due({}, there, scheduler=generation) == tuple(actions)
 
 
@@ -194,7 +194,9 @@ ALL = ("a", "b", "scheduler", "gateway")
         (Rolling(left=("z", "gateway")), at("ready"), at("ready"), [Pass("z"), Raise("gateway")]),
     ],
 )
-def test_a_rolling_restart(rolling: Rolling, a: Process, b: Process, actions: list[Action]) -> None:
+def test_a_rolling_restart(
+    rolling: Rolling, a: ComponentStatus, b: ComponentStatus, actions: list[Action]
+) -> None:
     units = {"a": unit(), "b": unit()}
     found = due(units, {"a": a, "b": b, "scheduler": at("ready")}, scheduler=1, rolling=rolling)
     waits = [action for action in found if isinstance(action, Wait)]
@@ -216,7 +218,7 @@ def test_a_rolling_restart_leaves_a_unit_alone_that_is_to_have_no_process() -> N
     ("spec", "process", "said"),
     [
         (unit(), at("ready"), "here"),
-        (unit(), Process(), "starting"),
+        (unit(), ComponentStatus(), "starting"),
         (unit(), at("starting"), "starting"),
         (unit(), at("starting", failures=1), "down"),
         (unit(), at("waiting"), "down"),
@@ -228,12 +230,12 @@ def test_a_rolling_restart_leaves_a_unit_alone_that_is_to_have_no_process() -> N
         (unit(), at("starting", replaces=True), "restarting"),
         (unit(wanted=False), at("draining"), "leaving"),
         (unit(wanted=False), at("ending"), "leaving"),
-        (unit(wanted=False), Process(), "away"),
+        (unit(wanted=False), ComponentStatus(), "away"),
         (None, at("ready"), "leaving"),
         (None, at("absent"), "away"),
     ],
 )
-def test_how_a_unit_stands(spec: UnitSpec | None, process: Process, said: Outlook) -> None:
+def test_how_a_unit_stands(spec: UnitSpec | None, process: ComponentStatus, said: Outlook) -> None:
     assert outlook(spec, process) == said
 
 
@@ -247,7 +249,7 @@ def test_a_thousand_units_that_are_as_they_are_to_be_ask_for_nothing() -> None:
     units = {f"u{i}": unit() for i in range(1000)}
     assert due(units, dict.fromkeys(units, at("ready"))) == ()
     changed = units | {"u7": replace(units["u7"], generation=2)}
-    assert due(changed, dict.fromkeys(units, at("ready"))) == (Drain("u7", None),)
+    assert due(changed, dict.fromkeys(units, at("ready"))) == (DrainUnit("u7", None),)
 
 
 def test_every_phase_can_be_left_and_none_leads_nowhere() -> None:

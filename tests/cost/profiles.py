@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.plan.cost.profile import Computer, Crowded, Doing, Profile, Stepped, Timed
+from kvloom.plan.cost.profile import Computer, Crowded, JobMeasured, Profile, Stepped, Timed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
@@ -41,13 +41,16 @@ def make_profile() -> Profile:
         for cores in (1, 2, 4):
             for work in works(model, cores / CORES):
                 took = true_seconds(work)
-                jobs.append(Timed(doing=Doing.of(work, cores), seconds=(took, 0.99 * took, 9 * took)))
+                jobs.append(Timed(doing=JobMeasured.of(work, cores), seconds=(took, 0.99 * took, 9 * took)))
         work, other = Work.prefill(model, 0.5, [256]), Work.decode("one", 0.5, [100] * 8)
         for doing, beside in ((work, other), (other, work)):
             alone = true_seconds(doing)
             crowded.append(
                 Crowded(
-                    doing=Doing.of(doing, 2), beside=Doing.of(beside, 2), alone=alone, seconds=SLOWER * alone
+                    doing=JobMeasured.of(doing, 2),
+                    beside=JobMeasured.of(beside, 2),
+                    alone=alone,
+                    seconds=SLOWER * alone,
                 )
             )
     return Profile(

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.plan.cost.measured import SLOWEST, Hosting, Upkeep
-from kvloom.plan.cost.profile import Doing, Hosted, Pressed, Stalled
+from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Pressed, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.cost.profiles import make_profile
@@ -14,21 +14,23 @@ from tests.cost.profiles import make_profile
 PROFILE = make_profile()
 
 
-def doing(model: str, phase: Phase, cores: int) -> Doing:
-    return Doing(model=model, phase=phase, cores=cores, batch=4, tokens=4, drawn=4, pairs=400, context=396)
+def doing(model: str, phase: Phase, cores: int) -> JobMeasured:
+    return JobMeasured(
+        model=model, phase=phase, cores=cores, batch=4, tokens=4, drawn=4, pairs=400, context=396
+    )
 
 
 def pressed(model: str, phase: Phase, cores: int, over: int, times: float) -> Pressed:
     return Pressed(doing=doing(model, phase, cores), over=over, alone=0.01, seconds=0.01 * times)
 
 
-def hosting(*rows: Pressed | Stalled | Hosted) -> Hosting:
+def hosting(*rows: Pressed | StalledJob | HostedSeconds) -> Hosting:
     return Hosting(
         replace(
             PROFILE,
             pressed=tuple(row for row in rows if isinstance(row, Pressed)),
-            stalled=tuple(row for row in rows if isinstance(row, Stalled)),
-            hosted=tuple(row for row in rows if isinstance(row, Hosted)),
+            stalled=tuple(row for row in rows if isinstance(row, StalledJob)),
+            hosted=tuple(row for row in rows if isinstance(row, HostedSeconds)),
         )
     )
 
@@ -38,7 +40,7 @@ def test_what_was_not_measured_costs_nothing() -> None:
     assert nothing.upkeep("gateway") == Upkeep(0.0, 0.0, 0.0)
     assert nothing.slower(work, 2, 3.0) == 1.0
     assert nothing.pace(work, 2) == 1.0
-    rows = hosting(Hosted(role="client", request=1.0, token=2.0, turn=3.0))
+    rows = hosting(HostedSeconds(role="client", request=1.0, token=2.0, turn=3.0))
     assert (rows.upkeep("client"), rows.upkeep("engine")) == (Upkeep(1.0, 2.0, 3.0), Upkeep())
 
 
@@ -63,8 +65,8 @@ def test_a_job_fares_as_its_likest() -> None:
 
 
 def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
-    def stalled(seconds: float) -> Stalled:
-        return Stalled(doing=doing("one", Phase.PREFILL, 2), busy=0.01, alone=0.04, seconds=seconds)
+    def stalled(seconds: float) -> StalledJob:
+        return StalledJob(doing=doing("one", Phase.PREFILL, 2), busy=0.01, alone=0.04, seconds=seconds)
 
     work = Work.prefill("one", 0.5, [10])
     for seconds, pace in ((0.04, 1.0), (0.03, 1.0), (0.0475, 0.25), (0.05, SLOWEST), (0.09, SLOWEST)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvloom.cluster.autoscale import Drain, Start
+from kvloom.cluster.autoscale import AddReplicas, RemoveReplica
 from kvloom.cluster.scheduler import Period, carried_out, decide
 from kvloom.engine.freeness import Thresholds
 from kvloom.types.service import Pair, Scale, Steps, UnitGroup
@@ -26,7 +26,7 @@ def test_a_period() -> None:
     assert first.pairs == (Pair("a", "b"),)
     assert not first.steps
     second = decide(loads, first, 10.0, BAND, groups)
-    assert second.steps == {"x": Start(), "y": Drain("c")}
+    assert second.steps == {"x": AddReplicas(), "y": RemoveReplica("c")}
     drained = loads | {"d": replace(loads["d"], draining=True)}
     third = decide(drained, second, 11.0, BAND, groups)
     assert third.pairs == (Pair("a", "b"), Pair("d", "c"))

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.cluster.autoscale import Drain, Outside, Start, Step, fewest_running, mean_freeness, rescale
+from kvloom.cluster.autoscale import (
+    AddReplicas,
+    Outside,
+    RemoveReplica,
+    Step,
+    fewest_running,
+    mean_freeness,
+    rescale,
+)
 from kvloom.engine.freeness import freeness, wanted
 from kvloom.types.load import UnitLoad
 from kvloom.types.service import Scale
@@ -37,13 +45,13 @@ FULL, FINE, FREE = fleet(990, 990, 990), fleet(950, 950, 950), fleet(100, 100, 1
 
 
 def test_too_little_for_long_enough_starts_one() -> None:
-    assert played(FULL, FULL, FULL, FULL) == [None, None, Start(), None]
+    assert played(FULL, FULL, FULL, FULL) == [None, None, AddReplicas(), None]
     assert played(FULL, FINE, FULL, FULL) == [None] * 4
     assert played(FULL, FREE, FULL, FULL) == [None] * 4
 
 
 def test_too_much_for_long_enough_drains_one() -> None:
-    assert played(FREE, FREE, FREE, FREE) == [None, None, Drain("c"), None]
+    assert played(FREE, FREE, FREE, FREE) == [None, None, RemoveReplica("c"), None]
     assert played(FREE, FINE, FREE, FREE) == [None] * 4
 
 
@@ -59,10 +67,10 @@ def test_never_beyond_its_bounds() -> None:
 
 
 def test_bounds_that_are_crossed_are_put_right_at_once() -> None:
-    assert played(fleet(950)) == [Start()]
-    assert played({}) == [Start()]
+    assert played(fleet(950)) == [AddReplicas()]
+    assert played({}) == [AddReplicas()]
     assert played(fleet(950), starting=1) == [None]
-    assert played(fleet(*[950] * 5)) == [Drain("e")]
+    assert played(fleet(*[950] * 5)) == [RemoveReplica("e")]
 
 
 def test_who_runs_fewest_drains() -> None:
@@ -96,7 +104,7 @@ def test_who_counts_all_that_waits_has_another_unit_sooner() -> None:
     assert mean_freeness(loads, wanted) == 2 * 100 / 8 * 16
     low = Scale(least=1, most=4, low=500, high=5000, seconds=10)
     assert rescale(loads, 0, None, 0.0, low) == (None, None)
-    assert rescale(loads, 0, Outside("low", 0.0), 10.0, low, usage=wanted) == (None, Start())
+    assert rescale(loads, 0, Outside("low", 0.0), 10.0, low, usage=wanted) == (None, AddReplicas())
 
 
 def test_a_long_queue_starts_as_many_as_it_needs() -> None:
@@ -107,12 +115,12 @@ def test_a_long_queue_starts_as_many_as_it_needs() -> None:
         loads = fleet(1000) | {"b": unit(model(12, 16_000, waiting=9, head_blocks=99, waiting_blocks=pages))}
         return rescale(loads, starting, low, 10.0, replace(scale, most=most))[1]
 
-    assert started(800) == Start(1)  # and 100 for a hundred steps of 16 sequences
-    assert started(901) == started(1500) == Start(2)
-    assert started(2500) == Start(3)
-    assert started(2500, starting=1) == Start(2)
-    assert started(2500, starting=6) == Start(1)
-    assert started(2500, most=4) == Start(2)
+    assert started(800) == AddReplicas(1)  # and 100 for a hundred steps of 16 sequences
+    assert started(901) == started(1500) == AddReplicas(2)
+    assert started(2500) == AddReplicas(3)
+    assert started(2500, starting=1) == AddReplicas(2)
+    assert started(2500, starting=6) == AddReplicas(1)
+    assert started(2500, most=4) == AddReplicas(2)
     assert started(2500, starting=2, most=4) is None
 
 
@@ -120,7 +128,7 @@ def test_an_idle_fleet_that_nobody_has_asked_stays() -> None:
     loads = {name: unit(model()) for name in "abc"}
     assert played(loads, loads, loads, loads) == [None] * 4
     asked = loads | {"b": unit(model(prompt_tokens_total=1))}
-    assert played(asked, asked, asked, asked) == [None, None, Drain("c"), None]
+    assert played(asked, asked, asked, asked) == [None, None, RemoveReplica("c"), None]
 
 
 def test_none_goes_without_which_there_would_be_too_little() -> None:
@@ -128,7 +136,7 @@ def test_none_goes_without_which_there_would_be_too_little() -> None:
     full, empty = unit(model(1, 16 * 900)), unit(model(1, 16 * 50))
     three = {"a": full, "b": full, "c": empty}
     assert mean_freeness(three) > SCALE.high
-    assert played(three, three, three) == [None, None, Drain("c")]
+    assert played(three, three, three) == [None, None, RemoveReplica("c")]
     crowded = {"a": full, "b": unit(model(1, 16 * 900)), "c": unit(model(1, 16 * 190))}
     assert mean_freeness(crowded) > SCALE.high
     assert played(crowded, crowded, crowded) == [None] * 3
@@ -149,9 +157,9 @@ TO_ZERO = Scale(least=0, most=2, low=100, high=400, seconds=10, idle=60)
 def test_the_last_goes_when_nobody_has_asked_for_long_enough() -> None:
     one = {"a": unit(model())}
     assert rescale(one, 0, None, 0.0, TO_ZERO, idle=59.9)[1] is None
-    assert rescale(one, 0, None, 0.0, TO_ZERO, idle=60.0) == (None, Drain("a"))
+    assert rescale(one, 0, None, 0.0, TO_ZERO, idle=60.0) == (None, RemoveReplica("a"))
     assert rescale(one, 0, None, 0.0, TO_ZERO, idle=60.0, waits=True)[1] is None
-    assert rescale(one, 0, None, 0.0, SCALE, idle=1e9)[1] == Start()  # two at least
+    assert rescale(one, 0, None, 0.0, SCALE, idle=1e9)[1] == AddReplicas()  # two at least
     assert rescale(one, 0, Outside("high", 0.0), 50.0, TO_ZERO)[1] is None  # free, and not idle
     leaving = {"a": replace(one["a"], draining=True)}
     assert rescale(leaving, 0, None, 0.0, TO_ZERO, idle=60.0) == (None, None)
@@ -159,10 +167,10 @@ def test_the_last_goes_when_nobody_has_asked_for_long_enough() -> None:
 
 def test_none_and_somebody_waits() -> None:
     assert rescale({}, 0, None, 0.0, TO_ZERO) == (None, None)
-    assert rescale({}, 0, None, 0.0, TO_ZERO, waits=True) == (None, Start())
+    assert rescale({}, 0, None, 0.0, TO_ZERO, waits=True) == (None, AddReplicas())
     assert rescale({}, 1, None, 0.0, TO_ZERO, waits=True) == (None, None)
     leaving = {"a": replace(unit(model()), draining=True)}
-    assert rescale(leaving, 0, None, 0.0, TO_ZERO, waits=True) == (None, Start())
+    assert rescale(leaving, 0, None, 0.0, TO_ZERO, waits=True) == (None, AddReplicas())
 
 
 @given(
@@ -178,16 +186,16 @@ def test_whatever_waits_or_rests_the_bounds_hold(
     for number, ((loads, starting), waits, idle) in enumerate(reports):
         outside, step = rescale(loads, starting, outside, number * 6.0, scale, waits=waits, idle=idle)
         serving = sum(not load.draining for load in loads.values())
-        if isinstance(step, Start):
+        if isinstance(step, AddReplicas):
             assert serving + starting < scale.most
-        if isinstance(step, Drain):
+        if isinstance(step, RemoveReplica):
             assert not loads[step.unit].draining
             assert serving > scale.least
             assert serving > 1 or (idle >= scale.idle and not waits)
         if waits and not serving + starting:
-            assert isinstance(step, Start)
+            assert isinstance(step, AddReplicas)
         if not waits and not least and idle >= scale.idle and serving:
-            assert isinstance(step, Drain)
+            assert isinstance(step, RemoveReplica)
 
 
 @given(st.lists(reported(), max_size=8))
@@ -196,9 +204,9 @@ def test_whatever_is_reported_the_bounds_hold(reports: list[tuple[dict[str, Unit
     for number, (loads, starting) in enumerate(reports):
         outside, step = rescale(loads, starting, outside, number * 6.0, SCALE)
         serving = sum(not load.draining for load in loads.values())
-        if isinstance(step, Start):
+        if isinstance(step, AddReplicas):
             assert serving + starting < SCALE.most
-        if isinstance(step, Drain):
+        if isinstance(step, RemoveReplica):
             assert not loads[step.unit].draining
             assert serving > SCALE.least
 

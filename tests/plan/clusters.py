@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from kvloom.plan.board import Placement
+from kvloom.plan.board import BoardPlacement
 from kvloom.plan.cluster import Demand, Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, find_shape
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.plan import Plan
+from kvloom.plan.plan import PlacementPlan
 from kvloom.types.job import Phase
 
 SHAPES = ("llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama3-8b")
@@ -61,7 +61,7 @@ def formula(device: str, gpus: int, shapes: Mapping[str, ModelShape]) -> CostMod
     return Formula(10_000.0 * gpus)
 
 
-def check(estimator: Estimator, cluster: Sequence[Nodes], placement: Placement) -> None:
+def check(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardPlacement) -> None:
     """Every item has its place, fits there, and the cluster has the meshes."""
     there = {one.device: one.total for one in cluster}
     for kind, unit in zip(placement.kinds, placement.units, strict=True):
@@ -99,7 +99,7 @@ def small_cases(draw: st.DrawFn) -> tuple[list[Nodes], list[Demand]]:
     return cluster, [demand(f"m{i}", *one) for i, one in enumerate(wanted)]
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: PlacementPlan) -> None:
     """What holds of every plan."""
     names = [unit.name for unit in plan.units]
     assert len(set(names)) == len(names)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.plan.candidates import Catalog, alone
+from kvloom.plan.candidates import CandidateCatalog, alone
 from kvloom.plan.cluster import CPU, MeshKind, Nodes, mesh_kinds
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Work
@@ -43,7 +43,7 @@ def test_the_smallest_batch_that_answers(
 @pytest.mark.parametrize("kind", mesh_kinds([nodes("A100-80", 4)]))
 def test_the_smallest_share_that_answers(kind: MeshKind, rate: float) -> None:
     wanted = demand("a", "llama-7b", rate)
-    catalog = Catalog([wanted], roofline)
+    catalog = CandidateCatalog([wanted], roofline)
     found = catalog.candidate(kind, wanted, rate)
     assert found is not None
     cap = sum(b * request_bytes(wanted, kind) <= pool_bytes(kind, [wanted.shape]) for b in BATCHES)
@@ -66,14 +66,14 @@ def test_prefill_takes_the_smallest_share_that_is_as_fast_as_all() -> None:
         return Measured()
 
     wanted = demand("a", "llama-7b", 1.0)
-    found = Catalog([wanted], costs).candidate(nodes("A100-80", 1).mesh(1), wanted, 1.0)
+    found = CandidateCatalog([wanted], costs).candidate(nodes("A100-80", 1).mesh(1), wanted, 1.0)
     assert found is not None
     assert found.prefill_share == 0.8  # what MuxServe gives a 7B
 
 
 def test_meshes_that_cannot_hold_it() -> None:
     large, odd = demand("a", "llama-65b", 1.0), demand("b", "llama-30b", 1.0)
-    catalog = Catalog([large, odd], formula)
+    catalog = CandidateCatalog([large, odd], formula)
     kinds = mesh_kinds([nodes("A100-80", 8)])
     assert [kind.gpus for kind in kinds if catalog.candidate(kind, large, 1.0)] == [
         2,
@@ -89,11 +89,11 @@ def test_meshes_that_cannot_hold_it() -> None:
 
 def test_what_decodes_occupy_is_what_a_crowd_of_them_takes() -> None:
     wanted, kind = demand("a", "llama-7b", 1.0), nodes("A100-80", 1).mesh(1)
-    easy = Catalog([wanted], formula).decoding(kind, wanted, 0.5)
+    easy = CandidateCatalog([wanted], formula).decoding(kind, wanted, 0.5)
     assert easy.occupied == pytest.approx([1 / 8] * len(BATCHES))
-    turns = Catalog([wanted], lambda device, gpus, shapes: Crowded()).decoding(kind, wanted, 0.5)
+    turns = CandidateCatalog([wanted], lambda device, gpus, shapes: Crowded()).decoding(kind, wanted, 0.5)
     assert turns.occupied == pytest.approx([1.0] * len(BATCHES))
-    real = Catalog([wanted], roofline).decoding(kind, wanted, 0.9)
+    real = CandidateCatalog([wanted], roofline).decoding(kind, wanted, 0.9)
     assert 1 / 8 < real.occupied[0] < real.occupied[-1] <= 1.0  # more K and V to read a step
     assert list(real.occupied) == sorted(real.occupied)
     assert easy.seconds == pytest.approx([338 * (0.01 + b / 5000) for b in BATCHES])
@@ -103,7 +103,7 @@ def test_prompts_come_as_sequences_end() -> None:
     """256 sequences of 64 tokens: four end at each step, and four prompts of 100 tokens are a job; of the
     smallest batches each prompt is one."""
     wanted, kind = demand("a", "llama-7b", 1.0, 100, 64), nodes("A100-80", 1).mesh(1)
-    found = Catalog([wanted], formula).candidate(kind, wanted, 1.0)
+    found = CandidateCatalog([wanted], formula).candidate(kind, wanted, 1.0)
     assert found is not None
     assert found.prefill[-1] == pytest.approx(64 * (0.01 + 400 / (10_000 * found.prefill_share)))
     assert found.prefill[0] == pytest.approx(0.01 + 100 / (10_000 * found.prefill_share))
@@ -119,7 +119,7 @@ def test_costs_are_asked_about_each_job_once() -> None:
             return super().seconds(work, beside)
 
     wanted, kind = demand("a", "llama-7b", 1.0), nodes("A100-80", 1).mesh(1)
-    catalog = Catalog([wanted], lambda device, gpus, shapes: Counted())
+    catalog = CandidateCatalog([wanted], lambda device, gpus, shapes: Counted())
     for rate in (0.1, 0.5, 1.0, 2.0, 4.0):
         catalog.candidate(kind, wanted, rate)
     shares = len(kind.shares)

@@ -14,7 +14,7 @@ from kvloom.config.config import DEMO
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
 from kvloom.lab.sim.unit import planned_units
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, is_plan, read_plan, write_plan
+from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, is_plan, read_plan, write_plan
 from kvloom.plan.planner import make_plan
 from kvloom.types.errors import ConfigError
 from tests.plan.clusters import check_plan, muxserve, nodes, roofline
@@ -34,13 +34,13 @@ def unit(name: str, *models: PlannedModel, **changes: Any) -> PlannedUnit:
     return PlannedUnit(name=name, models=models, **fields)
 
 
-def local_plan() -> Plan:
+def local_plan() -> PlacementPlan:
     guide, sums = str(DEMO / "guide"), str(DEMO / "sums")
     units = (
         unit("unit-0", model("guide", guide), model("sums", sums, rate=0.0, quota=0.25)),
         unit("unit-1", model("guide", guide, quota=1.0), gpus=1, kv_bytes=1 << 25),
     )
-    return Plan(units=units, throughput=4.0, made_by="a test")
+    return PlacementPlan(units=units, throughput=4.0, made_by="a test")
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_units_of_a_plan_become_the_fleets(tmp_path: Path) -> None:
 )
 def test_plans_that_cannot_be_served_here(tmp_path: Path, units: tuple[PlannedUnit, ...], part: str) -> None:
     file = tmp_path / "plan.json"
-    write_plan(file, Plan(units=units, throughput=1.0, made_by="a test"))
+    write_plan(file, PlacementPlan(units=units, throughput=1.0, made_by="a test"))
     with pytest.raises(ConfigError) as error:
         load_config(file, {}, {}, MACHINE)
     assert error.value.message.startswith(f"{file}: ")

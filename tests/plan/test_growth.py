@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.plan.growth import AMPLE, BATCHES, Side, grow
+from kvloom.plan.growth import AMPLE, BATCHES, ModelShare, grow
 
 
 def side(
@@ -17,10 +17,10 @@ def side(
     request: int,
     occupied: float = 0.1,
     busy: float = 1.0,
-) -> Side:
+) -> ModelShare:
     """A prefill takes `prefill` a sequence; a batch's decodes `step`, and `each` a sequence. The largest
     batch occupies `occupied` of the device."""
-    return Side(
+    return ModelShare(
         rate=rate,
         prefill=[prefill * b for b in BATCHES],
         decode=[step + each * b for b in BATCHES],
@@ -30,7 +30,7 @@ def side(
     )
 
 
-def equation_3(sides: list[Side], at: list[int]) -> list[float]:
+def equation_3(sides: list[ModelShare], at: list[int]) -> list[float]:
     """Throughput / rate of each, its decodes slowed down where all want more than the device."""
     serial = sum(one.prefill[a] for one, a in zip(sides, at, strict=True))
     ratios = []
@@ -41,7 +41,7 @@ def equation_3(sides: list[Side], at: list[int]) -> list[float]:
     return ratios
 
 
-def by_steps(sides: list[Side], pool: int) -> float:
+def by_steps(sides: list[ModelShare], pool: int) -> float:
     """The best score on the way, always growing whoever is furthest behind (MuxServe's estimator)."""
     at, best = [0] * len(sides), 0.0
     while True:
@@ -83,7 +83,7 @@ sides = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(sides, st.integers(5, 5000))
-def test_it_answers_what_single_steps_do(sides: list[Side], pool: int) -> None:
+def test_it_answers_what_single_steps_do(sides: list[ModelShare], pool: int) -> None:
     found = grow(sides, pool)
     if found is None:
         assert sum(one.request for one in sides) > pool

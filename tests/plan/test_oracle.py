@@ -9,7 +9,7 @@ from kvloom.plan.cluster import Demand, Nodes
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.planner import exhaustive
 from kvloom.plan.replicas import best_placement
-from kvloom.plan.search import Effort
+from kvloom.plan.search import SearchEffort
 from tests.examples import examples
 from tests.plan.clusters import check, demand, formula, nodes, roofline, small_cases
 
@@ -19,7 +19,7 @@ from tests.plan.clusters import check, demand, formula, nodes, roofline, small_c
 def test_near_the_best_there_is(case: tuple[list[Nodes], list[Demand]]) -> None:
     cluster, demands = case
     estimator = Estimator(demands, roofline)
-    found = best_placement(estimator, cluster, Effort())
+    found = best_placement(estimator, cluster, SearchEffort())
     check(estimator, cluster, found)
     best = exhaustive(estimator, cluster, replicas=2 if len(demands) < 4 else 1)
     if best is None:
@@ -36,7 +36,7 @@ def test_near_the_best_there_is(case: tuple[list[Nodes], list[Demand]]) -> None:
 def test_and_so_with_one_replica_each(case: tuple[list[Nodes], list[Demand]]) -> None:
     cluster, demands = case
     estimator = Estimator(demands, roofline)
-    found = best_placement(estimator, cluster, Effort(replicas=1))
+    found = best_placement(estimator, cluster, SearchEffort(replicas=1))
     assert len([item for unit in found.units for item in unit]) + len(found.left) == len(demands)
     best = exhaustive(estimator, cluster)
     if best is None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from kvloom.plan.repair import Placed, Start, Step, Stop, Unreachable, repair
+from kvloom.plan.repair import Placed, StartUnit, Step, StopUnit, Unreachable, repair
 
 
 def unit(models: str, size: int = 4, form: int = 0) -> Placed:
@@ -31,13 +31,13 @@ def walked(
     waiting: set[str] = set()
     whole = True
     for step in steps:
-        if isinstance(step, Start):
+        if isinstance(step, StartUnit):
             there[step.unit] = plan[step.unit]
             assert sum(one.bytes for one in there.values()) <= memory
         else:
             del there[step.unit]
         missing = served - {model for one in there.values() for model in one.models}
-        if isinstance(step, Stop):
+        if isinstance(step, StopUnit):
             assert set(step.waits) == missing - waiting
         waiting = missing
         whole = whole and not missing
@@ -47,7 +47,7 @@ def walked(
 def test_a_unit_that_holds_both_takes_the_place_of_two() -> None:
     now = named(unit("a"), unit("b"))
     found = repair(now, [unit("ab")], 12)
-    assert found.steps == (Start(0), Stop("unit-1"), Stop("unit-0"))
+    assert found.steps == (StartUnit(0), StopUnit("unit-1"), StopUnit("unit-0"))
     assert not found.kept
 
 
@@ -55,24 +55,24 @@ def test_what_is_as_it_should_be_stays() -> None:
     now = named(unit("a"), unit("b"), unit("a"))
     found = repair(now, [unit("a"), unit("a"), unit("b", form=1)], 16)
     assert found.kept == {"unit-0": 0, "unit-2": 1}
-    assert found.steps == (Start(2), Stop("unit-1"))
+    assert found.steps == (StartUnit(2), StopUnit("unit-1"))
     assert repair(now, now.values(), 12).steps == ()
 
 
 def test_room_is_made_first_where_others_serve_meanwhile() -> None:
     found = repair(named(unit("a"), unit("a")), [unit("ab", 8)], 8)
-    assert found.steps[0] == Stop("unit-1")
-    assert found.steps[-1] == Start(0)
+    assert found.steps[0] == StopUnit("unit-1")
+    assert found.steps[-1] == StartUnit(0)
     assert repair(named(unit("a"), unit("a", 8)), [unit("ab", 8)], 12).steps == (
-        Stop("unit-1"),
-        Start(0),
-        Stop("unit-0"),
+        StopUnit("unit-1"),
+        StartUnit(0),
+        StopUnit("unit-0"),
     )
 
 
 def test_who_waits_is_said() -> None:
     found = repair(named(unit("a"), unit("bc")), [unit("abc", 8)], 8)
-    assert found.steps == (Stop("unit-0", ("a",)), Stop("unit-1", ("b", "c")), Start(0))
+    assert found.steps == (StopUnit("unit-0", ("a",)), StopUnit("unit-1", ("b", "c")), StartUnit(0))
 
 
 def test_a_plan_that_cannot_be_reached() -> None:
@@ -107,7 +107,7 @@ def _whole(now: Mapping[str, Placed], plan: Sequence[Placed], order: Sequence[St
     there.update(now)
     served = {model for one in now.values() for model in one.models}
     for step in order:
-        if isinstance(step, Start):
+        if isinstance(step, StartUnit):
             there[step.unit] = plan[step.unit]
         else:
             del there[step.unit]

@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.cli.app import CommandFailed
-from kvloom.cli.gateway import Gateway, ServerError
+from kvloom.cli.gateway import AdminClient, AdminError
 from kvloom.cli.replan import replan
 from kvloom.plan.cost.shapes import find_shape
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, write_plan
+from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, write_plan
 from kvloom.plan.target import PROCESS_BYTES, new_names
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Placement, Service, UnitState
@@ -39,7 +39,7 @@ def spec(name: str, *models: str, kv_bytes: int = GIB, **more: Any) -> EngineSpe
     )
 
 
-def planned(*units: str, kv_bytes: int = GIB, gpus: int = 1, **more: str) -> Plan:
+def planned(*units: str, kv_bytes: int = GIB, gpus: int = 1, **more: str) -> PlacementPlan:
     """A unit each, with the models that its letters name."""
 
     def model(name: str) -> PlannedModel:
@@ -57,7 +57,7 @@ def planned(*units: str, kv_bytes: int = GIB, gpus: int = 1, **more: str) -> Pla
         )
 
     where: dict[str, Any] = {"node": "here", "device": "cpu"} | more
-    return Plan(
+    return PlacementPlan(
         units=tuple(
             PlannedUnit(name=f"u{at}", gpus=gpus, kv_bytes=kv_bytes, models=tuple(map(model, names)), **where)
             for at, names in enumerate(units)
@@ -67,7 +67,7 @@ def planned(*units: str, kv_bytes: int = GIB, gpus: int = 1, **more: str) -> Pla
     )
 
 
-class Played(Gateway):
+class Played(AdminClient):
     """A fleet with that many bytes of memory. At the order number `fails` it can no longer be reached."""
 
     def __init__(self, *units: EngineSpec, memory: int = 3 * ALONE, fails: int = -1, **more: Any) -> None:
@@ -96,7 +96,7 @@ class Played(Gateway):
 
     def _done(self, order: str, units: tuple[EngineSpec, ...], away: tuple[EngineSpec, ...]) -> UnitState:
         if len(self.orders) == self._fails:
-            raise ServerError("http://played: cannot be reached")
+            raise AdminError("http://played: cannot be reached")
         self.orders.append(order)
         self.fleet = replace(self.fleet, units=units, away=away)
         return UnitState(name="", state="up", calls=0, models=())
@@ -231,7 +231,7 @@ def test_another_time_goes_on_from_where_the_first_ended(file: Path, fails: int)
     ],
 )
 def test_what_cannot_be_is_one_line_and_changes_nothing(
-    file: Path, plan: Plan, fleet: dict[str, Any], message: str
+    file: Path, plan: PlacementPlan, fleet: dict[str, Any], message: str
 ) -> None:
     played = Played(spec("unit-0", "a"), spec("unit-1", "b"), **fleet)
     write_plan(file, plan)

@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.replicas import best_placement
-from kvloom.plan.search import Effort
+from kvloom.plan.search import SearchEffort
 from tests.plan.clusters import check, demand, muxserve, nodes, roofline
 
 
@@ -20,9 +20,9 @@ def replicas_of(estimator: Estimator, units: tuple[frozenset[int], ...]) -> dict
 def test_a_model_that_no_mesh_can_answer_gets_several() -> None:
     cluster = [nodes("A100-80", 1, 6)]
     estimator = Estimator([demand("hot", "llama-7b", 25.0), demand("cold", "llama-7b", 0.1)], roofline)
-    found = best_placement(estimator, cluster, Effort())
+    found = best_placement(estimator, cluster, SearchEffort())
     assert replicas_of(estimator, found.units)["hot"] > 1
-    alone = best_placement(estimator, cluster, Effort(replicas=1))
+    alone = best_placement(estimator, cluster, SearchEffort(replicas=1))
     assert replicas_of(estimator, alone.units) == {"hot": 1, "cold": 1}
     assert found.answered == pytest.approx(25.1)
     assert alone.answered < 0.5 * found.answered
@@ -32,7 +32,7 @@ def test_replicas_that_there_is_no_memory_for_are_given_up() -> None:
     """Either model asks for more than all devices, and there is room for two of them on each."""
     cluster = [nodes("A100-80", 1, 2)]
     demands = [demand(name, "llama-30b", 500.0) for name in "ab"]
-    found = best_placement(Estimator(demands, roofline), cluster, Effort())
+    found = best_placement(Estimator(demands, roofline), cluster, SearchEffort())
     assert not found.left
     assert [len(unit) for unit in found.units] == [1, 1]
 
@@ -41,8 +41,8 @@ def test_19_models_on_32_devices() -> None:
     """MuxServe's figure 5. An estimate takes some tenths of a millisecond at most."""
     cluster, demands = [nodes("A100-80", 8, 4)], muxserve(0.7, 30.0)
     estimator = Estimator(demands, roofline)
-    assert Effort.fit(cluster, len(demands)).evaluations == 40_800
-    found = best_placement(estimator, cluster, Effort(evaluations=8_000))
+    assert SearchEffort.fit(cluster, len(demands)).evaluations == 40_800
+    found = best_placement(estimator, cluster, SearchEffort(evaluations=8_000))
     check(estimator, cluster, found)
     assert found.answered == pytest.approx(sum(one.rate for one in demands))
     assert not found.left
@@ -51,7 +51,7 @@ def test_19_models_on_32_devices() -> None:
 def test_what_can_never_be_met_takes_no_longer_than_was_allowed() -> None:
     cluster, demands = [nodes("A100-80", 8, 4)], muxserve(0.9, 200.0)
     estimator = Estimator(demands, roofline)
-    found = best_placement(estimator, cluster, Effort(evaluations=2_000))
+    found = best_placement(estimator, cluster, SearchEffort(evaluations=2_000))
     check(estimator, cluster, found)
     assert not found.left
     assert 2_000 <= estimator.spent <= 4_000  # what was begun is ended
@@ -64,7 +64,7 @@ def test_100_models_on_1000_devices_of_three_kinds() -> None:
     ]
     cluster = [nodes("A100-80", 8, 75), nodes("H100", 8, 30), nodes("L40S", 4, 40)]
     estimator = Estimator(demands, roofline)
-    found = best_placement(estimator, cluster, Effort(evaluations=10_000))
+    found = best_placement(estimator, cluster, SearchEffort(evaluations=10_000))
     check(estimator, cluster, found)
     assert not found.left
     assert found.answered == pytest.approx(sum(one.rate for one in demands), rel=0.03)
@@ -73,5 +73,5 @@ def test_100_models_on_1000_devices_of_three_kinds() -> None:
 
 def test_the_same_plan_each_time() -> None:
     cluster, demands = [nodes("A100-80", 4, 2)], muxserve(1.3, 20.0)[::3]
-    first, second = (best_placement(Estimator(demands, roofline), cluster, Effort()) for _ in range(2))
+    first, second = (best_placement(Estimator(demands, roofline), cluster, SearchEffort()) for _ in range(2))
     assert first == second

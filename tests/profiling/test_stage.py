@@ -13,7 +13,7 @@ from kvloom.kv.arena import Arena
 from kvloom.lab.profile.beside import measure_pair
 from kvloom.lab.profile.jobs import Setting, Stage, decode, prefill
 from kvloom.lab.profile.stepping import WatchedExecutor, measure_steps
-from kvloom.plan.cost.profile import Doing
+from kvloom.plan.cost.profile import JobMeasured
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.spec import ModelSpec
 from tests.checkpoints import make_checkpoint
@@ -111,8 +111,8 @@ def test_two_jobs_run_at_once_and_are_told_of_each_other(executor: Recorder) -> 
     stage = Stage(executor, temperature=0.0)
     pair = prefill("one", 1, 1, 64), decode("two", 1, 4, 32)
     first, second = asyncio.run(measure_pair(stage, pair, 3))
-    assert first.doing == second.beside == Doing.of(pair[0].work(1), 1)
-    assert second.doing == first.beside == Doing.of(pair[1].work(1), 1)
+    assert first.doing == second.beside == JobMeasured.of(pair[0].work(1), 1)
+    assert second.doing == first.beside == JobMeasured.of(pair[1].work(1), 1)
     assert executor.most_at_once == 2
     stage.pool.check()
     assert stage.pool.free == stage.pool.total

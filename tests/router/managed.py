@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
-from kvloom.cluster.launcher import Answered, Counted, Ended, Found, News, Seen, Snapshot
+from kvloom.cluster.launcher import Answered, Counted, Ended, FoundProcess, News, Snapshot, UnitSeen
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import Timing
@@ -99,9 +99,9 @@ class Processes:
         if component in self.mirrors:
             self.mirrors[component].heed(news)
 
-    def running(self) -> Sequence[Found]:
+    def running(self) -> Sequence[FoundProcess]:
         units = (name for name, engine in self._world.engines.items() if not engine.down)
-        found = [Found(name, self._generation(name), "ready") for name in (*units, *self.beside)]
+        found = [FoundProcess(name, self._generation(name), "ready") for name in (*units, *self.beside)]
         return [one for one in found if one.component not in self.gone]
 
     def _generation(self, name: str) -> int:
@@ -124,7 +124,7 @@ class Processes:
                     self.mirrors[gateway].heed(self.controller.edit(said))
                 case Counted():
                     self.controller.count(gateway, said)
-                case Seen():
+                case UnitSeen():
                     self.controller.hear(said)
 
         return send
@@ -182,7 +182,7 @@ class Managed:
         """One beside the first, which has not read yet what was told since the snapshot."""
         mirror = Mirror(snapshot or self.controller.snapshot, self.processes.send_from("gateway/2"))
         self.processes.mirrors["gateway/2"] = mirror
-        self.controller.adopt(Found("gateway/2", 2, "retiring"))
+        self.controller.adopt(FoundProcess("gateway/2", 2, "retiring"))
         router = Router(
             FleetLink(mirror, lambda name: self.fleets.world.engines[name]),
             load_program("data_parallel"),

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.router import migration
-from kvloom.router.migration import Migration, Stage
+from kvloom.router.migration import Migration, MigrationStage
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate
 from kvloom.types.verbs import Prepared, PrepRecv, RemoteSend, Sent, Standing
@@ -384,20 +384,20 @@ def test_many_move_at_random_and_leave_at_random(seed: int) -> None:
 
 def test_illegal_steps_of_one_that_waits() -> None:
     move = object.__new__(Migration)
-    move.stage = Stage.WAITING
-    for stage in (Stage.COPYING, Stage.HELD):
+    move.stage = MigrationStage.WAITING
+    for stage in (MigrationStage.COPYING, MigrationStage.HELD):
         with pytest.raises(ValueError, match="waiting cannot become"):
             move.become(stage)
 
 
 def test_illegal_steps() -> None:
     move = object.__new__(Migration)
-    move.stage = Stage.COPYING
+    move.stage = MigrationStage.COPYING
     with pytest.raises(ValueError, match="copying cannot become handed"):
-        move.become(Stage.HANDED)
-    move.become(Stage.HELD)
-    move.become(Stage.HANDED)
-    for stage in Stage:
+        move.become(MigrationStage.HANDED)
+    move.become(MigrationStage.HELD)
+    move.become(MigrationStage.HANDED)
+    for stage in MigrationStage:
         with pytest.raises(ValueError, match="handed cannot become"):
             move.become(stage)
 

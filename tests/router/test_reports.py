@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvloom.engine.freeness import Arrival
 from kvloom.lab.reproduce.llumnix.setup import infaas_by_reports
 from kvloom.router import units
-from kvloom.router.waiting import LINGER, PERIOD, Report
+from kvloom.router.waiting import LINGER, PERIOD, LoadReport
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level
 from tests.fleet.loads import model, unit
@@ -42,7 +42,7 @@ def running(load: UnitLoad | None) -> tuple[int, int]:
 def test_a_unit_is_asked_as_long_as_somebody_wants_to_know() -> None:
     async def test() -> None:
         clock, asked = ManualClock(), Asked(unit(model(2, 320)))
-        report = Report(asked, clock)
+        report = LoadReport(asked, clock)
         watching = asyncio.create_task(report.watch())
         await clock.advance(60)
         assert asked.times == 0
@@ -64,7 +64,7 @@ def test_a_unit_is_asked_as_long_as_somebody_wants_to_know() -> None:
 def test_what_was_sent_since_it_was_asked_counts_once() -> None:
     async def test() -> None:
         clock, asked = ManualClock(), Asked(unit(model(2, 320)))
-        report = Report(asked, clock)
+        report = LoadReport(asked, clock)
         watching = asyncio.create_task(report.watch())
         report.expected()
         await turns()

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from kvloom.router.programs import PROGRAMS
-from kvloom.router.progress import Progress
+from kvloom.router.progress import RequestProgress
 from kvloom.router.session import DEATHS
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
@@ -137,7 +137,7 @@ def test_a_choice_that_nobody_wants_ends_while_it_waits() -> None:
 
 
 def test_a_missing_token_is_never_passed_over() -> None:
-    progress = Progress(1, ManualClock())
+    progress = RequestProgress(1, ManualClock())
     progress.take([TokenEvent(0, 0, 5)])
     for event in (TokenEvent(0, 2, 5), TokenEvent(0, 0, 5)):
         with pytest.raises(KvloomError, match="came after 1"):

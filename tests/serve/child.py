@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvloom.cluster.launcher import Snapshot
-from kvloom.serve.orders import GatewayOrder, News, Progress, Ready, Retire
+from kvloom.serve.orders import GatewayOrder, News, Ready, RetireOrder, StartProgress
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 
@@ -30,14 +30,14 @@ def main(parent: Parent) -> None:
         case "die":
             raise SystemExit(3)
         case "held":
-            parent.report(Progress("waiting"))
+            parent.report(StartProgress("waiting"))
             parent.order(Snapshot)
     parent.watch(Path(order.sockets), heed)
     asyncio.run(serve(parent, str(Path(order.sockets, f"{sys.argv[2]}.sock"))))
 
 
 def heed(news: News) -> None:
-    if isinstance(news, Retire):
+    if isinstance(news, RetireOrder):
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvloom.serve.orders import Progress
+from kvloom.serve.orders import StartProgress
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 
@@ -32,7 +32,7 @@ def main(parent: Parent) -> None:
         "open": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],  # the last is the folder's
     }
     print("this is", name, flush=True)
-    parent.report(Progress(json.dumps(told)))
+    parent.report(StartProgress(json.dumps(told)))
     match name:
         case "refuse":
             raise ConfigError("this is no good")

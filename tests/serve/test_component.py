@@ -13,7 +13,7 @@ import pytest
 from kvloom.api.routes import MAX_CONFIG
 from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.serve.component import LONGEST_REPORT, Component
-from kvloom.serve.orders import Progress, Report
+from kvloom.serve.orders import Report, StartProgress
 from kvloom.types.clock import ending
 from kvloom.types.spec import ModelSpec
 from tests.processes import DEADLINE
@@ -53,8 +53,8 @@ def test_a_unit_described_at_the_greatest_length(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("said", "read", "killed"),
     [
-        (b'{"type":"progress","text":"a"}\n{"type":"prog', [Progress("a")], False),
-        (b'{"type":"progress","text":"a"}\nnonsense\n', [Progress("a")], True),
+        (b'{"type":"progress","text":"a"}\n{"type":"prog', [StartProgress("a")], False),
+        (b'{"type":"progress","text":"a"}\nnonsense\n', [StartProgress("a")], True),
         (b'{"type":"gossip"}\n', [], True),
         (b"x" * (LONGEST_REPORT + 2), [], True),
     ],

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from kvloom.api.app import create_app
 from kvloom.serve.connection import ClientConnection, Connection
-from kvloom.serve.server import Server
+from kvloom.serve.server import HttpServer
 from tests.api.scripted import ScriptedEngine, card, tokens
 
 HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
@@ -36,7 +36,7 @@ def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def served(folder: Path, app: ASGIApp) -> AsyncIterator[str]:
     """The path of its socket."""
     path, ready = str(folder / "s"), asyncio.Event()
-    server = Server(app, connection=ClientConnection, unix=path, grace=1, ready=ready.set)
+    server = HttpServer(app, connection=ClientConnection, unix=path, grace=1, ready=ready.set)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         group.create_task(server.serve())
         await ready.wait()
@@ -191,7 +191,7 @@ class Pipe(asyncio.Transport):
 def test_a_client_that_reads_slowly() -> None:
     """Each time as much as it must: it is waited for. Then less: it is not."""
     pipe, least = Pipe(), ClientConnection.LEAST_READ
-    config = Server(HELLO, grace=1).config
+    config = HttpServer(HELLO, grace=1).config
     connection = ClientConnection(config, ServerState(), {}, _loop=pipe)  # type: ignore[arg-type]
     connection.connection_made(pipe)
     pipe.timers.clear()  # the head's

@@ -13,7 +13,7 @@ import pytest
 from kvloom.api.auth import Keys
 from kvloom.serve.connection import ClientConnection
 from kvloom.serve.scheduler_process import FleetClient
-from kvloom.serve.server import Server
+from kvloom.serve.server import HttpServer
 from kvloom.types.errors import Unavailable
 from kvloom.types.service import Pair, Pairs, Steps
 from tests.api.fleet import Administered, administered
@@ -27,7 +27,7 @@ async def gateway() -> AsyncIterator[tuple[str, Administered]]:
     fleet = administered(keys=Keys({"asker": None}, secret="fleet"))
     listener, ready = socket.create_server(("127.0.0.1", 0)), asyncio.Event()
     url = "http://{}:{}".format(*listener.getsockname())
-    server = Server(fleet.app, connection=ClientConnection, grace=1, ready=ready.set)
+    server = HttpServer(fleet.app, connection=ClientConnection, grace=1, ready=ready.set)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         group.create_task(server.serve([listener]))
         await ready.wait()

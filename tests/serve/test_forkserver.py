@@ -18,7 +18,7 @@ from benchmarks.procfs import command_line, descendants
 
 from kvloom.serve.component import Component
 from kvloom.serve.forkserver import NAME, ForkServer
-from kvloom.serve.orders import Progress, Refused, Report
+from kvloom.serve.orders import OrderRefused, Report, StartProgress
 from kvloom.types.clock import WallClock
 from tests.processes import DEADLINE, outlived
 
@@ -59,7 +59,7 @@ async def start(forks: ForkServer, does: str) -> tuple[Component, dict[str, Any]
     """A process that does so, and what it says that it is."""
     component = await Component.start(does, FORKED, spawn=forks.spawn)
     async for report in component.reports():
-        assert isinstance(report, Progress)
+        assert isinstance(report, StartProgress)
         return component, json.loads(report.text)
     raise AssertionError(await component.ended())
 
@@ -80,7 +80,7 @@ def test_a_forked_process_is_as_one_that_was_executed(monkeypatch: pytest.Monkey
             other, unlike = await start(forks, "wait")
             executed = await Component.start("wait", FORKED)
             async for report in executed.reports():
-                assert isinstance(report, Progress)
+                assert isinstance(report, StartProgress)
                 wanted = json.loads(report.text)
                 break
             assert command_line(forked.pid).split()[1:] == ["-P", "-m", FORKED, *what["arguments"]]
@@ -106,7 +106,7 @@ def test_a_forked_process_is_as_one_that_was_executed(monkeypatch: pytest.Monkey
     ("does", "reports", "how"),
     [
         ("return", [], "ended with exit code 0"),
-        ("refuse", [Refused("this is no good")], "ended with exit code 2"),
+        ("refuse", [OrderRefused("this is no good")], "ended with exit code 2"),
         ("raise", [], "ended with exit code 1"),
     ],
 )

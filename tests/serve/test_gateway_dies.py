@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvloom.cluster.launcher import Snapshot
-from kvloom.cluster.state import FleetSpec, FleetStatus, Process, UnitSpec
+from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, UnitSpec
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve.component import Component
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
@@ -44,7 +44,7 @@ def engine_order(folder: Path) -> EngineOrder:
 def fleet_of(engine: EngineOrder) -> Snapshot:
     """The one unit serves."""
     spec = FleetSpec(units={"unit-0": UnitSpec(engine=engine.spec)})
-    processes = {"unit-0": Process(phase="ready", generation=1)}
+    processes = {"unit-0": ComponentStatus(phase="ready", generation=1)}
     return Snapshot(seq=1, spec=spec, status=FleetStatus(processes=processes))
 
 

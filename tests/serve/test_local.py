@@ -17,9 +17,9 @@ from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.cluster.launcher import Answered, Ended, Missed, Started
 from kvloom.cluster.reconcile import Timing
-from kvloom.cluster.state import FleetSpec, Phase, Process, UnitSpec, is_gateway
+from kvloom.cluster.state import ComponentStatus, FleetSpec, Phase, UnitSpec, is_gateway
 from kvloom.serve.local import Heard, LocalLauncher, Role, answers
-from kvloom.serve.orders import GatewayOrder, Progress
+from kvloom.serve.orders import GatewayOrder, StartProgress
 from kvloom.types.clock import WallClock
 from kvloom.types.spec import EngineSpec, ProgramSpec
 from tests.processes import DEADLINE
@@ -44,9 +44,9 @@ class Watched:
     lives: list[str]
     controller: Controller
     launcher: LocalLauncher
-    phases: asyncio.Queue[tuple[str, Process]] = field(default_factory=asyncio.Queue)
+    phases: asyncio.Queue[tuple[str, ComponentStatus]] = field(default_factory=asyncio.Queue)
 
-    async def until(self, phase: Phase, component: str = "unit-0") -> Process:
+    async def until(self, phase: Phase, component: str = "unit-0") -> ComponentStatus:
         """The component comes to this phase."""
         while True:
             name, process = await self.phases.get()
@@ -91,7 +91,7 @@ async def watched(
         if isinstance(heard, Started | Answered | Ended | Missed):
             made.controller.hear(heard)
         else:
-            assert isinstance(heard, Progress)
+            assert isinstance(heard, StartProgress)
 
     (folder / "beside").mkdir()
     first = fleet or FleetSpec(units={"unit-0": UnitSpec(engine=spec("unit-0"))})
@@ -100,7 +100,7 @@ async def watched(
         launcher = LocalLauncher(
             role, group, clock, hear=hear, log=lambda *_: None, secret="s", timing=timing
         )
-        phases: asyncio.Queue[tuple[str, Process]] = asyncio.Queue()
+        phases: asyncio.Queue[tuple[str, ComponentStatus]] = asyncio.Queue()
         controller = Controller(
             first,
             launcher,

@@ -5,47 +5,56 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-from msgspec.structs import replace
-
-from kvloom.cli.gateway import Gateway, ServerError
-from kvloom.cluster.models import Wanted
 from kvloom.config.config import DEMO
-from kvloom.types.spec import ModelSpec
+from tests.commands import kvloom
 from tests.processes import fleet
 from tests.serve.test_units import ask
 
 CONFIG = f"""
 kv_memory: 16MiB
 block_bytes: 4KiB
+threads: 2
 models: {{sums: {DEMO}/sums}}
+units: [{{models: [sums], kv_memory: 8MiB, threads: 1}}]
 """
+ANOTHER = "  - {models: [sums], kv_memory: 8MiB, threads: 1}\n"
 
 
 def test_a_model_comes_and_goes_and_a_config_is_applied(tmp_path: Path) -> None:
-    (tmp_path / "fleet.yaml").write_text(CONFIG)
-    with fleet(str(tmp_path / "fleet.yaml")) as running:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(CONFIG)
+    with fleet(str(file)) as running:
         url = running.wait_until_ready()
-        server = Gateway(url, None)
-        assert [(one.name, one.units) for one in server.models()] == [("sums", {"unit-0": "up"})]
+
+        def say(*words: str) -> str:
+            done = kvloom(*words, "--url", url)
+            return done.stdout if done.returncode == 0 else f"{done.returncode}: {done.stderr}"
+
+        sums = f"unit-0 up  {DEMO}/sums\n"
+        assert say("model", "list") == "sums  " + sums
+        assert say("config", "apply", str(file), "--yes") == "the fleet is as the config says\n"
         before = running.children()
 
-        made = server.add_model(ModelSpec(name="stories", path=str(DEMO / "stories")))
-        assert made.units == {"unit-0": "up"}
+        assert say("model", "add", f"stories={DEMO}/stories") == f"stories  unit-0 up  {DEMO}/stories\n"
         assert [ask(url, model) for model in ("stories", "sums")] == [200, 200]
-        with pytest.raises(ServerError, match="there is a model stories already"):
-            server.add_model(ModelSpec(name="stories", path="/elsewhere"))
-        with pytest.raises(ServerError, match=r"unit-0 models\.wrong: .*/none: there is no such folder"):
-            server.add_model(ModelSpec(name="wrong", path=str(tmp_path / "none")))
+        assert "there is a model stories already" in say("model", "add", f"stories={DEMO}/guide")
+        (tmp_path / "none").mkdir()
+        (tmp_path / "none" / "config.json").write_text("{}")
+        refused = say("model", "add", f"wrong={tmp_path}/none")
+        assert refused.startswith("1: kvloom: ")
+        assert "unit-0" in refused
+        assert refused.count("\n") == 1
         assert [ask(url, model) for model in ("stories", "sums")] == [200, 200]
 
-        server.remove_model("stories")
+        assert say("model", "remove", "stories") == "sums  " + sums
         assert [ask(url, model) for model in ("stories", "sums")] == [404, 200]
 
-        [spec] = server.placement().units
-        wanted = Wanted(engines=(spec, replace(spec, unit="unit-1")), first=("unit-0", "unit-1"))
-        assert server.apply(wanted, really=False).changes == ("unit-1 is added, with sums",)
-        assert server.apply(wanted, really=True).problems == ()
-        assert server.models()[0].units == {"unit-0": "up", "unit-1": "up"}
+        file.write_text(CONFIG.replace("units: [{", "units:\n  - {").replace("}]", "}") + ANOTHER)
+        change = "unit-1 is added, with sums\n"
+        assert say("config", "apply", str(file)) == change + "nothing is changed yet; --yes does it\n"
+        assert (
+            say("config", "apply", str(file), "--yes") == change + "done: the fleet is as the config says\n"
+        )
+        assert say("model", "list") == f"sums  unit-0 up, unit-1 up  {DEMO}/sums\n"
         assert running.children()["gateway"] == before["gateway"]
         assert running.end(signal.SIGINT) == 0

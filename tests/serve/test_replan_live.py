@@ -9,7 +9,7 @@ import pytest
 
 from kvloom.cli.main import main
 from kvloom.plan.cost.shapes import read_shape
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, write_plan
+from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, write_plan
 from tests.checkpoints import make_checkpoint
 from tests.processes import fleet, leaves_nothing
 from tests.serve.streaming import call, states, streams
@@ -22,7 +22,7 @@ units: [{{models: [a]}}, {{models: [b]}}]
 """
 
 
-def together(*paths: Path) -> Plan:
+def together(*paths: Path) -> PlacementPlan:
     """One unit with all of them."""
     share = 1 / len(paths)
     models = tuple(
@@ -41,7 +41,7 @@ def together(*paths: Path) -> Plan:
         for path in paths
     )
     unit = PlannedUnit(name="all", node="here", device="cpu", gpus=2, kv_bytes=16 << 20, models=models)
-    return Plan(units=(unit,), throughput=2.0, made_by="a test")
+    return PlacementPlan(units=(unit,), throughput=2.0, made_by="a test")
 
 
 def test_two_units_become_one_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvloom.serve import server as server_module
 from kvloom.serve.connection import ClientConnection
-from kvloom.serve.server import Server
+from kvloom.serve.server import HttpServer
 from tests.serve.test_connection import HEAD, run
 
 LAST = b"ended\r\n0\r\n\r\n"
@@ -38,10 +38,10 @@ class Slow:
 
 
 @asynccontextmanager
-async def serving(folder: Path, app: Slow) -> AsyncIterator[tuple[Server, asyncio.Task[None], str]]:
+async def serving(folder: Path, app: Slow) -> AsyncIterator[tuple[HttpServer, asyncio.Task[None], str]]:
     """Ends with the server, which is to end by itself."""
     path, ready = str(folder / "s"), asyncio.Event()
-    server = Server(app, connection=ClientConnection, unix=path, grace=0, ready=ready.set)
+    server = HttpServer(app, connection=ClientConnection, unix=path, grace=0, ready=ready.set)
     async with asyncio.timeout(30):
         task = asyncio.create_task(server.serve())
         await ready.wait()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvloom.plan.cost.profile import Hosted, write_profile
+from kvloom.plan.cost.profile import HostedSeconds, write_profile
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, write_plan
+from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, write_plan
 from tests.cost.profiles import make_profile
 
 SHAPE = ModelShape(layers=2, hidden=512, heads=4, kv_heads=2, head_dim=128, ffn=1024, vocab=500)
@@ -34,9 +34,9 @@ def planned_model(name: str) -> PlannedModel:
 
 def make_plan(
     units: int = 2, models: Sequence[str] = ("a", "b"), device: str = "A10", *, gpus: int = 1
-) -> Plan:
+) -> PlacementPlan:
     """Every model on every unit of so many devices."""
-    return Plan(
+    return PlacementPlan(
         units=tuple(
             PlannedUnit(
                 name=f"unit-{i}",
@@ -54,8 +54,8 @@ def make_plan(
 
 
 HOSTED = (
-    Hosted(role="client", request=0.004, token=0.0, turn=0.0),
-    Hosted(role="gateway", request=0.002, token=0.001, turn=0.0),
+    HostedSeconds(role="client", request=0.004, token=0.0, turn=0.0),
+    HostedSeconds(role="gateway", request=0.002, token=0.001, turn=0.0),
 )
 
 SPEC = """\

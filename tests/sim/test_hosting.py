@@ -15,7 +15,7 @@ from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.measured import Hosting
-from kvloom.plan.cost.profile import Hosted, Role, Stalled
+from kvloom.plan.cost.profile import HostedSeconds, Role, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
@@ -33,8 +33,8 @@ class Fixed:
         return self.each
 
 
-def upkeep(role: Role, *, request: float = 0.0, token: float = 0.0, turn: float = 0.0) -> Hosted:
-    return Hosted(role=role, request=request, token=token, turn=turn)
+def upkeep(role: Role, *, request: float = 0.0, token: float = 0.0, turn: float = 0.0) -> HostedSeconds:
+    return HostedSeconds(role=role, request=request, token=token, turn=turn)
 
 
 def played(
@@ -103,7 +103,9 @@ def test_the_next_launch_waits_for_the_loop() -> None:
 
 
 def test_a_job_stands_still_while_its_loop_works_where_it_was_measured_to() -> None:
-    stalls = [Stalled(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.0475) for phase in Phase]
+    stalls = [
+        StalledJob(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.0475) for phase in Phase
+    ]
     busy = upkeep("engine", token=0.004)
     (free,) = played(hosting(busy), [one_ask(output=51)], each=0.010)
     (held,) = played(hosting(busy, *stalls), [one_ask(output=51)], each=0.010)

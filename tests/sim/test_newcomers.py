@@ -18,7 +18,7 @@ from kvloom.lab.sim.fleet import SimulatedFleet, simulated
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.router.program import load_program
-from kvloom.router.progress import Progress
+from kvloom.router.progress import RequestProgress
 from kvloom.types.job import Phase
 from kvloom.types.request import Event, SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.spec import Policy
@@ -257,7 +257,7 @@ def test_steps_of_a_third_of_a_second_wait_too() -> None:
 )
 def test_what_a_caller_knows_of_steps(frame: list[Event], step: float | None) -> None:
     clock = ManualClock()
-    progress = Progress(2, clock)
+    progress = RequestProgress(2, clock)
     progress.take([TokenEvent(0, 0, 5)])
     assert progress.step is None
     clock.time += 3.0

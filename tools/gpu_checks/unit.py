@@ -29,7 +29,7 @@ from tools.gpu_checks.models import (
 
 from kvloom.api.verbs import create_verbs
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.server import Server
+from kvloom.serve.server import HttpServer
 from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory, DeviceMemory
 
 MODEL: Final = "m"
@@ -65,7 +65,7 @@ def main(
 
     async def serve() -> None:
         async with running(executor, spec, transport) as engine:
-            server = Server(
+            server = HttpServer(
                 create_verbs(engine, secret=setup.secret),
                 unix=setup.socket,
                 grace=1,

@@ -1,4 +1,4 @@
-"""What those who run a fleet ask of its gateway: its program, its restart, its units and their verbs."""
+"""Answers those who run a fleet: its program, its models, its restart, its units and their verbs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Router
@@ -15,12 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
-from kvloom.api.routes import ADMIN, LINES, Handler, Row, asgi_routes
+from kvloom.api.routes import ADMIN, LINES, Handler, RouteRow, asgi_routes
 from kvloom.api.verbs import verb_routes
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetControl
-from kvloom.router.program import load_program
+from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router as Routing
 from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.service import Admit, Drain, Pairs, Placement, Steps, UnitState
@@ -71,7 +72,7 @@ class Admin:
         served = {row.name: self._serve(row, handlers[row.name]) for row in ADMIN}
         return [*asgi_routes(ADMIN, served), Mount(VERBS_PATH + "/{unit}", app=self._verb)]
 
-    def _serve(self, row: Row, handler: Callable[..., Awaitable[object]]) -> Handler:
+    def _serve(self, row: RouteRow, handler: Callable[..., Awaitable[object]]) -> Handler:
         async def endpoint(request: Request) -> Response:
             given: list[object] = []
             if row.body is not None:
@@ -97,11 +98,7 @@ class Admin:
         return ProgramSpec(program.name, dict(program.options))
 
     async def _set_program(self, spec: ProgramSpec) -> ProgramSpec:
-        try:
-            # A module of somebody's may take its time to be imported.
-            program = await asyncio.to_thread(load_program, spec.name, spec.options)
-        except ConfigError as error:
-            raise BadRequest(error.message, param="program") from error
+        program = await _load(spec)
         await self.orders.set_program(spec)
         self.router.set_program(program)
         return await self._program()
@@ -167,7 +164,14 @@ class Admin:
         return await self.orders.remove_model(name, body.seconds)
 
     async def _apply(self, body: Apply) -> Applied:
-        return await self.orders.apply(body)
+        program = None if body.wanted.program is None else await _load(body.wanted.program)
+        now = self.router.program
+        if program is not None and (program.name, program.options) == (now.name, now.options):
+            program, body = None, replace(body, wanted=replace(body.wanted, program=None))
+        applied = await self.orders.apply(body)
+        if program is not None and body.really:
+            self.router.set_program(program)
+        return applied
 
     async def _verb(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a verb on to its unit."""
@@ -176,3 +180,12 @@ class Admin:
             routes = verb_routes(self.router.units[unit].client)
             self._verbs[unit] = Router(routes, redirect_slashes=False)
         await self._verbs[unit](scope, receive, send)
+
+
+async def _load(spec: ProgramSpec) -> Program:
+    """Loads a program in a thread, because a module of somebody's may take its time to be imported. Raises
+    BadRequest."""
+    try:
+        return await asyncio.to_thread(load_program, spec.name, spec.options)
+    except ConfigError as error:
+        raise BadRequest(error.message, param="program") from error

@@ -24,7 +24,7 @@ from kvloom.api.errors import error_response, on_disconnect, on_http_error, on_k
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
-from kvloom.api.openai.generation import Gateway
+from kvloom.api.openai.generation import EndpointContext
 from kvloom.api.openapi import describe, page
 from kvloom.api.routes import PUBLIC, Handler, asgi_routes
 from kvloom.types.client import ModelServer
@@ -55,7 +55,7 @@ def create_app(
     given.
     """
     clock = clock or WallClock()
-    gateway = Gateway(client, Catalog(client), Metrics(clock), clock, unix_time, random_bits)
+    gateway = EndpointContext(client, Catalog(client), Metrics(clock), clock, unix_time, random_bits)
     info = _Information(gateway, admin, moves, int(unix_time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
@@ -88,7 +88,7 @@ def create_app(
 class _Information:
     """The handlers of routes that only tell."""
 
-    gateway: Gateway
+    gateway: EndpointContext
     admin: Admin | None
     moves: Callable[[], Mapping[str, int]]
     started: int

@@ -1,4 +1,4 @@
-"""How errors are answered: as OpenAI writes them, but for verbs, which have a form of their own."""
+"""Answers errors as OpenAI writes them; verbs have a form of their own."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from kvloom.api.errors import JSON
-from kvloom.api.routes import ADMIN, LINES, PUBLIC, UNIT_VERBS, Caller, Row
+from kvloom.api.routes import ADMIN, LINES, PUBLIC, UNIT_VERBS, Caller, RouteRow
 
 Json = dict[str, Any]
 
@@ -85,7 +85,7 @@ def _version() -> str:
         return "0"
 
 
-def _operation(row: Row, meanings: dict[int, str], units: Sequence[str]) -> Json:
+def _operation(row: RouteRow, meanings: dict[int, str], units: Sequence[str]) -> Json:
     answers: Json = {"200": {"description": row.note, "content": _content(row)}}
     for status in row.statuses:
         answers[str(status)] = {
@@ -109,7 +109,7 @@ def _operation(row: Row, meanings: dict[int, str], units: Sequence[str]) -> Json
     return operation
 
 
-def _content(row: Row) -> Json:
+def _content(row: RouteRow) -> Json:
     """Returns what the answer is, by its media type. A schema cannot tell of lines of JSON."""
     schema = (
         {"type": "object" if row.media == JSON else "string"} if row.answer is None else _schema(row.answer)
@@ -123,13 +123,13 @@ def _content(row: Row) -> Json:
 
 
 def _schema(kind: Any) -> Json:
-    """Returns where the schema of a type stands, or that of a list of such."""
+    """Returns a reference to the schema of a type, or of a list of that type."""
     if get_origin(kind) is list:
         return {"type": "array", "items": _schema(*get_args(kind))}
     return {"$ref": _SCHEMAS + kind.__name__}
 
 
-def _components(rows: Iterable[Row]) -> Json:
+def _components(rows: Iterable[RouteRow]) -> Json:
     """Returns the schemas of all types that the rows name, made by pydantic and msgspec."""
     models: dict[type[BaseModel], JsonSchemaMode] = {}
     others = []

@@ -31,7 +31,7 @@ LINES, TEXT, HTML = "application/x-ndjson", "text/plain", "text/html"
 
 
 class Caller(Enum):
-    """Who may call a route. Every path below /admin and /verbs is an admin's, in this table or not."""
+    """The callers of a route. Every path below /admin and /verbs is an admin's, in this table or not."""
 
     ANYONE = "anyone"
     KEY = "whoever has a key, if there are API keys"
@@ -43,7 +43,7 @@ MAX_CONFIG: Final = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RouteRow:
     """One method of one path."""
 
     method: Literal["GET", "POST"]
@@ -62,26 +62,26 @@ class Row:
 
     @property
     def statuses(self) -> list[int]:
-        """The statuses of all errors that the route may answer with."""
+        """Returns the statuses of all errors that the route may answer with."""
         keys = {Caller.ANYONE: (), Caller.KEY: (401, 500), Caller.ADMIN: (401, 403, 500)}[self.caller]
         body = () if self.body is None else (400, 408, 413)
         return sorted({*self.errors, *keys, *body})
 
 
-def _get(name: str, path: str, summary: str, answer: Any, *errors: int, **more: Any) -> Row:
-    return Row("GET", name, path, summary, None, answer, errors, **more)
+def _get(name: str, path: str, summary: str, answer: Any, *errors: int, **more: Any) -> RouteRow:
+    return RouteRow("GET", name, path, summary, None, answer, errors, **more)
 
 
-def _post(name: str, path: str, summary: str, body: Any, answer: Any, *errors: int, **more: Any) -> Row:
-    return Row("POST", name, path, summary, body, answer, errors, **more)
+def _post(name: str, path: str, summary: str, body: Any, answer: Any, *errors: int, **more: Any) -> RouteRow:
+    return RouteRow("POST", name, path, summary, body, answer, errors, **more)
 
 
-def _order(name: str, summary: str, body: type, *errors: int) -> Row:
+def _order(name: str, summary: str, body: type, *errors: int) -> RouteRow:
     """Returns the row of an order to one unit, which is answered with the unit's state."""
     return _post(name, f"/admin/units/{{unit}}/{name}", summary, body, UnitState, 404, 409, *errors)
 
 
-def _verb(name: str, summary: str, body: Any, answer: Any, **more: Any) -> Row:
+def _verb(name: str, summary: str, body: Any, answer: Any, **more: Any) -> RouteRow:
     """Returns the row of one unit's verb, which the gateway passes on to it."""
     operation = f"unit_{name}" if name in ("models", "health") else name
     path, errors = f"/verbs/{{unit}}/{name}", (400, 404, 408, 413, 429, 503)
@@ -91,7 +91,7 @@ def _verb(name: str, summary: str, body: Any, answer: Any, **more: Any) -> Row:
     return _post(operation, path, summary, body, answer, *errors, **more)
 
 
-PUBLIC: Final[tuple[Row, ...]] = (
+PUBLIC: Final[tuple[RouteRow, ...]] = (
     _get("models", "/v1/models", "Lists the models served.", ModelList, 503, caller=Caller.KEY),
     _get(
         "model", "/v1/models/{model:path}", "Describes one model.", ModelAnswer, 404, 503, caller=Caller.KEY
@@ -122,7 +122,7 @@ PUBLIC: Final[tuple[Row, ...]] = (
     _get("docs", "/docs", "Shows this document as a page.", None, media=HTML, caller=Caller.ANYONE),
 )
 
-ADMIN: Final[tuple[Row, ...]] = (
+ADMIN: Final[tuple[RouteRow, ...]] = (
     _get("program", "/admin/program", "Tells the router program that runs.", ProgramSpec),
     _post(
         "set_program",
@@ -194,7 +194,7 @@ ADMIN: Final[tuple[Row, ...]] = (
     ),
 )
 
-UNIT_VERBS: Final[tuple[Row, ...]] = (
+UNIT_VERBS: Final[tuple[RouteRow, ...]] = (
     _verb(
         "start_generate",
         "Continues a prompt of token ids.",
@@ -208,7 +208,7 @@ UNIT_VERBS: Final[tuple[Row, ...]] = (
 )
 
 
-def asgi_routes(rows: Iterable[Row], handlers: Mapping[str, Handler]) -> list[BaseRoute]:
+def asgi_routes(rows: Iterable[RouteRow], handlers: Mapping[str, Handler]) -> list[BaseRoute]:
     """Returns a route for each path. Raises KeyError if a row has no handler."""
     paths: dict[str, dict[str, Handler]] = {}
     for row in rows:

@@ -155,7 +155,7 @@ class GenerationBody(Body):
 
     @property
     def guides(self) -> dict[str, Any]:
-        """What the answer must follow, by the parameter that says so. More than one is refused."""
+        """Returns what the answer must follow, by the parameter that says so. More than one is refused."""
         form = None if isinstance(self.response_format, TextFormat) else self.response_format
         outputs = self.structured_outputs or StructuredOutputs()
         said = {
@@ -244,7 +244,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One text or one list of tokens for each prompt."""
+        """Returns one text or one list of tokens for each prompt."""
         prompt: Any = self.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             return [prompt]
@@ -267,7 +267,7 @@ class CompletionChoice(Answer):
 
 
 class CompletionAnswer(Answer):
-    """Also the form of a stream's chunks, whose `usage` is null but in the last."""
+    """The answer to a completion, and a stream's chunk, whose `usage` is null but in the last."""
 
     id: str
     object: Literal["text_completion"]

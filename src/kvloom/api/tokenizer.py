@@ -17,7 +17,7 @@ LONG_TEXT = 16_384  # characters from which encoding leaves the loop for a threa
 
 
 class Spelling(Enum):
-    """How a vocabulary spells bytes."""
+    """The ways in which a vocabulary spells bytes."""
 
     BYTE_LEVEL = auto()  # in GPT-2's alphabet, in which every byte is a printable character
     SENTENCEPIECE = auto()  # with "▁" for a space, and <0xAB> for a byte
@@ -90,7 +90,7 @@ class Tokenizer:
         return found
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text, special tokens as they are written. Unknown ids add nothing."""
+        """Returns what the token adds to a text, special tokens as written. Unknown ids add nothing."""
         return self.spelled[token]
 
     def token_text(self, token: int) -> str:
@@ -102,7 +102,7 @@ class Tokenizer:
 
     @property
     def spells_bytes(self) -> bool:
-        """Whether a text is its tokens' bytes, one after the other."""
+        """Returns whether a text is its tokens' bytes, one after the other."""
         return self._spelling is not Spelling.OTHER
 
     def _spell(self, token: int) -> bytes:

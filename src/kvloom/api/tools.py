@@ -13,7 +13,8 @@ from kvloom.types.request import JSON_SPACING, Guide
 
 
 class Family(Enum):
-    """How a call is written. The value is the mark with which it begins, which LLAMA may leave out."""
+    """The ways in which a call is written. The value is the mark with which it begins, which LLAMA may leave
+    out."""
 
     HERMES = "<tool_call>"  # <tool_call>{"name": …, "arguments": …}</tool_call>
     MISTRAL = "[TOOL_CALLS]"  # [TOOL_CALLS][{"name": …, "arguments": …}] or [TOOL_CALLS]name{…}
@@ -220,7 +221,7 @@ class _CallText:
 
 
 class _EndTag:
-    """Finds where </tool_call> ends."""
+    """Finds the place at which </tool_call> ends."""
 
     _TAG = "</tool_call>"
 
@@ -237,10 +238,8 @@ class _EndTag:
 
 
 class _JsonEnd:
-    """Finds where the first bracketed JSON value ends, and looks at each character once.
-
-    After a name, as Mistral writes it, only a brace begins the value.
-    """
+    """Finds the place at which the first bracketed JSON value ends, and looks at each character once. After a
+    name, as Mistral writes it, only a brace begins the value."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -286,7 +285,7 @@ _ENDS: dict[Family, Callable[[], Callable[[str], int | None]]] = {
 
 
 def _held_from(text: str, mark: str) -> int:
-    """Returns where a tail begins that may be the beginning of a mark, with the space before it."""
+    """Returns the start of a tail that may be the beginning of a mark, with the space before it."""
     for at in range(max(0, len(text) - len(mark) + 1), len(text)):
         if mark.startswith(text[at:]):
             return len(text[:at].rstrip())

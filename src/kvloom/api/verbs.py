@@ -44,7 +44,7 @@ class GenerateVerb:
     def __init__(self, client: EngineClient, max_body: int) -> None:
         self._client = client
         self._max_body = max_body
-        self._forms: dict[str, Form] = {MSGPACK: Framed(), JSON: Lines()}
+        self._forms: dict[str, StreamForm] = {MSGPACK: Framed(), JSON: Lines()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -72,7 +72,7 @@ class GenerateVerb:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class Form(Protocol):
+class StreamForm(Protocol):
     """One way to write a stream."""
 
     media: ClassVar[bytes]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter, Token
 
 from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible
-from kvloom.cli.gateway import Gateway, ServerError
+from kvloom.cli.gateway import AdminClient, AdminError
 from kvloom.config.fields import parse_program
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import LONGEST_DRAIN, RestartStep, UnitState
@@ -36,7 +36,7 @@ restart = App(name="restart")
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerOptions:
     """The server that a command asks, and the key that it asks with."""
 
     url: Url = DEFAULT_URL
@@ -44,12 +44,12 @@ class Server:
         Path | None, Parameter(help="a file with an admin key of the server ($KVLOOM_ADMIN_KEY is one)")
     ] = None
 
-    def gateway(self) -> Gateway:
+    def gateway(self) -> AdminClient:
         """Raises ConfigError if the address or the key cannot be used."""
-        return Gateway(self.url, self.admin_key_file)
+        return AdminClient(self.url, self.admin_key_file)
 
     @contextmanager
-    def asked(self, shown_by: str = "") -> Iterator[Gateway]:
+    def asked(self, shown_by: str = "") -> Iterator[AdminClient]:
         """Gives the gateway of the server, and ends the command if it refuses or is not there. After Ctrl-C
         the server goes on with what it was ordered, which the command `shown_by` then shows."""
         gateway = self.gateway()
@@ -59,7 +59,7 @@ class Server:
                 return
             with interruptible(f"the server goes on with it, which `kvloom {shown_by}` shows"):
                 yield gateway
-        except ServerError as error:
+        except AdminError as error:
             raise CommandFailed(str(error)) from error
 
 
@@ -68,14 +68,24 @@ def _read_seconds(_: type, tokens: Sequence[Token]) -> float:
     with suppress(ValueError):
         if 0 <= (seconds := float(text)) <= LONGEST_DRAIN:
             return seconds
-    raise ConfigError(f"--seconds: {text[:40]!r}; seconds from 0 to {LONGEST_DRAIN} are right")
+    raise ConfigError(
+        f"{tokens[0].keyword or '--seconds'}: {text[:40]!r}; seconds from 0 to {LONGEST_DRAIN} are right"
+    )
 
 
-HERE: Final = Server()
+HERE: Final = ServerOptions()
 UnitName = Annotated[str, Parameter(help="the unit, as `kvloom unit list` shows it")]
 Seconds = Annotated[
     float | None,
     Parameter(converter=_read_seconds, help="how long to wait at a unit (the config's `drain`)"),
+]
+DrainSeconds = Annotated[
+    float | None,
+    Parameter(
+        converter=_read_seconds,
+        metavar="SECONDS",
+        help="how long its requests may end (the config's `drain`)",
+    ),
 ]
 
 
@@ -88,7 +98,7 @@ def set_program(
         tuple[str, ...],
         Parameter(metavar="KEY=VALUE", help="an option of the program, as ratio=0.2; may be given again"),
     ] = (),
-    server: Server = HERE,
+    server: ServerOptions = HERE,
 ) -> None:
     """Change the program, from the next request on."""
     wanted = read_program(name, option)
@@ -97,7 +107,7 @@ def set_program(
 
 
 @program.command(name="show")
-def print_program(*, server: Server = HERE) -> None:
+def print_program(*, server: ServerOptions = HERE) -> None:
     """Show the program, as it would be typed after `kvloom program set`."""
     with server.asked() as gateway:
         print(show_program(gateway.program()))
@@ -140,42 +150,42 @@ def _write_value(value: object) -> str:
 
 
 @unit.command(name="list")
-def list_units(*, server: Server = HERE) -> None:
+def list_units(*, server: ServerOptions = HERE) -> None:
     """Show all units."""
     with server.asked() as gateway:
         print_units(gateway.units())
 
 
 @unit.command
-def drain(name: UnitName, /, *, seconds: Seconds = None, server: Server = HERE) -> None:
+def drain(name: UnitName, /, *, seconds: Seconds = None, server: ServerOptions = HERE) -> None:
     """Give a unit no new request, and wait for those it has."""
     with server.asked("unit list") as gateway:
         print_units([gateway.drain(name, seconds)])
 
 
 @unit.command
-def admit(name: UnitName, /, *, server: Server = HERE) -> None:
+def admit(name: UnitName, /, *, server: ServerOptions = HERE) -> None:
     """Let a unit have requests again."""
     with server.asked("unit list") as gateway:
         print_units([gateway.admit(name)])
 
 
 @unit.command(name="restart")
-def restart_unit(name: UnitName, /, *, seconds: Seconds = None, server: Server = HERE) -> None:
+def restart_unit(name: UnitName, /, *, seconds: Seconds = None, server: ServerOptions = HERE) -> None:
     """Drain a unit, put a new process in its place, and admit that."""
     with server.asked("unit list") as gateway:
         print_units([gateway.restart(name, seconds)])
 
 
 @unit.command
-def start(name: UnitName, /, *, server: Server = HERE) -> None:
+def start(name: UnitName, /, *, server: ServerOptions = HERE) -> None:
     """Give a unit a process, if it has none."""
     with server.asked("unit list") as gateway:
         print_units([gateway.start(name)])
 
 
 @unit.command
-def stop(name: UnitName, /, *, seconds: Seconds = None, server: Server = HERE) -> None:
+def stop(name: UnitName, /, *, seconds: Seconds = None, server: ServerOptions = HERE) -> None:
     """Drain a unit, and end its process: requests that only it can answer wait."""
     with server.asked("unit list") as gateway:
         print_units([gateway.stop(name, seconds)])
@@ -202,7 +212,7 @@ def restart_all(
     *,
     rolling: Annotated[bool, Parameter(help="one component after the other")],
     seconds: Seconds = None,
-    server: Server = HERE,
+    server: ServerOptions = HERE,
 ) -> int:
     """Restart every component of a fleet while it serves.
 

@@ -1,6 +1,7 @@
-"""Which commands there are, and what they share.
+"""The table of commands, and what the commands share.
 
-A command's file is imported when the command is called, so that no command waits for what others need."""
+A command's file is imported when the command is called, so that no command waits for what others need.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +38,8 @@ COMMANDS: Final = (
     ("serve", "kvloom.cli.serve:app", "Serve models."),
     ("program", "kvloom.cli.admin:program", "Show or change the router program."),
     ("unit", "kvloom.cli.admin:unit", "Show units, drain or restart one."),
+    ("model", "kvloom.cli.models:model", "Show models, add or remove one while a fleet serves."),
+    ("config", "kvloom.cli.models:config", "Bring a fleet that serves to another config."),
     ("restart", "kvloom.cli.admin:restart", "Restart a whole fleet while it serves."),
     ("workload", "kvloom.cli.bench:workload", "Make or show a workload."),
     ("bench", "kvloom.cli.bench:bench", "Measure a server under a workload."),

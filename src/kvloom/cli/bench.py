@@ -79,7 +79,7 @@ def serve(
     json: JsonFile = None,
     html: HtmlFile = None,
 ) -> int:
-    """WorkloadRequest an OpenAI endpoint, kvloom's or another's, what a workload asks for.
+    """Ask an OpenAI endpoint, kvloom's or another's, what a workload asks for.
 
     Each request is sent at its time, whatever became of those before. Prompts are sent to /v1/completions as
     token ids; answers are streamed, and as long as the workload has them. Latencies count from when a request

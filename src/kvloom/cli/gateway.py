@@ -28,15 +28,16 @@ LONGEST_ANSWER: Final = 1 << 20
 Answer = TypeVar("Answer")
 
 
-class ServerError(Exception):
+class AdminError(Exception):
     """The server said no, or nothing. One line."""
 
 
-class Gateway:
-    """A running gateway at `url`. key_file: its admin keys; left out, the environment's key is sent, if there
-    is one. Raises ConfigError where either cannot be used."""
+class AdminClient:
+    """A client of a running gateway's administration."""
 
     def __init__(self, url: str, key_file: Path | None) -> None:
+        """`key_file` holds admin keys; if it is left out, the environment's key is sent, if there is one.
+        Raises ConfigError if the address or the key cannot be used."""
         self._url = _base(url)
         self._headers = {"content-type": "application/json", "accept": "application/json"}
         key = os.environ.get(KEY_VARIABLE) if key_file is None else _read_key(key_file)
@@ -45,40 +46,40 @@ class Gateway:
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def program(self) -> ProgramSpec:
-        """The one that it runs. Raises ServerError."""
+        """Returns the router program that runs. Raises AdminError."""
         return self._call("program", ProgramSpec)
 
     def set_program(self, program: ProgramSpec) -> ProgramSpec:
-        """From the next request on. Raises ServerError."""
+        """Sets the router program, from the next request on. Raises AdminError."""
         return self._call("program", ProgramSpec, program)
 
     def units(self) -> list[UnitState]:
-        """Raises ServerError."""
+        """Raises AdminError."""
         return self._call("units", list[UnitState])
 
     def drain(self, unit: str, seconds: float | None) -> UnitState:
-        """Until nothing runs there, or for `seconds`; left out, for as long as the server is told to wait.
-        Raises ServerError."""
+        """Waits until nothing runs at the unit, or for `seconds`; if they are left out, for as long as the
+        server is told to wait. Raises AdminError."""
         return self._order(unit, "drain", Drain(seconds=seconds))
 
     def restart(self, unit: str, seconds: float | None) -> UnitState:
-        """Until the new process answers; `seconds` as of `drain`. Raises ServerError."""
+        """Waits until the new process answers; `seconds` as of `drain`. Raises AdminError."""
         return self._order(unit, "restart", Drain(seconds=seconds))
 
     def admit(self, unit: str) -> UnitState:
-        """Raises ServerError."""
+        """Raises AdminError."""
         return self._order(unit, "admit", Admit())
 
     def start(self, unit: str) -> UnitState:
-        """Give it a process, until that answers. Raises ServerError."""
+        """Gives the unit a process, and waits until it answers. Raises AdminError."""
         return self._order(unit, "start", Admit())
 
     def stop(self, unit: str, seconds: float | None) -> UnitState:
-        """Until it has no process any more; `seconds` as of `drain`. Raises ServerError."""
+        """Waits until the unit has no process any more; `seconds` as of `drain`. Raises AdminError."""
         return self._order(unit, "stop", Drain(seconds=seconds))
 
     def restart_all(self, seconds: float | None) -> Iterator[RestartStep]:
-        """What is done, as it is done. Raises ServerError."""
+        """Yields the steps of a rolling restart, as they are done. Raises AdminError."""
         with self._asked("restart", Drain(seconds=seconds), None) as response:
             state = ""
             with suppress(ConnectionError, HTTPException):  # an end before the last chunk
@@ -87,38 +88,38 @@ class Gateway:
                     state = step.state
                     yield step
             if state not in ("restarted", "failed"):
-                raise ServerError(f"{self._url}: the gateway ended before the restart was over; ask again")
+                raise AdminError(f"{self._url}: the gateway ended before the restart was over; ask again")
 
     def placement(self) -> Placement:
-        """Raises ServerError."""
+        """Raises AdminError."""
         return self._call("placement", Placement)
 
     def add(self, spec: EngineSpec) -> UnitState:
-        """A unit that was not there, until it takes requests. Raises ServerError."""
+        """Adds a unit, and waits until it takes requests. Raises AdminError."""
         return self._call("units", UnitState, spec, seconds=None)
 
     def remove(self, unit: str) -> UnitState:
-        """A unit that has no process is not to get one any more. Raises ServerError."""
+        """Removes a unit that has no process. Raises AdminError."""
         return self._order(unit, "remove", Admit())
 
     def models(self) -> list[ModelState]:
-        """Returns the models of the fleet, and how the units that serve them stand. Raises ServerError."""
+        """Returns the models of the fleet, and how the units that serve them stand. Raises AdminError."""
         return self._call("models", list[ModelState])
 
     def add_model(self, model: ModelSpec, unit: str | None = None) -> ModelState:
-        """Lets a unit serve another model, until it does. unit: None for the one whose models have the most
-        room. Raises ServerError."""
+        """Lets a unit serve another model, and waits until it does. unit: None for the one whose models have
+        the most room. Raises AdminError."""
         return self._call("models", ModelState, AddModel(model=model, unit=unit), seconds=None)
 
     def remove_model(self, name: str, seconds: float | None = None) -> ModelState:
-        """Lets no unit serve the model any more, once what runs of it has ended; `seconds` as of `drain`.
-        Raises ServerError."""
+        """Lets no unit serve the model any more, once its requests have ended; `seconds` as of `drain`.
+        Raises AdminError."""
         path = f"models/{urllib.parse.quote(name, safe='')}/remove"
         return self._call(path, ModelState, Drain(seconds=seconds), seconds=None)
 
     def apply(self, wanted: Wanted, *, really: bool) -> Applied:
-        """Lets the fleet be what a config says, until it is; or, not `really`, tells what would change.
-        Raises ServerError."""
+        """Lets the fleet become what a config describes, and waits until it is; without `really`, only tells
+        what would change. Raises AdminError."""
         return self._call("config", Applied, Apply(wanted=wanted, really=really), seconds=None)
 
     def _order(self, unit: str, what: str, body: Drain | Admit) -> UnitState:
@@ -133,16 +134,16 @@ class Gateway:
 
     @contextmanager
     def _asked(self, path: str, body: object, seconds: float | None) -> Iterator[HTTPResponse]:
-        """Raises ServerError, of what is read from the response too."""
+        """Raises AdminError, of what is read from the response too."""
         data = None if body is None else msgspec.json.encode(body)
         try:
             request = urllib.request.Request(f"{self._url}/admin/{path}", data, self._headers)
             with self._open(request, timeout=seconds) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            raise ServerError(f"{self._url}: {_refusal(error)}") from error
+            raise AdminError(f"{self._url}: {_refusal(error)}") from error
         except (OSError, ValueError, HTTPException) as error:  # of the network, and of what came over it
-            raise ServerError(f"{self._url}: {_problem(error)}; --url names another server") from error
+            raise AdminError(f"{self._url}: {_problem(error)}; --url names another server") from error
 
 
 def _base(url: str) -> str:
@@ -170,7 +171,7 @@ def _sendable(key: str, file: Path | None) -> str:
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
-    """What the server said, as its errors do."""
+    """Returns what the server said, as its errors do."""
     try:
         said = str(json.loads(error.read(LONGEST_ANSWER))["error"]["message"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -16,21 +16,21 @@ from rich.table import Table
 
 from kvloom.cli.app import interruptible
 from kvloom.cli.tables import console_for
-from kvloom.config.fields import Section, Size, Some, explain, nearest, no_bool
+from kvloom.config.fields import ConfigSection, Size, Some, explain, nearest, no_bool
 from kvloom.config.file import read_yaml
 from kvloom.config.models import resolve_model
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS
 from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
-from kvloom.plan.board import Placement
+from kvloom.plan.board import BoardPlacement
 from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
-from kvloom.plan.plan import Plan, PlannedUnit, write_plan
+from kvloom.plan.plan import PlacementPlan, PlannedUnit, write_plan
 from kvloom.plan.planner import plan_placement, write_down
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number
@@ -43,7 +43,7 @@ _Rate = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1e9, allow_inf
 _Tokens = Annotated[float, BeforeValidator(no_bool), Field(ge=1, le=1e9)]
 
 
-class NodesConfig(Section):
+class NodesConfig(ConfigSection):
     """`count` machines with `gpus` devices each."""
 
     device: str
@@ -53,8 +53,8 @@ class NodesConfig(Section):
     """Bytes of one device, or of a machine for its cores; None stands for what the device's sheet says."""
 
 
-class DemandConfig(Section):
-    """What is asked of a model."""
+class DemandConfig(ConfigSection):
+    """The demand for a model."""
 
     shape: str | None = None
     """The name of a well-known shape; None stands for the profile's, or the checkpoint's at `path`."""
@@ -64,7 +64,7 @@ class DemandConfig(Section):
     output: _Tokens | None = None
 
 
-class ClusterConfig(Section):
+class ClusterConfig(ConfigSection):
     """The whole file."""
 
     nodes: Annotated[tuple[NodesConfig, ...], Some]
@@ -246,7 +246,9 @@ def plan_command(
         write_plan(output, plan)
 
 
-def _planned(estimator: Estimator, nodes: Sequence[Nodes], baseline: str | None) -> tuple[Plan, Placement]:
+def _planned(
+    estimator: Estimator, nodes: Sequence[Nodes], baseline: str | None
+) -> tuple[PlacementPlan, BoardPlacement]:
     if baseline == "spatial":
         placement = spatial(estimator, nodes)
         return write_spatial(estimator, nodes, placement), placement
@@ -273,7 +275,7 @@ def _estimator(console: Console, demands: Sequence[Demand], costs: DeviceCosts) 
         yield Estimator(demands, costs, lambda count: progress.update(task, completed=count))
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: PlacementPlan) -> Table:
     """Returns a plan as a table, with a row for each model on each unit."""
     table = Table(title=plan.made_by, title_justify="left")
     for head in ("unit", "node", "devices", "model"):
@@ -304,7 +306,7 @@ def _rows(unit: PlannedUnit) -> Iterator[list[str]]:
         where, pool = ["", "", ""], ""
 
 
-def summary(plan: Plan, devices: Mapping[str, int], missing: Sequence[Shortfall]) -> Iterator[str]:
+def summary(plan: PlacementPlan, devices: Mapping[str, int], missing: Sequence[Shortfall]) -> Iterator[str]:
     """Says what is answered, on how many of the devices there are, and why not more."""
     used: dict[str, int] = {}
     for unit in plan.units:

@@ -10,13 +10,13 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 from msgspec.structs import replace
 
-from kvloom.cli.admin import HERE, Server
+from kvloom.cli.admin import HERE, ServerOptions
 from kvloom.cli.app import CommandFailed, interruptible
-from kvloom.cli.gateway import Gateway, ServerError
+from kvloom.cli.gateway import AdminClient, AdminError
 from kvloom.config.fields import show_size
 from kvloom.plan.plan import read_plan
-from kvloom.plan.repair import Repair, Start, Unreachable, repair
-from kvloom.plan.target import Target, new_names, read_target
+from kvloom.plan.repair import Repair, StartUnit, Unreachable, repair
+from kvloom.plan.target import ReplanTarget, new_names, read_target
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Placement
 from kvloom.types.spec import EngineSpec
@@ -27,12 +27,12 @@ app = App(name="replan")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ReplanStep:
     """One step on the way to the plan."""
 
     shown: str
     doing: str
-    carry_out: Callable[[Gateway], object]
+    carry_out: Callable[[AdminClient], object]
 
 
 @app.default
@@ -41,7 +41,7 @@ def replan_command(
     /,
     *,
     apply: Annotated[bool, Parameter(help="do it; left out, it is only shown")] = False,
-    server: Server = HERE,
+    server: ServerOptions = HERE,
 ) -> None:
     """Bring a fleet that serves to another plan.
 
@@ -51,7 +51,7 @@ def replan_command(
     replan(plan, server.gateway(), apply=apply)
 
 
-def replan(file: Path, server: Gateway, *, apply: bool) -> None:
+def replan(file: Path, server: AdminClient, *, apply: bool) -> None:
     """Shows what is to be done, and does it if `apply` is set. Raises ConfigError before anything is changed,
     and CommandFailed if the server fails."""
     plan = read_plan(file)
@@ -77,18 +77,18 @@ def replan(file: Path, server: Gateway, *, apply: bool) -> None:
                 print(f"{number}/{len(changes)} {change.doing} …", flush=True)
                 change.carry_out(server)
             print("the fleet is as planned")
-    except ServerError as error:
+    except AdminError as error:
         raise CommandFailed(f"{error}; {_GOES_ON}") from error
 
 
-def _changes(target: Target, found: Repair, fleet: Placement) -> Iterator[Change]:
+def _changes(target: ReplanTarget, found: Repair, fleet: Placement) -> Iterator[ReplanStep]:
     """Yields what is to be done. A unit that has stopped stays known to the end, so that requests for it wait
     rather than fail."""
-    started = [step.unit for step in found.steps if isinstance(step, Start)]
+    started = [step.unit for step in found.steps if isinstance(step, StartUnit)]
     away = [spec.unit for spec in fleet.away]
     names = dict(zip(started, new_names([*target.now, *away], len(started)), strict=True))
     for step in found.steps:
-        if isinstance(step, Start):
+        if isinstance(step, StartUnit):
             yield _start(replace(target.specs[step.unit], unit=names[step.unit]))
         else:
             yield _stop(step.unit, step.waits)
@@ -96,33 +96,35 @@ def _changes(target: Target, found: Repair, fleet: Placement) -> Iterator[Change
     yield from map(_forget, away)
 
 
-def _await(name: str) -> Change:
-    """A unit that is to stay does not serve yet: no other may go before it does."""
+def _await(name: str) -> ReplanStep:
+    """Returns the step that waits for a unit that is to stay and does not serve yet: no other may go before
+    it does."""
 
-    def carry_out(server: Gateway) -> None:
+    def carry_out(server: AdminClient) -> None:
         unit = server.start(name)
         if unit.state != "up":
             why = f" ({unit.problem})" if unit.problem else ""
-            raise ServerError(f"{name}, which is to stay, is {unit.state}{why}; it has to be up")
+            raise AdminError(f"{name}, which is to stay, is {unit.state}{why}; it has to be up")
 
-    return Change(f"await  {name}", f"waiting for {name}", carry_out)
+    return ReplanStep(f"await  {name}", f"waiting for {name}", carry_out)
 
 
-def _start(spec: EngineSpec) -> Change:
-    return Change(
+def _start(spec: EngineSpec) -> ReplanStep:
+    return ReplanStep(
         f"start  {_line(spec.unit, spec)}", f"starting {spec.unit}", lambda server: server.add(spec)
     )
 
 
-def _stop(name: str, waits: tuple[str, ...]) -> Change:
-    """The unit's requests go elsewhere, and its process ends. The models in `waits` have no unit then."""
+def _stop(name: str, waits: tuple[str, ...]) -> ReplanStep:
+    """Returns the step that moves the unit's requests elsewhere and ends its process. The models in `waits`
+    have no unit then."""
     gap = f"; there is no room for both, so requests for {', '.join(waits)} wait meanwhile" if waits else ""
-    return Change(f"stop   {name}{gap}", f"stopping {name}", lambda server: server.stop(name, None))
+    return ReplanStep(f"stop   {name}{gap}", f"stopping {name}", lambda server: server.stop(name, None))
 
 
-def _forget(name: str) -> Change:
-    """The unit has no process, and is not to have one any more."""
-    return Change(f"forget {name}", f"forgetting {name}", lambda server: server.remove(name))
+def _forget(name: str) -> ReplanStep:
+    """Returns the step that removes a unit which has no process."""
+    return ReplanStep(f"forget {name}", f"forgetting {name}", lambda server: server.remove(name))
 
 
 def _line(name: str, spec: EngineSpec) -> str:

@@ -47,7 +47,7 @@ app = App(name="simulate")
 
 @dataclass(frozen=True, slots=True)
 class _Fleet:
-    """What there is to serve with."""
+    """The units that there are to serve with."""
 
     units: list[SimulatedUnit]
     program: ProgramSpec

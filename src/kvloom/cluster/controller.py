@@ -11,22 +11,22 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvloom.cluster.edits import Edit, edited
-from kvloom.cluster.launcher import Change, Counted, Edited, Ended, Found, Launcher, Report, Snapshot
+from kvloom.cluster.launcher import Change, Counted, Edited, Ended, FoundProcess, Launcher, Report, Snapshot
 from kvloom.cluster.lifecycle import adopted, after, heard
 from kvloom.cluster.reconcile import (
     TIMING,
     Action,
-    Begin,
+    BeginServing,
     CallBack,
-    Drain,
+    DrainUnit,
     Finish,
     Forget,
     Kill,
     Pass,
     Raise,
-    Retire,
-    Start,
-    Stop,
+    RetireGateway,
+    StartProcess,
+    StopProcess,
     Timing,
     Wait,
     reconcile,
@@ -34,14 +34,14 @@ from kvloom.cluster.reconcile import (
 from kvloom.cluster.state import (
     ABSENT,
     GATEWAY,
+    ComponentStatus,
     FleetSpec,
     FleetStatus,
-    Process,
     UnitSpec,
     is_counted,
     is_gateway,
 )
-from kvloom.cluster.store import Store
+from kvloom.cluster.store import SpecStore
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.service import RestartStep
@@ -50,7 +50,7 @@ _LIFE: Final = 1 << 32  # Changes that a controller can number.
 
 _log = logging.getLogger(__name__)
 
-Watch = Callable[[str, Process, Process], None]
+Watch = Callable[[str, ComponentStatus, ComponentStatus], None]
 
 
 class Controller:
@@ -65,12 +65,12 @@ class Controller:
         launcher: Launcher,
         clock: Clock,
         *,
-        store: Store | None = None,
+        store: SpecStore | None = None,
         timing: Timing = TIMING,
         watch: Watch = lambda *_: None,
     ) -> None:
-        """spec: what the fleet is to be, if `store` keeps nothing yet. Raises ConfigError if what it keeps
-        cannot be used; then nothing is started or ended."""
+        """`spec` is what the fleet is to be if `store` keeps nothing yet. Raises ConfigError if the store's
+        content cannot be used; then nothing is started or ended."""
         kept = store.load() if store is not None else None
         self.spec, life = kept or (spec, 0)
         self._life = life + 1
@@ -89,7 +89,7 @@ class Controller:
         self._save(self.spec)
         self._adopt()
 
-    def adopt(self, found: Found) -> None:
+    def adopt(self, found: FoundProcess) -> None:
         """Takes in a process that an earlier controller has started."""
         name = found.component
         self._put(name, adopted(found, self.spec, self._clock.now(), self._timing))
@@ -108,7 +108,7 @@ class Controller:
 
     @property
     def snapshot(self) -> Snapshot:
-        """All of the fleet as it is now."""
+        """Returns the whole fleet as it is now."""
         return Snapshot(seq=self._seq, spec=self.spec, status=self.status)
 
     # -- what is said to it -----------------------------------------------------------------------------
@@ -203,26 +203,36 @@ class Controller:
             case _:
                 name = action.component
                 before = self.status.processes.get(name, ABSENT)
-                if isinstance(action, Begin):
+                if isinstance(action, BeginServing):
                     self._flush()
                 self._put(name, after(action, before, self.spec, now, self._timing))
                 self._order(action)
 
-    def _order(self, action: Start | Drain | CallBack | Retire | Begin | Stop | Kill | Forget) -> None:
+    def _order(
+        self,
+        action: StartProcess
+        | DrainUnit
+        | CallBack
+        | RetireGateway
+        | BeginServing
+        | StopProcess
+        | Kill
+        | Forget,
+    ) -> None:
         launcher, name = self._launcher, action.component
         match action:
-            case Start(generation=generation):
+            case StartProcess(generation=generation):
                 unit = self.spec.units.get(name)
                 launcher.start(name, generation, unit.engine if unit is not None else None)
-            case Drain() | CallBack():
+            case DrainUnit() | CallBack():
                 pass  # The gateways see it.
-            case Retire():
+            case RetireGateway():
                 launcher.retire(name)
-            case Begin():
+            case BeginServing():
                 self.status = replace(self.status, opened=True)
                 launcher.tell(name, self.snapshot)
                 self._recount()
-            case Stop():
+            case StopProcess():
                 launcher.stop(name)
             case Kill():
                 launcher.kill(name)
@@ -256,7 +266,7 @@ class Controller:
         self._become(replace(spec, rolling=rolling))
 
     def _roll_on(self, component: str) -> None:
-        """It is not, or no more, to be restarted."""
+        """Takes a component out of the rolling restart, which is over for it."""
         rolling = self.spec.rolling
         assert rolling is not None
         left = tuple(one for one in rolling.left if one != component)
@@ -284,7 +294,7 @@ class Controller:
     # -- what it keeps ----------------------------------------------------------------------------------
 
     def _become(self, spec: FleetSpec) -> None:
-        """The specification is this from now on, though nobody has edited it."""
+        """Takes over a specification that nobody has edited."""
         made = replace(spec, revision=spec.revision + 1)
         try:
             self._save(made)
@@ -307,7 +317,7 @@ class Controller:
             self._fresh = replace(self._fresh, steps=())
         self._fresh = replace(self._fresh, spec=replace(self.spec, units={}))
 
-    def _put(self, name: str, process: Process | None) -> None:
+    def _put(self, name: str, process: ComponentStatus | None) -> None:
         processes = self.status.processes
         before = processes.get(name, ABSENT)
         if process is None:
@@ -321,7 +331,7 @@ class Controller:
             self._watch(name, before, process or ABSENT)
 
     def _ask(self, name: str) -> None:
-        """The gateways are to say how many requests they have there, once they give it no more."""
+        """Has the gateways count their requests at a unit once they give it no more."""
         process = self.status.processes.get(name, ABSENT)
         counted = is_counted(self.spec.units.get(name), process)
         if counted and name not in self._asked:

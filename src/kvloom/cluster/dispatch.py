@@ -1,4 +1,5 @@
-"""Dispatch of new requests, and pairs of units between which requests move (Llumnix, section 4.4)."""
+"""Chooses the unit for each new request, and the pairs of units between which requests move (Llumnix, section
+4.4)."""
 
 from __future__ import annotations
 
@@ -18,11 +19,15 @@ Dispatch = Callable[[Mapping[Unit, UnitLoad], Mapping[Unit, int], Arrival], Unit
 
 
 def freest(loads: Mapping[Unit, UnitLoad], turns: Mapping[Unit, int], arrival: Arrival) -> Unit | None:
-    """Of those that hold the request, to one where its level brings least headroom; of these, to the one that
-    has most freeness once it runs there. Llumnix (section 4.4) looks at freeness alone, and before. But where
-    others of a level run its headroom is there already, so they gather, until it finds no room beside their
-    load. A request of no level brings none anywhere. Where nobody holds it, it waits behind all that wait
-    there, of which freeness counts the first alone: so to the one that lacks least for all of them."""
+    """Returns the unit that a new request goes to.
+
+    Among the units that hold the request, those on which its level adds the least headroom come first, and of
+    these the one with the most freeness once the request runs there. Llumnix (section 4.4) looks at freeness
+    alone, and before. On a unit that runs others of the level their headroom is there already, so they gather
+    until one finds no room beside their load. A request without a level adds no headroom anywhere. If no unit
+    holds the request, it waits behind all that wait there, of which freeness counts the first alone; so the
+    unit is chosen that lacks the least for all of them.
+    """
 
     def cost(load: UnitLoad) -> tuple[int, float]:
         left = arrival.freeness(load)
@@ -32,8 +37,8 @@ def freest(loads: Mapping[Unit, UnitLoad], turns: Mapping[Unit, int], arrival: A
 
 
 def infaas(loads: Mapping[Unit, UnitLoad], turns: Mapping[Unit, int], arrival: Arrival) -> Unit | None:
-    """INFaaS++: to the one with least of its memory in use, all that waits counted as if it ran (Llumnix,
-    section 6.1)."""
+    """Returns the unit with the least of its memory in use, if all that waits counts as if it ran: INFaaS++
+    (Llumnix, section 6.1)."""
     return _least(loads, turns, lambda load: (0, wanted(load) / load.total_blocks))
 
 
@@ -50,10 +55,13 @@ def pair(
     standing: Iterable[Pair],
     thresholds: Thresholds,
 ) -> tuple[Pair, ...]:
-    """The pairs of the next period, sorted. free: each unit's freeness; by it one that drains is a source, as
-    long as something runs there, and one that has just started takes. standing: the pairs of this period;
-    they stay until a side has recovered. A unit is in one pair at most, and has a model in common with its
-    peer that runs or waits at the source. Takes O(n log n) for n models on all units together."""
+    """Returns the pairs of the next period, sorted. free: each unit's freeness, by which a draining unit is a
+    source as long as something runs there, and one that has just started is a destination; standing: the
+    pairs of this period, which stay until one side has recovered.
+
+    A unit is in one pair at most, and shares with its peer a model that runs or waits at the source. The time
+    is O(n log n) for n models on all units together.
+    """
     sources = {name for name in loads if free[name] < thresholds.out}
     targets = {name for name in loads if free[name] > thresholds.into}
     pairs = [one for one in standing if _stays(one, loads, sources, targets)]
@@ -90,7 +98,7 @@ def _gives(load: ModelLoad) -> bool:
 
 
 def _drop_taken(names: list[str], targets: set[str]) -> bool:
-    """Whether some are left."""
+    """Drops the names that are targets no more, and returns whether some are left."""
     while names and names[-1] not in targets:
         names.pop()
     return bool(names)

@@ -19,7 +19,7 @@ _TAKEN: Final = (GATEWAY, SCHEDULER)
 
 
 class UnitEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is to be different of one unit. What is left out stays."""
+    """An edit of one unit. A field that is left out stays as it is."""
 
     engine: EngineSpec | UnsetType = UNSET
     """Another specification, with which the unit starts anew."""
@@ -35,9 +35,10 @@ class UnitEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="edit"):
-    """What is to be different of a fleet. What is left out stays."""
+    """An edit of a fleet's specification. A field that is left out stays as it is."""
 
     number: int = 0
+    """The answer names the edit by it."""
     """By which the answer names it."""
     base: int | None = None
     """The revision that it was made for; the answer tells what others have changed since."""

@@ -1,4 +1,4 @@
-"""Who starts and ends processes for a controller, and what it reports of them."""
+"""Launchers start and end processes for a controller, and report what becomes of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from kvloom.cluster.state import FleetSpec, FleetStatus, Phase, Process, UnitSpec
+from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, Phase, UnitSpec
 from kvloom.types.errors import WireError
 from kvloom.types.service import RestartStep
 from kvloom.types.spec import EngineSpec
@@ -22,29 +22,32 @@ class Started(Struct, frozen=True, tag="started"):
 
 
 class Answered(Struct, frozen=True, tag="answered"):
-    """The component's process answers for the first time. chat: its models that have a chat template."""
+    """The component's process answers for the first time."""
 
     component: str
     endpoint: str = ""
     chat: tuple[str, ...] = ()
+    """Its models that have a chat template."""
 
 
 class Ended(Struct, frozen=True, tag="ended"):
-    """The component's process has ended. how: in words; refused: it could not use what it was told."""
+    """The component's process has ended."""
 
     component: str
     how: str
+    """In words."""
     refused: bool = False
+    """Whether it could not use what it was told."""
 
 
 class Missed(Struct, frozen=True, tag="missed"):
-    """How many health checks in a row the component's process has not answered."""
+    """The component's process has not answered so many health checks in a row."""
 
     component: str
     misses: int
 
 
-class Found(Struct, frozen=True, tag="found"):
+class FoundProcess(Struct, frozen=True, tag="found"):
     """A process that was started for a controller before this one."""
 
     component: str
@@ -55,61 +58,65 @@ class Found(Struct, frozen=True, tag="found"):
     endpoint: str = ""
 
 
-class Seen(Struct, frozen=True, tag="seen"):
-    """A gateway has asked a unit's process what it serves. problem: why it gets no requests all the same."""
+class UnitSeen(Struct, frozen=True, tag="seen"):
+    """A gateway has asked a unit's process what it serves."""
 
     component: str
     generation: int
     problem: str = ""
+    """Why it gets no requests all the same."""
 
 
 class Counted(Struct, frozen=True, tag="counted"):
-    """A gateway's requests in flight at the units that get no new ones, as of the change `seq`."""
+    """A gateway counts its requests in flight at the units that get no new ones."""
 
     seq: int
+    """The last change that the gateway had taken in."""
     calls: dict[str, int]
 
 
-Report = Started | Answered | Ended | Missed | Seen
+Report = Started | Answered | Ended | Missed | UnitSeen
 
 
 class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot"):
-    """All of a fleet. seq: the change that it is as of."""
+    """A whole fleet."""
 
     seq: int
+    """The last change that it holds."""
     spec: FleetSpec
     status: FleetStatus
 
 
 class Change(Struct, frozen=True, kw_only=True, tag="change", omit_defaults=True):
-    """What is different from the change before it, or from the snapshot."""
+    """The differences from the change before it, or from the snapshot."""
 
     seq: int
     spec: FleetSpec | None = None
     """What is not a unit's, without the units; None if all of it is as it was."""
     units: dict[str, UnitSpec | None] = {}
     """Units that are to be otherwise; None for those that are to be there no more."""
-    processes: dict[str, Process | None] = {}
+    processes: dict[str, ComponentStatus | None] = {}
     """Components of which something else is there; None for those of which nothing is kept."""
     steps: tuple[RestartStep, ...] | None = None
     """What the last rolling restart has done so far; None if that is as it was."""
 
 
 class Edited(Struct, frozen=True, tag="edited", omit_defaults=True):
-    """What became of an edit. overrode: fields that somebody else had changed since the revision that the
-    edit was made for; refused: why nothing was changed."""
+    """The answer to an edit."""
 
     number: int
     overrode: tuple[str, ...] = ()
+    """Fields that somebody else had changed since the revision that the edit was made for."""
     refused: WireError | None = None
+    """Why nothing was changed."""
 
 
 News = Snapshot | Change | Edited
 
 
 class Launcher(Protocol):
-    """What it does takes effect later: `Report`s tell of it. A component has one process at a time: it is
-    started only after its last one was reported to have ended. Nothing raises."""
+    """Starts and ends processes. Each call takes effect later, and `Report`s tell of it. A component has one
+    process at a time: it is started only after its last one was reported to have ended. Nothing raises."""
 
     def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
         """Starts a process. engine: what a unit is to serve; None for a gateway and the fleet scheduler."""
@@ -129,5 +136,5 @@ class Launcher(Protocol):
     def forget(self, component: str) -> None:
         """Keeps nothing of a component that has no process."""
 
-    def running(self) -> Sequence[Found]:
+    def running(self) -> Sequence[FoundProcess]:
         """Returns the processes that there are, for a controller that starts anew."""

@@ -1,52 +1,52 @@
-"""How a component's status changes: by what the controller does, and by what is reported of its process."""
+"""A component's status changes by what the controller does, and by what is reported of its process."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvloom.cluster.launcher import Answered, Ended, Found, Missed, Report, Seen, Started
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Report, Started, UnitSeen
 from kvloom.cluster.reconcile import (
     TIMING,
-    Begin,
+    BeginServing,
     CallBack,
-    Drain,
+    DrainUnit,
     Forget,
     Kill,
-    Retire,
-    Start,
-    Stop,
+    RetireGateway,
+    StartProcess,
+    StopProcess,
     Timing,
 )
 from kvloom.cluster.state import (
     NEXT,
     SCHEDULER,
+    ComponentStatus,
     FleetSpec,
     Phase,
-    Process,
     generation_of,
     is_gateway,
 )
 
-Deed = Start | Drain | CallBack | Retire | Begin | Stop | Kill | Forget
+Deed = StartProcess | DrainUnit | CallBack | RetireGateway | BeginServing | StopProcess | Kill | Forget
 """An action that changes what there is of its component."""
 
 
 def after(
-    deed: Deed, process: Process, spec: FleetSpec, now: float, timing: Timing = TIMING
-) -> Process | None:
+    deed: Deed, process: ComponentStatus, spec: FleetSpec, now: float, timing: Timing = TIMING
+) -> ComponentStatus | None:
     """Returns the component's status once the action is carried out; None if nothing is kept of it."""
     match deed:
-        case Start(generation=generation):
+        case StartProcess(generation=generation):
             made = _started(process, generation, now)
-        case Drain(until=until):
+        case DrainUnit(until=until):
             made = _turn(process, "draining", now, until=until)
         case CallBack():
             made = _turn(process, "ready", now)
-        case Retire(until=until):
+        case RetireGateway(until=until):
             made = _turn(process, "retiring", now, until=until)
-        case Begin():
+        case BeginServing():
             made = replace(process, begun=True)
-        case Stop(component=name):
+        case StopProcess(component=name):
             again = generation_of(name, spec) > 0
             made = _turn(process, "ending", now, until=now + timing.stop, replaces=again, failures=0)
         case Kill():
@@ -56,9 +56,9 @@ def after(
     return made
 
 
-def _started(process: Process, generation: int, now: float) -> Process:
+def _started(process: ComponentStatus, generation: int, now: float) -> ComponentStatus:
     another = process.generation != generation and process.phase in ("waiting", "failed")
-    return Process(
+    return ComponentStatus(
         phase=_legal(process.phase, "starting"),
         since=now,
         generation=generation,
@@ -71,7 +71,9 @@ def _started(process: Process, generation: int, now: float) -> Process:
     )
 
 
-def heard(report: Report, process: Process, spec: FleetSpec, now: float, timing: Timing = TIMING) -> Process:
+def heard(
+    report: Report, process: ComponentStatus, spec: FleetSpec, now: float, timing: Timing = TIMING
+) -> ComponentStatus:
     """Returns the component's status once the report is taken in. One that is out of date changes nothing."""
     match report:
         case Started(pid=pid, node=node):
@@ -83,13 +85,15 @@ def heard(report: Report, process: Process, spec: FleetSpec, now: float, timing:
             return _ended(name, how, process, spec, now, timing)
         case Missed(misses=misses):
             return replace(process, misses=misses)
-        case Seen(generation=generation, problem=problem):
+        case UnitSeen(generation=generation, problem=problem):
             if process.phase == "ready" and process.generation == generation:
                 return replace(process, seen=True, problem=problem)
     return process
 
 
-def _ended(name: str, how: str, process: Process, spec: FleetSpec, now: float, timing: Timing) -> Process:
+def _ended(
+    name: str, how: str, process: ComponentStatus, spec: FleetSpec, now: float, timing: Timing
+) -> ComponentStatus:
     again = generation_of(name, spec) > 0
     gone = replace(process, pid=None, killed=False, misses=0, begun=False, seen=False, calls=None)
     if process.phase not in ("starting", "ready"):
@@ -108,21 +112,22 @@ def _ended(name: str, how: str, process: Process, spec: FleetSpec, now: float, t
     )
 
 
-def _is_tried_again(name: str, process: Process, spec: FleetSpec) -> bool:
-    """What has never worked as it is specified is not: a person is to read why. The fleet scheduler, without
-    which the others do well, is, and so is what was specified otherwise meanwhile."""
+def _is_tried_again(name: str, process: ComponentStatus, spec: FleetSpec) -> bool:
+    """Returns whether a process that has died is started again. One that has never worked as it is specified
+    is not, so that a person reads why; the fleet scheduler is, because the others do well without it, and so
+    is a component that was specified otherwise meanwhile."""
     unit = spec.units.get(name)
     edition = 1 if unit is None else unit.edition
     untried = process.generation >= edition > process.proven
     return name == SCHEDULER or process.phase == "ready" or not untried
 
 
-def adopted(found: Found, spec: FleetSpec, now: float, timing: Timing = TIMING) -> Process:
+def adopted(found: FoundProcess, spec: FleetSpec, now: float, timing: Timing = TIMING) -> ComponentStatus:
     """Returns the status of a process that an earlier controller has started. What it had of its time to end
     it has anew."""
     ready = found.phase == "ready"
     left = {"ending": timing.stop, "retiring": spec.drain + timing.margin}.get(found.phase)
-    return Process(
+    return ComponentStatus(
         phase=found.phase,
         since=now,
         until=None if left is None else now + left,
@@ -136,7 +141,7 @@ def adopted(found: Found, spec: FleetSpec, now: float, timing: Timing = TIMING) 
     )
 
 
-def _turn(process: Process, phase: Phase, now: float, **changes: object) -> Process:
+def _turn(process: ComponentStatus, phase: Phase, now: float, **changes: object) -> ComponentStatus:
     return replace(process, phase=_legal(process.phase, phase), since=now, **({"until": None} | changes))
 
 

@@ -1,4 +1,4 @@
-"""What a gateway knows of its fleet: a copy of the controller's specification and status, and a way to it."""
+"""A gateway mirrors its fleet: it copies the controller's specification and status, and sends edits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvloom.cluster.edits import Edit, UnitEdit
-from kvloom.cluster.launcher import Change, Counted, Edited, News, Seen, Snapshot
-from kvloom.cluster.state import ABSENT, FleetSpec, FleetStatus, Outlook, Process, outlook
+from kvloom.cluster.launcher import Change, Counted, Edited, News, Snapshot, UnitSeen
+from kvloom.cluster.state import ABSENT, ComponentStatus, FleetSpec, FleetStatus, Outlook, outlook
 from kvloom.types.errors import KvloomError, Unavailable
 
 _log = logging.getLogger(__name__)
 
-Said = Edit | Seen | Counted
+Said = Edit | UnitSeen | Counted
 """What a gateway says to its controller."""
 
 
@@ -25,7 +25,7 @@ class Mirror:
     until the copy agrees."""
 
     def __init__(self, snapshot: Snapshot, send: Callable[[Said], None]) -> None:
-        """send: takes what is for the controller to it, in order."""
+        """`send` hands a message to the controller, in order."""
         self._take(snapshot)
         self.send = send
         self._followers: list[Callable[[Collection[str]], None]] = []
@@ -39,7 +39,7 @@ class Mirror:
         changed."""
         self._followers.append(follower)
 
-    def process(self, component: str) -> Process:
+    def process(self, component: str) -> ComponentStatus:
         return self.status.processes.get(component, ABSENT)
 
     def outlook(self, unit: str) -> Outlook:
@@ -64,9 +64,9 @@ class Mirror:
                         answer.set_exception(KvloomError.from_wire(refused))
 
     async def edit(self, units: dict[str, UnitEdit] | None = None, **fields: Any) -> tuple[str, ...]:
-        """Sends an edit, and returns once the controller has taken it in and the copy has it. fields: others
-        of `Edit`. Returns the fields in which it overrode somebody else's edit of the same time. Raises what
-        the controller refuses it with."""
+        """Sends an edit, and returns once the controller has taken it in and the copy has it. fields: other
+        fields of `Edit`. Returns the fields in which it overrode somebody else's edit of the same time.
+        Raises the error with which the controller refuses it."""
         self._number += 1
         number = self._number
         answer: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
@@ -85,12 +85,12 @@ class Mirror:
             del self._edits[number]
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """Waits until the copy is so. Raises Unavailable if the gateway ends before."""
+        """Waits until `done` holds of the copy. Raises Unavailable if the gateway ends before."""
         while not done():
             await self._next()
 
     def give_up(self) -> None:
-        """The gateway ends: who waits for something learns that now."""
+        """Ends all waits, because the gateway ends."""
         self._over = True
         self._ring()
 

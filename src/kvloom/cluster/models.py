@@ -1,4 +1,5 @@
-"""Models that come and go while a fleet serves, and another config for it: what has to be edited."""
+"""Finds the edits with which models come and go while a fleet serves, and with which it follows another
+config."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 
 class ModelState(Struct, frozen=True, kw_only=True):
-    """A model of the fleet, and how each unit that is to serve it stands."""
+    """A model of the fleet, with the state of each unit that is to serve it."""
 
     name: str
     path: str
@@ -23,14 +24,15 @@ class ModelState(Struct, frozen=True, kw_only=True):
 
 
 class AddModel(Struct, frozen=True, kw_only=True):
-    """Serve another model. unit: where; None for the one whose models have the most room."""
+    """Asks for another model to be served."""
 
     model: ModelSpec
     unit: str | None = None
+    """The unit that is to serve it; None for the one whose models have the most room."""
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
-    """What a config makes of a fleet."""
+    """The fleet that a config describes."""
 
     engines: tuple[EngineSpec, ...]
     first: tuple[str, ...]
@@ -40,14 +42,15 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
 
 class Apply(Struct, frozen=True, kw_only=True):
-    """Let the fleet be what a config says. really: left out, only tell what would change."""
+    """Asks for the fleet to become what a config describes."""
 
     wanted: Wanted
     really: bool = False
+    """Whether it is done; else the answer only tells what would change."""
 
 
 class Applied(Struct, frozen=True, kw_only=True):
-    """What another config has changed, or would change."""
+    """The answer to `Apply`: what has changed, or would change."""
 
     changes: tuple[str, ...]
     """One line each."""
@@ -58,7 +61,7 @@ class Applied(Struct, frozen=True, kw_only=True):
 
 
 class Differences(Struct, frozen=True, kw_only=True):
-    """What has to be edited, in this order: units that come, those that are otherwise, and the rest."""
+    """The edits that a fleet needs, in their order: units that come, those that start anew, and the rest."""
 
     added: dict[str, UnitEdit]
     otherwise: dict[str, UnitEdit]
@@ -121,9 +124,9 @@ def without_units(groups: Mapping[str, GroupSpec], gone: Iterable[str]) -> dict[
 
 
 def differences(spec: FleetSpec, wanted: Wanted, seconds: float) -> Differences:
-    """Returns what has to be edited for the fleet to be as it is wanted. seconds: for which what runs at a
-    unit that changes or goes is waited for. Units that are told apart by nothing but whether they have a
-    process now are left as they are: that is the fleet scheduler's matter, and of those who run the fleet."""
+    """Returns the edits with which the fleet becomes as it is wanted. seconds: the time that requests have to
+    end at a unit that changes or goes. A unit that differs only in whether it has a process now is left as it
+    is: that is decided by the fleet scheduler, and by those who run the fleet."""
     there, lines = dict(_kept(spec)), list[str]()
     engines = {engine.unit: engine for engine in wanted.engines}
     added, otherwise, removed = dict[str, UnitEdit](), dict[str, UnitEdit](), dict[str, UnitEdit]()
@@ -162,7 +165,7 @@ def _kept(spec: FleetSpec) -> Iterable[tuple[str, UnitSpec]]:
 
 
 def _roomiest(spec: FleetSpec) -> str:
-    """The unit with the most bytes of its pool for each of its models, the new one counted."""
+    """Returns the unit with the most bytes of its pool for each of its models, the new one counted."""
     units = [(name, unit.engine) for name, unit in _kept(spec) if unit.engine.weave is None]
     if not units:
         raise Conflict("no unit can serve another model; `kvloom replan` adds units")
@@ -170,7 +173,7 @@ def _roomiest(spec: FleetSpec) -> str:
 
 
 def _replicas(spec: FleetSpec, unit: str) -> tuple[str, ...]:
-    """The units that come and go together with it, as replicas of one another."""
+    """Returns the units that come and go together with this one, as replicas of one another."""
     found = next((group.units for group in spec.groups.values() if unit in group.units), (unit,))
     return tuple(name for name in found if name in spec.units and not spec.units[name].removed)
 
@@ -180,7 +183,7 @@ def _models(engine: EngineSpec) -> str:
 
 
 def _changes(before: EngineSpec, engine: EngineSpec) -> str:
-    """The fields that differ, in words."""
+    """Returns the fields that differ, in words."""
     said = []
     for field in EngineSpec.__struct_fields__:
         old, new = getattr(before, field), getattr(engine, field)

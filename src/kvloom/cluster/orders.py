@@ -1,4 +1,5 @@
-"""What those who run a fleet order at a gateway: an edit of the specification, and a wait until it is so."""
+"""Carries out the orders of those who run a fleet: each edits the specification, and waits until the status
+agrees."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _GONE = ("away", "failed")
 
 
 class Seeing(Protocol):
-    """Who asks the units what they serve: the gateway's router."""
+    """Asks the units what they serve: the gateway's router does."""
 
     def state(self, unit: str) -> UnitState:
         """Returns how a unit stands. Raises KeyError for one that is not known."""
@@ -39,12 +40,13 @@ class Seeing(Protocol):
 
 
 class FleetOrders:
-    """Of one gateway. An order goes on whoever waits for it, and another gateway's mirror shows the same."""
+    """Carries out orders at one gateway. An order goes on if nobody waits for it any more, and the mirror of
+    another gateway shows the same."""
 
     def __init__(
         self, mirror: Mirror, seeing: Seeing, *, seconds: float, memory: int = 0, cores: int = 0
     ) -> None:
-        """seconds: for which what runs at a unit is waited for, if an order does not say; memory, cores: what
+        """seconds: the time that requests have to end at a unit, if an order gives none; memory, cores: what
         the fleet's machine has for it."""
         self.mirror = mirror
         self._seeing = seeing
@@ -54,7 +56,7 @@ class FleetOrders:
 
     @property
     def states(self) -> list[UnitState]:
-        """All units."""
+        """Returns the state of each unit."""
         return [self._seeing.state(name) for name in self.mirror.spec.units]
 
     def state(self, name: str) -> UnitState:
@@ -62,7 +64,7 @@ class FleetOrders:
 
     @property
     def placement(self) -> Placement:
-        """Which units there are and may be."""
+        """Returns the units that there are and may be."""
         specs = {name: unit.engine for name, unit in self.mirror.spec.units.items()}
         away = [name for name in specs if self.mirror.outlook(name) in _GONE]
         return Placement(
@@ -114,7 +116,7 @@ class FleetOrders:
         return self.state(name)
 
     def _drained_at(self, name: str) -> int | None:
-        """The revision at which somebody has drained it; None if it is not drained."""
+        """Returns the revision at which somebody has drained the unit; None if it is not drained."""
         unit = self.mirror.spec.units.get(name)
         return unit.changed.get("drained") if unit is not None and unit.drained else None
 
@@ -143,8 +145,8 @@ class FleetOrders:
         return self.state(name)
 
     async def scale(self, steps: Steps) -> None:
-        """Lets units come and go, and does not wait for it. Units that nobody knows, and those for which
-        something else is under way, are passed over."""
+        """Lets units come and go, and does not wait for it. Unknown units, and those for which something else
+        is under way, are passed over."""
         known = self.mirror.spec.units
         edits = {
             name: self._starting(name)
@@ -188,7 +190,7 @@ class FleetOrders:
         return last
 
     def _starting(self, name: str) -> UnitEdit:
-        """One that could not be started is tried anew."""
+        """Returns the edit that starts the unit; a unit that could not be started is tried anew."""
         return UnitEdit(wanted=True, restart=self.mirror.outlook(name) == "failed")
 
     @property
@@ -199,7 +201,7 @@ class FleetOrders:
 
     @property
     def models(self) -> list[ModelState]:
-        """All that are served, or are to be, by name."""
+        """Returns the models that are served, or are to be, by name."""
         found: dict[str, ModelState] = {}
         for name, unit in self.mirror.spec.units.items():
             for model in () if unit.removed else unit.engine.models:
@@ -247,9 +249,9 @@ class FleetOrders:
         return last
 
     async def apply(self, asked: Apply) -> Applied:
-        """Lets the fleet be what a config says: units are added first, then those that are otherwise start
-        anew one after the other, and at last those go that it does not have. One that cannot be started is
-        told of, and the others go on."""
+        """Makes the fleet what a config describes. Units are added first, then those that differ start anew
+        one after the other, and at last those go that the config does not have. A unit that cannot be started
+        is told of, and the others go on."""
         found = differences(self.mirror.spec, asked.wanted, self._seconds)
         if not asked.really or not found.lines:
             return Applied(changes=found.lines)
@@ -263,7 +265,7 @@ class FleetOrders:
         return Applied(changes=found.lines, problems=tuple(problems), overrode=tuple(overrode))
 
     async def _all_come(self, names: Iterable[str]) -> list[str]:
-        """What those died of that did."""
+        """Waits for the units, and returns what those died of that did."""
         problems = []
         for name in names:
             unit = self.mirror.spec.units.get(name)
@@ -289,7 +291,7 @@ class FleetOrders:
         await self.mirror.edit(rolling=rolling)
 
     async def steps(self) -> AsyncGenerator[RestartStep, None]:
-        """What a rolling restart does, from its first step on, until it is over."""
+        """Yields what a rolling restart does, from its first step on, until it is over."""
         told = 0
         while told <= len(self.mirror.status.steps):
             steps, over = self.mirror.status.steps, self.mirror.spec.rolling is None

@@ -1,7 +1,7 @@
-"""What is to be done next, so that what there is of a fleet becomes what it is to be.
+"""Decides what is to be done next, so that a fleet's status becomes what its specification says.
 
 `reconcile` is a pure function: it has no clock and does nothing. The controller carries its actions out, in
-their order, and asks again: after each change, and when the time of a `Wait` has come.
+their order, and asks again after each change, and when the time of a `Wait` has come.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from msgspec import Struct
 from kvloom.cluster.state import (
     ABSENT,
     SCHEDULER,
+    ComponentStatus,
     FleetSpec,
     FleetStatus,
-    Process,
     UnitSpec,
     gateway_name,
     generation_of,
@@ -28,7 +28,7 @@ from kvloom.cluster.state import (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long a controller waits for processes, in seconds."""
+    """The seconds that a controller waits for processes."""
 
     first: float = 0.5
     """The pause before the first start after a death; it doubles with each death in a row."""
@@ -50,73 +50,73 @@ class Timing:
     """Beyond its time, after which a gateway that has been replaced is killed."""
 
     def pause(self, last: float, lived: float) -> float:
-        """Returns the pause before the next start. last: the pause before the life that has ended, 0 if there
-        was none; lived: how long that life was, counted from its first answer."""
+        """Returns the pause before the next start. last: the pause before the process that has ended, 0 if
+        there was none; lived: the seconds from that process's first answer to its end."""
         return self.first if lived >= self.healthy else min(max(self.first, 2 * last), self.most)
 
 
 TIMING: Final = Timing()
 
 
-class Start(Struct, frozen=True, tag=True):
-    """Give the component a process of this generation."""
+class StartProcess(Struct, frozen=True, tag=True):
+    """Starts a process of this generation for the component."""
 
     component: str
     generation: int
 
 
-class Drain(Struct, frozen=True, tag=True):
-    """Give the unit no new request; it ends once it has none, or at `until`."""
+class DrainUnit(Struct, frozen=True, tag=True):
+    """Gives the unit no new request; its process ends once it has none, or at `until`."""
 
     component: str
     until: float | None
 
 
 class CallBack(Struct, frozen=True, tag=True):
-    """Let a unit that drains have requests again: it is to stay."""
+    """Lets a unit that drains have requests again, because it is to stay."""
 
     component: str
 
 
-class Retire(Struct, frozen=True, tag=True):
-    """Let a gateway bring its requests to their end, because another one serves; it is killed at `until`."""
+class RetireGateway(Struct, frozen=True, tag=True):
+    """Lets a gateway bring its requests to their end, because another one serves. It is killed at `until`."""
 
     component: str
     until: float
 
 
-class Begin(Struct, frozen=True, tag=True):
-    """Tell a gateway what the fleet is, so that it serves."""
+class BeginServing(Struct, frozen=True, tag=True):
+    """Tells a gateway what the fleet is, so that it serves."""
 
     component: str
 
 
-class Stop(Struct, frozen=True, tag=True):
-    """Tell the component's process to end."""
+class StopProcess(Struct, frozen=True, tag=True):
+    """Tells the component's process to end."""
 
     component: str
 
 
 class Kill(Struct, frozen=True, tag=True):
-    """End the component's process, which has not ended by itself or does not answer."""
+    """Kills the component's process, which has not ended by itself or does not answer."""
 
     component: str
 
 
 class Forget(Struct, frozen=True, tag=True):
-    """Keep nothing of a component that has no process and is to have none."""
+    """Keeps nothing of a component that has no process and is to have none."""
 
     component: str
 
 
 class Raise(Struct, frozen=True, tag=True):
-    """The turn of the component has come in a rolling restart: its generation is raised."""
+    """Raises the component's generation, because its turn has come in a rolling restart."""
 
     component: str
 
 
 class Pass(Struct, frozen=True, tag=True):
-    """A rolling restart passes over a unit that has no process, or is about to lose it."""
+    """Passes over a unit in a rolling restart, because it has no process or is about to lose it."""
 
     component: str
 
@@ -134,7 +134,20 @@ class Wait(Struct, frozen=True, tag=True):
     until: float
 
 
-Action = Start | Drain | CallBack | Retire | Begin | Stop | Kill | Forget | Raise | Pass | Finish | Wait
+Action = (
+    StartProcess
+    | DrainUnit
+    | CallBack
+    | RetireGateway
+    | BeginServing
+    | StopProcess
+    | Kill
+    | Forget
+    | Raise
+    | Pass
+    | Finish
+    | Wait
+)
 
 
 def reconcile(
@@ -173,7 +186,9 @@ def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> It
         yield from _roll(spec, status)
 
 
-def _unit(name: str, unit: UnitSpec | None, process: Process, now: float, timing: Timing) -> Iterator[Action]:
+def _unit(
+    name: str, unit: UnitSpec | None, process: ComponentStatus, now: float, timing: Timing
+) -> Iterator[Action]:
     generation = unit.generation if unit is not None and unit.wanted else 0
     match process.phase:
         case "absent" if unit is not None and not generation:
@@ -181,27 +196,29 @@ def _unit(name: str, unit: UnitSpec | None, process: Process, now: float, timing
                 yield Forget(name)
         case "ready" if process.generation != generation and not process.killed:
             seconds = unit.seconds if unit is not None else None
-            yield Drain(name, None if seconds is None else now + seconds)
+            yield DrainUnit(name, None if seconds is None else now + seconds)
         case "draining" if process.generation == generation:
             yield CallBack(name)
         case "draining" if process.calls == 0:
-            yield Stop(name)
+            yield StopProcess(name)
         case "draining" if process.until is not None:
-            yield Stop(name) if now >= process.until else Wait(process.until)
+            yield StopProcess(name) if now >= process.until else Wait(process.until)
         case "draining":
             yield from _hangs(name, process, timing)
         case _:
             yield from _process(name, generation, process, now, timing)
 
 
-def _process(name: str, generation: int, process: Process, now: float, timing: Timing) -> Iterator[Action]:
-    """What holds of every component. generation: the one that is wanted; 0 for none."""
+def _process(
+    name: str, generation: int, process: ComponentStatus, now: float, timing: Timing
+) -> Iterator[Action]:
+    """Yields the actions that any component needs. generation: the one that is wanted; 0 for none."""
     behind = process.generation != generation
     match process.phase:
         case "absent":
-            yield Start(name, generation) if generation else Forget(name)
+            yield StartProcess(name, generation) if generation else Forget(name)
         case "starting" if behind:
-            yield Stop(name)
+            yield StopProcess(name)
         case "ready":
             yield from _hangs(name, process, timing)
         case "ending":
@@ -209,34 +226,34 @@ def _process(name: str, generation: int, process: Process, now: float, timing: T
         case "waiting" | "failed" if not generation:
             yield Forget(name)
         case "waiting" | "failed" if behind:
-            yield Start(name, generation)
+            yield StartProcess(name, generation)
         case "waiting" if process.until is not None:
-            yield Start(name, generation) if now >= process.until else Wait(process.until)
+            yield StartProcess(name, generation) if now >= process.until else Wait(process.until)
 
 
-def _hangs(name: str, process: Process, timing: Timing) -> Iterator[Action]:
+def _hangs(name: str, process: ComponentStatus, timing: Timing) -> Iterator[Action]:
     if process.misses >= timing.misses and not process.killed:
         yield Kill(name)
 
 
-def _ends(name: str, process: Process, now: float) -> Iterator[Action]:
+def _ends(name: str, process: ComponentStatus, now: float) -> Iterator[Action]:
     if process.until is not None and not process.killed:
         yield Kill(name) if now >= process.until else Wait(process.until)
 
 
-def _scheduler(generation: int, process: Process, now: float, timing: Timing) -> Iterator[Action]:
-    """Nothing runs there that would have to end first."""
+def _scheduler(generation: int, process: ComponentStatus, now: float, timing: Timing) -> Iterator[Action]:
+    """Yields the actions for the fleet scheduler, which has no requests that would have to end first."""
     if process.phase == "ready" and process.generation != generation:
-        yield Stop(SCHEDULER)
+        yield StopProcess(SCHEDULER)
     elif generation or process is not ABSENT:
         yield from _process(SCHEDULER, generation, process, now, timing)
 
 
 def _gateways(
-    spec: FleetSpec, status: FleetStatus, gateways: dict[str, Process], now: float, timing: Timing
+    spec: FleetSpec, status: FleetStatus, gateways: dict[str, ComponentStatus], now: float, timing: Timing
 ) -> Iterator[Action]:
-    """One serves. Another generation is started beside it, and once that answers, the older ones retire; if
-    it dies as it starts, the older one serves on."""
+    """Yields the actions for the gateways, of which one serves. Another generation is started beside it, and
+    once that answers the older ones retire; if it dies as it starts, the older one serves on."""
     wanted = gateway_name(spec.gateway)
     process = gateways.pop(wanted, ABSENT)
     others = [name for name, one in gateways.items() if one.phase in ("starting", "ready", "waiting")]
@@ -244,16 +261,16 @@ def _gateways(
         kept = max(others, key=lambda name: generation_of(name, spec))
         yield from _gateway(kept, gateways.pop(kept), spec, status, now, timing, beside=False)
     elif process.phase == "failed" and process.until is not None:
-        yield Start(wanted, spec.gateway) if now >= process.until else Wait(process.until)
+        yield StartProcess(wanted, spec.gateway) if now >= process.until else Wait(process.until)
     else:
         beside = any(gateways[name].phase == "ready" for name in others)
         yield from _gateway(wanted, process, spec, status, now, timing, beside=beside)
     for name, one in gateways.items():
         match one.phase:
             case "ready" if process.phase == "ready":
-                yield Retire(name, now + spec.drain + timing.margin)
+                yield RetireGateway(name, now + spec.drain + timing.margin)
             case "starting":
-                yield Stop(name)
+                yield StopProcess(name)
             case "retiring":
                 yield from _ends(name, one, now)
             case "ready":
@@ -264,7 +281,7 @@ def _gateways(
 
 def _gateway(
     name: str,
-    process: Process,
+    process: ComponentStatus,
     spec: FleetSpec,
     status: FleetStatus,
     now: float,
@@ -272,10 +289,10 @@ def _gateway(
     *,
     beside: bool,
 ) -> Iterator[Action]:
-    """The one that is to serve. beside: another one serves meanwhile."""
+    """Yields the actions for the gateway that is to serve. beside: whether another one serves meanwhile."""
     if process.phase == "starting" and not process.begun:
         if status.opened or _come(spec, status):
-            yield Begin(name)
+            yield BeginServing(name)
     elif process.phase == "starting" and beside and not process.killed:
         late = process.since + timing.successor
         yield Kill(name) if now >= late else Wait(late)
@@ -284,13 +301,14 @@ def _gateway(
 
 
 def _come(spec: FleetSpec, status: FleetStatus) -> bool:
-    """Whether no unit starts for the first time: a gateway that has not served yet may."""
+    """Returns whether no unit starts for the first time: then a gateway that has not served yet may serve."""
     phases = (status.processes.get(name, ABSENT).phase for name, unit in spec.units.items() if unit.wanted)
     return all(phase not in ("absent", "starting") for phase in phases)
 
 
 def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
-    """A rolling restart. What goes wrong with one component ends it, and the others stay as they are."""
+    """Yields the actions of a rolling restart. A component that fails ends it, and the others stay as they
+    are."""
     rolling = spec.rolling
     assert rolling is not None
     verdicts = {component: _restarted(component, spec, status) for component in rolling.active}
@@ -342,7 +360,7 @@ def _restarted(component: str, spec: FleetSpec, status: FleetStatus) -> str | No
 
 
 def _asked(component: str, spec: FleetSpec, status: FleetStatus) -> bool:
-    """Whether there is a gateway that asks the unit's new process what it serves."""
+    """Returns whether there is a gateway that asks the unit's new process what it serves."""
     unit = spec.units.get(component)
     if unit is None or unit.drained:
         return False

@@ -1,6 +1,5 @@
-"""The fleet scheduler: looks at all units once a period, and says between which of them requests move, and
-which are to come and to go (Llumnix, section 4.2).
-"""
+"""The fleet scheduler looks at all units once a period, and says between which of them requests move, and
+which units come and go (Llumnix, section 4.2)."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvloom.cluster.autoscale import Drain, Outside, Start, Step, Usage, rescale
+from kvloom.cluster.autoscale import AddReplicas, Outside, RemoveReplica, Step, Usage, rescale
 from kvloom.cluster.dispatch import pair
 from kvloom.engine.freeness import Thresholds, freeness, virtual_usage
 from kvloom.types.clock import Clock
@@ -20,12 +19,13 @@ from kvloom.types.service import FleetState, Pair, Pairs, Steps, UnitGroup
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """What was decided. Nothing else is kept from period to period: a scheduler that starts anew begins with
-    `Period()`. steps: by group, where its number of replicas changes."""
+    """The decisions of one period. Nothing else is kept from period to period: a scheduler that starts anew
+    begins with `Period()`."""
 
     pairs: tuple[Pair, ...] = ()
     outside: Mapping[str, Outside] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
+    """The steps by group, for groups whose number of replicas changes."""
 
 
 def decide(
@@ -37,8 +37,9 @@ def decide(
     waiting: Mapping[str, int] | None = None,
     usage: Usage = virtual_usage,
 ) -> Period:
-    """loads: of the units that have reported; the others take no part. now: in seconds. waiting: requests
-    that nobody can answer yet, by model; of several groups that serve it the first that can has to. usage: by
+    """Returns the decisions of the next period. loads: those of the units that have reported, as the others
+    take no part; now: the time in seconds; waiting: the number of requests that no unit can answer yet, by
+    model, for which the first group that serves the model and can start a unit does so; usage: the measure by
     which the number of replicas follows."""
     free = {name: freeness(load) for name, load in loads.items()}
     outside: dict[str, Outside] = {}
@@ -61,21 +62,22 @@ def decide(
             outside[name] = watched
         if step:
             steps[name] = step
-        if group.starting or (isinstance(step, Start) and group.away):
+        if group.starting or (isinstance(step, AddReplicas) and group.away):
             wanted -= group.models
     return Period(pair(loads, free, last.pairs, thresholds), outside, steps)
 
 
 def carried_out(steps: Mapping[str, Step], groups: Mapping[str, UnitGroup]) -> Steps:
-    """Which units that means. Those that cannot be started now are not: the next period asks anew."""
+    """Returns the units that the steps start and stop. Units that cannot be started now are left out: the
+    next period asks anew."""
     return Steps(
         start=tuple(
             unit
             for name, step in steps.items()
-            if isinstance(step, Start)
+            if isinstance(step, AddReplicas)
             for unit in groups[name].away[: step.count]
         ),
-        stop=tuple(step.unit for step in steps.values() if isinstance(step, Drain)),
+        stop=tuple(step.unit for step in steps.values() if isinstance(step, RemoveReplica)),
     )
 
 
@@ -85,19 +87,18 @@ _log = logging.getLogger(__name__)
 
 
 class FleetControl(Protocol):
-    """Who carries out what is decided: a gateway. Raises KvloomError where it cannot be reached."""
+    """A gateway, which carries out the decisions. Raises KvloomError if it cannot be reached."""
 
     async def state(self) -> FleetState: ...
 
     async def pair(self, pairs: Pairs) -> None: ...
 
     async def scale(self, steps: Steps) -> None:
-        """Begin to; what comes of it the next states tell."""
+        """Begins to start and stop units; the next states tell what comes of it."""
 
 
 class FleetScheduler:
-    """Knows nothing but the last period, so that one which starts anew goes on where another has ended.
-    period: seconds. usage: by which the number of replicas follows."""
+    """Keeps nothing but the last period, so that a scheduler that starts anew goes on from there."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class FleetScheduler:
         self._reached = True
 
     async def run(self) -> None:
-        """Until it is cancelled. Where the fleet cannot be reached it is asked again a period later."""
+        """Works until it is cancelled. A fleet that cannot be reached is asked again a period later."""
         while True:
             began = self._clock.now()
             try:
@@ -131,7 +132,7 @@ class FleetScheduler:
             await self._clock.sleep(max(0.0, began + self._period - self._clock.now()))
 
     async def step(self) -> Period:
-        """One period."""
+        """Decides and carries out one period."""
         state = await self._fleet.state()
         now, last, thresholds = self._clock.now(), self._last, self._thresholds
         self._last = decide(

@@ -1,9 +1,10 @@
-"""What a fleet is to be (`FleetSpec`), and what there is of it (`FleetStatus`).
+"""A fleet's specification (`FleetSpec`) tells what the fleet is to be, and its status (`FleetStatus`) what
+there is.
 
-The controller owns both. Gateways mirror them, and whoever wants something else edits the specification.
-Components are named: a unit by its name, the fleet scheduler `scheduler`, a gateway by `gateway_name`
-of its generation, because two of them live while one takes the other's place. All times are seconds of the
-controller's clock.
+The controller owns both. Gateways mirror them, and anybody who wants something else edits the specification.
+A unit is a component of its own name, the fleet scheduler is `scheduler`, and a gateway has the
+`gateway_name` of its generation, because two of them live while one takes the other's place. All times are
+seconds of the controller's clock.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ALIVE: Final[tuple[Phase, ...]] = ("starting", "ready", "draining", "retiring", 
 
 
 class UnitSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one unit is to be."""
+    """The specification of one unit."""
 
     engine: EngineSpec
     wanted: bool = True
@@ -79,7 +80,7 @@ class Rolling(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FleetSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a fleet is to be."""
+    """The specification of a fleet."""
 
     units: dict[str, UnitSpec] = {}
     groups: dict[str, GroupSpec] = {}
@@ -99,8 +100,8 @@ class FleetSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The revision at which each field that is not a unit's was changed last."""
 
 
-class Process(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What there is of one component."""
+class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The status of one component."""
 
     phase: Phase = "absent"
     since: float = 0.0
@@ -139,16 +140,16 @@ class Process(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FleetStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What there is of a fleet."""
+    """The status of a fleet."""
 
-    processes: dict[str, Process] = {}
+    processes: dict[str, ComponentStatus] = {}
     steps: tuple[RestartStep, ...] = ()
     """What the last rolling restart has done so far."""
     opened: bool = False
     """Whether a gateway was ever told to serve: then none waits any more for units that start."""
 
 
-ABSENT: Final = Process()
+ABSENT: Final = ComponentStatus()
 
 Outlook = Literal[
     "here",  # It has a process of the generation that is wanted, which answers.
@@ -161,13 +162,13 @@ Outlook = Literal[
 ]
 
 
-def is_counted(unit: UnitSpec | None, process: Process) -> bool:
+def is_counted(unit: UnitSpec | None, process: ComponentStatus) -> bool:
     """Returns whether gateways tell how many requests they have at the unit, because it gets no new ones."""
     return process.phase == "draining" or (unit is not None and unit.drained)
 
 
-def outlook(unit: UnitSpec | None, process: Process) -> Outlook:  # noqa: PLR0911 - a table
-    """Returns how a unit stands, to those who would ask it. unit: None if it is to be there no more."""
+def outlook(unit: UnitSpec | None, process: ComponentStatus) -> Outlook:  # noqa: PLR0911 - a table
+    """Returns how a unit stands, for its callers. unit: None if it is to be removed."""
     wanted = unit is not None and unit.wanted
     behind = unit is not None and process.generation != unit.generation
     match process.phase:
@@ -200,7 +201,7 @@ def gateway_name(generation: int) -> str:
 
 
 def is_gateway(component: str) -> bool:
-    """Unit names hold no slash."""
+    """Returns whether the component is a gateway. Unit names hold no slash."""
     return component.startswith(f"{GATEWAY}/")
 
 

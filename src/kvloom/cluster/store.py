@@ -17,15 +17,16 @@ VERSION: Final = 1
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """What the file holds. life: how many controllers there have been."""
+    """The content of the file."""
 
     version: int
     life: int
+    """The number of controllers that there have been."""
     spec: FleetSpec
 
 
-class Store(Protocol):
-    """Where a controller keeps the specification."""
+class SpecStore(Protocol):
+    """Keeps the specification for a controller."""
 
     def load(self) -> tuple[FleetSpec, int] | None:
         """Returns what was saved last, with the number of controllers that there have been; None if nothing
@@ -36,7 +37,7 @@ class Store(Protocol):
 
 
 class SpecFile:
-    """Satisfies `Store` with a file, which is replaced each time."""
+    """Satisfies `SpecStore` with a file, which is replaced each time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,11 +1,10 @@
-"""What to serve and how: one frozen, validated config out of a YAML file and flags.
+"""The config tells what to serve and how: one frozen, validated config out of a YAML file and flags.
 
-Everything wrong with it is a ConfigError of one line that names the key and says what would be right.
+Each error in it is a ConfigError of one line, which names the key and says what would be right.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
@@ -22,13 +21,13 @@ from pydantic import (
 
 from kvloom.config.fields import (
     BlockSize,
+    ConfigSection,
     Count,
     Memory,
     NoNull,
     Priorities,
     Program,
     Seconds,
-    Section,
     Size,
     Some,
     Surroundings,
@@ -39,10 +38,10 @@ from kvloom.config.fields import (
 )
 from kvloom.config.keys import read_api_keys, read_keys
 from kvloom.config.machine import Machine
-from kvloom.config.models import ModelConfig
+from kvloom.config.models import ModelConfig, check_name
 from kvloom.config.units import (
+    ConfiguredEngine,
     Device,
-    Engine,
     PairedUnit,
     Rescheduling,
     ReschedulingConfig,
@@ -64,10 +63,9 @@ from kvloom.types.spec import EngineSpec, Plane, Policy, SchedulerSpec, WeaveSpe
 DEMO: Final = Path(__file__).resolve().parents[1] / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
 Keys = TypeVar("Keys")
-_NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
 
 
-class Config(Section):
+class Config(ConfigSection):
     """The whole config, resolved: relative paths are absolute, and `engines` have numbers for `auto`."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -124,10 +122,7 @@ class Config(Section):
     @classmethod
     def _named(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
         for name in value:
-            if not _NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name[:140]!r} is no name; letters, digits and .:/@+-_ are right, 128 at most"
-                )
+            check_name(name)
         return value
 
     def api_keys(self) -> Mapping[str, int | None]:
@@ -167,7 +162,7 @@ class Config(Section):
         return self
 
     def _spec(
-        self, engine: Engine, pool: int, threads: int, device: str, weave: WeaveSpec | None
+        self, engine: ConfiguredEngine, pool: int, threads: int, device: str, weave: WeaveSpec | None
     ) -> EngineSpec:
         unit = engine.unit
         return EngineSpec(
@@ -190,12 +185,13 @@ class Config(Section):
 
     @property
     def folder(self) -> Path:
-        """The folder from which relative paths count, and in which an own router program is looked for."""
+        """Returns the folder from which relative paths count, and in which an own router program is looked
+        for."""
         return self._folder
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
-        """One engine for each unit and each replica that there may be."""
+        """Returns one engine for each unit and each replica that there may be."""
         return self._engines
 
     @property
@@ -205,17 +201,17 @@ class Config(Section):
 
     @property
     def first(self) -> tuple[str, ...]:
-        """The engines that a fleet begins with."""
+        """Returns the engines that a fleet begins with."""
         return self._first
 
     @property
     def machine(self) -> Machine:
-        """The machine as it was before anything of the fleet ran."""
+        """Returns the machine as it was before anything of the fleet ran."""
         return self._machine
 
     @property
     def scheduler(self) -> SchedulerSpec | None:
-        """The fleet scheduler, or None if no request is to move, and no unit to come or to go."""
+        """Returns the fleet scheduler, or None if no request is to move, and no unit to come or to go."""
         return self.scheduler_for(self.engines)
 
     def scheduler_for(self, engines: Iterable[EngineSpec]) -> SchedulerSpec | None:

@@ -1,4 +1,4 @@
-"""What a config's keys may hold, how a value becomes one, and how a wrong one is told."""
+"""The values that a config's keys may hold, how they are read, and how a wrong one is told."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ _PROGRAM: Final = re.compile(r"[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a value is checked against."""
+    """The folder and the machine that a value is checked against."""
 
     folder: Path
     """Relative paths start here."""
@@ -169,7 +169,7 @@ class Surroundings:
         return info.context
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """One mapping of a config file. Unknown keys are errors."""
 
     model_config = ConfigDict(
@@ -178,7 +178,7 @@ class Section(BaseModel):
 
 
 def no_bool(value: Any) -> Any:
-    """Refuses a bool where a number is wanted: `yes` is a bool to YAML and 1 to Python."""
+    """Refuses a bool for a number: `yes` is a bool to YAML and 1 to Python."""
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()!r}; a number is right")
     return value

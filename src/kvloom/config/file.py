@@ -1,4 +1,4 @@
-"""Where a config comes from: a YAML file or a plan, flags over it, or the demo fleet."""
+"""Loads a config: a YAML file or a plan, with flags over it, or the demo fleet."""
 
 from __future__ import annotations
 

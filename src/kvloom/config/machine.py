@@ -11,7 +11,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine has for a fleet."""
+    """The resources that a machine has for a fleet."""
 
     cores: int
     """The cores that this process may use."""

@@ -1,4 +1,4 @@
-"""What a config says of each model."""
+"""The settings of each model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from kvloom.config.fields import Count, Section, Surroundings, no_bool
+from kvloom.config.fields import ConfigSection, Count, Surroundings, no_bool
 from kvloom.types.spec import Dtype
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
 
 
-class ModelConfig(Section):
+def check_name(name: str) -> None:
+    """Raises ValueError if a model cannot have this name."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name[:140]!r} is no name; letters, digits and .:/@+-_ are right, 128 at most")
+
+
+class ModelConfig(ConfigSection):
     """A model. Its short form is just the path."""
 
     path: str

@@ -1,4 +1,4 @@
-"""Which engines a fleet has, what of the machine each gets, who lends to whom, and how requests move."""
+"""The engines of a fleet: each one's share of the machine, who lends to whom, and how requests move."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from kvloom.config.fields import (
     Auto,
+    ConfigSection,
     Memory,
     Part,
     Period,
     Seconds,
-    Section,
     Some,
     Steps,
     Threads,
@@ -40,9 +40,9 @@ from kvloom.types.spec import (
 MOST_ENGINES: Final = 64
 
 
-class ReplicasConfig(Section):
-    """Between `least` and `most` engines, by mean freeness in decode steps: see `Scale`. The short form is a
-    number."""
+class ReplicasConfig(ConfigSection):
+    """A number of engines between `least` and `most`, by mean freeness in decode steps: see `Scale`. The
+    short form is a number."""
 
     least: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=MOST_ENGINES)] = 1
     most: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MOST_ENGINES)]
@@ -58,12 +58,13 @@ class ReplicasConfig(Section):
 
     @property
     def scale(self) -> Scale | None:
-        """When their number changes; None if it never does."""
+        """Returns the rules by which the number changes; None if it never does."""
         return None if self.least == self.most else Scale(**self.model_dump())
 
     @property
     def first(self) -> int:
-        """The number that a fleet begins with: one at least, by which it is known what its models need."""
+        """Returns the number that a fleet begins with: at least one, by which it is known what its models
+        need."""
         return max(1, self.least)
 
 
@@ -87,16 +88,16 @@ CUDA: Final = "cuda"
 Device = Literal["auto", "cpu", "cuda"]
 
 
-class SharesConfig(Section):
-    """What a model may have of its unit beside the others: parts of the compute for a prefill job and for a
-    decode job, and a part of the pool's blocks to begin with."""
+class SharesConfig(ConfigSection):
+    """A model's share of its unit: parts of the compute for a prefill job and for a decode job, and a part of
+    the pool's blocks to begin with."""
 
     prefill: Part | None = None
     decode: Part | None = None
     quota: Part | None = None
 
 
-class UnitConfig(Section):
+class UnitConfig(ConfigSection):
     """Models that share an engine, and how many such engines there are. The fleet's own keys say what is left
     out."""
 
@@ -122,7 +123,7 @@ class UnitConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class ConfiguredEngine:
     """One engine that there may be."""
 
     key: str
@@ -133,7 +134,7 @@ class Engine:
     """Its number among its unit's engines."""
 
 
-def groups(engines: Sequence[Engine]) -> dict[str, GroupSpec]:
+def groups(engines: Sequence[ConfiguredEngine]) -> dict[str, GroupSpec]:
     """Returns the groups whose number of engines changes, by key."""
     return {
         engine.key: GroupSpec(tuple(one.name for one in engines if one.key == engine.key), scale)
@@ -142,12 +143,12 @@ def groups(engines: Sequence[Engine]) -> dict[str, GroupSpec]:
     }
 
 
-def first(engines: Sequence[Engine]) -> tuple[str, ...]:
+def first(engines: Sequence[ConfiguredEngine]) -> tuple[str, ...]:
     """Names the engines that a fleet begins with."""
     return tuple(engine.name for engine in engines if engine.number < engine.unit.replicas.first)
 
 
-def check_ranks(engines: Sequence[Engine], cores: Sequence[int], program: str) -> None:
+def check_ranks(engines: Sequence[ConfiguredEngine], cores: Sequence[int], program: str) -> None:
     """Raises ValueError if an engine has fewer cores than ranks, or the program wants of it what ranks do not
     do."""
     for engine, own in zip(engines, cores, strict=True):
@@ -164,7 +165,7 @@ def check_ranks(engines: Sequence[Engine], cores: Sequence[int], program: str) -
             )
 
 
-def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[Engine]:
+def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[ConfiguredEngine]:
     """Returns every engine that there may be. Raises ValueError if units and models do not go together."""
     for i, unit in enumerate(units):
         for name in unit.models:
@@ -181,10 +182,10 @@ def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[E
     keys = [(f"units.{i}", unit, n) for i, unit in enumerate(units) for n in range(unit.replicas.most)]
     if len(keys) > MOST_ENGINES:
         raise ValueError(f"units: {len(keys)} engines; {MOST_ENGINES} or less is right")
-    return [Engine(key, f"unit-{number}", unit, n) for number, (key, unit, n) in enumerate(keys)]
+    return [ConfiguredEngine(key, f"unit-{number}", unit, n) for number, (key, unit, n) in enumerate(keys)]
 
 
-def share_devices(engines: Sequence[Engine], fleets: Device, machine: Machine) -> list[str]:
+def share_devices(engines: Sequence[ConfiguredEngine], fleets: Device, machine: Machine) -> list[str]:
     """Returns `cpu` or `cuda:N` for each engine; GPUs go round. In an engine with ranks the first one has GPU
     N, and the others have the GPUs after it. Raises ValueError if there are fewer GPUs than ranks."""
     found: list[str] = []
@@ -205,7 +206,7 @@ def share_devices(engines: Sequence[Engine], fleets: Device, machine: Machine) -
     return found
 
 
-def _gpus(engine: Engine, device: str) -> set[int]:
+def _gpus(engine: ConfiguredEngine, device: str) -> set[int]:
     """Returns the GPUs of all its ranks."""
     if device == CPU:
         return set()
@@ -214,7 +215,11 @@ def _gpus(engine: Engine, device: str) -> set[int]:
 
 
 def share_pools(
-    engines: Sequence[Engine], devices: Sequence[str], total: int | Auto, block: int, machine: Machine
+    engines: Sequence[ConfiguredEngine],
+    devices: Sequence[str],
+    total: int | Auto,
+    block: int,
+    machine: Machine,
 ) -> list[int]:
     """Returns the bytes of each engine's pool, by `share_memory`. If `total` is open, a GPU's pool has its
     own size, or 0 for what the weights leave. Raises ValueError."""
@@ -241,7 +246,9 @@ def share_pools(
     return found
 
 
-def share_memory(engines: Sequence[Engine], total: int | Auto, block: int, machine: Machine) -> list[int]:
+def share_memory(
+    engines: Sequence[ConfiguredEngine], total: int | Auto, block: int, machine: Machine
+) -> list[int]:
     """Returns the bytes of each engine's pool: its own size, or an equal share of what the others leave of
     `total`. Raises ValueError."""
     fixed = [engine.unit.kv_memory for engine in engines if engine.unit.kv_memory != "auto"]
@@ -265,7 +272,7 @@ def share_memory(engines: Sequence[Engine], total: int | Auto, block: int, machi
     return [share if engine.unit.kv_memory == "auto" else engine.unit.kv_memory for engine in engines]
 
 
-def share_threads(engines: Sequence[Engine], total: int | Auto, machine: Machine) -> list[int]:
+def share_threads(engines: Sequence[ConfiguredEngine], total: int | Auto, machine: Machine) -> list[int]:
     """Returns the cores of each engine: its own number, or an equal share of what the others leave of
     `total`, and one at least. Raises ValueError."""
     cores = machine.cores if total == "auto" else total
@@ -289,7 +296,7 @@ def _share(value: Any) -> float | Auto:
     return float(value)
 
 
-class WeaveConfig(Section):
+class WeaveConfig(ConfigSection):
     """The unit `cold` lends `part` of its pool to the one model of `hot`, and attends over it; `share` of the
     hot unit's sequences are there. With `auto` it is such that decode steps of `cold` take at most `bound`
     longer. `control`, `split` and `waits` say how soon `cold` attends (Weaver, section 4): between which of
@@ -307,7 +314,7 @@ class WeaveConfig(Section):
 
 
 class PairedUnit(NamedTuple):
-    """What matters of a unit that lends or borrows."""
+    """The facts that matter of a unit that lends or borrows."""
 
     models: int
     device: str
@@ -354,7 +361,7 @@ def weave_units(
 OFF = "none"
 
 
-class ReschedulingConfig(Section):
+class ReschedulingConfig(ConfigSection):
     """The fleet scheduler's period in seconds, and its thresholds of freeness in decode steps."""
 
     period: Period = SchedulerSpec().period

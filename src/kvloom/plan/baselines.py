@@ -1,5 +1,5 @@
-"""What placements are compared with: spatial partitioning, and placement by free memory alone (MuxServe,
-sections 4.1 and 4.4)."""
+"""Placements to compare with: spatial partitioning, and placement by free memory alone (MuxServe, sections
+4.1 and 4.4)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from kvloom.plan.board import Board, Placement
+from kvloom.plan.board import Board, BoardPlacement
 from kvloom.plan.cluster import MeshKind, Nodes, mesh_kinds, meshes
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.explain import check_each, check_left
-from kvloom.plan.plan import Plan
+from kvloom.plan.plan import PlacementPlan
 from kvloom.plan.planner import write_down
 from kvloom.types.errors import ConfigError
 
@@ -21,10 +21,10 @@ Free = dict[int, int]
 
 def spatial(
     estimator: Estimator, cluster: Sequence[Nodes], sizes: Mapping[str, int] | None = None
-) -> Placement:
-    """A mesh for each model. sizes: devices of each; where it is left out, each begins with the least that
-    holds it, and the one that gains most requests a device gets more while there are any. Raises
-    ConfigError."""
+) -> BoardPlacement:
+    """Places each model on a mesh of its own. sizes: the devices of each; if they are left out, each model
+    begins with the smallest mesh that holds it, and the one that gains the most requests a device gets more
+    while there are any. Raises ConfigError."""
     check_each(estimator, cluster)
     items = [estimator.item(demand, 1) for demand in range(len(estimator.demands))]
     options = [_options(estimator, cluster, item, sizes) for item in items]
@@ -48,7 +48,8 @@ def spatial(
 def _options(
     estimator: Estimator, cluster: Sequence[Nodes], item: Item, sizes: Mapping[str, int] | None
 ) -> list[MeshKind]:
-    """Kinds of meshes that the model may have, smallest first. Raises ConfigError where it may have none."""
+    """Returns the kinds of meshes that the model may have, smallest first. Raises ConfigError if there is
+    none."""
     name = estimator.demands[estimator.demand(item)].name
     kinds = [kind for kind in mesh_kinds(cluster) if estimator.candidate(kind, item) is not None]
     if sizes is not None:
@@ -63,7 +64,7 @@ def _nodes(cluster: Sequence[Nodes]) -> list[Nodes]:
 
 
 def _home(cluster: Sequence[Nodes], free: Free, kind: MeshKind) -> tuple[MeshKind, int] | None:
-    """The fullest node with room for such a mesh."""
+    """Returns the fullest node with room for such a mesh."""
     rooms = [
         (free[n], n)
         for n, nodes in enumerate(_nodes(cluster))
@@ -79,7 +80,7 @@ def _grown(
     options: Sequence[Sequence[MeshKind]],
     free: Free,
 ) -> tuple[Item, MeshKind, int] | None:
-    """The model that gains most requests a device from a larger mesh, and that mesh."""
+    """Returns the model that gains the most requests a device from a larger mesh, and that mesh."""
     best: tuple[float, tuple[Item, MeshKind, int]] | None = None
     for item, (kind, node) in chosen.items():
         now = estimator.known(kind, frozenset({item})).score
@@ -94,17 +95,17 @@ def _grown(
 
 def _placed(
     estimator: Estimator, chosen: Mapping[Item, tuple[MeshKind, int]], left: Sequence[Item]
-) -> Placement:
+) -> BoardPlacement:
     kinds = [kind for kind, _ in chosen.values()]
     return Board(estimator, kinds, 1, [frozenset({item}) for item in chosen]).placement(left)
 
 
 def memory_greedy(
     estimator: Estimator, cluster: Sequence[Nodes], kinds: Sequence[MeshKind] | None = None
-) -> Placement:
-    """The most popular model first, each to the mesh with the least load, and of those alike the most free
-    memory. kinds: the meshes; where they are left out, nodes are cut into equal ones, the smallest that hold
-    each model. Raises ConfigError."""
+) -> BoardPlacement:
+    """Places the most popular model first, each on the mesh with the least load, and the most free memory
+    among equals. kinds: the meshes; if they are left out, nodes are cut into equal ones, the smallest that
+    hold each model. Raises ConfigError."""
     check_each(estimator, cluster)
     items = [estimator.item(demand, 1) for demand in range(len(estimator.demands))]
     board = Board(estimator, _equal(estimator, cluster, items) if kinds is None else kinds, 1)
@@ -139,8 +140,8 @@ def _equal(estimator: Estimator, cluster: Sequence[Nodes], items: Sequence[Item]
     return found
 
 
-def write_spatial(estimator: Estimator, cluster: Sequence[Nodes], placement: Placement) -> Plan:
-    """A model that is alone has all of the compute for each job."""
+def write_spatial(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardPlacement) -> PlacementPlan:
+    """Writes the plan. A model that is alone has all of the compute for each job."""
     plan = write_down(estimator, cluster, placement, "kvloom plan --baseline spatial")
     units = [
         replace(unit, models=tuple(replace(m, prefill_share=1.0, decode_share=1.0) for m in unit.models))

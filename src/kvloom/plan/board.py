@@ -16,23 +16,26 @@ Change = tuple[tuple[int, Unit], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """units: what is on each mesh. left: items that no mesh had room for. answered: requests a second."""
+class BoardPlacement:
+    """A placement of items on meshes."""
 
     kinds: tuple[MeshKind, ...]
     units: tuple[Unit, ...]
+    """The items on each mesh."""
     left: tuple[Item, ...]
+    """Items that no mesh had room for."""
     score: float
     answered: float
+    """Requests a second."""
 
     @property
     def rank(self) -> tuple[int, float]:
-        """The larger, the better: first all models have a place, then they answer much."""
+        """Returns a value that is larger the better: first all models have a place, then they answer much."""
         return -len(self.left), self.score
 
 
 class Board:
-    """All units on it fit. width: meshes of a kind that are looked at for an item."""
+    """A placement that is being made. All units on it fit."""
 
     def __init__(
         self, estimator: Estimator, kinds: Sequence[MeshKind], width: int, units: Sequence[Unit] = ()
@@ -72,7 +75,7 @@ class Board:
             yield from [at for _, at in self._occupied[kind][: self._width] if item not in self.units[at]]
 
     def gain(self, change: Change) -> float | None:
-        """Of score; None where something does not fit."""
+        """Returns the gain of score; None if something does not fit."""
         gain = 0.0
         for at, unit in change:
             estimate = self._estimator.unit(self.kinds[at], unit)
@@ -81,8 +84,8 @@ class Board:
             gain += estimate.score - self.estimates[at].score
         return gain
 
-    def placement(self, left: Sequence[Item]) -> Placement:
-        return Placement(
+    def placement(self, left: Sequence[Item]) -> BoardPlacement:
+        return BoardPlacement(
             self.kinds,
             tuple(self.units),
             tuple(left),
@@ -96,9 +99,9 @@ _ENOUGH: Final = 1.25  # times the demand: requests come in bursts
 _LEAST: Final = 1e-9  # requests a second; a gain below is rounding
 
 
-def improve(estimator: Estimator, placement: Placement, *, width: int, budget: int) -> Placement:
-    """Places what was left, and moves or swaps what is on units that hardly meet their demand, while that
-    gains and fewer than `budget` evaluations were made in all. width: see `Board`."""
+def improve(estimator: Estimator, placement: BoardPlacement, *, width: int, budget: int) -> BoardPlacement:
+    """Places the items that were left, and moves or swaps items of units that hardly meet their demand, while
+    that gains and fewer than `budget` evaluations were made in all. width: see `Board`."""
     board, left = Board(estimator, placement.kinds, width, placement.units), list(placement.left)
     for item in placement.left:
         change = _room(estimator, board, item)
@@ -122,8 +125,8 @@ def improve(estimator: Estimator, placement: Placement, *, width: int, budget: i
 
 
 def _wishes(estimator: Estimator, board: Board, budget: int) -> list[tuple[float, Item, int]]:
-    """Who would gain by a change, and where it is: who gains most goes first, or a smaller gain may stand in
-    its way."""
+    """Returns the items that would gain by a change, and their meshes. The item that gains most goes first,
+    or a smaller gain may stand in its way."""
     found = []
     for at, unit in enumerate(board.units):
         for item in sorted(unit):
@@ -144,7 +147,7 @@ def _best(board: Board, changes: Iterator[Change]) -> tuple[float, Change]:
 
 
 def _changes(board: Board, at: int, item: Item) -> Iterator[Change]:
-    """The item to another mesh, by itself or for one that is there."""
+    """Yields the moves of the item to another mesh, by itself or in exchange for an item there."""
     units = board.units
     for to in board.open(item):
         if to == at:
@@ -156,7 +159,7 @@ def _changes(board: Board, at: int, item: Item) -> Iterator[Change]:
 
 
 def _room(estimator: Estimator, board: Board, item: Item) -> Change | None:
-    """The best way to place an item that nothing has room for: what is in its way goes elsewhere."""
+    """Returns the best way to place an item that nothing has room for: the items in its way go elsewhere."""
 
     def changes() -> Iterator[Change]:
         for at, kind in enumerate(board.kinds):

@@ -24,32 +24,37 @@ _PROBED: Final = 9  # of BATCHES every ninth is asked about so; 27 is the last
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Decodes on one share, by batch. seconds: for whole requests' outputs. occupied: the part of what the
-    device can do that they take while they run."""
+    """The decodes on one share, by batch."""
 
     share: float
     seconds: tuple[float, ...]
+    """For whole requests' outputs."""
     occupied: tuple[float, ...]
+    """The part of what the device can do that the decodes take while they run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A demand on a kind of mesh. prefill: seconds of whole batches' prompts. lean: decodes on the smallest
-    share that answers the demand alone; full: on the best one. start: where in BATCHES the demand is
-    answered, 0 where it is not or not sure; throughput: requests a second, alone. busy: the part of the time
-    in which something decodes. request: bytes of K and V."""
+class UnitCandidate:
+    """A demand on a kind of mesh."""
 
     prefill_share: float
     prefill: tuple[float, ...]
+    """Seconds of whole batches' prompts."""
     lean: Decoding
+    """The decodes on the smallest share that answers the demand alone."""
     full: Decoding
+    """The decodes on the best share."""
     start: int
+    """The place in BATCHES at which the demand is answered; 0 if it is not, or not surely."""
     throughput: float
+    """Requests a second, alone."""
     busy: float
+    """The part of the time in which something decodes."""
     request: int
+    """Bytes of K and V."""
 
 
-class Catalog:
+class CandidateCatalog:
     """Finds candidates; keeps what it has measured with the cost model, which does not depend on rates."""
 
     def __init__(self, demands: Sequence[Demand], costs: Costs) -> None:
@@ -59,8 +64,9 @@ class Catalog:
         self._prefills: dict[tuple[MeshKind, str], tuple[float, tuple[float, ...]]] = {}
         self._decodes: dict[tuple[MeshKind, str, float], Decoding] = {}
 
-    def candidate(self, kind: MeshKind, demand: Demand, rate: float) -> Candidate | None:
-        """For `rate` of the demand's requests; None where the mesh cannot hold the model."""
+    def candidate(self, kind: MeshKind, demand: Demand, rate: float) -> UnitCandidate | None:
+        """Returns the candidate for `rate` of the demand's requests; None if the mesh is too small for the
+        model."""
         request = request_bytes(demand, kind)
         room = pool_bytes(kind, [demand.shape]) // request
         if room < 1 or not kind.splits(demand.shape):
@@ -82,7 +88,9 @@ class Catalog:
             found = shares[low]
         lean = full if found is None else self.decoding(kind, demand, found)
         busy = 1.0 - exp(-rate * lean.seconds[start])
-        return Candidate(prefill_share, prefill, lean, full, start if found else 0, throughput, busy, request)
+        return UnitCandidate(
+            prefill_share, prefill, lean, full, start if found else 0, throughput, busy, request
+        )
 
     def _model(self, kind: MeshKind) -> CostModel:
         if kind not in self._models:
@@ -90,9 +98,9 @@ class Catalog:
         return self._models[kind]
 
     def _prefill(self, kind: MeshKind, demand: Demand) -> tuple[float, tuple[float, ...]]:
-        """The smallest share on which a full job is near the fastest, and the seconds of batches' prompts on
-        it. A batch is not prefilled at once: with each decode step some sequences end, so many prompts take
-        their places, and these are one job."""
+        """Returns the smallest share on which a full job is near the fastest, and the seconds of batches'
+        prompts on it. A batch is not prefilled at once: with each decode step some sequences end, so many
+        prompts take their places, and these are one job."""
         found = self._prefills.get((kind, demand.name))
         if found is None:
             cost, prompt = self._model(kind), max(1, round(demand.prompt))
@@ -106,7 +114,7 @@ class Catalog:
         return found
 
     def decoding(self, kind: MeshKind, demand: Demand, share: float) -> Decoding:
-        """On that share."""
+        """Returns the decodes on that share."""
         found = self._decodes.get((kind, demand.name, share))
         if found is None:
             cost, context = self._model(kind), round(demand.prompt + demand.output / 2)
@@ -128,8 +136,8 @@ class Catalog:
 
 
 def alone(prefill: Sequence[float], decode: Sequence[float], cap: int, rate: float) -> tuple[int, float]:
-    """Equation 3 for one LLM: the smallest of the first `cap` batches whose throughput reaches `rate`, found
-    by binary search, else the largest; and its requests a second."""
+    """Solves equation 3 for one LLM. Returns the smallest of the first `cap` batches whose throughput reaches
+    `rate`, found by binary search, else the largest; and its requests a second."""
 
     def throughput(at: int) -> float:
         return BATCHES[at] / (prefill[at] + decode[at])

@@ -24,8 +24,8 @@ Costs = Callable[[str, int, Mapping[str, ModelShape]], CostModel]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`rate` requests a second of `prompt` tokens, answered with `output` tokens, both means. path: the
-    checkpoint, where there is one."""
+    """The demand for a model: `rate` requests a second of `prompt` tokens, answered with `output` tokens,
+    both means."""
 
     name: str
     shape: ModelShape
@@ -52,10 +52,11 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """`count` like machines with `gpus` devices each. memory: bytes of one device."""
+    """A number of like machines with `gpus` devices each."""
 
     device: str
     memory: int
+    """Bytes of one device."""
     gpus: int
     count: int
 
@@ -65,7 +66,8 @@ class Nodes:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the meshes that a node is cut into, largest first: the whole of it, and powers of two."""
+        """Returns the sizes of the meshes that a node is cut into, largest first: the whole of it, and powers
+        of two."""
         powers = {1 << bit for bit in range(self.gpus.bit_length())}
         return tuple(sorted(powers | {self.gpus}, reverse=True))
 
@@ -74,10 +76,11 @@ class Nodes:
 
 
 class MeshKind(NamedTuple):
-    """`gpus` devices of one node that work as one, by tensor parallelism. memory: bytes of each."""
+    """A mesh of `gpus` devices of one node that work as one, by tensor parallelism."""
 
     device: str
     memory: int
+    """Bytes of each device."""
     gpus: int
 
     @property
@@ -100,7 +103,7 @@ class MeshKind(NamedTuple):
 
 
 def mesh_kinds(cluster: Sequence[Nodes]) -> tuple[MeshKind, ...]:
-    """All that the cluster can be cut into, smallest first."""
+    """Returns all meshes that the cluster can be cut into, smallest first."""
     kinds = {nodes.mesh(size) for nodes in cluster for size in nodes.sizes}
     return tuple(sorted(kinds, key=lambda kind: (kind.bytes, kind.gpus, kind.device)))
 
@@ -141,7 +144,7 @@ Group = tuple[Cut, ...]
 
 
 def cuts(nodes: Nodes, sizes: Collection[int]) -> Iterator[Cut]:
-    """All cuts into meshes of these sizes that leave no device idle which such a mesh could have."""
+    """Returns all cuts into meshes of these sizes that leave no device idle which such a mesh could have."""
     useful = [size for size in nodes.sizes if size in sizes]
     odd = nodes.gpus & (nodes.gpus - 1) and nodes.gpus in useful
     powers = [size for size in useful if not (odd and size == nodes.gpus)]
@@ -164,7 +167,7 @@ def _divide(gpus: int, count: int, sizes: Sequence[int], taken: dict[int, int]) 
 
 
 def fits(nodes: Nodes, cut: Cut) -> bool:
-    """Whether the nodes can be cut so."""
+    """Returns whether the nodes can be cut so."""
     count = nodes.count
     odd = nodes.gpus & (nodes.gpus - 1)
     powers = []
@@ -182,7 +185,7 @@ def fits(nodes: Nodes, cut: Cut) -> bool:
 
 
 def groups(cluster: Sequence[Nodes], useful: Collection[MeshKind], most: int) -> list[Group] | None:
-    """All groups of meshes; None where a kind of nodes, or all together, have more than `most`."""
+    """Returns all groups of meshes; None if a kind of nodes, or all together, have more than `most`."""
     every: list[list[Cut]] = []
     total = 1
     for nodes in cluster:

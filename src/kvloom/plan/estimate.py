@@ -1,4 +1,4 @@
-"""What a unit of models on a mesh is expected to answer (MuxServe, equation 3)."""
+"""Estimates the requests that a unit of models on a mesh answers (MuxServe, equation 3)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.plan.candidates import Candidate, Catalog, Decoding
+from kvloom.plan.candidates import CandidateCatalog, Decoding, UnitCandidate
 from kvloom.plan.cluster import Costs, Demand, MeshKind
-from kvloom.plan.growth import AMPLE, Bound, Growth, Side, grow
+from kvloom.plan.growth import AMPLE, Bound, Growth, ModelShare, grow
 from kvloom.plan.plan import pool_bytes
 
 Item = int
@@ -18,16 +18,18 @@ _ENDLESS: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A unit's items in order. throughput: requests a second that each could be answered; level: the smallest
-    of throughput / rate, at most about AMPLE. score: what the search makes large: requests answered, and a
-    little for what could be beyond. bound: what keeps the unit from more, where the demand is not met."""
+    """The estimate of a unit, whose items are in order."""
 
     items: tuple[Item, ...]
     throughput: tuple[float, ...]
+    """Requests a second that each item could be answered."""
     level: float
+    """The smallest of throughput / rate, at most about AMPLE."""
     score: float
+    """The value that the search makes large: requests answered, and a little for what could be beyond."""
     answered: float
     bound: Bound
+    """The resource that keeps the unit from more, if the demand is not met."""
 
 
 _EMPTY: Final = Estimate((), (), AMPLE, 0.0, 0.0, "")
@@ -45,14 +47,14 @@ class Estimator:
         self.demands = tuple(demands)
         self.evaluations = 0
         self._looks = 0
-        self._catalog = Catalog(demands, costs)
+        self._catalog = CandidateCatalog(demands, costs)
         self._items: list[tuple[int, int]] = []  # (demand, replicas)
         self._numbers: dict[tuple[int, int], Item] = {}
-        self._candidates: dict[tuple[MeshKind, Item], Candidate | None] = {}
+        self._candidates: dict[tuple[MeshKind, Item], UnitCandidate | None] = {}
         self._known: dict[tuple[MeshKind, frozenset[Item]], Estimate | None] = {}
 
     def item(self, demand: int, replicas: int) -> Item:
-        """One of so many replicas of a demand; the same number each time."""
+        """Returns one of so many replicas of a demand; the same number each time."""
         key = demand, replicas
         if key not in self._numbers:
             self._numbers[key] = len(self._items)
@@ -67,11 +69,11 @@ class Estimator:
         return self.demands[demand].rate / replicas
 
     def split(self, item: Item, times: int) -> Item:
-        """One of so many times as many replicas."""
+        """Returns one of so many times as many replicas."""
         demand, replicas = self._items[item]
         return self.item(demand, replicas * times)
 
-    def candidate(self, kind: MeshKind, item: Item) -> Candidate | None:
+    def candidate(self, kind: MeshKind, item: Item) -> UnitCandidate | None:
         key = kind, item
         if key not in self._candidates:
             demand = self.demands[self.demand(item)]
@@ -84,7 +86,7 @@ class Estimator:
         return self.evaluations + 0.01 * self._looks
 
     def unit(self, kind: MeshKind, items: frozenset[Item]) -> Estimate | None:
-        """F of equation 1 for these on such a mesh; None where they do not fit."""
+        """Returns F of equation 1 for these items on such a mesh; None if they do not fit."""
         if not items:
             return _EMPTY
         key = kind, items
@@ -97,7 +99,7 @@ class Estimator:
         return self._known[key]
 
     def known(self, kind: MeshKind, items: frozenset[Item]) -> Estimate:
-        """Likewise, for items that are known to fit."""
+        """Returns the same for items that are known to fit."""
         found = self.unit(kind, items)
         assert found is not None
         return found
@@ -125,9 +127,9 @@ class Estimator:
         return pool_bytes(kind, [self.demands[self.demand(item)].shape for item in items])
 
     def settled(self, kind: MeshKind, items: Sequence[Item]) -> list[Decoding]:
-        """How the models of a unit that is known to fit are to decode beside others: each on the smallest
+        """Returns how the models of a unit that is known to fit decode beside others: each on the smallest
         share on which it answers its demand alone, or a larger one, the same for all, until they do so
-        together; where none will do, on the share that answers most."""
+        together; if none will do, on the share that answers most."""
         candidates, pool = self._held(kind, items), self.pool(kind, items)
         best: tuple[float, list[Decoding]] | None = None
         for share in kind.shares:
@@ -147,25 +149,25 @@ class Estimator:
         return best[1]
 
     def unbounded(self, kind: MeshKind, items: Sequence[Item]) -> Growth:
-        """What a unit that is known to fit could answer if memory had no end."""
+        """Returns what a unit that is known to fit could answer if memory had no end."""
         candidates = self._held(kind, items)
         growth = self._grow(items, candidates, [c.full for c in candidates], _ENDLESS)
         assert growth is not None
         return growth
 
-    def _held(self, kind: MeshKind, items: Sequence[Item]) -> list[Candidate]:
+    def _held(self, kind: MeshKind, items: Sequence[Item]) -> list[UnitCandidate]:
         found = [self.candidate(kind, item) for item in items]
         return [candidate for candidate in found if candidate is not None]
 
     def _grow(
         self,
         items: Sequence[Item],
-        candidates: Sequence[Candidate],
+        candidates: Sequence[UnitCandidate],
         decodings: Sequence[Decoding],
         pool: int,
     ) -> Growth | None:
         sides = [
-            Side(
+            ModelShare(
                 rate=self.rate(item),
                 prefill=candidate.prefill,
                 decode=decoding.seconds,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvloom.plan.board import Placement
+from kvloom.plan.board import BoardPlacement
 from kvloom.plan.cluster import Demand, MeshKind, Nodes, mesh_kinds
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.plan import fixed_bytes, request_bytes, usable_bytes
@@ -22,23 +22,26 @@ _CLOSE: Final = 1e-6  # of a rate; less is not missing
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A model that a unit cannot answer all requests of. unit: its number among those with models. bound: the
-    resource that is used up. pool, wanted: bytes of K and V that the unit has, and that would do where memory
-    alone is short, else the same. meshes: like the unit's that would do instead of one, 0 for no number."""
+    """A model of which a unit cannot answer all requests."""
 
     model: str
     unit: int
+    """Its number among the units with models."""
     kind: MeshKind
     rate: float
     answered: float
     bound: Literal["memory", "compute"]
+    """The resource that is used up."""
     pool: int
+    """Bytes of K and V that the unit has."""
     wanted: int
+    """Bytes of K and V that would be enough if memory alone is short, else the same as `pool`."""
     meshes: int
+    """The number of meshes like the unit's that would be enough instead of one; 0 if no number is."""
 
     @property
     def text(self) -> str:
-        """One line."""
+        """Returns the shortfall as one line."""
         what = f"the compute of {self.kind} is used up"
         if self.bound == "memory":
             what = f"its KV pool of {gigabytes(self.pool)} is full"
@@ -51,8 +54,8 @@ class Shortfall:
         )
 
 
-def shortfalls(estimator: Estimator, placement: Placement) -> list[Shortfall]:
-    """Of a placement without anything left, worst first."""
+def shortfalls(estimator: Estimator, placement: BoardPlacement) -> list[Shortfall]:
+    """Returns the shortfalls of a placement without anything left, worst first."""
     found = []
     units = [(kind, unit) for kind, unit in zip(placement.kinds, placement.units, strict=True) if unit]
     for number, (kind, unit) in enumerate(units):
@@ -81,7 +84,7 @@ def shortfalls(estimator: Estimator, placement: Placement) -> list[Shortfall]:
 
 
 def more_devices(found: Sequence[Shortfall]) -> dict[str, int]:
-    """Devices of each name with which all demands would be met; {} where no number would do."""
+    """Returns the devices of each name with which all demands would be met; {} if no number would do."""
     more: Counter[str] = Counter()
     for kind, meshes in {one.unit: (one.kind, one.meshes) for one in found}.values():
         if not meshes:
@@ -91,7 +94,8 @@ def more_devices(found: Sequence[Shortfall]) -> dict[str, int]:
 
 
 def _meshes(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> int:
-    """The smallest number of meshes that answer what this one is asked, each an equal part; 0 for none."""
+    """Returns the smallest number of meshes that answer what this one is asked, each an equal part; 0 if
+    there is none."""
     for times in range(2, MOST + 1):
         parts = frozenset(estimator.split(item, times) for item in items)
         if estimator.known(kind, parts).level >= 1.0:
@@ -124,8 +128,8 @@ def _too_large(demand: Demand, kinds: Sequence[MeshKind]) -> str:
     return line
 
 
-def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: Placement) -> None:
-    """Raises ConfigError where models have no room beside the others."""
+def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardPlacement) -> None:
+    """Raises ConfigError if models have no room beside the others."""
     if not placement.left:
         return
     names, more = [], Counter[str]()

@@ -24,36 +24,43 @@ Bound = Literal["", "memory", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """A model in a unit. By the place of a batch in BATCHES, prefill, decode: seconds of its prompts and of
-    its whole outputs, the latter alone on the device; occupied: the part of what the device can do that its
-    decodes take meanwhile. busy: the part of the time in which it decodes. request: bytes of K and V."""
+class ModelShare:
+    """A model in a unit. The sequences are by the place of a batch in BATCHES."""
 
     rate: float
     prefill: Sequence[float]
+    """Seconds of the batch's prompts."""
     decode: Sequence[float]
+    """Seconds of the batch's whole outputs, alone on the device."""
     occupied: Sequence[float]
+    """The part of what the device can do that the batch's decodes take meanwhile."""
     busy: float
+    """The part of the time in which the model decodes."""
     request: int
+    """Bytes of K and V."""
 
     def cycle(self, at: int, serial: float, crowd: float) -> float:
-        """Seconds from a batch's first prefill to its last token. serial: of a prefill of each model; crowd:
-        what the decodes of all occupy, with this batch's own."""
+        """Returns the seconds from a batch's first prefill to its last token. serial: the seconds of a
+        prefill of each model; crowd: the part of the device that the decodes of all occupy, with this batch's
+        own."""
         return serial + self.decode[at] * max(1.0, crowd + (1.0 - self.busy) * self.occupied[at])
 
 
 @dataclass(slots=True)
-class _State:
-    """at: places in BATCHES. serial: seconds of a prefill of each. crowd: what all decodes occupy of the
-    device on average. used: bytes of K and V."""
+class _GrowthState:
+    """The batches of all models while they grow."""
 
     at: list[int]
+    """Places in BATCHES."""
     serial: float
+    """Seconds of a prefill of each model."""
     crowd: float
+    """The part of the device that all decodes occupy on average."""
     used: int
+    """Bytes of K and V."""
 
-    def grow(self, sides: Sequence[Side], i: int) -> None:
-        """The next larger batch of a model."""
+    def grow(self, sides: Sequence[ModelShare], i: int) -> None:
+        """Gives a model its next larger batch."""
         side, a = sides[i], self.at[i]
         self.at[i] = a + 1
         self.serial += side.prefill[a + 1] - side.prefill[a]
@@ -63,28 +70,32 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """batches: of each model. ratios: throughput / rate. score: sum of what is answered, and BEYOND. bound:
-    what kept those from more that do not reach their rate. used: bytes of K and V."""
+    """The batches that the models of a unit have grown to."""
 
     batches: tuple[int, ...]
+    """The batch of each model."""
     ratios: tuple[float, ...]
+    """Throughput / rate of each model."""
     score: float
+    """The sum of the requests that are answered, and BEYOND."""
     bound: Bound
+    """The resource that kept those models from more that do not reach their rate."""
     used: int
+    """Bytes of K and V."""
 
     @property
     def level(self) -> float:
         return min(self.ratios, default=AMPLE)
 
 
-def grow(sides: Sequence[Side], pool: int) -> Growth | None:
-    """None where the pool is too small for one request of each.
+def grow(sides: Sequence[ModelShare], pool: int) -> Growth | None:
+    """Returns the batches that the models grow to; None if the pool is too small for one request of each.
 
     Growing step by step would pass, for each level, through the smallest batches with which all models reach
     that level: their need grows with the others' batches, and no model grows before it is the last. So it
     starts from the highest of some levels that can be reached, and takes single steps from there.
     """
-    state = _State(
+    state = _GrowthState(
         [0] * len(sides),
         sum(side.prefill[0] for side in sides),
         sum(side.busy * side.occupied[0] for side in sides),
@@ -107,7 +118,7 @@ def grow(sides: Sequence[Side], pool: int) -> Growth | None:
     return _step(sides, state, pool, best)
 
 
-def _approach(sides: Sequence[Side], state: _State, pool: int) -> Iterator[_State]:
+def _approach(sides: Sequence[ModelShare], state: _GrowthState, pool: int) -> Iterator[_GrowthState]:
     """States at rising levels, the last near the highest that can be reached, which is below 1."""
     low, high = 0.5, 1.0
     while (reached := _reach(sides, state, pool, low)) is None:
@@ -125,9 +136,9 @@ def _approach(sides: Sequence[Side], state: _State, pool: int) -> Iterator[_Stat
             yield reached
 
 
-def _reach(sides: Sequence[Side], start: _State, pool: int, level: float) -> _State | None:
-    """The smallest batches, from `start` on, with which each model has `level` times its rate; None where
-    there are none, or no room for them."""
+def _reach(sides: Sequence[ModelShare], start: _GrowthState, pool: int, level: float) -> _GrowthState | None:
+    """Returns the smallest batches, from `start` on, with which each model has `level` times its rate; None
+    if there are none, or no room for them."""
     at, serial, crowd, used = list(start.at), start.serial, start.crowd, start.used
     behind = True
     while behind:
@@ -150,11 +161,11 @@ def _reach(sides: Sequence[Side], start: _State, pool: int, level: float) -> _St
                 a += 1
                 behind = True
             at[i] = a
-    return _State(at, serial, crowd, used)
+    return _GrowthState(at, serial, crowd, used)
 
 
-def _step(sides: Sequence[Side], state: _State, pool: int, best: Growth) -> Growth:
-    """From a state on, batch by batch; the best on the way."""
+def _step(sides: Sequence[ModelShare], state: _GrowthState, pool: int, best: Growth) -> Growth:
+    """Grows from a state on, batch by batch, and returns the best on the way."""
     stuck: list[Bound] = [""] * len(sides)
     while True:
         here = _growth(sides, state)
@@ -177,9 +188,9 @@ def _step(sides: Sequence[Side], state: _State, pool: int, best: Growth) -> Grow
     return replace(best, bound="memory" if "memory" in short else "compute")
 
 
-def _growth(sides: Sequence[Side], state: _State) -> Growth:
-    """Equation 3 for each model: a batch takes all models' prefills, one after the other, and its decodes,
-    which others slow down where the device has an end."""
+def _growth(sides: Sequence[ModelShare], state: _GrowthState) -> Growth:
+    """Solves equation 3 for each model: a batch takes all models' prefills, one after the other, and its
+    decodes, which others slow down once the device has no more."""
     ratios, score = [], 0.0
     for side, a in zip(sides, state.at, strict=True):
         rate = side.rate

@@ -23,34 +23,39 @@ _Name = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
 
 
 class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model on a unit. path: its checkpoint, where there is one. rate: requests a second that come to it
-    here; throughput: requests a second that it could answer, if so many came. prompt, output: mean tokens.
-    Shares are of the unit's compute; quota: of its KV blocks."""
+    """A model on a unit. Shares are of the unit's compute."""
 
     name: _Name
     path: str | None
+    """Its checkpoint, if it has one."""
     shape: ModelShape
     rate: _Rate
+    """Requests a second that come to it here."""
     prompt: _Rate
+    """The mean number of tokens."""
     output: _Rate
+    """The mean number of tokens."""
     prefill_share: _Share
     decode_share: _Share
     quota: _Share
+    """The share of the unit's KV blocks."""
     throughput: _Rate
+    """Requests a second that it could answer, if so many came."""
 
 
 class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`gpus` devices of kind `device` on one node work as one. kv_bytes: its pool, over all of them."""
+    """A unit: `gpus` devices of kind `device` on one node that work as one."""
 
     name: _Name
     node: str
     device: str
     gpus: Annotated[int, Meta(ge=1, le=4096)]
     kv_bytes: Annotated[int, Meta(ge=1, le=2**42)]
+    """Its pool, over all devices."""
     models: tuple[PlannedModel, ...]
 
     def check_pool(self, block_bytes: int) -> None:
-        """Raises ConfigError where the pool, in blocks of so many bytes, holds no page of a model."""
+        """Raises ConfigError if the pool, in blocks of so many bytes, holds no page of a model."""
         for model in self.models:
             page = model.shape.geometry(block_bytes).blocks_per_page * block_bytes
             if page > self.kv_bytes:
@@ -60,18 +65,19 @@ class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 )
 
 
-class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """throughput: the sum of what each model is expected to answer, at most its rate. made_by: how, in one
-    line."""
+class PlacementPlan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan: the units, and what they are expected to answer."""
 
     version: int = PLAN_VERSION
     units: tuple[PlannedUnit, ...]
     throughput: float
+    """The sum of what each model is expected to answer, at most its rate."""
     made_by: str
+    """How the plan was made, in one line."""
 
 
 class _Head(Struct):
-    """What tells a plan from other JSON."""
+    """The keys that tell a plan from other JSON."""
 
     version: int
     made_by: str
@@ -79,14 +85,14 @@ class _Head(Struct):
 
 
 def is_plan(file: Path) -> bool:
-    """Whether the file looks like a plan, of whichever version and however wrong otherwise."""
+    """Returns whether the file looks like a plan, of any version and however wrong otherwise."""
     with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
         msgspec.json.decode(file.read_bytes(), type=_Head)
         return True
     return False
 
 
-def read_plan(file: Path) -> Plan:
+def read_plan(file: Path) -> PlacementPlan:
     """Raises ConfigError with what is wrong and where."""
     try:
         text = file.read_bytes()
@@ -98,7 +104,7 @@ def read_plan(file: Path) -> Plan:
             raise ConfigError(
                 f"{file}: a plan of version {version}; this kvloom reads version {PLAN_VERSION}"
             )
-        plan = msgspec.json.decode(text, type=Plan)
+        plan = msgspec.json.decode(text, type=PlacementPlan)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: no plan ({error}); what `kvloom plan -o` writes is right") from error
     names = [unit.name for unit in plan.units]
@@ -111,8 +117,8 @@ def read_plan(file: Path) -> Plan:
     return plan
 
 
-def write_plan(file: Path, plan: Plan) -> None:
-    """Raises ConfigError where it cannot be written."""
+def write_plan(file: Path, plan: PlacementPlan) -> None:
+    """Writes the plan. Raises ConfigError if it cannot be written."""
     try:
         file.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
     except OSError as error:
@@ -134,7 +140,8 @@ def fixed_bytes(shape: ModelShape, kind: MeshKind) -> int:
 
 
 def activation_bytes(shape: ModelShape, kind: MeshKind) -> int:
-    """The residual stream and its norm are on every device, what heads and MLP compute is split."""
+    """Returns the bytes of activations. The residual stream and its norm are on every device, and the heads
+    and the MLP are split."""
     copies = 1 if kind.device == CPU else kind.gpus
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     mlp = shape.ffn * (2 if shape.gated else 1)
@@ -143,8 +150,8 @@ def activation_bytes(shape: ModelShape, kind: MeshKind) -> int:
 
 
 def token_bytes(shape: ModelShape, kind: MeshKind) -> int:
-    """K and V of a token over all devices. Where there are more devices than KV heads, several keep the same
-    one."""
+    """Returns the bytes of K and V of a token over all devices. If there are more devices than KV heads,
+    several keep the same one."""
     if kind.device == CPU:
         return shape.kv_bytes
     held = kind.gpus * -(-shape.kv_heads // kind.gpus)
@@ -152,12 +159,12 @@ def token_bytes(shape: ModelShape, kind: MeshKind) -> int:
 
 
 def request_bytes(demand: Demand, kind: MeshKind) -> int:
-    """K and V of a request of mean length, whole."""
+    """Returns the bytes of K and V of a whole request of mean length."""
     return int((demand.prompt + demand.output) * token_bytes(demand.shape, kind)) + 1
 
 
 def pool_bytes(kind: MeshKind, shapes: Iterable[ModelShape]) -> int:
-    """What these models leave for the KV pool; below 0 where they do not fit."""
+    """Returns the bytes that these models leave for the KV pool; below 0 if they do not fit."""
     return usable_bytes(kind) - sum(fixed_bytes(shape, kind) for shape in shapes)
 
 
@@ -165,8 +172,8 @@ _LEAST: Final = 1e-3  # a model that nobody asks for today may be asked tomorrow
 
 
 def quotas(kind: MeshKind, demands: Sequence[Demand], rates: Sequence[float]) -> list[float]:
-    """Shares of the pool in proportion to rate × KV bytes of a token; they sum to 1. rates: what comes to
-    each model here."""
+    """Returns shares of the pool in proportion to rate × KV bytes of a token; they sum to 1. rates: the
+    requests that come to each model here."""
     weights = [rate * token_bytes(demand.shape, kind) for demand, rate in zip(demands, rates, strict=True)]
     whole = sum(weights)
     shares = [weight / whole if whole else 1.0 / len(weights) for weight in weights]

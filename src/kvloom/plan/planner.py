@@ -1,37 +1,43 @@
-"""From a cluster and demands to a plan (MuxServe, sections 3.1 to 3.3)."""
+"""Makes a plan for a cluster and demands (MuxServe, sections 3.1 to 3.3)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from kvloom.plan.board import Board, Placement, Unit
+from kvloom.plan.board import Board, BoardPlacement, Unit
 from kvloom.plan.cluster import Costs, Demand, MeshKind, Nodes, groups, homes, mesh_kinds, meshes
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.explain import check_each, check_left
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit, quotas
+from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, quotas
 from kvloom.plan.replicas import best_placement
-from kvloom.plan.search import Effort
+from kvloom.plan.search import SearchEffort
 
 
-def plan_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: Effort | None = None) -> Placement:
-    """The best placement that is found. Raises ConfigError where a model has no place."""
+def plan_placement(
+    estimator: Estimator, cluster: Sequence[Nodes], effort: SearchEffort | None = None
+) -> BoardPlacement:
+    """Returns the best placement that is found. Raises ConfigError if a model has no place."""
     check_each(estimator, cluster)
-    placement = best_placement(estimator, cluster, effort or Effort.fit(cluster, len(estimator.demands)))
+    placement = best_placement(
+        estimator, cluster, effort or SearchEffort.fit(cluster, len(estimator.demands))
+    )
     check_left(estimator, cluster, placement)
     return placement
 
 
 def make_plan(
-    cluster: Sequence[Nodes], demands: Sequence[Demand], costs: Costs, effort: Effort | None = None
-) -> Plan:
-    """Raises ConfigError where a model has no place."""
+    cluster: Sequence[Nodes], demands: Sequence[Demand], costs: Costs, effort: SearchEffort | None = None
+) -> PlacementPlan:
+    """Returns the plan. Raises ConfigError if a model has no place."""
     estimator = Estimator(demands, costs)
     return write_down(estimator, cluster, plan_placement(estimator, cluster, effort), "kvloom plan")
 
 
-def write_down(estimator: Estimator, cluster: Sequence[Nodes], placement: Placement, made_by: str) -> Plan:
-    """The placement as a plan. Meshes without models are left out."""
+def write_down(
+    estimator: Estimator, cluster: Sequence[Nodes], placement: BoardPlacement, made_by: str
+) -> PlacementPlan:
+    """Returns the placement as a plan. Meshes without models are left out."""
     units: list[PlannedUnit] = []
     names = homes(cluster, placement.kinds)
     for kind, unit, node in zip(placement.kinds, placement.units, names, strict=True):
@@ -48,7 +54,7 @@ def write_down(estimator: Estimator, cluster: Sequence[Nodes], placement: Placem
                 models=tuple(_models(estimator, kind, items)),
             )
         )
-    return Plan(units=tuple(units), throughput=placement.answered, made_by=made_by)
+    return PlacementPlan(units=tuple(units), throughput=placement.answered, made_by=made_by)
 
 
 def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iterator[PlannedModel]:
@@ -76,13 +82,13 @@ def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iter
 _MOST = 1 << 12
 
 
-def exhaustive(estimator: Estimator, cluster: Sequence[Nodes], replicas: int = 1) -> Placement | None:
-    """The best of all groups of meshes, all placements on them, and all numbers of replicas up to `replicas`;
-    None where some model fits nowhere. Its cost grows exponentially."""
+def exhaustive(estimator: Estimator, cluster: Sequence[Nodes], replicas: int = 1) -> BoardPlacement | None:
+    """Returns the best of all groups of meshes, all placements on them, and all numbers of replicas up to
+    `replicas`; None if some model fits nowhere. Its cost grows exponentially."""
     found = groups(cluster, set(mesh_kinds(cluster)), _MOST)
     if found is None:
         raise ValueError("the cluster is too large for exhaustive search")
-    best: Placement | None = None
+    best: BoardPlacement | None = None
     for counts in product(range(1, replicas + 1), repeat=len(estimator.demands)):
         items = [estimator.item(demand, n) for demand, n in enumerate(counts) for _ in range(n)]
         for group in found:

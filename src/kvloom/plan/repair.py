@@ -1,4 +1,4 @@
-"""How a fleet that serves gets from one placement to another, step by step.
+"""Finds the steps by which a fleet that serves gets from one placement to another.
 
 Units never change: one that is not as the plan wants it ends, and another takes its place. A step starts a
 unit, or stops one, whose requests go on elsewhere.
@@ -26,28 +26,31 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """unit: its number in the plan."""
+class StartUnit:
+    """A step that starts a unit."""
 
     unit: int
+    """Its number in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """waits: models that no unit has from here on, until one that has them is started."""
+class StopUnit:
+    """A step that stops a unit."""
 
     unit: str
     waits: tuple[str, ...] = ()
+    """Models that no unit has from here on, until one that has them is started."""
 
 
-Step = Start | Stop
+Step = StartUnit | StopUnit
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """kept: units that are as the plan wants them, and their numbers there."""
+    """The steps to a plan."""
 
     kept: Mapping[str, int]
+    """Units that are as the plan wants them, and their numbers there."""
     steps: tuple[Step, ...]
 
 
@@ -56,10 +59,13 @@ class Unreachable(Exception):
 
 
 def repair(now: Mapping[str, Placed], plan: Iterable[Placed], memory: int) -> Repair:
-    """From the units `now`, by name, to those of the plan. memory: bytes that all units may take together, at
-    every step; what is taken now is taken. Each model that has a unit keeps one all the while, wherever there
-    is such an order of steps: where there is none, the fewest models possible at a time wait. Raises
-    Unreachable where the plan itself does not fit, or leaves out a model that is served."""
+    """Returns the steps from the units `now`, by name, to those of the plan. memory: bytes that all units may
+    take together, at every step, of which the units that there are have theirs.
+
+    Each model that has a unit keeps one all the while, if there is such an order of steps: if there is none,
+    the fewest models possible at a time wait. Raises Unreachable if the plan itself does not fit, or leaves
+    out a model that is served.
+    """
     wanted = tuple(plan)
     served = {model for unit in now.values() for model in unit.models}
     left_out = served - {model for unit in wanted for model in unit.models}
@@ -111,8 +117,8 @@ class _Change:
         self._old, self._new, self._stays, self._room, self._served = old, new, stays, room, served
 
     def without_gap(self) -> tuple[Step, ...] | None:
-        """Depth first, what frees memory first. None where there is no such order, or none was found among
-        the first states."""
+        """Searches depth first, and takes what frees memory first. Returns None if there is no such order, or
+        none was found among the first states."""
         begin: State = (frozenset(self._old), frozenset())
         came: dict[State, tuple[State, Step] | None] = {begin: None}
         open_ = [begin]
@@ -128,7 +134,8 @@ class _Change:
         return None
 
     def with_gaps(self) -> tuple[Step, ...]:
-        """Safe steps as long as there are any; then the stop that leaves fewest models without a unit."""
+        """Takes safe steps as long as there are any; then the stop that leaves the fewest models without a
+        unit."""
         state: State = (frozenset(self._old), frozenset())
         steps: list[Step] = []
         while state[0] or len(state[1]) < len(self._new):
@@ -155,12 +162,12 @@ class _Change:
         starts.sort(key=lambda number: (len(missing.intersection(self._new[number].models)), -number))
         stops = [name for name in old if not self._waits(state, name)]
         stops.sort(key=lambda name: (self._old[name].bytes, name))
-        return [*map(Start, starts), *map(Stop, stops)]
+        return [*map(StartUnit, starts), *map(StopUnit, stops)]
 
-    def _least_gap(self, state: State) -> Stop:
+    def _least_gap(self, state: State) -> StopUnit:
         gaps = {name: self._waits(state, name) for name in state[0]}
         name = min(gaps, key=lambda name: (len(gaps[name]), -self._old[name].bytes, name))
-        return Stop(name, gaps[name])
+        return StopUnit(name, gaps[name])
 
     def _waits(self, state: State, name: str) -> tuple[str, ...]:
         """Models that only this old unit has."""
@@ -180,4 +187,4 @@ class _Change:
 
 def _after(state: State, step: Step) -> State:
     old, new = state
-    return (old - {step.unit}, new) if isinstance(step, Stop) else (old, new | {step.unit})
+    return (old - {step.unit}, new) if isinstance(step, StopUnit) else (old, new | {step.unit})

@@ -1,4 +1,4 @@
-"""How many replicas each model gets: one mesh may be too small for all that comes to a popular model."""
+"""Finds how many replicas each model gets: one mesh may be too small for all requests to a popular model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Final
 
-from kvloom.plan.board import Placement
+from kvloom.plan.board import BoardPlacement
 from kvloom.plan.cluster import MeshKind, Nodes, mesh_kinds
 from kvloom.plan.estimate import Estimator, Item
-from kvloom.plan.search import Effort, Search
+from kvloom.plan.search import Search, SearchEffort
 
 MOST: Final = 64
 _ROUNDS: Final = 32
@@ -24,9 +24,9 @@ _BETTER: Final = 1e-3  # of all requests; a replica is not worth less
 Counts = tuple[int, ...]
 
 
-def best_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: Effort) -> Placement:
-    """Over placements and numbers of replicas: as few as large meshes need, or as many as the meshes that
-    answer most a device need, or the same number for all; then one more or less where that gains."""
+def best_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: SearchEffort) -> BoardPlacement:
+    """Returns the best placement over numbers of replicas: as few as large meshes need, or as many as the
+    meshes that answer most a device need, or the same number for all; then one more or less if that gains."""
     climb = _Climb(estimator, Search(estimator, cluster, effort), effort)
     for n, counts in enumerate(dict.fromkeys(_starts(estimator, cluster, effort.replicas)), 1):
         climb.start(counts, _BUDGET * n)
@@ -39,25 +39,25 @@ def best_placement(estimator: Estimator, cluster: Sequence[Nodes], effort: Effor
 
 
 class _Climb:
-    """From the numbers of replicas that answer most to others near them."""
+    """Climbs from the numbers of replicas that answer most to others near them."""
 
-    def __init__(self, estimator: Estimator, search: Search, effort: Effort) -> None:
+    def __init__(self, estimator: Estimator, search: Search, effort: SearchEffort) -> None:
         self._estimator = estimator
         self._search = search
         self._effort = effort
-        self._tried: dict[Counts, Placement] = {}
+        self._tried: dict[Counts, BoardPlacement] = {}
 
     @property
-    def best(self) -> Placement:
+    def best(self) -> BoardPlacement:
         return max(self._tried.values(), key=lambda placement: placement.rank)
 
     def start(self, counts: Counts, budget: float) -> None:
-        """On all groups of meshes, within a part of all evaluations."""
+        """Tries all groups of meshes, within a part of all evaluations."""
         if counts not in self._tried:
             self._tried[counts] = self._search.best(_items(self._estimator, counts), budget=budget)
 
     def go(self, around: int) -> None:
-        """While that gains, try what is near the best so many tried, on the best groups of meshes."""
+        """Tries numbers near the best, on the best groups of meshes, while that gains."""
         for _ in range(_ROUNDS):
             ranked = sorted(self._tried, key=lambda counts: self._tried[counts].rank, reverse=True)[:around]
             if not self._near(ranked[0]):
@@ -81,7 +81,7 @@ def _items(estimator: Estimator, counts: Counts) -> list[Item]:
     return [estimator.item(demand, count) for demand, count in enumerate(counts) for _ in range(count)]
 
 
-def _better(placement: Placement, than: Placement, estimator: Estimator) -> bool:
+def _better(placement: BoardPlacement, than: BoardPlacement, estimator: Estimator) -> bool:
     if len(placement.left) != len(than.left):
         return len(placement.left) < len(than.left)
     whole = sum(demand.rate for demand in estimator.demands)
@@ -113,9 +113,9 @@ def _need(estimator: Estimator, kinds: Sequence[MeshKind], demand: int, per_devi
     return min(MOST, ceil(rate / throughput)), -gpus
 
 
-def _others(estimator: Estimator, placement: Placement, counts: Counts, most: int) -> list[Counts]:
-    """Without a replica of what has no room; else with one more of what is furthest behind, or one less of
-    what is least so, of each or of all of them."""
+def _others(estimator: Estimator, placement: BoardPlacement, counts: Counts, most: int) -> list[Counts]:
+    """Yields numbers nearby: without a replica of what has no room; else with one more of what is furthest
+    behind, or one less of what is least so, of each or of all of them."""
     if placement.left:
         over = {estimator.demand(item) for item in placement.left}
         return [tuple(max(1, n - 1) if demand in over else n for demand, n in enumerate(counts))]

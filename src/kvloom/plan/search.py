@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Final
 
-from kvloom.plan.board import Board, Placement, improve
+from kvloom.plan.board import Board, BoardPlacement, improve
 from kvloom.plan.cluster import Cut, Group, MeshKind, Nodes, fits, groups, mesh_kinds, meshes, worthwhile
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.growth import AMPLE
@@ -25,10 +25,10 @@ def place(
     *,
     small: bool,
     width: int,
-) -> Placement:
-    """Algorithm 1 on one group of meshes: items by `order`, the largest first, each to the mesh where it
-    gains most. small: of meshes that gain alike, the smallest; else the one with the best score. width: see
-    `Board`."""
+) -> BoardPlacement:
+    """Runs algorithm 1 on one group of meshes: items by `order`, the largest first, each to the mesh on which
+    it gains most. small: whether the smallest of meshes that gain alike is taken, else the one with the best
+    score; width: see `Board`."""
     board = Board(estimator, kinds, width)
     left = []
     for item in sorted(items, key=lambda item: (-order(item), item)):
@@ -55,29 +55,31 @@ _LEAST: Final = 1e-4  # of the score, that a step of the climb gains
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How hard to look. groups: where there are at most so many, each is tried; else the search climbs.
-    width: occupied meshes of a kind that are looked at for a model. refined: groups whose best placement
-    moves are tried on. evaluations: of units' estimates after which nothing new is begun. replicas: of a
-    model, at most; MuxServe has but one."""
+class SearchEffort:
+    """Limits of the search."""
 
     groups: int = 512
+    """If there are at most so many groups, each is tried; else the search climbs."""
     width: int = 6
+    """Occupied meshes of a kind that are looked at for a model."""
     refined: int = 16
+    """Groups on whose best placement moves are tried."""
     evaluations: int = 100_000
+    """Estimates of units after which nothing new is begun."""
     replicas: int = 64
+    """The most of a model; MuxServe has but one."""
 
     @staticmethod
-    def fit(cluster: Sequence[Nodes], models: int) -> Effort:
-        """Less for less: 32 devices and 19 models take a few seconds."""
+    def fit(cluster: Sequence[Nodes], models: int) -> SearchEffort:
+        """Returns a smaller effort for less: 32 devices and 19 models take a few seconds."""
         size = models + sum(nodes.total for nodes in cluster)
-        return Effort(evaluations=min(Effort().evaluations, _EVALUATIONS * size))
+        return SearchEffort(evaluations=min(SearchEffort().evaluations, _EVALUATIONS * size))
 
 
 class Search:
     """Finds placements of items on a cluster. Deterministic: it counts evaluations, not seconds."""
 
-    def __init__(self, estimator: Estimator, cluster: Sequence[Nodes], effort: Effort) -> None:
+    def __init__(self, estimator: Estimator, cluster: Sequence[Nodes], effort: SearchEffort) -> None:
         self._estimator = estimator
         self._cluster = tuple(cluster)
         self._effort = effort
@@ -87,16 +89,17 @@ class Search:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all evaluations were made."""
+        """Returns whether all evaluations were made."""
         return self._estimator.spent >= self._effort.evaluations
 
     @property
     def _spent(self) -> bool:
         return self._estimator.spent >= self._budget
 
-    def best(self, items: Sequence[Item], *, budget: float = 1.0, most: int | None = None) -> Placement:
-        """Some items may be left, where there is no room. budget: the part of all evaluations after which
-        nothing new is begun. most: groups to try, of those that were best with other items; else all."""
+    def best(self, items: Sequence[Item], *, budget: float = 1.0, most: int | None = None) -> BoardPlacement:
+        """Returns the best placement found; some items may be left, if there is no room. budget: the part of
+        all evaluations after which nothing new is begun; most: the number of groups to try, of those that
+        were best with other items; else all."""
         estimator, effort = self._estimator, self._effort
         self._budget = int(budget * effort.evaluations)
         able = {
@@ -124,15 +127,15 @@ class Search:
             best = max(best, better, key=lambda placement: placement.rank)
         return best
 
-    def _ample(self, placement: Placement, items: Sequence[Item]) -> bool:
-        """Nothing could be better."""
+    def _ample(self, placement: BoardPlacement, items: Sequence[Item]) -> bool:
+        """Returns whether nothing could be better."""
         return not placement.left and all(
             self._estimator.known(kind, unit).level >= AMPLE
             for kind, unit in zip(placement.kinds, placement.units, strict=True)
         )
 
-    def _try(self, found: Sequence[Group], items: Sequence[Item]) -> list[Placement]:
-        placements: list[Placement] = []
+    def _try(self, found: Sequence[Group], items: Sequence[Item]) -> list[BoardPlacement]:
+        placements: list[BoardPlacement] = []
         for group in found:
             if placements and self._spent:
                 break
@@ -142,8 +145,8 @@ class Search:
             placements += here
         return placements
 
-    def _place(self, group: Group, items: Sequence[Item]) -> list[Placement]:
-        """Algorithm 1 by compute and by size, to the smaller mesh of those alike and to the better one."""
+    def _place(self, group: Group, items: Sequence[Item]) -> list[BoardPlacement]:
+        """Runs algorithm 1 by compute and by size, to the smaller of like meshes and to the better one."""
         kinds = meshes(self._cluster, group)
         return [
             place(self._estimator, kinds, items, order, small=small, width=self._effort.width)
@@ -159,10 +162,10 @@ class Search:
 
     # -- where there are too many groups ----------------------------------------------------------------
 
-    def _climb(self, items: Sequence[Item]) -> list[Placement]:
-        """From groups of equal meshes, cutting a part of one size anew as another while that gains: first
-        large parts, then smaller ones."""
-        known: dict[Group, Placement] = {}
+    def _climb(self, items: Sequence[Item]) -> list[BoardPlacement]:
+        """Climbs from groups of equal meshes: a part of one size is cut anew as another while that gains,
+        first large parts, then smaller ones."""
+        known: dict[Group, BoardPlacement] = {}
 
         def rank(group: Group) -> tuple[int, float]:
             if group not in known:
@@ -184,7 +187,8 @@ class Search:
         return [*self._place(here, items), *top[: self._effort.refined]]
 
     def _starts(self) -> list[Group]:
-        """Each kind of nodes cut into equal meshes, in all combinations, as far as they are not too many."""
+        """Yields each kind of nodes cut into equal meshes, in all combinations, as far as they are not too
+        many."""
         equal = [
             [((size, nodes.count * (nodes.gpus // size)),) for size in nodes.sizes] for nodes in self._cluster
         ]
@@ -201,7 +205,7 @@ def _better(rank: tuple[int, float], than: tuple[int, float]) -> bool:
 
 
 def _recut(nodes: Nodes, cut: dict[int, int], step: float) -> Iterator[Cut]:
-    """The cuts in which a part of the meshes of one size have become ones of another."""
+    """Yields the cuts in which a part of the meshes of one size have become ones of another."""
     for size, number in cut.items():
         for other in nodes.sizes:
             if other == size:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvloom.plan.cluster import CPU
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.plan import Plan, PlannedModel, PlannedUnit
+from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit
 from kvloom.plan.repair import Placed
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Placement
@@ -22,8 +22,8 @@ LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """What there is and what there should be. Both say what tells units from each other."""
+class ReplanTarget:
+    """The units that there are, and those that should be. Both hold what tells units from each other."""
 
     now: dict[str, Placed]
     """The units that there are, by name."""
@@ -33,7 +33,7 @@ class Target:
     """The plan's units in full, their names still open."""
 
 
-def read_target(file: Path, plan: Plan, fleet: Placement) -> Target:
+def read_target(file: Path, plan: PlacementPlan, fleet: Placement) -> ReplanTarget:
     """Returns what the fleet is and what it is to become. Raises ConfigError if it cannot become so."""
     if fleet.scaled:
         raise ConfigError(
@@ -51,14 +51,14 @@ def read_target(file: Path, plan: Plan, fleet: Placement) -> Target:
     left_out = known.keys() - shapes.keys()
     if left_out:
         raise ConfigError(f"{file}: no unit for {', '.join(sorted(left_out))}, which is served")
-    return Target(
+    return ReplanTarget(
         now={spec.unit: _placed(spec, shapes) for spec in fleet.units},
         units=tuple(_placed(spec, shapes) for spec in specs),
         specs=specs,
     )
 
 
-def _check_devices(file: Path, plan: Plan, fleet: Placement) -> None:
+def _check_devices(file: Path, plan: PlacementPlan, fleet: Placement) -> None:
     nodes = {unit.node for unit in plan.units}
     if len(nodes) > 1:
         raise ConfigError(f"{file}: units on {len(nodes)} nodes; a plan for this fleet's machine is right")

@@ -1,6 +1,6 @@
 """Deciding for the fleet: which engine does what. No torch. What a program needs is here."""
 
-from kvloom.router.held import Reservation as Spot
+from kvloom.router.held import PeerReservation as Spot
 from kvloom.router.replicas import Fleet, Replica
 from kvloom.router.session import Session as Call
 from kvloom.types.client import Frames

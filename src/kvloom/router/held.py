@@ -1,4 +1,5 @@
-"""What one session holds at replicas: reservations, pins, running work; how it is kept, and given back."""
+"""Tracks what one session holds at replicas: reservations, pins and running work. It is kept alive, and given
+back at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RENEWALS: Final = 3  # in the time of one lease
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class PeerReservation:
     """Room at `replica` for K and V of prompt[matched:end]; what lies before is there already."""
 
     replica: Replica
@@ -64,7 +65,7 @@ class _Holding(NamedTuple):
     """The id that the request has there. One that migrates has another where it goes."""
 
 
-class Held:
+class SessionHeld:
     """The holdings of one session, counted as calls at their replicas."""
 
     def __init__(self, clock: Clock, tasks: asyncio.TaskGroup) -> None:
@@ -94,7 +95,7 @@ class Held:
 
     @asynccontextmanager
     async def asking(self, replica: Replica, what: What, name: str) -> AsyncIterator[None]:
-        """Something is held at `replica` from here on, unless the replica refuses."""
+        """Counts something as held at `replica` from here on, unless the replica refuses."""
         self.begin(replica, what, name)
         try:
             async with replica.reached():

@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, Final
 
-from kvloom.router.held import REFUSALS, Reservation
+from kvloom.router.held import REFUSALS, PeerReservation
 from kvloom.router.replicas import Replica
 from kvloom.router.session import Leg, Session
 from kvloom.types.clock import Clock, together
@@ -34,8 +34,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.6  # seconds until the source is told again
 _log = logging.getLogger(__name__)
 
 
-class Stage(Enum):
-    """How far a migration is."""
+class MigrationStage(Enum):
+    """The stages of a migration."""
 
     WAITING = "waiting"
     """The request has yet to begin at the source."""
@@ -50,12 +50,12 @@ class Stage(Enum):
 
 
 _LEGAL = {
-    (Stage.WAITING, Stage.HANDED),
-    (Stage.WAITING, Stage.STAYED),
-    (Stage.COPYING, Stage.HELD),
-    (Stage.COPYING, Stage.STAYED),
-    (Stage.HELD, Stage.HANDED),
-    (Stage.HELD, Stage.STAYED),
+    (MigrationStage.WAITING, MigrationStage.HANDED),
+    (MigrationStage.WAITING, MigrationStage.STAYED),
+    (MigrationStage.COPYING, MigrationStage.HELD),
+    (MigrationStage.COPYING, MigrationStage.STAYED),
+    (MigrationStage.HELD, MigrationStage.HANDED),
+    (MigrationStage.HELD, MigrationStage.STAYED),
 }
 
 
@@ -63,7 +63,9 @@ class Migration:
     """The migration of one session from `source`, which generates it, to `target`."""
 
     def __init__(self, session: Session, source: Leg, target: Replica, clock: Clock) -> None:
-        self.stage = Stage.COPYING if session.progress.begun or session.body.n > 1 else Stage.WAITING
+        self.stage = (
+            MigrationStage.COPYING if session.progress.begun or session.body.n > 1 else MigrationStage.WAITING
+        )
         self.rooms: list[Room] = []
         """The rooms at the target that are not given back yet."""
         self._clock = clock
@@ -75,7 +77,7 @@ class Migration:
         self._page = form.tokens_per_block if form else 1
         self._copied: dict[int, int] = {}  # tokens of each choice's context that the target has
 
-    def become(self, stage: Stage) -> None:
+    def become(self, stage: MigrationStage) -> None:
         """Raises ValueError if the step from the present stage is illegal."""
         if (self.stage, stage) not in _LEGAL:
             raise ValueError(f"a migration that is {self.stage.value} cannot become {stage.value}")
@@ -83,7 +85,7 @@ class Migration:
 
     async def run(self) -> None:
         """Raises KvloomError if the request stays, or goes on in another way; its stream never suffers."""
-        name, stands_still = self._source.name, self.stage is not Stage.WAITING
+        name, stands_still = self._source.name, self.stage is not MigrationStage.WAITING
         try:
             if stands_still:
                 await self._copy_while_it_runs()
@@ -91,8 +93,8 @@ class Migration:
             async with asyncio.timeout(STANDSTILL):
                 await (self._go_over(rooms) if stands_still else self._hand_over([]))
         except BaseException as error:
-            held = self.stage is Stage.HELD
-            self.become(Stage.STAYED)
+            held = self.stage is MigrationStage.HELD
+            self.become(MigrationStage.STAYED)
             await self._to_its_end(self._client.resume if held else None)
             if isinstance(error, TimeoutError):
                 problem = (
@@ -106,7 +108,7 @@ class Migration:
 
     async def _go_over(self, rooms: dict[int, Room]) -> None:
         """Lets the request stand still, copies the rest, and hands it over."""
-        self.become(Stage.HELD)  # perhaps even if the answer is lost
+        self.become(MigrationStage.HELD)  # perhaps even if the answer is lost
         sends = {choice: order for choice, room in rooms.items() if (order := room.order())}
         standing = await self._client.hold(self._source.name, list(sends.values()))
         made = standing.made
@@ -130,7 +132,7 @@ class Migration:
         before it hears of it counts, and the same of the target's is passed over."""
         name = room.name if room else self._session.another_name()
         await self._session.hand_over(self._source, self._target, made, name)
-        self.become(Stage.HANDED)
+        self.become(MigrationStage.HANDED)
         if room:
             self.rooms.remove(room)
 
@@ -282,10 +284,10 @@ class Room:
         await asyncio.shield(self._asked)
 
     @property
-    def reservation(self) -> Reservation:
+    def reservation(self) -> PeerReservation:
         assert self._asked is not None, "reserve comes first"
         model = self._source.replica.card.name
-        return Reservation(self._target, model, self._context, self._asked.result())
+        return PeerReservation(self._target, model, self._context, self._asked.result())
 
     def order(self, end: int | None = None) -> RemoteSend | None:
         """Returns the order to the source to fill the room, up to `end` or as far as there is room; None if

@@ -27,26 +27,26 @@ async def data_parallel(call: Session, fleet: Fleet) -> Frames:
 
 
 async def least_loaded(call: Session, fleet: Fleet) -> Frames:
-    """Each request goes to the replica that has least to do."""
+    """Sends each request to the replica that has the least to do."""
     async for frame in call.start_generate(fleet.least_loaded()):
         yield frame
 
 
 async def freest(call: Session, fleet: Fleet) -> Frames:
-    """Each request goes to the replica whose unit has room for most decode steps of its batch."""
+    """Sends each request to the replica whose unit has room for the most decode steps of its batch."""
     async for frame in call.start_generate(fleet.freest()):
         yield frame
 
 
 async def infaas(call: Session, fleet: Fleet) -> Frames:
-    """Each request goes to the replica whose unit has least memory in use (INFaaS++ of Llumnix, section
+    """Sends each request to the replica whose unit has the least memory in use (INFaaS++ of Llumnix, section
     6.1)."""
     async for frame in call.start_generate(fleet.emptiest()):
         yield frame
 
 
 async def disaggregate(call: Session, fleet: Fleet, *, prefill: Replicas = 1) -> Frames:
-    """The first `prefill` replicas prefill, the others decode, each in turn."""
+    """Lets the first `prefill` replicas prefill and the others decode, each in turn."""
     prefillers, decoders = fleet.split(prefill)
     target, begin = fleet.turn(decoders), 0
     if prefillers:
@@ -92,15 +92,15 @@ async def balanced(
 
 
 async def cache_aware(call: Session, fleet: Fleet, *, slack: Tokens = 2048) -> Frames:
-    """A request goes to the replica that holds the longest prefix of it, unless that has `slack` tokens more
-    to do than the least loaded."""
+    """Sends a request to the replica that holds the longest prefix of it, unless that replica has `slack`
+    tokens more to do than the least loaded."""
     async for frame in call.start_generate(fleet.nearest(call.prompt, slack=slack)):
         yield frame
 
 
 async def migrate_context(call: Session, fleet: Fleet, *, slack: Tokens = 256) -> Frames:
-    """A request goes to where its context is; if that has `slack` tokens more to do than the least loaded
-    replica, the context moves there first."""
+    """Sends a request to its context; if the replica there has `slack` tokens more to do than the least
+    loaded one, the context moves there first."""
     held, target, begin = fleet.matched(call.prompt), fleet.least_loaded(), 0
     source = max(held, key=lambda replica: held[replica], default=target)
     if source.load <= target.load + slack:

@@ -1,4 +1,4 @@
-"""How far a request has come, as its caller has seen it: enough for another engine to go on."""
+"""The progress of a request, as its caller has seen it: enough for another engine to go on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvloom.types.errors import KvloomError
 from kvloom.types.request import EndEvent, Event, Made, PromptEvent, TokenEvent
 
 
-class Progress:
+class RequestProgress:
     """The tokens of a request with `n` choices, and what its caller is told of the frames that come."""
 
     def __init__(self, n: int, clock: Clock) -> None:
@@ -37,12 +37,12 @@ class Progress:
 
     @property
     def open(self) -> Set[int]:
-        """The choices that have not ended."""
+        """Returns the choices that have not ended."""
         return self._open.keys()
 
     @property
     def made(self) -> list[Made]:
-        """What the choices that have not ended have; empty if all begin."""
+        """Returns the tokens of the choices that have not ended; empty if all begin."""
         return [Made(choice, tokens[:]) for choice, tokens in self._open.items()] if self.begun else []
 
     # -- what nobody wants ------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def unwanted(self) -> bool:
-        """A choice has not ended, and nobody wants more of it."""
+        """Returns whether a choice has not ended, and nobody wants more of it."""
         return not self._unwanted.isdisjoint(self._open)
 
     def end_unwanted(self) -> list[Event]:
@@ -69,12 +69,12 @@ class Progress:
     def take(
         self, frame: list[Event], *, behind: bool = False, moved: bool = False, computed: int = 0
     ) -> tuple[list[Event], str | None]:
-        """Returns what the caller is told of an engine's frame, and notes it; the text says why the engine
-        ends all that is left of the request with this frame, so that another may go on.
-
-        behind: another engine has told the caller perhaps more already. moved: the request goes on elsewhere
-        after this stream. computed: tokens whose K and V were made elsewhere for this very request, so that
-        the cache has not spared them. Raises KvloomError if the frame does not follow on what was."""
+        """Notes an engine's frame, and returns what the caller is told of it. The text says why the engine
+        ends all that is left of the request with this frame, so that another engine may go on. behind:
+        whether another engine may have told the caller more already; moved: whether the request goes on
+        elsewhere after this stream; computed: tokens whose K and V were made elsewhere for this very request,
+        so that the cache has not spared them. Raises KvloomError if the frame does not follow on those
+        before."""
         failure = None
         if behind:
             frame = [event for event in frame if not self._told(event)]

@@ -1,4 +1,4 @@
-"""One model's replicas, as a router program sees them: who is up, what each has to do, and how to choose."""
+"""A router program sees one model's replicas: which are up, how much each has to do, and ways to choose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from kvloom.cluster.dispatch import Dispatch, freest, infaas
 from kvloom.engine.freeness import Arrival
 from kvloom.router.prefix_index import PrefixIndex
-from kvloom.router.waiting import Report
+from kvloom.router.waiting import LoadReport
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import ModelCard, StartGenerate
@@ -18,8 +18,8 @@ from kvloom.types.request import ModelCard, StartGenerate
 CALL_TOKENS: Final = 128  # what a call in flight weighs, in prompt tokens
 
 
-class Host(Protocol):
-    """What a replica and its requests have to know of the unit that they are on."""
+class ReplicaHost(Protocol):
+    """The unit of a replica, as the replica and its requests see it."""
 
     @property
     def name(self) -> str: ...
@@ -28,28 +28,28 @@ class Host(Protocol):
     def client(self) -> EngineClient: ...
 
     @property
-    def report(self) -> Report:
-        """The unit's last load, kept fresh while programs ask for it."""
+    def report(self) -> LoadReport:
+        """Returns the unit's last load, which is kept fresh while programs ask for it."""
 
     @property
     def up(self) -> bool:
-        """The unit can be asked for something new."""
+        """Returns whether the unit can be asked for something new."""
 
     @property
     def awaited(self) -> bool:
-        """The unit will be up again without having died, and requests may wait for that."""
+        """Returns whether the unit will be up again without having died, so that requests may wait for it."""
 
     @property
     def lost(self) -> bool:
-        """The unit is down, and is asked until it answers."""
+        """Returns whether the unit is down, and is asked until it answers."""
 
     @property
     def replicas(self) -> Mapping[str, object]:
-        """What the unit serves, or is to serve, by the model's name."""
+        """Returns the models that the unit serves, or is to serve, by name."""
 
     @property
     def may_start(self) -> bool:
-        """The unit has not failed to start just now."""
+        """Returns whether the unit has not failed to start just now."""
 
     async def check(self) -> None:
         """Asks whether the unit still answers, and takes it for down if it does not."""
@@ -62,7 +62,7 @@ class Host(Protocol):
 class Replica:
     """A model on one unit, and what this router has asked of it."""
 
-    def __init__(self, unit: Host, card: ModelCard) -> None:
+    def __init__(self, unit: ReplicaHost, card: ModelCard) -> None:
         self.unit = unit
         self.card = card
         self.calls = 0
@@ -81,7 +81,7 @@ class Replica:
 
     @property
     def name(self) -> str:
-        """The name of the unit."""
+        """Returns the name of the unit."""
         return self.unit.name
 
     @property
@@ -90,12 +90,12 @@ class Replica:
 
     @property
     def awaited(self) -> bool:
-        """The unit will be up again without having died, and will serve this model still."""
+        """Returns whether the unit will be up again without having died, and will still serve this model."""
         return self.unit.awaited and self.card.name in self.unit.replicas
 
     @property
     def load(self) -> int:
-        """What the replica has to do, in prompt tokens."""
+        """Returns the prompt tokens that the replica has to compute."""
         return self.queue + CALL_TOKENS * self.calls
 
     def begin_call(self) -> None:

@@ -29,7 +29,7 @@ class Rescheduler:
     with it."""
 
     def __init__(self, router: Router, clock: Clock, orders: FleetOrders | None = None) -> None:
-        """orders: those by which units come and go."""
+        """`orders` starts and stops units."""
         self.moved = 0
         """Requests that went over, so far."""
         self.stayed = 0
@@ -57,7 +57,7 @@ class Rescheduler:
 
     @property
     def moves(self) -> dict[str, int]:
-        """The number of moves so far, by what became of them."""
+        """Returns the number of moves so far, by their outcome."""
         return {"moved": self.moved, "stayed": self.stayed}
 
     async def state(self) -> FleetState:

@@ -37,9 +37,8 @@ class Router:
         *,
         patience: float = PATIENCE,
     ) -> None:
-        """engines: the units and how they are reached, or a link to the controller that says which there are.
-        patience: seconds for which a request waits if nobody that serves its model is up, but somebody will
-        be."""
+        """engines: the units and their clients, or a link to the controller that says which units there are;
+        patience: seconds that a request waits if no unit that serves its model is up, but one will be."""
         self._index = PrefixIndex()
         self._waiting = WaitingRoom(patience)
         link = engines if isinstance(engines, FleetLink) else None
@@ -131,7 +130,7 @@ class Router:
 
     @property
     def moving(self) -> list[str]:
-        """The requests that migrate just now, by the ids that they have at the replicas."""
+        """Returns the requests that migrate just now, by the ids that they have at the replicas."""
         return [session.name for session in self.sessions.values() if session.migrating]
 
     def asked_as(self, name: str) -> str | None:

@@ -11,8 +11,8 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from kvloom.router.held import REFUSALS, Held, Reservation
-from kvloom.router.progress import Progress
+from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
+from kvloom.router.progress import RequestProgress
 from kvloom.router.replicas import Fleet, Replica, arriving
 from kvloom.router.waiting import WaitingRoom
 from kvloom.types.address import resolve
@@ -36,7 +36,7 @@ _ELSEWHERE: Final = (Unavailable, QueueFull, OutOfBlocks, Lost)  # what one repl
 
 
 class Strategy(Protocol):
-    """What the router does with a request: a program with its options."""
+    """Decides what the router does with a request: a program with its options."""
 
     @property
     def name(self) -> str: ...
@@ -58,15 +58,15 @@ class Session:
         clock: Clock,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """serving: gives the model's replicas as they are now, and raises UnknownModel if there are none.
-        tasks: for what is to be done to its end whoever waits for it."""
+        """serving: gives the model's replicas as they are now, and raises UnknownModel if there are none;
+        tasks: runs what is to be done to its end even if nobody waits for it any more."""
         self.body = body
         self.model = body.model
         self.prompt = body.prompt
         self.name = body.request
         """The request's id at the replicas. After `release`, and with a migration, it has another, so that a
         late abort, or a call that arrives twice, harms no further attempt."""
-        self.progress = Progress(body.n, clock)
+        self.progress = RequestProgress(body.n, clock)
         self.tasks = tasks
         self.migrating = False
         self.running: Leg | None = None
@@ -75,7 +75,7 @@ class Session:
         """Tokens of context that the replica which took the request first has promised; 0 before."""
         self.refused: set[Replica] = set()
         """Replicas that would not, or could not, generate."""
-        self.held = Held(clock, tasks)
+        self.held = SessionHeld(clock, tasks)
         self.following: Leg | None = None
         """Who goes on once `running` has told all it has, if the request has been handed over."""
         self.computed = 0
@@ -87,7 +87,7 @@ class Session:
 
     @property
     def let_in(self) -> bool:
-        """A replica has taken the request."""
+        """Notes that a replica has taken the request."""
         return self.needs > 0
 
     async def frames(
@@ -136,7 +136,7 @@ class Session:
 
     async def prep_recv(
         self, replica: Replica, end: int | None = None, *, sender: Replica | None = None
-    ) -> Reservation:
+    ) -> PeerReservation:
         """Reserves room at `replica` for prompt[:end], kept until the request is over or generates there.
         `sender` is who will send; it is refused here if it keeps K and V in another form. From here on both
         count as having their parts of the prompt to compute."""
@@ -158,10 +158,10 @@ class Session:
             for who in parts:
                 self.held.is_to_compute(who, 0)
             raise
-        return Reservation(replica, self.model, self.prompt, given)
+        return PeerReservation(replica, self.model, self.prompt, given)
 
     async def remote_send(
-        self, source: Replica, spot: Reservation, *, begin: int = 0, end: int | None = None
+        self, source: Replica, spot: PeerReservation, *, begin: int = 0, end: int | None = None
     ) -> Sent:
         """Lets `source` write prompt[begin:end] into the reserved room, as far as it belongs there. The lease
         is kept alive meanwhile. If there is nothing to send, nobody is asked."""
@@ -178,7 +178,7 @@ class Session:
             self.held.is_to_compute(source, 0)
         return sent
 
-    async def _sent(self, source: Replica, spot: Reservation, order: RemoteSend) -> Sent:
+    async def _sent(self, source: Replica, spot: PeerReservation, order: RemoteSend) -> Sent:
         async with together() as group:
             renewing = group.create_task(self.held.renew(spot.replica, order.request, spot.given.lease))
             async with self.held.asking(source, "work", order.request):
@@ -270,22 +270,23 @@ class Session:
         self.following, self.name = leg, name
 
     async def next_leg(self) -> Leg | None:
-        """Returns who goes on where the running leg has ended, if the request was handed over."""
+        """Returns the leg that goes on after the running one has ended, if the request was handed over."""
         if self.progress.over:
             await self.drop_following()
         self.running, self.following = self.following, None
         return self.running
 
     async def drop_following(self) -> None:
-        """Ends the request where it was handed over to, and has not begun for its caller."""
+        """Ends the request at the replica that it was handed over to, if it has not begun there for its
+        caller."""
         following, self.following = self.following, None
         if following is not None:
             await following.aclose()
 
 
 class Leg:
-    """What one engine generates of a session's stream: `replica`, which knows the request as `name`; after it
-    comes what those generate to which the request migrates from there."""
+    """The part of a session's stream that one engine generates: `replica`, which knows the request as `name`.
+    The parts of the engines to which the request migrates from there follow it."""
 
     def __init__(
         self,
@@ -359,8 +360,8 @@ class Leg:
         return replica.unit.client.start_generate(body)
 
     def _has_come(self, frame: list[Event]) -> None:
-        """The first frame says that the engine has let the request in, and the first event that it has
-        computed the prompt."""
+        """Notes the first frame, which says that the engine has let the request in, and the first event,
+        which says that it has computed the prompt."""
         session, body = self._session, self._session.body
         if not self._let_in:
             self._let_in = True
@@ -403,7 +404,7 @@ class Leg:
                     await self._session.drop_following()
 
     def _end(self, *, let_go: bool) -> bool:
-        """Nothing more comes from here. Returns whether it was here that the request ran."""
+        """Ends the leg. Returns whether the request ran here."""
         session = self._session
         self._over, ran = True, session.running is self
         if ran:
@@ -416,7 +417,7 @@ class Leg:
 
 
 class Candidates:
-    """Who may be asked for one request, from its arrival to its end."""
+    """The replicas that may be asked for one request, from its arrival to its end."""
 
     def __init__(self, session: Session, fleet: Fleet, now: Callable[[], Fleet], room: WaitingRoom) -> None:
         self.fleet = fleet
@@ -464,8 +465,8 @@ class Candidates:
         return fleet.without(refused | short)
 
     def _awaits(self, replica: Replica) -> bool:
-        """The replica will be up again, and that is worth waiting for: if it died, only for a request that
-        had been let in."""
+        """Returns whether the replica will be up again, and is worth waiting for: if it died, only for a
+        request that had been let in."""
         return replica.awaited or (self._session.let_in and replica.unit.lost)
 
     def _awaited(self, fleet: Fleet) -> list[Replica]:

@@ -1,4 +1,4 @@
-"""One engine process as the router knows it: what it serves, and whether it can be reached."""
+"""The router's view of one engine process: the models that it serves, and whether it can be reached."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from kvloom.cluster.state import Outlook
 from kvloom.router.replicas import Replica
-from kvloom.router.waiting import Report
+from kvloom.router.waiting import LoadReport
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError, KvloomError, Unavailable
@@ -39,11 +39,11 @@ class Unit:
         managed: bool = False,
         cards: Sequence[ModelCard] = (),
     ) -> None:
-        """admit: called with the cards each time that the unit answers what it serves, and raises KvloomError
-        if it must stay out. lost: called each time that it goes down. changed: called when it is up, or is
-        not to be waited for any more. emptied: called when the last call there has ended. managed: whether
-        there is a controller, which starts what has died again. cards: what it serves, as far as anyone
-        knows."""
+        """admit: called with the cards each time that the unit tells what it serves, and raises KvloomError
+        if it must stay out; lost: called each time that the unit goes down; changed: called when the unit is
+        up, or is not to be waited for any more; emptied: called when the last call there has ended; managed:
+        whether there is a controller, which starts what has died again; cards: what the unit serves, as far
+        as anyone knows."""
         self.name = name
         self.client = client
         self.replicas = {card.name: Replica(self, card) for card in cards}
@@ -56,7 +56,7 @@ class Unit:
         """Whether it is to get no requests, though it is here."""
         self.calls = 0
         """Requests in flight there, of all its models."""
-        self.report = Report(self._load_if_up, clock)
+        self.report = LoadReport(self._load_if_up, clock)
         self._clock = clock
         self._admit = admit
         self._lost = lost
@@ -73,7 +73,7 @@ class Unit:
 
     @property
     def service(self) -> Service:
-        """How it stands, to those who run the fleet."""
+        """Returns how the unit stands, for those who run the fleet."""
         match self.outlook:
             case "restarting" | "starting" | "down" | "away":
                 return self.outlook
@@ -86,12 +86,13 @@ class Unit:
 
     @property
     def lost(self) -> bool:
-        """Whether it is down, and asked until it answers."""
+        """Returns whether the unit is down, and asked until it answers."""
         return self._to_be_asked.is_set() and not isinstance(self.problem, ConfigError)
 
     @property
     def awaited(self) -> bool:
-        """Whether it will take requests again, as far as anyone knows, and requests may wait for that."""
+        """Returns whether the unit will take requests again, as far as anyone knows, so that requests may
+        wait for it."""
         match self.outlook:
             case "restarting" | "starting" | "down":
                 return not self.drained
@@ -102,12 +103,12 @@ class Unit:
 
     @property
     def may_start(self) -> bool:
-        """Whether it has not failed to start just now."""
+        """Returns whether the unit has not failed to start just now."""
         return self._failed_at is None or self._clock.now() >= self._failed_at + AFTER_FAILURE
 
     @property
     def idle(self) -> float:
-        """Seconds since the last call there ended; 0 while there is one."""
+        """Returns the seconds since the last call there ended; 0 while there is one."""
         return 0.0 if self.calls else self._clock.now() - self._idle_since
 
     def stand(self, outlook: Outlook, *, drained: bool, life: object, problem: KvloomError | None) -> bool:
@@ -139,7 +140,7 @@ class Unit:
 
     @property
     def _takes(self) -> bool:
-        """It gets requests, if it answers."""
+        """Returns whether the unit gets requests, if it answers."""
         return self.outlook == "here" and not self.drained
 
     async def watch(self) -> None:
@@ -226,7 +227,7 @@ class Unit:
         await self.ask()
 
     def keep_only(self, models: Sequence[str]) -> None:
-        """It is to serve no others from now on; what runs there goes on."""
+        """Lets the unit serve no other models from now on; what runs there goes on."""
         for gone in self.replicas.keys() - set(models):
             del self.replicas[gone]
 

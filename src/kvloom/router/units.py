@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.cluster.launcher import Counted, Seen
+from kvloom.cluster.launcher import Counted, UnitSeen
 from kvloom.cluster.mirror import Mirror
-from kvloom.cluster.state import ABSENT, Process, is_counted, outlook
+from kvloom.cluster.state import ABSENT, ComponentStatus, is_counted, outlook
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.replicas import Replica
 from kvloom.router.unit import Unit
@@ -26,7 +26,7 @@ _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", 
 
 @dataclass(frozen=True, slots=True)
 class FleetLink:
-    """How a router learns of its units from the fleet's controller."""
+    """Tells a router of its units, from the fleet's controller."""
 
     mirror: Mirror
     connect: Callable[[str], EngineClient]
@@ -36,7 +36,7 @@ class FleetLink:
 
 
 class Units(Mapping[str, Unit]):
-    """By name. If there is a mirror they are the units that it has, and stand as it says."""
+    """Holds the units by name. If there is a mirror, they are the mirror's units and stand as it says."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Units(Mapping[str, Unit]):
         changed: Callable[[], None],
         link: FleetLink | None = None,
     ) -> None:
-        """engines: if there is no link to a controller. changed: called when one is up, or is not to be
-        waited for any more."""
+        """engines: the units' clients, if there is no link to a controller; changed: called when a unit is
+        up, or is not to be waited for any more."""
         self._clock = clock
         self._index = index
         self._changed = changed
@@ -92,9 +92,9 @@ class Units(Mapping[str, Unit]):
             await asyncio.wait([task])
 
     async def loads(self, units: Iterable[Unit]) -> dict[str, UnitLoad]:
-        """By unit, of those that answer: as they are now, not when somebody else asked. Who is late by
-        REPORT_SECONDS counts with what it last said until it is lost, and is not asked again meanwhile: one
-        that hangs costs the others little."""
+        """Returns the loads of the units that answer, as they are now and not as somebody else was told. A
+        unit that is late by REPORT_SECONDS counts with what it last said until it is lost, and is not asked
+        again meanwhile: a unit that hangs costs the others little."""
         units = list(units)
         earlier = [
             task
@@ -173,7 +173,7 @@ class Units(Mapping[str, Unit]):
         )
 
     def _heed(self, names: Collection[str]) -> None:
-        """Something of these units is otherwise, as the mirror has it."""
+        """Takes in what the mirror has of these units, because something of them has changed."""
         link = self._link
         if link is None or self._tasks is None:
             return  # They are asked when they are watched.
@@ -202,10 +202,10 @@ class Units(Mapping[str, Unit]):
             task = self._coming[name] = self._tasks.create_task(self._come(unit, process, link))
             task.add_done_callback(lambda task: self._came(name, task))
 
-    async def _come(self, unit: Unit, process: Process, link: FleetLink) -> None:
+    async def _come(self, unit: Unit, process: ComponentStatus, link: FleetLink) -> None:
         await unit.ask()
         problem = unit.problem.message if unit.problem else ""
-        link.mirror.send(Seen(unit.name, process.generation, problem))
+        link.mirror.send(UnitSeen(unit.name, process.generation, problem))
 
     def _came(self, name: str, task: asyncio.Task[None]) -> None:
         if self._coming.get(name) is task:

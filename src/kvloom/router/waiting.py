@@ -14,25 +14,27 @@ from kvloom.types.load import UnitLoad
 
 
 class WaitingRoom:
-    """seconds: for which a request waits at most. waiting: how many wait now, by model."""
+    """Requests wait here for a unit that is to come."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        """The longest time that a request waits."""
         self.waiting: Counter[str] = Counter()
+        """The number of requests that wait now, by model."""
         self._bells: dict[str, asyncio.Event] = {}  # by request
 
     def tell(self) -> None:
-        """Something is no longer as it was: all who wait look whether that ends their wait."""
+        """Wakes all requests that wait, because something has changed that may end their wait."""
         for bell in self._bells.values():
             bell.set()
 
     def tell_one(self, request: str) -> None:
-        """The same for this one, if it waits."""
+        """Wakes this request, if it waits."""
         if request in self._bells:
             self._bells[request].set()
 
     async def wait_while(self, needed: Callable[[], bool], model: str, request: str) -> None:
-        """Raises TimeoutError where it is needed for longer than that."""
+        """Waits as long as `needed` holds. Raises TimeoutError if that is longer than the room's seconds."""
         if not needed():
             return
         self.waiting[model] += 1
@@ -51,12 +53,13 @@ PERIOD: Final = 0.5  # seconds between an answer and the next time the unit is a
 LINGER: Final = 10.0  # seconds for which it is still asked when nobody wanted to know any more
 
 
-class Report:
-    """ask: gives the unit's load, None where it does not answer. What this router has sent there since it was
-    asked counts as if it ran already, though the unit may have told of it: for one period at most. Other
-    routers' requests, and those that end, are seen a period late."""
+class LoadReport:
+    """Keeps a unit's load fresh. The requests that this router has sent there since the unit was asked count
+    as running already, though the unit may have told of them: for one period at most. Other routers'
+    requests, and those that end, are seen a period late."""
 
     def __init__(self, ask: Callable[[], Awaitable[UnitLoad | None]], clock: Clock) -> None:
+        """`ask` returns the unit's load, and None if the unit does not answer."""
         self._ask = ask
         self._clock = clock
         self._load: UnitLoad | None = None
@@ -66,12 +69,12 @@ class Report:
         self._until = 0.0
 
     def expected(self) -> UnitLoad | None:
-        """The unit's load by now; None where it is not known. It is asked from now on."""
+        """Returns the unit's load by now, and None if it is not known. The unit is asked from now on."""
         self._want()
         return self._load
 
     def reported(self) -> UnitLoad | None:
-        """The same as it was told, without what was sent since."""
+        """Returns the load as the unit told it, without what was sent since."""
         self._want()
         return self._reported
 
@@ -86,7 +89,7 @@ class Report:
                 self._load = one.placed(self._load)
 
     def forget(self) -> None:
-        """The unit is gone, or another."""
+        """Drops the load, because the unit is gone or another one."""
         self._load = self._reported = None
         self._sent.clear()
 

@@ -26,7 +26,7 @@ ENVIRONMENT: Final = {"PYTHONUNBUFFERED": "1", "TQDM_MININTERVAL": "3"}
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """What a new process is given. `spawn` leaves them open."""
+    """The descriptors that a new process is given. `spawn` leaves them open."""
 
     orders: int
     """The process's stdin."""
@@ -41,7 +41,7 @@ class Descriptors:
     """Further descriptors, which have the same numbers in the process."""
 
 
-class Process(Protocol):
+class ComponentProcess(Protocol):
     """A process that was started here."""
 
     @property
@@ -61,10 +61,10 @@ class Process(Protocol):
 class Spawn(Protocol):
     """Starts `python -m MODULE REPORTS NAME`, in a process group of its own. Raises OSError."""
 
-    async def __call__(self, module: str, name: str, given: Descriptors) -> Process: ...
+    async def __call__(self, module: str, name: str, given: Descriptors) -> ComponentProcess: ...
 
 
-async def execute(module: str, name: str, given: Descriptors) -> Process:
+async def execute(module: str, name: str, given: Descriptors) -> ComponentProcess:
     """Starts the process as a new interpreter."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -88,7 +88,7 @@ class Component:
     def __init__(
         self,
         name: str,
-        process: Process,
+        process: ComponentProcess,
         orders: asyncio.StreamWriter,
         output: asyncio.StreamReader,
         reports: asyncio.StreamReader,
@@ -125,7 +125,8 @@ class Component:
             await self._orders.drain()
 
     async def reports(self) -> AsyncIterator[Report]:
-        """Until the process ends. One that says what is no report, or too long a one, is killed for it."""
+        """Yields reports until the process ends. A process whose line is no report, or is too long, is
+        killed."""
         decoder = msgspec.json.Decoder(Report)
         try:
             async for line in self._reports:
@@ -136,7 +137,7 @@ class Component:
             self.kill()
 
     def logs(self) -> AsyncIterator[str]:
-        """What it prints, line by line; a line without end comes in pieces."""
+        """Yields the process's output line by line; a line without end comes in pieces."""
         return lines(self._output)
 
     async def ended(self) -> str:
@@ -145,7 +146,7 @@ class Component:
         return "has ended" if code is None else ending(code)
 
     def terminate(self) -> None:
-        """It is to finish what it does, and to end."""
+        """Tells the process to finish what it does, and to end."""
         if self._process.returncode is None:
             self._process.terminate()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kvloom.serve.orders import EngineOrder, Progress, Ready, keep_cards
+from kvloom.serve.orders import EngineOrder, Ready, StartProgress, keep_cards
 from kvloom.serve.parent import Parent, end_at_once, run_child
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ GRACE_SECONDS = 1
 def main(parent: Parent) -> None:
     order = parent.order(EngineOrder)
     parent.watch(Path(order.socket).parent)
-    parent.report(Progress("starting the engine"))
+    parent.report(StartProgress("starting the engine"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(parent, order))
 
@@ -51,7 +51,7 @@ def preload() -> list[Callable[[], object]]:
     from kvloom.offload.loans import Borrower  # noqa: F401, PLC0415
     from kvloom.router.client import HttpEngineClient  # noqa: F401, PLC0415
     from kvloom.serve.machine import require_hub  # noqa: F401, PLC0415
-    from kvloom.serve.server import Server  # noqa: F401, PLC0415
+    from kvloom.serve.server import HttpServer  # noqa: F401, PLC0415
     from kvloom.transfer.shared_memory import ShmTransport  # noqa: F401, PLC0415
 
     used = ("torch.fx.experimental.symbolic_shapes",)  # by torch, to build modules without their weights
@@ -60,7 +60,7 @@ def preload() -> list[Callable[[], object]]:
 
 
 async def serve(parent: Parent, order: EngineOrder) -> None:
-    """Load the models, then answer verbs until SIGTERM, which the parent's end is too."""
+    """Loads the models, then answers verbs until SIGTERM, which the parent's end brings too."""
     from kvloom.serve.machine import require_hub  # noqa: PLC0415
 
     spec = order.spec
@@ -69,19 +69,19 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     from kvloom.api.verbs import create_verbs  # noqa: PLC0415
     from kvloom.engine.engine import Engine  # noqa: PLC0415
     from kvloom.exec.huggingface import hide_progress  # noqa: PLC0415
-    from kvloom.serve.server import Server  # noqa: PLC0415
+    from kvloom.serve.server import HttpServer  # noqa: PLC0415
     from kvloom.types.clock import WallClock  # noqa: PLC0415
 
     hide_progress()
     folder = Path(order.socket).parent
-    executor = load_unit(spec, folder, lambda text: parent.report(Progress(text)))
+    executor = load_unit(spec, folder, lambda text: parent.report(StartProgress(text)))
     transport = open_transport(spec, executor.arena)
     clock = WallClock()
     engine = Engine(executor, transport, spec, clock, open_offload(executor, transport))
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
-    server = Server(
+    server = HttpServer(
         create_verbs(engine, secret=order.secret, lend=engine.lend),
         unix=order.socket,
         grace=GRACE_SECONDS,
@@ -104,7 +104,8 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
 
 
 def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> TorchExecutor | GpuExecutor:
-    """The executor on the unit's device. Raises ConfigError, and Unavailable where a rank ends meanwhile."""
+    """Returns the executor on the unit's device. Raises ConfigError, and Unavailable if a rank ends
+    meanwhile."""
     if spec.device != "cpu" and spec.tensor_parallel > 1:
         from kvloom.exec.cuda.parallel import load_parallel_gpu_executor  # noqa: PLC0415
 
@@ -121,7 +122,7 @@ def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -
 async def _borrow(
     engine: Engine, spec: EngineSpec, weave: WeaveSpec, order: EngineOrder, clock: Clock
 ) -> None:
-    """Of the unit whose socket lies beside this one's."""
+    """Borrows from the unit whose socket lies beside this one's."""
     from kvloom.offload.loans import LoanKeeper  # noqa: PLC0415
     from kvloom.router.client import UNIX, HttpEngineClient  # noqa: PLC0415
 
@@ -152,14 +153,15 @@ def open_offload(
 
 
 async def _end_when_lost(executor: TorchExecutor | GpuExecutor) -> None:
-    """At once, when no job can run any more: its streams break, and so the router goes on with them."""
+    """Ends the process at once when no job can run any more: its streams break, so that the router goes on
+    with them."""
     end_at_once(await executor.lost())
 
 
 def open_transport(
     spec: EngineSpec, arena: ArenaMemory
 ) -> ShmTransport | NixlTransport | CudaIpcTransport | NoTransport:
-    """The unit's end of the KV plane, as the config chooses. Raises ConfigError."""
+    """Returns the unit's transport for K and V, as the config chooses. Raises ConfigError."""
     from kvloom.kv.arena import Arena  # noqa: PLC0415
 
     if spec.tensor_parallel > 1:

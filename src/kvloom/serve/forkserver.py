@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from kvloom.serve.component import ENVIRONMENT, Descriptors, Process, execute, lines, reader
+from kvloom.serve.component import ENVIRONMENT, ComponentProcess, Descriptors, execute, lines, reader
 from kvloom.serve.parent import ORDERS
 from kvloom.types.clock import Clock, ending
 
@@ -51,13 +51,13 @@ class Forked(Struct, frozen=True, tag="forked"):
     pid: int
 
 
-class Refused(Struct, frozen=True, tag="refused"):
+class ForkRefused(Struct, frozen=True, tag="refused"):
     """Answers `Fork`: no process was forked."""
 
     why: str
 
 
-class Ended(Struct, frozen=True, tag="ended"):
+class ForkEnded(Struct, frozen=True, tag="ended"):
     """Tells that a process has ended. `code` is as subprocess gives it."""
 
     pid: int
@@ -69,7 +69,7 @@ class NotForked(Exception):
 
 
 class ForkedProcess:
-    """A process that the fork server has forked. Satisfies `Process`."""
+    """A process that the fork server has forked. Satisfies `ComponentProcess`."""
 
     def __init__(self, pid: int, handle: int) -> None:
         """Takes over `handle`, the process's pidfd."""
@@ -116,7 +116,7 @@ class _Channel:
 
     def __init__(self) -> None:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._decoder = msgspec.json.Decoder(Forked | Refused | Ended)
+        self._decoder = msgspec.json.Decoder(Forked | ForkRefused | ForkEnded)
         self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
         self._processes: dict[int, ForkedProcess] = {}
         self.ours.setblocking(False)
@@ -155,11 +155,11 @@ class _Channel:
         match self._decoder.decode(message):
             case Forked(pid):
                 self._forked(ForkedProcess(pid, handles[0]))
-            case Refused(why):
+            case ForkRefused(why):
                 answer = self._asked.popleft()
                 if not answer.done():
                     answer.set_exception(NotForked(why))
-            case Ended(pid, code):
+            case ForkEnded(pid, code):
                 self._processes.pop(pid).end(code)
 
     def _forked(self, process: ForkedProcess) -> None:
@@ -183,8 +183,8 @@ class ForkServer:
         pause: float = FIRST_PAUSE,
         server: str = MODULE,
     ) -> None:
-        """modules: those that are forked; each has a `main`, which takes its `Parent`. log: takes a name and
-        a line. pause: seconds before a second fork server is started. server: the module that it runs."""
+        """modules: the modules that are forked, each with a `main` that takes its `Parent`; log: takes a name
+        and a line; pause: seconds before a second fork server is started; server: the module that it runs."""
         self._modules = modules
         self._clock = clock
         self._log = log
@@ -196,7 +196,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """The fork server's process, while there is one."""
+        """Returns the fork server's process, while there is one."""
         return self._process.pid if self._process else None
 
     async def run(self) -> None:
@@ -214,7 +214,7 @@ class ForkServer:
             self._over = True
             self._close()
 
-    async def spawn(self, module: str, name: str, given: Descriptors) -> Process:
+    async def spawn(self, module: str, name: str, given: Descriptors) -> ComponentProcess:
         """Forks the process, or starts it as a new interpreter if it cannot be forked. Raises OSError."""
         if self._channel is not None and module in self._modules and not given.inherit:
             request = Fork(module, name, os.environ | ENVIRONMENT)

@@ -23,7 +23,7 @@ import msgspec
 from setproctitle import getproctitle, setproctitle
 
 from kvloom.serve.engine_process import preload
-from kvloom.serve.forkserver import LONGEST_MESSAGE, Ended, Fork, Forked, Refused
+from kvloom.serve.forkserver import LONGEST_MESSAGE, Fork, Forked, ForkEnded, ForkRefused
 from kvloom.serve.parent import ORDERS, run_child
 
 TASKS: Final = Path("/proc/self/task")
@@ -67,13 +67,13 @@ class Forks:
         """Returns the module to run, in the forked process alone."""
         why = hindrance()
         if why is not None:
-            self._tell(Refused(why))
+            self._tell(ForkRefused(why))
             return None
         gc.freeze()  # a collection would write to all pages, which then were shared no longer
         try:
             pid = os.fork()
         except OSError as error:
-            self._tell(Refused(f"it cannot fork: {error.strerror}"))
+            self._tell(ForkRefused(f"it cannot fork: {error.strerror}"))
             return None
         if not pid:
             self._forget()
@@ -91,7 +91,7 @@ class Forks:
         pid = self._processes.pop(handle)
         self._poll.unregister(handle)
         os.close(handle)
-        self._tell(Ended(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+        self._tell(ForkEnded(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
 
     def _forget(self) -> None:
         """Closes what a forked process must not hold."""
@@ -99,7 +99,7 @@ class Forks:
         for handle in self._processes:
             os.close(handle)
 
-    def _tell(self, message: Forked | Refused | Ended, *descriptors: int) -> None:
+    def _tell(self, message: Forked | ForkRefused | ForkEnded, *descriptors: int) -> None:
         """Raises OSError if the supervisor has ended."""
         socket.send_fds(self._supervisor, [msgspec.json.encode(message)], descriptors)
 
@@ -134,15 +134,15 @@ def become(request: Fork, orders: int, output: int, reports: int) -> None:
 
 
 def _reseed() -> None:
-    """Python's own generator gets a new seed with each fork; numpy's does not."""
+    """Seeds numpy's generator anew, which, unlike Python's own, does not get a new seed with each fork."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
 
 
 def serve_forks(prepare: Callable[[], Iterable[Callable[[], object]]]) -> None:
-    """A fork server's whole life, and that of a process that it has forked. prepare: imports what these need,
-    and returns what is done besides while nobody asks."""
+    """Runs a fork server, or a process that it has forked, from its start to its end. prepare: imports what
+    these need, and returns what is done besides while nobody asks."""
     getproctitle()  # finds the place of the title, while the environment beside it is as it was
     supervisor = socket.socket(fileno=os.dup(ORDERS))
     gc.disable()  # nothing of what is imported becomes garbage

@@ -22,8 +22,8 @@ from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.serve.connection import ClientConnection
-from kvloom.serve.orders import GatewayOrder, News, Ready, Report, Retire, kept_cards
-from kvloom.serve.server import Server
+from kvloom.serve.orders import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
+from kvloom.serve.server import HttpServer
 from kvloom.types.clock import Clock, WallClock
 
 
@@ -32,7 +32,7 @@ class Clients:
     had."""
 
     def __init__(self, sockets: str, secret: str) -> None:
-        """sockets: the folder in which each unit serves at a path of its own."""
+        """`sockets` is the folder in which each unit serves at a path of its own."""
         self._sockets = sockets
         self._secret = secret
         self._stack = AsyncExitStack()
@@ -59,18 +59,18 @@ GRACE_SECONDS: Final = 2  # for running streams, once told to end; half of it by
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
+class GatewayServer:
     """Heeds its supervisor while it serves."""
 
     mirror: Mirror
-    server: Server
+    server: HttpServer
     drain: float
     """Seconds for streams when another gateway takes its place."""
     ending: asyncio.Event
     """Set once it is told to end."""
 
     def heed(self, news: News) -> None:
-        if isinstance(news, Retire):
+        if isinstance(news, RetireOrder):
             self.server.retire(self.drain)
         else:
             self.mirror.heed(news)
@@ -84,8 +84,9 @@ class Gateway:
 @asynccontextmanager
 async def gateway(
     order: GatewayOrder, program: Program, snapshot: Snapshot, report: Callable[[Report], None]
-) -> AsyncIterator[Gateway]:
-    """snapshot: the fleet that it is to serve. report: to the supervisor."""
+) -> AsyncIterator[GatewayServer]:
+    """Puts a gateway together. snapshot: the fleet that it is to serve; report: takes reports to the
+    supervisor."""
     mirror, clock = Mirror(snapshot, report), WallClock()
     async with AsyncExitStack() as stack:
         clients = Clients(order.sockets, order.secret)
@@ -102,15 +103,17 @@ async def gateway(
             admin=Admin(router, orders, rescheduler),
             moves=lambda: rescheduler.moves,
         )
-        server = Server(app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready()))
+        server = HttpServer(
+            app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready())
+        )
         ending = asyncio.Event()
         last = tasks.create_task(_end_streams(router, ending, clock))
-        yield Gateway(mirror, server, order.drain, ending)
+        yield GatewayServer(mirror, server, order.drain, ending)
         last.cancel()
 
 
 async def _end_streams(router: Router, ending: asyncio.Event, clock: Clock) -> None:
-    """Of callers who wait still when the grace is half over: they are to read why."""
+    """Ends the streams of callers who still wait when half of the grace is over, so that they read why."""
     await ending.wait()
     await clock.sleep(GRACE_SECONDS / 2)
     await router.abort_all()

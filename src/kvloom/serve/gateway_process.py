@@ -16,7 +16,7 @@ import uvloop
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Snapshot
 from kvloom.router.program import Program, load_program
-from kvloom.serve.gateway import Gateway, gateway
+from kvloom.serve.gateway import GatewayServer, gateway
 from kvloom.serve.orders import GatewayOrder, News, Report
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
@@ -58,7 +58,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot:
     """Answers the OpenAI API until SIGTERM, which the parent's end is too."""
     loop = asyncio.get_running_loop()
     early: list[News] = []
-    serving: Gateway | None = None
+    serving: GatewayServer | None = None
 
     def heed(news: News) -> None:
         if serving is None:
@@ -76,7 +76,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot:
 
 
 def soon(loop: asyncio.AbstractEventLoop, heed: Callable[[News], None], news: News) -> None:
-    """On the event loop, from any thread."""
+    """Calls a function on the event loop, from any thread."""
     with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(heed, news)
 

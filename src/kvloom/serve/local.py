@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvloom.cluster.launcher import Answered, Ended, Found, Missed, Started
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Started
 from kvloom.cluster.launcher import News as FleetNews
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, is_gateway
@@ -22,12 +22,12 @@ from kvloom.serve.orders import (
     GatewayOrder,
     News,
     Order,
-    Progress,
+    OrderRefused,
     Ready,
-    Refused,
-    Retire,
+    RetireOrder,
     Said,
     SchedulerOrder,
+    StartProgress,
 )
 from kvloom.types.clock import Clock
 from kvloom.types.request import PROTOCOL
@@ -41,7 +41,7 @@ _OK: Final = b"HTTP/1.1 200"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a process is started with."""
+    """The arguments with which a process is started."""
 
     name: str
     """For whoever lists processes, and for the screen."""
@@ -54,10 +54,10 @@ class Role:
 
 
 class Roles:
-    """Of one fleet. All of its processes share a secret that is made here."""
+    """The roles of one fleet's processes, which share a secret that is made here."""
 
     def __init__(self, config: Config, listener: socket.socket, folder: Path) -> None:
-        """listener: where clients connect. folder: for sockets, the fleet's alone."""
+        """listener: the socket at which clients connect; folder: the fleet's own, for sockets."""
         self.secret = secrets.token_urlsafe(32)
         self._config = config
         self._listener = listener
@@ -66,13 +66,13 @@ class Roles:
         self._admin_keys = config.admin_keys()
 
     def of(self, component: str, engine: EngineSpec | None) -> Role:
-        """Returns what a component's process is started with. engine: of a unit."""
+        """Returns the arguments for a component's process. engine: what a unit is to serve."""
         if engine is not None:
             return self._engine(engine)
         return self._gateway() if is_gateway(component) else self._scheduler()
 
     def _engine(self, spec: EngineSpec) -> Role:
-        """A new process serves at the same path, by which the gateway finds it."""
+        """Returns an engine's role. A new process serves at the same path, by which the gateway finds it."""
         path = str(self._folder / f"{spec.unit}.sock")
         order = EngineOrder(spec=spec, socket=path, secret=self.secret)
         return Role(spec.unit, ENGINE_MODULE, order, socket=path)
@@ -102,13 +102,13 @@ class Roles:
 
     @property
     def url(self) -> str:
-        """Of the gateway, from this machine."""
+        """Returns the gateway's address, from this machine."""
         host, port = self._listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-Heard = Started | Answered | Ended | Missed | Progress | Said
+Heard = Started | Answered | Ended | Missed | StartProgress | Said
 """What a process is reported to do, or says."""
 
 
@@ -126,7 +126,7 @@ class _Child:
     killed: bool = False
 
     def end(self) -> None:
-        """It is told to end, now or as soon as it is started."""
+        """Tells the process to end, now or as soon as it is started."""
         self.phase = "ending"
         if self.component is not None:
             self.component.terminate()
@@ -152,9 +152,9 @@ class LocalLauncher:
         timing: Timing = TIMING,
         spawn: Spawn = execute,
     ) -> None:
-        """role: what a component is started with. hear: called with a component and what is reported of it.
-        log: called with a component's name and a line that it prints. secret: what engines are asked with
-        whether they are well. spawn: starts a process."""
+        """role: gives the role of a component; hear: called with a component and what is reported of it; log:
+        called with a component's name and a line that it prints; secret: authenticates the health checks of
+        engines; spawn: starts a process."""
         self._role = role
         self._spawn = spawn
         self._tasks = tasks
@@ -181,18 +181,18 @@ class LocalLauncher:
     def retire(self, component: str) -> None:
         if child := self._children.get(component):
             child.phase = "retiring"
-            child.news.put_nowait(Retire())
+            child.news.put_nowait(RetireOrder())
 
     def tell(self, component: str, news: FleetNews) -> None:
         if child := self._children.get(component):
             child.news.put_nowait(news)
 
     def forget(self, component: str) -> None:
-        """A unit's cards stay in the fleet's folder, where nobody asks for them."""
+        """Does nothing: a unit's cards stay in the fleet's folder, where nobody asks for them."""
 
-    def running(self) -> Sequence[Found]:
+    def running(self) -> Sequence[FoundProcess]:
         return [
-            Found(
+            FoundProcess(
                 name,
                 child.generation,
                 child.phase,
@@ -223,7 +223,7 @@ class LocalLauncher:
                 child.kill()
 
     async def _live(self, name: str, child: _Child) -> None:
-        """One process from its start to its end."""
+        """Lets one process live from its start to its end."""
         try:
             how, refused = await self._run(name, child)
         except OSError as error:
@@ -233,7 +233,8 @@ class LocalLauncher:
         self._hear(name, Ended(name, how, refused))
 
     async def _run(self, name: str, child: _Child) -> tuple[str, bool]:
-        """How it ended, and whether it refused its order. Raises OSError if it cannot be started."""
+        """Runs a process, and returns how it ended and whether it refused its order. Raises OSError if it
+        cannot be started."""
         role = child.role
         component = child.component = await Component.start(role.name, role.module, role.inherit, self._spawn)
         try:
@@ -258,7 +259,7 @@ class LocalLauncher:
         refusal: str | None = None
         async for report in component.reports():
             match report:
-                case Refused(message):
+                case OrderRefused(message):
                     refusal = message
                 case Ready(chat):
                     if child.phase == "starting":

@@ -49,7 +49,7 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """For sockets; nobody else can enter it."""
+    """Makes a folder for sockets, which nobody else can enter."""
     folder = tempfile.mkdtemp(prefix="kvloom-")
     try:
         if len(os.fsencode(folder)) > LONGEST_FOLDER:
@@ -60,7 +60,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def raise_open_files() -> None:
-    """Each stream holds a connection on both sides of the gateway."""
+    """Raises the limit of open files, because each stream holds a connection on both sides of the gateway."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -1,4 +1,4 @@
-"""What the supervisor and a process it started say to each other, a line of JSON each.
+"""The supervisor and its processes exchange these messages, a line of JSON each.
 
 Orders go down the child's stdin, which then stays open as long as the supervisor lives. Reports come up a
 pipe of their own. Neither is seen by other users of the machine, as arguments would be.
@@ -14,14 +14,14 @@ import msgspec
 from msgspec import Struct
 
 from kvloom.cluster.edits import Edit
-from kvloom.cluster.launcher import Change, Counted, Edited, Seen, Snapshot
+from kvloom.cluster.launcher import Change, Counted, Edited, Snapshot, UnitSeen
 from kvloom.types.request import ModelCard
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import EngineSpec, ProgramSpec, SchedulerSpec
 
 
 class EngineOrder(Struct, frozen=True, kw_only=True):
-    """What an engine is to serve."""
+    """Tells an engine what to serve."""
 
     spec: EngineSpec
     socket: str
@@ -31,8 +31,8 @@ class EngineOrder(Struct, frozen=True, kw_only=True):
 
 
 class GatewayOrder(Struct, frozen=True, kw_only=True):
-    """What a gateway is told before it may serve. It prepares itself, and waits for a `Snapshot` of the
-    fleet."""
+    """Tells a gateway what it needs before it may serve. It prepares itself, and waits for a `Snapshot` of
+    the fleet."""
 
     secret: str
     """What it tells engines."""
@@ -58,7 +58,7 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerOrder(Struct, frozen=True, kw_only=True):
-    """What a fleet scheduler is told."""
+    """Tells a fleet scheduler what it needs."""
 
     spec: SchedulerSpec
     gateway: str
@@ -69,39 +69,41 @@ class SchedulerOrder(Struct, frozen=True, kw_only=True):
     """Of the engines' sockets."""
 
 
-class Retire(Struct, frozen=True, tag="retire"):
-    """To a gateway: another one serves in its place. It is to end with the last of its requests."""
+class RetireOrder(Struct, frozen=True, tag="retire"):
+    """Tells a gateway that another one serves in its place, and that it is to end with the last of its
+    requests."""
 
 
-class Progress(Struct, frozen=True, tag="progress"):
-    """What the process is doing now."""
+class StartProgress(Struct, frozen=True, tag="progress"):
+    """The process tells what it is doing now."""
 
     text: str
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """The process answers. chat: the models that have a chat template, if it knows."""
+    """The process answers."""
 
     chat: tuple[str, ...] = ()
+    """The models that have a chat template, if it knows."""
 
 
-class Refused(Struct, frozen=True, tag="refused"):
+class OrderRefused(Struct, frozen=True, tag="refused"):
     """The process ends, because what it was given cannot be used."""
 
     message: str
 
 
-Said = Edit | Seen | Counted
+Said = Edit | UnitSeen | Counted
 """What a gateway says to the fleet's controller."""
-News = Snapshot | Change | Edited | Retire
+News = Snapshot | Change | Edited | RetireOrder
 """What a gateway is told while it serves."""
 Order = EngineOrder | GatewayOrder | SchedulerOrder | News
-Report = Progress | Ready | Refused | Said
+Report = StartProgress | Ready | OrderRefused | Said
 
 
 def keep_cards(folder: Path, unit: str, cards: Sequence[ModelCard]) -> None:
-    """Keeps what a unit serves for gateways that come when it has no process. A card holds a tokenizer, which
-    is too much for a pipe. folder: the fleet's own, which ends with the fleet."""
+    """Keeps a unit's model cards for gateways that come when it has no process. A card holds a tokenizer,
+    which is too much for a pipe. folder: the fleet's own, which ends with the fleet."""
     file = folder / f"{unit}.cards"
     made = file.with_suffix(".new")
     made.write_bytes(msgspec.msgpack.encode(cards))

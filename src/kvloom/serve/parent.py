@@ -16,7 +16,7 @@ from typing import Final, NoReturn, TypeVar
 
 import msgspec
 
-from kvloom.serve.orders import News, Order, Refused, Report
+from kvloom.serve.orders import News, Order, OrderRefused, Report
 from kvloom.types.errors import ConfigError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Parent:
         os.set_inheritable(reports, False)
 
     def order(self, kind: type[AnyOrder]) -> AnyOrder:
-        """Wait for the next order. Raises SystemExit where the supervisor ends without giving one."""
+        """Waits for the next order. Raises SystemExit if the supervisor ends without giving one."""
         while b"\n" not in self._rest:
             piece = os.read(ORDERS, PIECE)
             if not piece:
@@ -46,9 +46,8 @@ class Parent:
         return msgspec.json.decode(line, type=kind)
 
     def watch(self, folder: Path, heed: Callable[[News], None] = lambda _: None) -> None:
-        """What still comes goes to `heed`, on a thread of its own. From now on, when the supervisor is gone,
-        its `folder` is removed, and this process gets a SIGTERM; if it still lives some seconds later it is
-        ended."""
+        """Hands what still comes to `heed`, on a thread of its own. When the supervisor is gone, its `folder`
+        is removed, and this process gets a SIGTERM; if it still lives some seconds later it is ended."""
         arguments = folder, heed, self._rest
         threading.Thread(target=_end_with_parent, args=arguments, name="parent", daemon=True).start()
 
@@ -72,12 +71,13 @@ def _end_with_parent(folder: Path, heed: Callable[[News], None], rest: bytes) ->
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """uvicorn prints a traceback for each answer that it gives up when it ends, and says how many."""
+    """Returns whether a log record is kept: uvicorn prints a traceback for each answer that it gives up when
+    it ends, and says how many."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def run_child(main: Callable[[Parent], None]) -> NoReturn:
-    """A child process's whole life. Its one argument is the descriptor for reports."""
+    """Runs a child process from its start to its end. Its one argument is the descriptor for reports."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     parent = Parent(int(sys.argv[1]))
@@ -85,7 +85,7 @@ def run_child(main: Callable[[Parent], None]) -> NoReturn:
     try:
         main(parent)
     except ConfigError as error:
-        parent.report(Refused(error.message))
+        parent.report(OrderRefused(error.message))
         code = 2
     except Unavailable as error:
         end_at_once(error.message)
@@ -93,7 +93,7 @@ def run_child(main: Callable[[Parent], None]) -> NoReturn:
 
 
 def end_at_once(why: str) -> NoReturn:
-    """What the process cannot do without is gone, and another one is to take its place."""
+    """Ends the process, because something that it cannot do without is gone; another one takes its place."""
     _log.error("%s", why)
     _exit(1)
 

@@ -59,7 +59,7 @@ class FleetClient:
         return answer
 
     async def _answered(self, asked: bytes) -> tuple[bytes, bytes]:
-        """Head and body. Raises EOFError where they are not whole."""
+        """Returns head and body. Raises EOFError if they are not whole."""
         reader, writer = await asyncio.open_connection(*self._where)
         try:
             writer.write(asked)

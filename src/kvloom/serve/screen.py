@@ -1,4 +1,4 @@
-"""What a person sees of a fleet."""
+"""The screen shows a fleet to the person who started it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Screen:
         self._steps: dict[str, tuple[str, float]] = {}  # by who is at it
 
     def step(self, text: str, of: str = "") -> None:
-        """`text` is what is being done now; what `of` did before is done."""
+        """Shows `text` as the present step of `of`, whose step before is done."""
         self.done(of)
         text = f"{of}: {text}" if of else text
         self._steps[of] = text, self._clock.now()
@@ -38,7 +38,7 @@ class Screen:
             self._print(f"{self._clock.now() - self._started:6.1f} s  {text} …")
 
     def done(self, of: str = "") -> None:
-        """`of` has done its step, if it was at one."""
+        """Shows that the step of `of` is done, if there was one."""
         if of not in self._steps:
             return
         text, begun = self._steps.pop(of)
@@ -53,14 +53,15 @@ class Screen:
         self._print(f"{component:>7} | {line}", style="yellow")
 
     def ready(self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool) -> None:
-        """`models`: name → path; `chat`: the names of those that have a chat template."""
+        """Shows that the fleet serves. models: their paths by name; chat: the names of those that have a chat
+        template."""
         self.close()
         seconds = self._clock.now() - self._started
         self._print(f"Ready in {seconds:.1f} s: {url} serves {', '.join(models)}", style="bold green")
         self._print(f"Try: {curl(url, models, chat, locked=locked)}")
 
     def close(self) -> None:
-        """All steps are done."""
+        """Shows that all steps are done."""
         for of in list(self._steps):
             self.done(of)
 
@@ -78,7 +79,8 @@ class Screen:
 
 
 def curl(url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool) -> str:
-    """A command to paste into a shell. It asks what the model can answer: of the demo fleet's, a sum."""
+    """Returns a command to paste into a shell. It asks something that the model can answer: a sum of the demo
+    fleet's."""
     sums = str(DEMO / "sums")
     model = next((name for name, path in models.items() if path == sums), next(iter(models)))
     question = "What is 17 + 25?" if models[model] == sums else "Hello"

@@ -18,7 +18,7 @@ KEEP_ALIVE_SECONDS = 75
 LINGER_SECONDS = 1.0  # By then, whatever was sent to a server that retires has been read.
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A server that calls `ready` when it answers, and leaves signals to its process."""
 
     def __init__(

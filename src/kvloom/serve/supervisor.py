@@ -12,12 +12,12 @@ from typing import Final
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended
-from kvloom.cluster.state import GATEWAY, FleetSpec, Process, UnitSpec, is_gateway
+from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
 from kvloom.cluster.store import SpecFile
 from kvloom.config.config import Config
 from kvloom.serve.forkserver import ForkServer
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
-from kvloom.serve.orders import Progress
+from kvloom.serve.orders import StartProgress
 from kvloom.serve.screen import Screen
 from kvloom.types.clock import Clock
 
@@ -30,13 +30,13 @@ class Turned:
     """A component's phase has changed."""
 
     component: str
-    before: Process
-    process: Process
+    before: ComponentStatus
+    process: ComponentStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
-    """What a component is doing now."""
+class ComponentDoing:
+    """A component tells what it is doing now."""
 
     component: str
     text: str
@@ -49,12 +49,12 @@ class Told:
     signal: signal.Signals
 
 
-Event = Turned | Doing | Told
+Event = Turned | ComponentDoing | Told
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the command exits with, and why."""
+    """The command's exit code, and the reason."""
 
     code: int
     why: str
@@ -117,9 +117,9 @@ class Supervisor:
     async def _follow(self) -> Outcome:
         while True:
             match await self._events.get():
-                case Doing(component, text) if self._announced:
+                case ComponentDoing(component, text) if self._announced:
                     self._screen.log(_shown(component), text)
-                case Doing(component, text):
+                case ComponentDoing(component, text):
                     self._screen.step(text, self._label(component))
                 case Turned(component, before, process):
                     if outcome := self._show(component, before, process):
@@ -129,10 +129,10 @@ class Supervisor:
                     return Outcome(0, number.name)
 
     def _hear(self, component: str, heard: Heard) -> None:
-        """What is said to the controller is taken in before anything else can happen to who said it."""
+        """Takes in what a component reports, before anything else can happen to it."""
         match heard:
-            case Progress(text):
-                self._events.put_nowait(Doing(component, text))
+            case StartProgress(text):
+                self._events.put_nowait(ComponentDoing(component, text))
             case Edit():
                 self._controller.answer(component, heard)
             case Counted():
@@ -144,7 +144,7 @@ class Supervisor:
 
     # -- what a person sees -----------------------------------------------------------------------------
 
-    def _show(self, component: str, before: Process, process: Process) -> Outcome | None:
+    def _show(self, component: str, before: ComponentStatus, process: ComponentStatus) -> Outcome | None:
         """Returns why the fleet ends, if it does."""
         name, screen = _shown(component), self._screen
         match process.phase:
@@ -166,7 +166,8 @@ class Supervisor:
         return None
 
     def _welcome(self, component: str, *, again: bool) -> None:
-        """One more answers. When all engines do the gateway may serve, and with it the fleet is ready."""
+        """Shows that one more component answers. When all engines answer the gateway may serve, and with it
+        the fleet is ready."""
         self._screen.done(self._label(component))
         if self._announced:
             self._screen.log(_shown(component), "answers again" if again else "answers")
@@ -176,8 +177,9 @@ class Supervisor:
         elif all(one.phase == "ready" for one in self._wanted()):
             self._screen.step("starting the gateway")
 
-    def _failed(self, component: str, process: Process) -> Outcome | None:
-        """A gateway that was to take another's place, and a unit that came late, are no reason to end."""
+    def _failed(self, component: str, process: ComponentStatus) -> Outcome | None:
+        """Returns why the fleet ends, if it does: a gateway that was to take another's place, and a unit that
+        came late, are no reason."""
         name, refused = _shown(component), component in self._refused
         self._refused.discard(component)
         problem = process.problem if refused else f"{name} {process.problem} as it started"
@@ -187,11 +189,11 @@ class Supervisor:
         self._screen.warn(name, said)
         return None
 
-    def _wanted(self) -> list[Process]:
-        """Of the units that are to have a process."""
+    def _wanted(self) -> list[ComponentStatus]:
+        """Returns the status of each unit that is to have a process."""
         there = self._controller.status.processes
         units = self._controller.spec.units
-        return [there.get(name, Process()) for name, unit in units.items() if unit.wanted]
+        return [there.get(name, ComponentStatus()) for name, unit in units.items() if unit.wanted]
 
     def _announce(self) -> None:
         self._announced = True
@@ -201,14 +203,14 @@ class Supervisor:
         self._screen.ready(self._roles.url, models, chat, locked=self._config.api_key_file is not None)
 
     def _schedule(self) -> None:
-        """A fleet scheduler starts once there is something to move or to start, if there is none yet."""
+        """Starts a fleet scheduler once there is something to move or to start, if there is none yet."""
         spec = self._controller.spec
         engines = [unit.engine for unit in spec.units.values()]
         if not spec.scheduler and self._config.scheduler_for(engines):
             self._controller.edit(Edit(scheduler=True))
 
     def _label(self, component: str) -> str:
-        """Whose step it is, if there are several to tell apart."""
+        """Returns the component whose step it is, if there are several to tell apart."""
         return _shown(component) if len(self._controller.spec.units) > 1 else ""
 
 
@@ -226,11 +228,11 @@ def specified(config: Config) -> FleetSpec:
 
 
 def _shown(component: str) -> str:
-    """Its name, to a person."""
+    """Returns the component's name for a person."""
     return GATEWAY if is_gateway(component) else component
 
 
 def _heeded() -> list[signal.Signals]:
-    """The signals that end the fleet; not those that it was started to ignore, as by nohup."""
+    """Returns the signals that end the fleet; those that it was started to ignore, as by nohup, do not."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]

@@ -14,7 +14,7 @@ from kvloom.api.auth import priority
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, Gateway, Generation, Piece
+from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, frame_interval, room_for, sampling_params
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ChatEndpoint:
-    gateway: Gateway
+    gateway: EndpointContext
 
     async def __call__(self, request: Request) -> Response:
         watch = self.gateway.metrics.watch()
@@ -120,7 +120,7 @@ def _forced(body: ChatBody, model: ServedModel, family: Family | None) -> Guide 
 
 
 @dataclass(slots=True)
-class _Written:
+class _WrittenChat:
     """What has been written of one choice of the answer."""
 
     parser: ToolParser | None
@@ -142,7 +142,7 @@ class ChatWriter:
         self._tokenizer = model.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._wants_usage = body.wants_usage
-        self._choices = [_Written(ToolParser(family) if family else None) for _ in range(body.choices)]
+        self._choices = [_WrittenChat(ToolParser(family) if family else None) for _ in range(body.choices)]
         chunk = _encode({**self._head, "object": "chat.completion.chunk"})
         self._open = b"data: " + chunk[:-1] + b',"choices":[{"index":'
         self._close = b'}],"usage":null}\n\n' if self._wants_usage else b"}]}\n\n"
@@ -183,7 +183,7 @@ class ChatWriter:
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
         return _encode({**self._head, "object": "chat.completion", "choices": choices, "usage": usage})
 
-    def _read(self, choice: _Written, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+    def _read(self, choice: _WrittenChat, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
         """Returns the piece's text without the calls in it, and the calls."""
         text, calls = piece.text, list[ToolCall]()
         if choice.parser is not None:
@@ -204,7 +204,7 @@ class ChatWriter:
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": f"call_{self._id.partition('-')[2]}_{number}", "type": "function", "function": function}
 
-    def _whole(self, index: int, choice: _Written) -> dict[str, Any]:
+    def _whole(self, index: int, choice: _WrittenChat) -> dict[str, Any]:
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if choice.calls:

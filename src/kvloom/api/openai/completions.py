@@ -13,9 +13,9 @@ from kvloom.api.auth import priority
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, Gateway, Generation, Piece
+from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece
 from kvloom.api.openai.sampling import (
-    CompletionLogprobs,
+    LogprobsCollector,
     check_prompt,
     frame_interval,
     room_for,
@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class CompletionEndpoint:
-    gateway: Gateway
+    gateway: EndpointContext
 
     async def __call__(self, request: Request) -> Response:
         watch = self.gateway.metrics.watch()
@@ -91,7 +91,7 @@ class CompletionEndpoint:
 class _Written:
     """What has been written of one choice of the answer."""
 
-    logprobs: CompletionLogprobs | None
+    logprobs: LogprobsCollector | None
     echoed: bool = False
     text: list[str] = field(default_factory=list)
     finish: str | None = None
@@ -115,7 +115,7 @@ class CompletionWriter:
         self._n = body.choices
         self._wants_usage = body.wants_usage
         self._choices = [
-            _Written(CompletionLogprobs(model.tokenizer) if body.logprobs is not None else None)
+            _Written(LogprobsCollector(model.tokenizer) if body.logprobs is not None else None)
             for _ in range(len(generations) * self._n)
         ]
         self._open = b"data: " + _encode(self._head)[:-1] + b',"choices":['
@@ -172,7 +172,7 @@ class CompletionWriter:
             choice.logprobs.add(piece.tokens)
         return text
 
-    def _add_prompt(self, at: int, logprobs: CompletionLogprobs) -> None:
+    def _add_prompt(self, at: int, logprobs: LogprobsCollector) -> None:
         generation, text = self._generations[at], self._prompts[at]
         tokens = generation.body.prompt
         hidden = self._tokenizer.unseen(text, tokens) if isinstance(text, str) else 0

@@ -1,4 +1,4 @@
-"""From events to text, choice by choice: detokenizing, stop strings, and the loop over a stream."""
+"""Turns events into text, choice by choice: detokenizing, stop strings, and the loop over a stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LONGEST = 8  # tokens after which an unfinished character is taken to be broken
 
 @dataclass(slots=True)
 class Piece:
-    """What one frame brought to one choice."""
+    """The part of one frame that one choice got."""
 
     choice: int
     text: str = ""
@@ -106,7 +106,7 @@ class Generation:
 
 
 class _Choice:
-    """One of a request's answers: its text so far, and whether it is over."""
+    """One of a request's choices: its text so far, and whether it is over."""
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int, keep: frozenset[int]
@@ -266,8 +266,8 @@ AT_ONCE = 128  # generations of one request that run at the same time
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """What every endpoint is handed. `unix_time` and `random_bits` are the world's, or a test's."""
+class EndpointContext:
+    """The parts that every endpoint uses. `unix_time` and `random_bits` are the world's, or a test's."""
 
     client: ModelServer
     catalog: Catalog
@@ -302,7 +302,7 @@ class Writer(Protocol):
 class Answering:
     """One HTTP request being answered by one generation for each of its prompts."""
 
-    gateway: Gateway
+    gateway: EndpointContext
     writer: Writer
     generations: Sequence[Generation]
     watch: Watch

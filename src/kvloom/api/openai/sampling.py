@@ -1,4 +1,4 @@
-"""From OpenAI's parameters to the engine's, and log-probabilities in OpenAI's two forms."""
+"""Turns OpenAI's parameters into the engine's, and log-probabilities into OpenAI's two forms."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _chat_entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, A
     return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(spelled)}
 
 
-class CompletionLogprobs:
+class LogprobsCollector:
     """Collects the log-probabilities of a choice's tokens in the form of /v1/completions."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

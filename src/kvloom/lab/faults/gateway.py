@@ -10,7 +10,7 @@ from contextlib import aclosing, suppress
 from math import inf
 from typing import Any, Final, TypeVar
 
-from kvloom.cluster.launcher import Answered, Ended, Found, News, Report, Snapshot
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, Report, Snapshot
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import Timing
@@ -226,8 +226,10 @@ class HostLauncher:
     def forget(self, component: str) -> None:
         """Nothing is kept of it."""
 
-    def running(self) -> Sequence[Found]:
-        return [Found(name, 1, "ready") for name, host in self._hosts.items() if host.process is not None]
+    def running(self) -> Sequence[FoundProcess]:
+        return [
+            FoundProcess(name, 1, "ready") for name, host in self._hosts.items() if host.process is not None
+        ]
 
     async def _start(self, unit: str) -> None:
         back = self._back.pop(unit, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit, UnitEdit
-from kvloom.cluster.launcher import Counted, News, Seen, Snapshot
+from kvloom.cluster.launcher import Counted, News, Snapshot, UnitSeen
 from kvloom.cluster.mirror import Said
 from kvloom.cluster.state import ABSENT, FleetSpec, Phase, UnitSpec, gateway_name
 from kvloom.lab.faults.faults import (
@@ -168,7 +168,7 @@ class World:
                 self.controller.answer(name, said)
             case Counted():
                 self.controller.count(name, said)
-            case Seen():
+            case UnitSeen():
                 self.controller.hear(said)
 
     async def _ask(self, answer: Answer) -> None:

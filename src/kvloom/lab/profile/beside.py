@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Final
 
 from kvloom.lab.profile.jobs import Limits, Setting, Stage, decode, prefill
-from kvloom.plan.cost.profile import Crowded, Doing, Pressed, Stalled
+from kvloom.plan.cost.profile import Crowded, JobMeasured, Pressed, StalledJob
 
 PROMPT_TOKENS, CONTEXT = 256, 128
 FEW, MANY = 4, 32  # sequences of a decode step
@@ -92,8 +92,8 @@ async def _alone(stage: Stage, setting: Setting, ids: list[int], repeats: int) -
     return median([await stage.run(setting, ids) for _ in range(repeats)])
 
 
-def _doing(setting: Setting) -> Doing:
-    return Doing.of(setting.work(setting.cores), setting.cores)
+def _doing(setting: Setting) -> JobMeasured:
+    return JobMeasured.of(setting.work(setting.cores), setting.cores)
 
 
 OVER: Final = (1, 2)  # threads more than there are cores
@@ -131,7 +131,7 @@ async def measure_pressed(
     return found
 
 
-async def measure_stalled(stage: Stage, settings: Sequence[Setting], repeats: int) -> list[Stalled]:
+async def measure_stalled(stage: Stage, settings: Sequence[Setting], repeats: int) -> list[StalledJob]:
     """Measures each of them while this process's loop works by turns in the first half of the job's time, as
     an engine does that sends what the job before has drawn."""
     found = []
@@ -140,7 +140,7 @@ async def measure_stalled(stage: Stage, settings: Sequence[Setting], repeats: in
         with stage.placed(setting) as ids:
             stalled = [await _beside_loop(stage, setting, ids, alone) for _ in range(_count(alone, repeats))]
         found.append(
-            Stalled(
+            StalledJob(
                 doing=_doing(setting),
                 busy=median(busy for busy, _ in stalled),
                 alone=alone,

@@ -19,7 +19,7 @@ from kvloom.lab.profile.serving import measure_serving, serving_loads
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
 from kvloom.lab.profile.stepping import WatchedExecutor
 from kvloom.plan.cost.measured import Measured, cross_validate
-from kvloom.plan.cost.profile import Computer, Hosted, Profile, write_profile
+from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
 from kvloom.serve.machine import require_hub
 from kvloom.types.spec import EngineSpec
@@ -80,7 +80,7 @@ def measured_jobs(
 
 async def measured_hosting(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
-) -> tuple[Hosted, ...]:
+) -> tuple[HostedSeconds, ...]:
     """What `kvloom serve` does besides jobs. Raises ConfigError where it does not answer."""
     cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
     loads = serving_loads(cost, list(profile.shapes), effort, most=longest)

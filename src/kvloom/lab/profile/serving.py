@@ -22,7 +22,7 @@ from kvloom.lab.workload.results import read_results
 from kvloom.lab.workload.traces import VERSION, Header, write_workload
 from kvloom.plan.cost.fit import fit_positive
 from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.profile import Hosted, Role
+from kvloom.plan.cost.profile import HostedSeconds, Role
 from kvloom.plan.cost.work import Work
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
 from kvloom.types.errors import ConfigError
@@ -79,18 +79,18 @@ class Loaded:
     cpu: dict[Role, float]
 
 
-def parts(loads: Sequence[Loaded]) -> tuple[Hosted, ...]:
+def parts(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:
     """Parts the CPU time by least squares. The client has a part for its start, which is nobody's cost."""
     return tuple(_part(role, loads) for role in ("client", "gateway", "engine"))
 
 
-def _part(role: Role, loads: Sequence[Loaded]) -> Hosted:
+def _part(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
     features = np.array([[load.requests, load.tokens, load.turns] for load in loads], float)
     if role == "client":
         features = np.column_stack([features, np.ones(len(loads))])
     seconds = np.array([max(load.cpu[role], LEAST) for load in loads])
     request, token, turn, *_ = fit_positive(features, seconds).tolist()
-    return Hosted(role=role, request=request, token=token, turn=turn)
+    return HostedSeconds(role=role, request=request, token=token, turn=turn)
 
 
 KEY_VARIABLE: Final = "KVLOOM_API_KEY"  # that `kvloom bench serve` reads
@@ -148,7 +148,7 @@ async def measure_serving(
     between: Callable[[int], float],
     loads: Sequence[Load],
     tell: Callable[[str], None],
-) -> tuple[Hosted, ...]:
+) -> tuple[HostedSeconds, ...]:
     """arguments: of `kvloom serve`, which serves these models with them. between: the loop's own work after a
     step of so many sequences. Each load is asked by `kvloom bench serve`, in processes of its own, and the
     first of them once more before, for what is done once. Raises ConfigError if they do not answer."""

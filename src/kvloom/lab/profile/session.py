@@ -15,7 +15,7 @@ from kvloom.config.machine import Machine
 from kvloom.lab.profile.beside import measure_pair, measure_pressed, measure_stalled, pairs, pressed_settings
 from kvloom.lab.profile.jobs import Limits, Setting, Stage, grid, shares
 from kvloom.lab.profile.stepping import PROMPT, WatchedExecutor, measure_steps
-from kvloom.plan.cost.profile import Computer, Doing, Profile, Stepped, Timed
+from kvloom.plan.cost.profile import Computer, JobMeasured, Profile, Stepped, Timed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.spec import EngineSpec
 
@@ -109,7 +109,7 @@ async def _jobs(
             done.tell(Stage.told(setting))
             seconds[setting] += await _timed(stage, setting, effort)
     return tuple(
-        Timed(doing=Doing.of(setting.work(cores), setting.cores), seconds=tuple(found))
+        Timed(doing=JobMeasured.of(setting.work(cores), setting.cores), seconds=tuple(found))
         for setting, found in seconds.items()
     )
 

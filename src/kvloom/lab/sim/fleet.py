@@ -10,7 +10,7 @@ from math import inf
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
-from kvloom.cluster.launcher import Counted, Seen
+from kvloom.cluster.launcher import Counted, UnitSeen
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetScheduler
@@ -141,7 +141,7 @@ def _controlled(
                 controller.answer(GATEWAY_NAME, said)
             case Counted():
                 controller.count(GATEWAY_NAME, said)
-            case Seen():
+            case UnitSeen():
                 controller.hear(said)
 
     mirror = Mirror(controller.snapshot, send)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.cluster.launcher import Answered, Ended, Found, News, Report
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, Report
 from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.hosting import HostedMachine, HostedUnit, HostedWire, Worker
@@ -154,8 +154,8 @@ class ModelledLauncher:
     def forget(self, component: str) -> None:
         """Nothing is kept of it."""
 
-    def running(self) -> Sequence[Found]:
-        return [Found(name, 1, "ready") for name in (*self._processes, GATEWAY_NAME)]
+    def running(self) -> Sequence[FoundProcess]:
+        return [FoundProcess(name, 1, "ready") for name in (*self._processes, GATEWAY_NAME)]
 
     async def _start(self, name: str) -> None:
         self.census.more()

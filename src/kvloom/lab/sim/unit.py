@@ -16,7 +16,7 @@ from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel
-from kvloom.plan.plan import Plan, PlannedUnit
+from kvloom.plan.plan import PlacementPlan, PlannedUnit
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
@@ -105,7 +105,7 @@ MAX_RUNNING: Final = 256
 MAX_WAITING: Final = 1 << 20  # nobody is turned away
 
 
-def planned_units(plan: Plan, policy: Policy = "adbs") -> list[SimulatedUnit]:
+def planned_units(plan: PlacementPlan, policy: Policy = "adbs") -> list[SimulatedUnit]:
     """Raises ConfigError for a device that is not known."""
     return [_planned(unit, policy) for unit in plan.units]
 

@@ -12,39 +12,43 @@ _PCIE4: Final = 32e9  # bytes a second, one way
 _PCIE5: Final = 64e9
 
 
-class Device(Struct, frozen=True, kw_only=True):
-    """flops: dense products in 16 bit, operations a second. memory: bytes; bandwidth: bytes a second. sms:
-    multiprocessors. link: bytes a second to the other devices of its node, both ways together; host: to its
-    host, one way."""
+class DeviceSpec(Struct, frozen=True, kw_only=True):
+    """The sheet of a device."""
 
     name: str
     flops: float
+    """Dense products in 16 bit, operations a second."""
     memory: int
+    """Bytes."""
     bandwidth: float
+    """Bytes a second."""
     sms: int
+    """Multiprocessors."""
     link: float
+    """Bytes a second to the other devices of its node, both ways together."""
     host: float
+    """Bytes a second to its host, one way."""
 
 
-def _a100(name: str, memory: int, bandwidth: float) -> Device:
-    return Device(
+def _a100(name: str, memory: int, bandwidth: float) -> DeviceSpec:
+    return DeviceSpec(
         name=name, flops=312e12, memory=memory, bandwidth=bandwidth, sms=108, link=600e9, host=_PCIE4
     )
 
 
-def _hopper(name: str, memory: int, bandwidth: float) -> Device:
-    return Device(
+def _hopper(name: str, memory: int, bandwidth: float) -> DeviceSpec:
+    return DeviceSpec(
         name=name, flops=989e12, memory=memory, bandwidth=bandwidth, sms=132, link=900e9, host=_PCIE5
     )
 
 
-def _without_nvlink(name: str, flops: float, memory: int, bandwidth: float, sms: int) -> Device:
-    return Device(
+def _without_nvlink(name: str, flops: float, memory: int, bandwidth: float, sms: int) -> DeviceSpec:
+    return DeviceSpec(
         name=name, flops=flops, memory=memory, bandwidth=bandwidth, sms=sms, link=2 * _PCIE4, host=_PCIE4
     )
 
 
-DEVICES: Final[dict[str, Device]] = {
+DEVICES: Final[dict[str, DeviceSpec]] = {
     device.name: device
     for device in (
         _a100("A100-40", 40 * 10**9, 1.555e12),
@@ -57,8 +61,8 @@ DEVICES: Final[dict[str, Device]] = {
 }
 
 
-def find_device(name: str) -> Device:
-    """The sheet of a device, by its name in any case. Raises ConfigError."""
+def find_device(name: str) -> DeviceSpec:
+    """Returns the sheet of a device, by its name in any case. Raises ConfigError."""
     found = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
     if found is None:
         raise ConfigError(f"device {name[:40]!r} is not known; {', '.join(DEVICES)} are")

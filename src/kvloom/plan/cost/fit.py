@@ -21,8 +21,8 @@ _REWEIGHTED: Final = 8
 
 
 def fit_log(predict: Predict, seconds: F64, start: F64, *, rounds: int = 100) -> F64:
-    """The positive constants [C], from `start`, for which predict(constants) comes nearest to seconds [R]:
-    by the logarithm of their ratio, after Levenberg (1944) and Marquardt (1963), with weights that tame
+    """Returns the positive constants [C], from `start`, for which predict(constants) comes nearest to seconds
+    [R]: by the logarithm of their ratio, after Levenberg (1944) and Marquardt (1963), with weights that tame
     outliers."""
     point, damping = np.log(start), 1e-2
     wrong = _wrong(predict, point, seconds)
@@ -49,8 +49,8 @@ def fit_log(predict: Predict, seconds: F64, start: F64, *, rounds: int = 100) ->
 
 
 def fit_positive(features: F64, seconds: F64) -> F64:
-    """The coefficients ≥ 0 [C] for which features [R, C] @ coefficients comes nearest to seconds [R]: by the
-    ratio, with weights that tame outliers."""
+    """Returns the coefficients ≥ 0 [C] for which features [R, C] @ coefficients comes nearest to seconds [R]:
+    by the ratio, with weights that tame outliers."""
     scale = np.abs(features).max(axis=0)
     scale[scale == 0.0] = 1.0
     ratios = features / scale / seconds[:, None]
@@ -63,8 +63,8 @@ def fit_positive(features: F64, seconds: F64) -> F64:
 
 
 def _least_squares(a: F64, b: F64) -> F64:
-    """x ≥ 0 for which a @ x is nearest to b: the active set method of Lawson and Hanson (Solving Least
-    Squares Problems, 1974, chapter 23)."""
+    """Returns x ≥ 0 for which a @ x is nearest to b: the active set method of Lawson and Hanson (Solving
+    Least Squares Problems, 1974, chapter 23)."""
     out, held = np.zeros(a.shape[1]), np.zeros(a.shape[1], bool)  # held: those that may be more than 0
     for _ in range(3 * a.shape[1]):
         gain = np.where(held, -np.inf, a.T @ (b - a @ out))
@@ -91,7 +91,7 @@ def _wrong(predict: Predict, point: F64, seconds: F64) -> F64:
 
 
 def _slopes(predict: Predict, point: F64, seconds: F64, wrong: F64) -> F64:
-    """[R, C]: how each error changes with each logarithm."""
+    """Returns [R, C]: how each error changes with each logarithm."""
     slopes = np.empty((len(wrong), len(point)))
     for i in range(len(point)):
         moved = point.copy()

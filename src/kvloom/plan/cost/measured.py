@@ -1,4 +1,4 @@
-"""How long a job takes by what was measured on this machine."""
+"""Predicts how long a job takes by what was measured on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvloom.plan.cost.fit import Curve, Spread
-from kvloom.plan.cost.profile import Crowded, Doing, Profile, Role, Timed
+from kvloom.plan.cost.profile import Crowded, JobMeasured, Profile, Role, Timed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import MOST_PARTS, Operator, Work, layer_parts
 from kvloom.types.errors import ConfigError
@@ -110,13 +110,13 @@ class Measured:
         return (self.seconds(step) - self.seconds(but(step, context=0))) / shape.layers
 
     def between(self, sequences: int) -> float:
-        """Seconds of the engine's own work from the result of a step of so many sequences to the next launch;
-        0 where that was not measured."""
+        """Returns the seconds of the engine's own work from the result of a step of so many sequences to the
+        next launch; 0 if that was not measured."""
         return self._between.seconds(sequences, 0.0, 0.0, 0.0) if self._between else 0.0
 
 
 def cross_validate(profile: Profile) -> dict[str, Spread]:
-    """By model and phase: every job predicted by a fit to the other folds'."""
+    """Returns, by model and phase, every job predicted by a fit to the other folds'."""
     order = random.Random(0).sample(profile.jobs, len(profile.jobs))
     order.sort(key=lambda timed: (timed.doing.model, timed.doing.phase, timed.doing.cores))  # even folds
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -138,7 +138,7 @@ def _features(work: Work) -> tuple[float, float, float, float]:
 
 
 def _fit_all(profile: Profile) -> dict[Kind, _Shares]:
-    """Raises ConfigError where a phase of a model was not measured."""
+    """Fits all phases of all models. Raises ConfigError if a phase of a model was not measured."""
     groups: dict[Kind, dict[int, list[Timed]]] = {
         (model, decode): {} for model in profile.shapes for decode in (False, True)
     }
@@ -163,8 +163,8 @@ def _curves(kind: Kind, groups: Mapping[int, Sequence[Timed]]) -> dict[int, Curv
 def _crowding(
     crowded: Iterable[Crowded], cores: int, models: Iterable[str]
 ) -> dict[tuple[Kind, Kind], float]:
-    """How many times longer, less one, a job takes beside another with all of the cores: by both kinds, and
-    for models that were not measured together as others were on average."""
+    """Returns how many times longer, less one, a job takes beside another with all of the cores: by both
+    kinds, and for models that were not measured together as others were on average."""
     seen: dict[tuple[Kind, Kind], list[float]] = defaultdict(list)
     phases: dict[tuple[bool, bool], list[float]] = defaultdict(list)
     for pair in crowded:
@@ -218,8 +218,8 @@ class Hosting:
         return self._upkeep.get(role, Upkeep())
 
     def slower(self, work: Work, cores: float, over: float) -> float:
-        """How many times longer a job on so many cores takes while `over` more threads want to run than the
-        machine has cores. Straight between what was measured, and beyond it."""
+        """Returns how many times longer a job on so many cores takes while `over` more threads want to run
+        than the machine has cores, straight between what was measured, and beyond it."""
         known = self._slower.of(work, cores)
         if over <= 0.0 or not known:
             return 1.0
@@ -229,7 +229,7 @@ class Hosting:
         return max(1.0, 1.0 + (times[-1] - 1.0) * over / threads[-1])
 
     def pace(self, work: Work, cores: float) -> float:
-        """The part of its own pace that a job keeps while its process's loop works."""
+        """Returns the part of its own pace that a job keeps while its process's loop works."""
         known = self._lost.of(work, cores)
         return min(1.0, max(SLOWEST, 1.0 - known[0][1])) if known else 1.0
 
@@ -237,7 +237,7 @@ class Hosting:
 class _Known:
     """Points by kind of job: of each x, the median of all y."""
 
-    def __init__(self, rows: Iterable[tuple[Doing, Point]]) -> None:
+    def __init__(self, rows: Iterable[tuple[JobMeasured, Point]]) -> None:
         found: dict[HostedKind, list[Point]] = defaultdict(list)
         for doing, point in rows:
             found[doing.model, doing.phase is Phase.DECODE, doing.cores].append(point)

@@ -24,7 +24,7 @@ _CpuSeconds = Annotated[float, Meta(ge=0.0)]
 Role = Literal["client", "gateway", "engine"]
 
 
-class Doing(Struct, frozen=True, kw_only=True):
+class JobMeasured(Struct, frozen=True, kw_only=True):
     """A job as `Work` describes it, on so many cores."""
 
     model: str
@@ -37,8 +37,8 @@ class Doing(Struct, frozen=True, kw_only=True):
     context: _Count
 
     @staticmethod
-    def of(work: Work, cores: int) -> Doing:
-        return Doing(
+    def of(work: Work, cores: int) -> JobMeasured:
+        return JobMeasured(
             model=work.model,
             phase=work.phase,
             cores=cores,
@@ -60,49 +60,50 @@ class Doing(Struct, frozen=True, kw_only=True):
 class Timed(Struct, frozen=True, kw_only=True):
     """A job alone, from launch to result, as often as it was measured."""
 
-    doing: Doing
+    doing: JobMeasured
     seconds: Annotated[tuple[_Seconds, ...], Meta(min_length=1)]
 
 
 class Crowded(Struct, frozen=True, kw_only=True):
     """A job alone, and with `beside` running all the while: medians."""
 
-    doing: Doing
-    beside: Doing
+    doing: JobMeasured
+    beside: JobMeasured
     alone: _Seconds
     seconds: _Seconds
 
 
 class Stepped(Struct, frozen=True, kw_only=True):
-    """Decode steps under the real engine, medians. between: from a step's result to the next one's launch;
-    step: from launch to result, while the engine hands out the tokens of the step before."""
+    """The medians of decode steps under the real engine."""
 
     model: str
     sequences: _Some
     between: _Seconds
+    """Seconds from a step's result to the next one's launch."""
     step: _Seconds
+    """Seconds from launch to result, while the engine hands out the tokens of the step before."""
 
 
 class Pressed(Struct, frozen=True, kw_only=True):
     """A job alone, and with so many busy threads of other processes that `over` more want to run than there
     are cores: medians."""
 
-    doing: Doing
+    doing: JobMeasured
     over: _Some
     alone: _Seconds
     seconds: _Seconds
 
 
-class Stalled(Struct, frozen=True, kw_only=True):
+class StalledJob(Struct, frozen=True, kw_only=True):
     """A job alone, and while the loop's thread of its own process worked for `busy` seconds: medians."""
 
-    doing: Doing
+    doing: JobMeasured
     busy: _Seconds
     alone: _Seconds
     seconds: _Seconds
 
 
-class Hosted(Struct, frozen=True, kw_only=True):
+class HostedSeconds(Struct, frozen=True, kw_only=True):
     """CPU seconds of one thread's work besides jobs: for each request, for each token, and for each time that
     tokens come, however many. engine: its loop's thread, without what `Stepped` has as `between`."""
 
@@ -113,12 +114,14 @@ class Hosted(Struct, frozen=True, kw_only=True):
 
 
 class Computer(Struct, frozen=True, kw_only=True):
-    """memory: bytes that were free. load: average before, of other processes."""
+    """The machine that was measured."""
 
     cpu: str
     cores: _Some
     memory: _Count
+    """Bytes that were free."""
     load: Annotated[float, Meta(ge=0.0)]
+    """The average before, of other processes."""
     system: str
     versions: dict[str, str]
 
@@ -137,12 +140,12 @@ class Profile(Struct, frozen=True, kw_only=True):
     crowded: tuple[Crowded, ...]
     steps: tuple[Stepped, ...]
     pressed: tuple[Pressed, ...] = ()
-    stalled: tuple[Stalled, ...] = ()
-    hosted: tuple[Hosted, ...] = ()
+    stalled: tuple[StalledJob, ...] = ()
+    hosted: tuple[HostedSeconds, ...] = ()
 
 
 class _Versioned(Struct):
-    """What a profile of any version has."""
+    """The keys of a profile of any version."""
 
     version: int
     computer: msgspec.Raw
@@ -169,7 +172,7 @@ def read_profile(file: Path) -> Profile:
 
 
 def write_profile(profile: Profile, file: Path) -> None:
-    """Whole or not at all. Raises ConfigError where it cannot be written."""
+    """Writes the profile whole or not at all. Raises ConfigError if it cannot be written."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")

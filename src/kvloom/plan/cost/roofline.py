@@ -1,4 +1,5 @@
-"""How long a job takes by what it must compute, read and send (Williams, Waterman and Patterson, 2009)."""
+"""Predicts how long a job takes by what it must compute, read and send (Williams, Waterman and Patterson,
+2009)."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
 
-from kvloom.plan.cost.devices import FITTED, Constants, Device
+from kvloom.plan.cost.devices import FITTED, Constants, DeviceSpec
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.cost.work import Operator, Pace, Work, layer_parts, operators_of
+from kvloom.plan.cost.work import Operator, Work, WorkPace, layer_parts, operators_of
 from kvloom.types.errors import ConfigError
 from kvloom.types.job import Phase
 
@@ -76,7 +77,7 @@ class Roofline:
     """
 
     def __init__(
-        self, device: Device, gpus: int, shapes: Mapping[str, ModelShape], constants: Constants = FITTED
+        self, device: DeviceSpec, gpus: int, shapes: Mapping[str, ModelShape], constants: Constants = FITTED
     ) -> None:
         self._full, self._ease, self._sequence = constants.full, constants.ease, constants.sequence
         self._costs = {name: _costs(shape, device, gpus, constants) for name, shape in shapes.items()}
@@ -104,7 +105,8 @@ class Roofline:
         return self._shapes[model]
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
-        """Their times add up to `device` above, but for all-reduces, between which nothing is looked for."""
+        """Returns the operators, whose times add up to `device` above, but for all-reduces, between which
+        nothing is looked for."""
         shape, costs, parts = self._shapes[work.model], self._costs[work.model], self._parts(work)
         compute, memory = self._slower(work.share)
         attention = compute * parts.attention + memory * (parts.traffic - work.tokens * costs.passing)
@@ -115,7 +117,7 @@ class Roofline:
             touched=shape.experts * (1.0 - costs.missed**work.tokens) if costs.experts else 1.0,
             attention=attention / shape.layers,
             start=self.start,
-            pace=Pace(compute * shape.itemsize / self._compute, memory / self._memory),
+            pace=WorkPace(compute * shape.itemsize / self._compute, memory / self._memory),
         )
 
     def queued(self, work: Work) -> float:
@@ -152,7 +154,7 @@ class Roofline:
         )
 
 
-def _costs(shape: ModelShape, device: Device, gpus: int, constants: Constants) -> _Costs:
+def _costs(shape: ModelShape, device: DeviceSpec, gpus: int, constants: Constants) -> _Costs:
     size, layers, hidden = shape.itemsize, shape.layers, shape.hidden
     compute = constants.compute * device.flops * gpus * 2 / size  # half as many of twice the width
     memory = constants.bandwidth * device.bandwidth * gpus

@@ -171,7 +171,7 @@ SHAPES: Final[dict[str, ModelShape]] = {
 
 
 def find_shape(name: str) -> ModelShape:
-    """A well-known model's shape, by its name in any case. Raises ConfigError."""
+    """Returns a well-known model's shape, by its name in any case. Raises ConfigError."""
     found = SHAPES.get(name.lower())
     if found is None:
         raise ConfigError(
@@ -181,7 +181,7 @@ def find_shape(name: str) -> ModelShape:
 
 
 def read_shape(checkpoint: Path, itemsize: int | None = None) -> ModelShape:
-    """The shape of the decoder in a checkpoint's directory. itemsize: bytes of a number where it is not
+    """Returns the shape of the decoder in a checkpoint's directory. itemsize: bytes of a number if it is not
     served in the format it was saved in. Raises ConfigError naming the file and what it lacks."""
     file = checkpoint / CONFIG
     try:
@@ -199,8 +199,8 @@ def read_shape(checkpoint: Path, itemsize: int | None = None) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], itemsize: int | None = None) -> ModelShape:
-    """The shape that a config.json describes. Raises ConfigError saying what is missing, or what of it no
-    shape can say."""
+    """Returns the shape that a config.json describes. Raises ConfigError saying what is missing, or what of
+    it no shape can say."""
     nested = config.get("text_config")
     if isinstance(nested, dict):  # of a model that sees or hears, the part that speaks
         config = {**{key: config[key] for key in ("dtype", "torch_dtype") if key in config}, **nested}
@@ -238,7 +238,7 @@ def _checked(fields: Mapping[str, object]) -> ModelShape:
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
-    """What a shape cannot say must not be left out of the bill unseen."""
+    """Raises ConfigError for what a shape cannot say, which must not be left out of the bill unseen."""
     if config.get("is_encoder_decoder"):
         raise ConfigError("an encoder-decoder; a decoder is right")
     if config.get("quantization_config"):

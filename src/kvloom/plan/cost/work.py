@@ -14,31 +14,33 @@ from kvloom.types.job import Phase
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One job of one model.
-
-    share: of the unit's compute, in (0, 1]. batch: sequences. tokens: computed by it, over all sequences.
-    drawn: tokens whose logits are needed. pairs: (query, key) pairs that attention looks at. context: cached
-    tokens that it reads, over all sequences.
-    """
+    """One job of one model."""
 
     model: str
     phase: Phase
     share: float
+    """Of the unit's compute, in (0, 1]."""
     batch: int
+    """The number of sequences."""
     tokens: int
+    """The tokens that the job computes, over all sequences."""
     drawn: int
+    """Tokens whose logits are needed."""
     pairs: int
+    """(query, key) pairs that attention looks at."""
     context: int
+    """Cached tokens that the job reads, over all sequences."""
 
     @staticmethod
     def of(model: str, phase: Phase, share: float, appends: I64, starts: I64, drawn: int) -> Work:
-        """appends, starts: [B] tokens that each sequence computes, and has already."""
+        """Returns the work of a batch. appends, starts: [B] tokens that each sequence computes, and has
+        already."""
         tokens, context = int(appends.sum()), int(starts.sum())
         pairs = int(appends @ starts) + int(appends @ (appends + 1)) // 2
         return Work(model, phase, share, appends.size, tokens, drawn, pairs, context)
 
     def next(self) -> Work:
-        """The step that follows this decode step."""
+        """Returns the step that follows this decode step."""
         return Work(
             self.model,
             self.phase,
@@ -52,13 +54,13 @@ class Work:
 
     @staticmethod
     def prefill(model: str, share: float, lengths: Sequence[int]) -> Work:
-        """Whole prompts of these lengths at once."""
+        """Returns the prefill of whole prompts of these lengths at once."""
         pairs = sum(n * (n + 1) // 2 for n in lengths)
         return Work(model, Phase.PREFILL, share, len(lengths), sum(lengths), len(lengths), pairs, 0)
 
     @staticmethod
     def decode(model: str, share: float, contexts: Sequence[int]) -> Work:
-        """A step of sequences that hold so many tokens."""
+        """Returns a decode step of sequences that hold so many tokens."""
         batch, held = len(contexts), sum(contexts)
         return Work(model, Phase.DECODE, share, batch, batch, batch, held + batch, held)
 
@@ -67,82 +69,90 @@ class CostModel(Protocol):
     """Says for one unit, that is for a group of devices and the models on it, how long jobs take."""
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
-        """From launch to result, if all of `beside` ran at the same time from its first moment to its last.
-        Raises ConfigError for a model that it does not know."""
+        """Returns the seconds from launch to result, if all of `beside` ran at the same time from its first
+        moment to its last. Raises ConfigError for a model that it does not know."""
 
 
 MOST_PARTS: Final = 64  # that an operator is run in
 
 
 class Operator(NamedTuple):
-    """seconds: that one of it takes, its start with it. number: how many a job has. most: parts in which one
-    can be run."""
+    """An operator of a job."""
 
     name: str
     seconds: float
+    """The time that one of it takes, with its start."""
     number: int
+    """How many of it a job has."""
     most: int
+    """Parts in which one can be run."""
 
 
 @runtime_checkable
 class Operated(CostModel, Protocol):
-    """A cost model that knows its device's operators. start: seconds that one more of them takes, however
-    little it does; poll: that a look for another unit's task takes."""
+    """A cost model that knows its device's operators."""
 
     @property
-    def start(self) -> float: ...
+    def start(self) -> float:
+        """Returns the seconds that one more operator takes, however little it does."""
 
     @property
-    def poll(self) -> float: ...
+    def poll(self) -> float:
+        """Returns the seconds that a look for another unit's task takes."""
 
     def shape(self, model: str) -> ModelShape: ...
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
-        """Of a job that runs alone; together they take what the device is busy for."""
+        """Returns the operators of a job that runs alone; together they take as long as the device is busy."""
 
     def queued(self, work: Work) -> float:
-        """Seconds of the job's operators that the host has issued, and the device not yet begun, where these
-        are most."""
+        """Returns the most seconds of the job's operators that the host has issued, and the device not yet
+        begun."""
 
     def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
-        """Seconds of one layer's attention on the whole unit, for one new token of each of so many sequences,
-        which hold so many tokens together."""
+        """Returns the seconds of one layer's attention on the whole unit, for one new token of each of so
+        many sequences, which hold so many tokens together."""
 
 
-class Part(NamedTuple):
-    """One operator of a layer: weights that each token is multiplied with, weights that are read, whatever
-    the tokens, and numbers a token that pass through memory."""
+class LayerOperator(NamedTuple):
+    """One operator of a layer."""
 
     name: str
     number: int
     multiplied: float
+    """Weights that each token is multiplied with."""
     read: float
+    """Weights that are read, whatever the tokens."""
     passed: float
+    """Numbers a token that pass through memory."""
 
 
-class Pace(NamedTuple):
-    """Seconds: of multiplying with a weight, and of moving a byte."""
+class WorkPace(NamedTuple):
+    """The pace of a device."""
 
     multiply: float
+    """Seconds of multiplying with a weight."""
     move: float
+    """Seconds of moving a byte."""
 
 
-def layer_parts(shape: ModelShape, touched: float) -> Iterator[Part]:
-    """Of one layer, but for what attention does with K and V. touched: experts that the job reads."""
+def layer_parts(shape: ModelShape, touched: float) -> Iterator[LayerOperator]:
+    """Returns the operators of one layer, but for what attention does with K and V. touched: experts that the
+    job reads."""
     hidden, ffn, active = shape.hidden, shape.ffn, shape.active
     out = hidden * shape.head_dim * shape.heads
     qkv = shape.attention_parameters - out
     ups = 2 if shape.gated else 1
     up, down = hidden * ffn * ups, hidden * ffn
-    yield Part("norm", 2, 0, 0, 2 * hidden)
-    yield Part("qkv", 1, qkv, qkv, 3 * hidden)
-    yield Part("rotary", 1, 0, 0, 3 * hidden)
-    yield Part("attention", 1, 0, 0, 2 * hidden)
-    yield Part("output", 1, out, out, 2 * hidden)
-    yield Part("add", 2, 0, 0, 3 * hidden)
-    yield Part("up", 1, up * active, up * touched, hidden + ups * ffn * active)
-    yield Part("activation", 1, 0, 0, (ups + 1) * ffn * active)
-    yield Part("down", 1, down * active, down * touched, hidden + ffn * active)
+    yield LayerOperator("norm", 2, 0, 0, 2 * hidden)
+    yield LayerOperator("qkv", 1, qkv, qkv, 3 * hidden)
+    yield LayerOperator("rotary", 1, 0, 0, 3 * hidden)
+    yield LayerOperator("attention", 1, 0, 0, 2 * hidden)
+    yield LayerOperator("output", 1, out, out, 2 * hidden)
+    yield LayerOperator("add", 2, 0, 0, 3 * hidden)
+    yield LayerOperator("up", 1, up * active, up * touched, hidden + ups * ffn * active)
+    yield LayerOperator("activation", 1, 0, 0, (ups + 1) * ffn * active)
+    yield LayerOperator("down", 1, down * active, down * touched, hidden + ffn * active)
 
 
 def operators_of(
@@ -153,9 +163,9 @@ def operators_of(
     touched: float,
     attention: float,
     start: float,
-    pace: Pace,
+    pace: WorkPace,
 ) -> tuple[Operator, ...]:
-    """attention: seconds of one layer's, without its start."""
+    """Returns the operators of a job. attention: seconds of one layer's, without its start."""
     found = list[Operator]()
     for part in layer_parts(shape, touched):
         seconds = start + _seconds(part, tokens, shape.itemsize, pace)
@@ -164,10 +174,10 @@ def operators_of(
             seconds += attention
         found.append(Operator(part.name, seconds, shape.layers * part.number, MOST_PARTS if splits else 1))
     weights = shape.vocab * shape.hidden
-    head = _seconds(Part("head", 1, weights, weights, 0), drawn, shape.itemsize, pace)
+    head = _seconds(LayerOperator("head", 1, weights, weights, 0), drawn, shape.itemsize, pace)
     return (*found, Operator("head", start + head, 1, MOST_PARTS))
 
 
-def _seconds(part: Part, tokens: int, itemsize: int, pace: Pace) -> float:
+def _seconds(part: LayerOperator, tokens: int, itemsize: int, pace: WorkPace) -> float:
     products = hypot(part.multiplied * tokens * pace.multiply, part.read * itemsize * pace.move)
     return products + part.passed * tokens * itemsize * pace.move

@@ -25,9 +25,9 @@ from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, find_shape
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.plan import Plan
+from kvloom.plan.plan import PlacementPlan
 from kvloom.plan.planner import plan_placement, write_down
-from kvloom.plan.search import Effort
+from kvloom.plan.search import SearchEffort
 from kvloom.types.geometry import I64
 from kvloom.types.spec import EngineSpec, Policy, Quotas
 
@@ -138,28 +138,28 @@ class Alone:
         return prefill + (request.output - 1) * step
 
 
-Placer = Callable[[Sequence[Served], Estimator, Sequence[Nodes]], Plan]
+Placer = Callable[[Sequence[Served], Estimator, Sequence[Nodes]], PlacementPlan]
 
 
-def planned(_: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> Plan:
+def planned(_: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> PlacementPlan:
     """Algorithm 1, which gives each model one place."""
-    placement = plan_placement(estimator, nodes, Effort(replicas=1))
+    placement = plan_placement(estimator, nodes, SearchEffort(replicas=1))
     return write_down(estimator, nodes, placement, "planned")
 
 
-def apart(models: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> Plan:
+def apart(models: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> PlacementPlan:
     """A mesh for each model, as large as in the paper where there are GPUs enough for that."""
     sizes = {model.name: ALONE[model.size] for model in models}
     enough = sum(sizes.values()) <= sum(one.total for one in nodes)
     return write_spatial(estimator, nodes, spatial(estimator, nodes, sizes if enough else None))
 
 
-def naive(_: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> Plan:
+def naive(_: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> PlacementPlan:
     """The most popular first, by load and free memory (section 4.4)."""
     return write_down(estimator, nodes, memory_greedy(estimator, nodes), "naive")
 
 
-def together(models: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> Plan:
+def together(models: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> PlacementPlan:
     """Puts all models on one mesh of a whole node."""
     items = frozenset(estimator.item(n, 1) for n in range(len(models)))
     board = Board(estimator, [nodes[0].mesh(nodes[0].gpus)], 1, [items])

@@ -20,7 +20,7 @@ from kvloom.lab.reproduce.setup import AT_ONCE, engine_spec, in_one_layer, poiss
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.workload.lengths import STAND_INS, Sides
 from kvloom.lab.workload.request import WorkloadRequest
-from kvloom.plan.cost.devices import Device, find_device
+from kvloom.plan.cost.devices import DeviceSpec, find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, find_shape
 from kvloom.plan.cost.work import Operated, Operator, Work
@@ -71,7 +71,7 @@ class Decoder:
         return self._cost.attention(model, shape, rows, context)
 
 
-def pool_bytes(device: Device, gpus: int, models: int) -> int:
+def pool_bytes(device: DeviceSpec, gpus: int, models: int) -> int:
     """Returns what weights leave. TAKEN is such that the paper's 118 sequences of Azure's lengths use 88.9 %
     of what an A100 of 40 GB has left (section 5.1)."""
     weights = find_shape(MODEL).weight_bytes

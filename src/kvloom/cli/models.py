@@ -1,0 +1,158 @@
+"""`kvloom model` and `kvloom config`: a fleet that serves gets other models, or another config."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+from cyclopts import App, Parameter
+
+from kvloom.cli.admin import HERE, DrainSeconds, ServerOptions
+from kvloom.cli.app import CommandFailed
+from kvloom.cli.gateway import AdminClient
+from kvloom.cluster.models import ModelState, Wanted
+from kvloom.config.config import Config
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
+from kvloom.config.models import check_name, resolve_model
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import Placement
+from kvloom.types.spec import ModelSpec
+
+_SHOWN_BY: Final = "model list"
+
+model = App(
+    name="model",
+    help="Show the models of a fleet, or add or remove one while it serves.\n\n"
+    "A unit that gets or loses a model is drained and restarted with its new models, so that no request is "
+    "lost: what no other unit can answer waits for it, as long as the config's `patience` says.",
+)
+config = App(name="config", help="Bring a fleet that serves to another config.")
+
+
+@model.command
+def add(
+    named: Annotated[
+        str, Parameter(name="NAME=PATH", help="the name for the model, and its checkpoint's folder or hub id")
+    ],
+    /,
+    *,
+    unit: Annotated[
+        str | None, Parameter(help="the unit that is to serve it (the one whose models have the most room)")
+    ] = None,
+    server: ServerOptions = HERE,
+) -> None:
+    """Serve another model, and wait until its unit does. A unit that cannot start with it goes back to
+    what it served."""
+    wanted = read_model(named)
+    with server.asked(_SHOWN_BY) as gateway:
+        print_models([gateway.add_model(wanted, unit)])
+
+
+@model.command
+def remove(
+    name: Annotated[str, Parameter(help="the model, as `kvloom model list` shows it")],
+    /,
+    *,
+    drain: DrainSeconds = None,
+    server: ServerOptions = HERE,
+) -> None:
+    """Serve a model no more, once its requests have ended. A unit that would serve nothing is removed."""
+    with server.asked(_SHOWN_BY) as gateway:
+        gateway.remove_model(name, drain)
+        print_models(gateway.models())
+
+
+@model.command(name="list")
+def list_models(*, server: ServerOptions = HERE) -> None:
+    """Show all models, their checkpoints, and the state of each unit that serves them."""
+    with server.asked() as gateway:
+        print_models(gateway.models())
+
+
+def read_model(text: str) -> ModelSpec:
+    """Reads NAME=PATH; the path counts from the working folder. Raises ConfigError."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ConfigError(f"{text[:140]}: NAME=PATH_OR_HUB_ID is right, as `chat=Qwen/Qwen3-0.6B`")
+    try:
+        check_name(name)
+        return ModelSpec(name=name, path=resolve_model(path, Path.cwd()))
+    except ValueError as error:
+        raise ConfigError(f"{name[:140]}: {error}") from error
+
+
+def print_models(states: Sequence[ModelState]) -> None:
+    """Prints a line for each model: its name, its units with their states, and its checkpoint."""
+    rows = [
+        (state.name, ", ".join(f"{unit} {stands}" for unit, stands in state.units.items()), state.path)
+        for state in states
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+@config.command
+def apply(
+    file: Annotated[Path, Parameter(help="a config of `kvloom serve`, or a plan")],
+    /,
+    *,
+    yes: Annotated[bool, Parameter(help="do it without asking")] = False,
+    server: ServerOptions = HERE,
+) -> None:
+    """Bring a fleet that serves to another config.
+
+    It shows which units are added, start anew and are removed, and what else changes. With --yes, or once you
+    have said so, it does it while the fleet serves: units are added first, then the others are drained and
+    restarted one after the other, and at last those are removed that the config does not have. Units, their
+    models and the program are applied; the address, the keys, `patience`, `drain`, `max_body` and
+    `rescheduling` stay as they were when the fleet was started."""
+    with server.asked() as gateway:
+        wanted = wanted_of(read_config(file, gateway.placement()))
+        changes = gateway.apply(wanted, really=False).changes
+    for line in changes or ("the fleet is as the config says",):
+        print(line, flush=True)
+    if not changes:
+        return
+    if not yes and not _agreed():
+        print("nothing is changed yet; --yes does it")
+        return
+    with server.asked("unit list") as gateway:
+        carry_out(gateway, wanted)
+
+
+def read_config(file: Path, fleet: Placement) -> Config:
+    """Returns the config in `file`, shared out over what the fleet's machine had when the fleet was started.
+    Raises ConfigError."""
+    machine = Machine(cores=fleet.cores, memory=fleet.memory, gpus=Machine.here().gpus)
+    return load_config(file, {}, {}, machine)
+
+
+def wanted_of(config: Config) -> Wanted:
+    """Returns what the config makes of a fleet."""
+    return Wanted(
+        engines=config.engines, first=config.first, groups=dict(config.groups), program=config.program
+    )
+
+
+def carry_out(gateway: AdminClient, wanted: Wanted) -> None:
+    """Applies a config, and tells what came of it. Raises CommandFailed if a unit could not be started."""
+    applied = gateway.apply(wanted, really=True)
+    for field in applied.overrode:
+        print(f"{field}: somebody else has changed it meanwhile; the config's value is taken")
+    if applied.problems:
+        raise CommandFailed("; ".join(applied.problems))
+    print("done: the fleet is as the config says")
+
+
+def _agreed() -> bool:
+    """Asks the person at the terminal, if there is one."""
+    if not sys.stdin.isatty():
+        return False
+    try:
+        return input("Do it? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False

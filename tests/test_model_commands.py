@@ -1,0 +1,132 @@
+"""`kvloom model` and `kvloom config apply` against a real gateway, whose units' processes are modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloom.config.config import DEMO
+from tests.api.fleet import Administered, administered
+from tests.api.scripted import serving
+from tests.commands import kvloom
+
+STORIES = DEMO / "stories"
+DONE = "done: the fleet is as the config says"
+CONFIG = f"""
+kv_memory: 32MiB
+block_bytes: 4KiB
+models: {{stories: {STORIES}, sums: {DEMO}/sums}}
+units: [{{models: [stories]}}, {{models: [stories]}}, {{models: [sums]}}]
+"""
+
+
+@pytest.fixture
+def fleet() -> Administered:
+    return administered()
+
+
+@pytest.fixture
+def url(fleet: Administered) -> Iterator[str]:
+    with serving(fleet.app) as url:
+        yield url
+
+
+def models(fleet: Administered) -> dict[str, list[str]]:
+    """What each unit is to serve."""
+    return {
+        name: [model.name for model in unit.engine.models]
+        for name, unit in fleet.kept.units.items()
+        if not unit.removed
+    }
+
+
+def test_a_model_is_added_listed_and_removed(fleet: Administered, url: str) -> None:
+    done = kvloom("model", "add", "other=stories", "--unit", "unit-1", "--url", url, folder=DEMO)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"other  unit-1 up  {STORIES}\n", "")
+    assert models(fleet) == {"unit-0": ["m"], "unit-1": ["m", "other"]}
+    listed = kvloom("model", "list", "--url", url)
+    assert listed.stdout.splitlines() == [
+        "m      unit-0 up, unit-1 up  /m",
+        f"other  unit-1 up             {STORIES}",
+    ]
+    done = kvloom("model", "remove", "other", "--drain", "1.5", "--url", url)
+    assert (done.returncode, done.stdout) == (0, "m  unit-0 up, unit-1 up  /m\n")
+    assert models(fleet) == {"unit-0": ["m"], "unit-1": ["m"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("model", "add", f"m={STORIES}"), 1, "there is a model m already, /m on unit-0"),
+        (("model", "add", f"x={STORIES}", "--unit", "unit-7"), 1, "there is no unit unit-7; unit-0, unit-1"),
+        (("model", "add", "x=/no/such"), 2, "x: /no/such does not exist; a checkpoint directory"),
+        (("model", "add", f"x={STORIES}/config.json"), 2, "config.json is a file; a checkpoint directory"),
+        (("model", "add", "x"), 2, "x: NAME=PATH_OR_HUB_ID is right"),
+        (("model", "add", f"a b={STORIES}"), 2, "'a b' is no name; letters, digits"),
+        (("model", "remove", "x"), 1, "the model `x` is not served; served: m"),
+        (("model", "remove", "m", "--drain", "-1"), 2, "--drain: '-1'; seconds from 0 to 3600 are right"),
+        (("config", "apply", "/no/such.yaml"), 2, "/no/such.yaml: No such file or directory"),
+    ],
+)
+def test_an_order_that_cannot_be_is_told_in_one_line(
+    fleet: Administered, url: str, words: tuple[str, ...], code: int, said: str
+) -> None:
+    done = kvloom(*words, "--url", url)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not fleet.done
+
+
+def test_a_unit_that_cannot_start_with_the_model_serves_what_it_served(fleet: Administered, url: str) -> None:
+    fleet.problems["unit-1"] = "ended with exit code 3"
+    done = kvloom("model", "add", f"x={STORIES}", "--unit", "unit-1", "--url", url)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "unit-1 ended with exit code 3 as it started" in done.stderr
+    assert models(fleet) == {"unit-0": ["m"], "unit-1": ["m"]}
+
+
+def test_a_config_is_shown_and_then_applied(fleet: Administered, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(CONFIG)
+    shown = kvloom("config", "apply", str(file), "--url", url)
+    lines = shown.stdout.splitlines()
+    assert shown.returncode == 0
+    assert [line.partition(":")[0] for line in lines[:2]] == ["unit-0 starts anew", "unit-1 starts anew"]
+    assert lines[2] == "unit-2 is added, with sums"
+    assert lines[3:] == ["nothing is changed yet; --yes does it"]
+    assert not fleet.done
+
+    done = kvloom("config", "apply", str(file), "--yes", "--url", url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [*lines[:3], DONE]
+    assert models(fleet) == {"unit-0": ["stories"], "unit-1": ["stories"], "unit-2": ["sums"]}
+    again = kvloom("config", "apply", str(file), "--yes", "--url", url)
+    assert (again.returncode, again.stdout) == (0, "the fleet is as the config says\n")
+
+
+def test_another_program_of_a_config_runs(fleet: Administered, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(CONFIG + "program: {name: balanced, ratio: 0.25}\n")
+    done = kvloom("config", "apply", str(file), "--yes", "--url", url)
+    assert done.stdout.splitlines()[3:] == [
+        "the program is balanced",
+        DONE,
+    ]
+    assert kvloom("program", "show", "--url", url).stdout == "balanced --option ratio=0.25\n"
+    file.write_text(CONFIG + "program: none_such\n")
+    done = kvloom("config", "apply", str(file), "--yes", "--url", url)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "none_such" in done.stderr
+
+
+def test_a_unit_of_a_config_that_cannot_be_started(fleet: Administered, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(CONFIG)
+    fleet.problems["unit-2"] = "ended with exit code 3"
+    done = kvloom("config", "apply", str(file), "--yes", "--url", url)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "unit-2 ended with exit code 3" in done.stderr
+    assert models(fleet)["unit-1"] == ["stories"]
