@@ -96,7 +96,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
+class CallFault:
     """What becomes of one call. late, slow: seconds more on the way there and back. lost: it never arrives;
     unanswered: its answer does not. again: it arrives a second time, so many seconds later. cut: its stream
     breaks after so many frames. noticed: seconds until a side sees that the other is gone."""
@@ -117,7 +117,7 @@ class Mishap:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How many of the calls, and of the jobs, have each mishap."""
+    """How many of the calls, and of the jobs, have each fault."""
 
     late: float = 0.0
     slow: float = 0.0
@@ -132,10 +132,10 @@ class Rates:
         return self == Rates()
 
 
-NOTHING: Final = Mishap()
+NOTHING: Final = CallFault()
 
 
-class Mishaps:
+class FaultSource:
     """One after the other, as the seed has it, until it is over."""
 
     def __init__(self, seed: str, rates: Rates) -> None:
@@ -145,7 +145,7 @@ class Mishaps:
     def calm(self) -> None:
         self._rates = Rates()
 
-    def next(self) -> Mishap:
+    def next(self) -> CallFault:
         rates, draw = self._rates, self._random
         if rates.none:
             return NOTHING
@@ -153,7 +153,7 @@ class Mishaps:
             name: draw.random() < getattr(rates, name)
             for name in ("late", "slow", "lost", "unanswered", "again", "cut")
         }
-        return Mishap(
+        return CallFault(
             late=_moment(draw, LATEST) if hit["late"] else 0.0,
             slow=_moment(draw, LATEST) if hit["slow"] else 0.0,
             lost=hit["lost"],
@@ -174,7 +174,7 @@ def _moment(draw: random.Random, most: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Ordeal:
+class FaultScenario:
     """One run: who serves, who asks, and what goes wrong. contexts: tokens that each model holds, by model.
     rates: of calls to the engines and of jobs; fleet_rates: of the fleet scheduler's calls, if others. delay:
     of the wire, in seconds, one way. rescheduling: None where there is no fleet scheduler."""
@@ -218,7 +218,7 @@ class Ordeal:
         )
 
 
-class Dice:
+class SeededDraws:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 

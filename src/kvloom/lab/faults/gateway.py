@@ -16,8 +16,8 @@ from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import Timing
 from kvloom.cluster.state import is_gateway
 from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.host import Host
-from kvloom.lab.faults.journal import Answer, Crashed, Crew, Journal
+from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.journal import ClientAnswer, Crashed, FaultTasks, Journal
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
@@ -30,7 +30,7 @@ from kvloom.types.spec import EngineSpec
 T = TypeVar("T")
 
 
-class Gateway:
+class FaultyGateway:
     """crashed: called with what is no error of ours. tell: takes what it says to the controller."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Gateway:
         self._gone = False
         self._clock = clock
         self._journal = journal
-        self._crew = Crew(crashed)
+        self._tasks = FaultTasks(crashed)
 
     async def start(self) -> None:
         await self.router.__aenter__()
@@ -81,16 +81,16 @@ class Gateway:
         self._gone = True
         for wire in self.wires.values():
             wire.cut()
-        tasks = self._crew.dismiss()
+        tasks = self._tasks.cancel()
         if tasks:
             await asyncio.wait(tasks)
         await self.close()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """What is done here; it ends with the process."""
-        return self._crew.spawn(work)
+        return self._tasks.spawn(work)
 
-    async def answer(self, answer: Answer) -> None:
+    async def answer(self, answer: ClientAnswer) -> None:
         """Serve a client to its end."""
         client, name = answer.client, answer.client.body.request
         answer.asked = self._clock.now()
@@ -131,7 +131,7 @@ class Gateway:
                 self._journal.count("moved by order")
                 return
 
-    async def _read(self, answer: Answer) -> None:
+    async def _read(self, answer: ClientAnswer) -> None:
         client = answer.client
         async with aclosing(self.router.start_generate(client.body)) as frames:
             async for frame in frames:
@@ -141,7 +141,7 @@ class Gateway:
                 if client.pause:
                     await self._clock.sleep(client.pause)
 
-    async def _abort(self, answer: Answer) -> None:
+    async def _abort(self, answer: ClientAnswer) -> None:
         client = answer.client
         await self._clock.sleep(client.aborts or 0.0)
         answer.aborted = True
@@ -160,7 +160,7 @@ def _shown(event: Event) -> str:
             return f"a report of {len(event.logprobs)} tokens"
 
 
-def _wish(answer: Answer) -> str:
+def _wish(answer: ClientAnswer) -> str:
     body = answer.client.body
     return f"{body.sampling.max_tokens} tokens × {body.n}, priority {body.priority}"
 
@@ -169,13 +169,13 @@ AT_ONCE: Final = Timing(first=0.0, most=0.0)
 """A fault says itself how long what has died stays away."""
 
 
-class HostLauncher:
+class FaultyLauncher:
     """Satisfies `Launcher` with hosts, and with gateways that somebody else opens. A component that was lost
     gets no process before its time."""
 
     def __init__(
         self,
-        hosts: Mapping[str, Host],
+        hosts: Mapping[str, FaultyUnit],
         clock: Clock,
         journal: Journal,
         crashed: Crashed,
@@ -192,7 +192,7 @@ class HostLauncher:
         self._journal = journal
         self._open_gateway = open_gateway
         self._tell = tell
-        self._crew = Crew(crashed)
+        self._tasks = FaultTasks(crashed)
         self._called_off: set[str] = set()  # What was told to end as it started.
         self._back: dict[str, float] = {}  # When what was lost may have a process again.
 
@@ -203,11 +203,11 @@ class HostLauncher:
 
     def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
         if not is_gateway(component):
-            self._crew.spawn(self._start(component))
+            self._tasks.spawn(self._start(component))
 
     def stop(self, component: str) -> None:
         if self._hosts[component].process is not None:
-            self._crew.spawn(self._stop(component))
+            self._tasks.spawn(self._stop(component))
         else:
             self._called_off.add(component)
 
@@ -219,7 +219,7 @@ class HostLauncher:
 
     def tell(self, component: str, news: News) -> None:
         if isinstance(news, Snapshot):
-            self._crew.spawn(self._serve(component, news))
+            self._tasks.spawn(self._serve(component, news))
         else:
             self._tell(component, news)
 

@@ -7,9 +7,9 @@ from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
 from kvloom.engine.engine import Engine
-from kvloom.lab.faults.faults import Mishaps
-from kvloom.lab.faults.journal import Crashed, Crew, Journal
-from kvloom.lab.faults.witness import Witness
+from kvloom.lab.faults.faults import FaultSource
+from kvloom.lab.faults.invariants import InvariantChecker
+from kvloom.lab.faults.journal import Crashed, FaultTasks, Journal
 from kvloom.lab.sim.executor import Content, JobFailed, ModelledExecutor
 from kvloom.lab.sim.links import ModelledPlane, ModelledTransport, TimedLink
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
@@ -18,32 +18,32 @@ from kvloom.types.job import Job
 
 
 class WatchedDevice:
-    """Satisfies `Content`: a witness. Where the seed has it, a job fails: at its end, with all written, or,
+    """Satisfies `Content`: a checker. Where the seed has it, a job fails: at its end, with all written, or,
     if peers wait for its layers, after some of them."""
 
-    def __init__(self, unit: str, witness: Witness, mishaps: Mishaps, journal: Journal) -> None:
+    def __init__(self, unit: str, checker: InvariantChecker, faults: FaultSource, journal: Journal) -> None:
         self._unit = unit
-        self._witness = witness
-        self._mishaps = mishaps
+        self._checker = checker
+        self._faults = faults
         self._journal = journal
         self._doomed: set[int] = set()  # by id; while they run
 
     def begin(self, job: Job) -> None:
         self._tell(job, "begins, share", job.share)
         self._journal.count("jobs")
-        if self._mishaps.fails():
+        if self._faults.fails():
             self._doomed.add(id(job))
-        self._witness.begin(job)
+        self._checker.begin(job)
 
     def write(self, job: Job, layers: range) -> None:
         if id(job) in self._doomed and layers.start > 0:
             self._fail(job)
-        self._witness.write(job, layers)
+        self._checker.write(job, layers)
 
     def draw(self, job: Job, step: int) -> list[int]:
         if id(job) in self._doomed:
             self._fail(job)
-        tokens = self._witness.draw(job, step)
+        tokens = self._checker.draw(job, step)
         self._tell(job, "ends:", tokens)
         return tokens
 
@@ -69,7 +69,7 @@ T = TypeVar("T")
 LATENCY: Final = 1e-4  # seconds from one unit's memory to another's
 
 
-class Process:
+class EngineProcess:
     """One engine from its start to its end. over: done at that end, whatever its tasks still tidy up.
     crashed: called with what it fails of until then."""
 
@@ -80,21 +80,21 @@ class Process:
         self.executor = executor
         self.transport = transport
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._crew = Crew(crashed)
-        self.running = self._crew.spawn(engine.run())
+        self._tasks = FaultTasks(crashed)
+        self.running = self._tasks.spawn(engine.run())
 
     def serve(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """It ends with the process."""
-        return self._crew.spawn(call)
+        return self._tasks.spawn(call)
 
     def end(self) -> None:
         self.over.set_result(None)
         self.executor.halt()
-        self._crew.dismiss()
+        self._tasks.cancel()
 
 
-class Host:
-    """process: None while there is none. witnesses: of all its engines. crashed: called with what an engine
+class FaultyUnit:
+    """process: None while there is none. checkers: of all its engines. crashed: called with what an engine
     failed of."""
 
     def __init__(
@@ -102,17 +102,17 @@ class Host:
         unit: SimulatedUnit,
         plane: ModelledPlane,
         clock: Clock,
-        mishaps: Mishaps,
+        faults: FaultSource,
         journal: Journal,
         crashed: Crashed,
     ) -> None:
         self.name = unit.spec.unit
         self.unit = unit
-        self.process: Process | None = None
-        self.witnesses: list[Witness] = []
+        self.process: EngineProcess | None = None
+        self.checkers: list[InvariantChecker] = []
         self._plane = plane
         self._clock = clock
-        self._mishaps = mishaps
+        self._faults = faults
         self._journal = journal
         self._crashed = crashed
 
@@ -120,17 +120,17 @@ class Host:
         unit, spec = self.unit, self.unit.spec
         blocks = spec.kv_bytes // spec.block_bytes
         geometries = {name: shape.geometry(spec.block_bytes) for name, shape in unit.shapes.items()}
-        witness = Witness(geometries, blocks, next(iter(unit.shapes.values())).vocab)
-        self.witnesses.append(witness)
-        executor = modelled_executor(unit, self._device(witness))
+        checker = InvariantChecker(geometries, blocks, next(iter(unit.shapes.values())).vocab)
+        self.checkers.append(checker)
+        executor = modelled_executor(unit, self._device(checker))
         link = TimedLink(unit.bandwidth, LATENCY)
-        transport = self._plane.join(self.name, blocks, link, arena=witness.arena)
+        transport = self._plane.join(self.name, blocks, link, arena=checker.arena)
         engine = Engine(executor, transport, spec, self._clock)
-        self.process = Process(engine, executor, transport, self._crashed)
+        self.process = EngineProcess(engine, executor, transport, self._crashed)
         self._journal("engine", self.name, "starts,", blocks, "blocks")
 
-    def _device(self, witness: Witness) -> Content:
-        return WatchedDevice(self.name, witness, self._mishaps, self._journal)
+    def _device(self, checker: InvariantChecker) -> Content:
+        return WatchedDevice(self.name, checker, self._faults, self._journal)
 
     def kill(self) -> None:
         """Nothing of the process does anything any more. What its tasks still tidy up is their own."""
@@ -149,7 +149,7 @@ class Host:
             if self.process is gone:
                 self._out(gone)
 
-    def _out(self, gone: Process) -> None:
+    def _out(self, gone: EngineProcess) -> None:
         self.process = None
         self._plane.kill(gone.transport)
         gone.end()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvloom.lab.faults.faults import Ordeal
-from kvloom.lab.faults.host import Host
-from kvloom.lab.faults.journal import Answer
-from kvloom.lab.faults.witness import lone_answer
+from kvloom.lab.faults.faults import FaultScenario
+from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.invariants import lone_answer
+from kvloom.lab.faults.journal import ClientAnswer
 from kvloom.router.router import Router
 from kvloom.types.errors import BadRequest, OutOfBlocks, QueueFull
 from kvloom.types.load import UnitLoad
@@ -35,35 +35,35 @@ OUTLIVES = "streams outlive engines"
 NO_CRASH = "no crash"
 
 
-def check_answer(answer: Answer, ordeal: Ordeal) -> Iterator[Broken]:
+def check_answer(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[Broken]:
     """Of a request that is over."""
     name = answer.client.body.request
-    for what in (*answer.broken, *_ending(answer, ordeal)):
+    for what in (*answer.broken, *_ending(answer, scenario)):
         yield Broken(EXACTLY_ONCE, f"{name}: {what}")
-    for what in _tokens(answer, ordeal):
+    for what in _tokens(answer, scenario):
         yield Broken(SAME_TOKENS, f"{name}: {what}")
-    for what in _fate(answer, ordeal):
+    for what in _fate(answer, scenario):
         yield Broken(NO_STARVATION, f"{name}: {what}")
-    if ordeal.survivable and answer.tokens and (problem := _problem(answer)):
+    if scenario.survivable and answer.tokens and (problem := _problem(answer)):
         yield Broken(OUTLIVES, f"{name}: it had begun, and engines have died at most: {problem}")
 
 
-def _problem(answer: Answer) -> str:
+def _problem(answer: ClientAnswer) -> str:
     """What it was told instead of its rest."""
     errors = [end.message for end in answer.ends.values() if end.reason == "error"]
     return answer.error.message if answer.error else next(iter(errors), "")
 
 
-def _tokens(answer: Answer, ordeal: Ordeal) -> Iterator[str]:
+def _tokens(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[str]:
     body = answer.client.body
-    vocab = next(iter(ordeal.units[0].shapes.values())).vocab
+    vocab = next(iter(scenario.units[0].shapes.values())).vocab
     for choice, tokens in answer.tokens.items():
-        lone = lone_answer(body, choice, context=ordeal.contexts[body.model], vocab=vocab)
+        lone = lone_answer(body, choice, context=scenario.contexts[body.model], vocab=vocab)
         if tokens != lone[: len(tokens)]:
             yield f"choice {choice} is {tokens}, alone it is {lone}"
 
 
-def _ending(answer: Answer, ordeal: Ordeal) -> Iterator[str]:
+def _ending(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[str]:
     """What a stream that has ended must have said, and what no stream may say."""
     body = answer.client.body
     if answer.fate == "ended" and len(answer.ends) < body.n:
@@ -74,50 +74,50 @@ def _ending(answer: Answer, ordeal: Ordeal) -> Iterator[str]:
         if found != len(body.prompt) - 1 and not failed:
             yield f"its report is of {found} prompt tokens, not of {len(body.prompt) - 1}"
     for choice, end in answer.ends.items():
-        yield from _end(answer, choice, end, ordeal)
+        yield from _end(answer, choice, end, scenario)
 
 
-def _end(answer: Answer, choice: int, end: EndEvent, ordeal: Ordeal) -> Iterator[str]:
+def _end(answer: ClientAnswer, choice: int, end: EndEvent, scenario: FaultScenario) -> Iterator[str]:
     body, tokens = answer.client.body, answer.tokens.get(choice, [])
     whole = len(body.prompt) + len(tokens)
     match end.reason:
         case "length" if len(tokens) != body.sampling.max_tokens and whole not in _contexts(
-            body.model, ordeal
+            body.model, scenario
         ):
             yield f"choice {choice} ends for its length after {len(tokens)} tokens"
         case "stop" if not tokens or tokens[-1] not in body.sampling.stop_token_ids:
             yield f"choice {choice} stops without a stop token"
         case "abort" if not (answer.aborted and answer.client.choice in (None, choice)):
             yield f"choice {choice} is aborted, but nobody has asked for it"
-        case "error" if ordeal.harmless:
+        case "error" if scenario.harmless:
             yield f"choice {choice} ends with an error where nothing has failed: {end.message}"
         case "error" if not end.message or "\n" in end.message:
             yield f"choice {choice} ends with an error that says {end.message!r}"
 
 
-def _contexts(model: str, ordeal: Ordeal) -> set[int]:
+def _contexts(model: str, scenario: FaultScenario) -> set[int]:
     """What the units that serve it hold of it, at most."""
     found = set()
-    for unit in ordeal.units:
+    for unit in scenario.units:
         if model in unit.shapes:
             geometry = unit.shapes[model].geometry(unit.spec.block_bytes)
             blocks = unit.spec.kv_bytes // unit.spec.block_bytes
             most = blocks // geometry.blocks_per_page * geometry.tokens_per_block
-            found.add(min(most, ordeal.contexts[model]))
+            found.add(min(most, scenario.contexts[model]))
     return found
 
 
-def _fate(answer: Answer, ordeal: Ordeal) -> Iterator[str]:
+def _fate(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[str]:
     error = answer.error
     if error is None:
         return
     if not error.message or "\n" in error.message:
         yield f"its error says {error.message!r}"
-    if ordeal.harmless and not answer.aborted and not isinstance(error, _REFUSALS):
+    if scenario.harmless and not answer.aborted and not isinstance(error, _REFUSALS):
         yield f"nothing has failed, but it is told: {error.message}"
 
 
-def check_pool(host: Host) -> Iterator[Broken]:
+def check_pool(host: FaultyUnit) -> Iterator[Broken]:
     """Law 1, at any moment."""
     if host.process is None:
         return
@@ -127,7 +127,7 @@ def check_pool(host: Host) -> Iterator[Broken]:
         yield Broken(CONSERVATION, f"{host.name}: {error}")
 
 
-def check_idle(host: Host, load: UnitLoad) -> Iterator[Broken]:
+def check_idle(host: FaultyUnit, load: UnitLoad) -> Iterator[Broken]:
     """Of a unit that has nothing to do, and whose leases have run out."""
     yield from check_pool(host)
     for model, one in load.models.items():
@@ -143,9 +143,9 @@ def check_idle(host: Host, load: UnitLoad) -> Iterator[Broken]:
             yield Broken(NOTHING_LEAKS, f"{host.name}: {len(ledger)} reservations are in its ledger")
 
 
-def check_witnesses(host: Host) -> Iterator[Broken]:
-    for witness in host.witnesses:
-        for what in witness.wrong[:3]:
+def check_invariants(host: FaultyUnit) -> Iterator[Broken]:
+    for checker in host.checkers:
+        for what in checker.wrong[:3]:
             yield Broken(SAME_TOKENS, f"{host.name}: {what}")
 
 

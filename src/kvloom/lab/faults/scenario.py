@@ -12,14 +12,14 @@ from kvloom.lab.faults.faults import (
     KEEPING,
     Client,
     Death,
-    Dice,
     Fault,
+    FaultScenario,
     GatewayLoss,
-    Ordeal,
     Order,
     Rates,
     Relocation,
     SchedulerLoss,
+    SeededDraws,
     Switch,
 )
 from kvloom.lab.sim.executor import Evenly
@@ -34,7 +34,7 @@ VOCAB: Final = 500
 LONGEST: Final = 4.0  # seconds in which clients come
 
 
-class Traits(Dice):
+class Traits(SeededDraws):
     """Drawn first: models, and how wide all else is drawn."""
 
     def __init__(self, seed: int) -> None:
@@ -106,10 +106,10 @@ PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
 STAYING: Final = ("data_parallel", "least_loaded", "freest", "infaas", "cache_aware")  # they move no K and V
 
 
-class Lot(Traits):
+class DrawnScenario(Traits):
     """All that is drawn of one seed."""
 
-    def draw(self) -> Ordeal:
+    def draw(self) -> FaultScenario:
         units = self._units()
         served = [name for name in self.shapes if any(name in unit.shapes for unit in units)]
         clients = sorted(
@@ -117,7 +117,7 @@ class Lot(Traits):
             key=lambda one: one.at,
         )
         faults = sorted([*self._faults(units), *self._relocations(units, clients)], key=lambda one: one.at)
-        return Ordeal(
+        return FaultScenario(
             seed=self.seed,
             units=units,
             contexts=self.contexts,
@@ -267,7 +267,7 @@ class Lot(Traits):
         )
 
     def _rates(self) -> Rates:
-        """A few kinds of mishaps, some of the time."""
+        """A few kinds of faults, some of the time."""
         draw = self._random
         if self.calm or self._odds(0.25):
             return Rates()
@@ -279,12 +279,12 @@ class Lot(Traits):
         return self._random.uniform(0.0, 1.2 * self.span)
 
 
-SHARE: Final = 0.19  # of the ordeals
+SHARE: Final = 0.19  # of the scenarios
 CROWDED: Final = 0.4  # of these: prompts wait for room, where others have some
 EDGES: Final = (200.0, 1e3, 1e3, 1e3)  # decode steps: units with less give, those with more take
 
 
-class Restless(Lot):
+class Restless(DrawnScenario):
     """Long answers, pools with room for most, and a scheduler that looks often and acts on each difference.
     Units come and go, and are drained."""
 
@@ -328,7 +328,7 @@ class Restless(Lot):
         """Now and then one that sends all to one unit, from which they are to move."""
         return Switch(at, "cache_aware", {"slack": 2048}) if self._odds(0.4) else super()._switch(at)
 
-    def draw(self) -> Ordeal:
+    def draw(self) -> FaultScenario:
         """A scheduler whose calls go astray moves nothing: they do so elsewhere. Where units come and go a
         gateway may be lost meanwhile."""
         drawn = replace(super().draw(), fleet_rates=Rates())
@@ -347,6 +347,6 @@ class Restless(Lot):
         return [*super()._faults(units), *drains]
 
 
-def draw_ordeal(seed: int) -> Ordeal:
+def draw_scenario(seed: int) -> FaultScenario:
     kind = random.Random(f"kind of {seed}")
-    return (Restless if kind.random() < SHARE else Lot)(seed).draw()
+    return (Restless if kind.random() < SHARE else DrawnScenario)(seed).draw()

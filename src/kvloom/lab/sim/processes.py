@@ -73,7 +73,7 @@ GATEWAY_NAME: Final = gateway_name(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class SimulatedProcess:
     """One engine from its start to its end. host: where its own work counts. borrowing: of who borrows."""
 
     engine: Engine
@@ -117,7 +117,7 @@ class ModelledLauncher:
         self._machine = machine
         self._plane = ModelledPlane()
         self._offloading = OffloadingUnits(unit.spec for unit in units.values())
-        self._processes: dict[str, Process] = {}
+        self._processes: dict[str, SimulatedProcess] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._preempted = 0  # by engines that have ended
 
@@ -219,14 +219,14 @@ class ModelledLauncher:
         engine = Engine(executor, transport if whole else NoTransport(name), unit.spec, self._clock, offload)
         running, weave = self._tasks.create_task(engine.run()), unit.spec.weave
         borrowing = self._tasks.create_task(self._borrow(engine, unit.spec, weave)) if weave else None
-        self._processes[name] = Process(engine, transport, host, running, borrowing)
+        self._processes[name] = SimulatedProcess(engine, transport, host, running, borrowing)
 
     async def _borrow(self, engine: Engine, spec: EngineSpec, weave: WeaveSpec) -> None:
         """For ever."""
         lender = SimulatedLenderClient(lambda: self._reached(weave.cold).engine, self._clock, self._delay)
         await LoanKeeper(engine.borrower, spec.models[0].name, weave, lender, self._clock).run()
 
-    def _reached(self, unit: str) -> Process:
+    def _reached(self, unit: str) -> SimulatedProcess:
         process = self._processes.get(unit)
         if process is None:
             raise Unavailable(f"{unit} has no process", retry_after=1)

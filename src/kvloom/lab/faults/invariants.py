@@ -41,7 +41,7 @@ def lone_answer(body: StartGenerate, choice: int, *, context: int, vocab: int) -
     return tokens[len(body.prompt) :]
 
 
-class Witness:
+class InvariantChecker:
     """Satisfies `Content`. One number stands for K and V of a token in one head of one layer; it says whose
     model, layer, head, position and token it is. A job's steps are one, because the second step of a job
     reads tokens that only the executor knows: run it with a stride of 1.
