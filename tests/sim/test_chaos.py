@@ -14,7 +14,18 @@ import pytest
 
 from kvloom.lab.faults import chaos as chaos_runs
 from kvloom.lab.faults.chaos import Verdict, chaos, run_quietly, run_scenario, verdicts
-from kvloom.lab.faults.faults import Death, GatewayLoss, Order, Relocation, SchedulerLoss, Switch
+from kvloom.lab.faults.faults import (
+    Death,
+    GatewayLoss,
+    Order,
+    Relocation,
+    Replan,
+    RollingRestart,
+    SchedulerLoss,
+    Switch,
+    UnitAdded,
+    UnitRemoved,
+)
 from kvloom.lab.faults.scenario import PROGRAMS as DRAWN
 from kvloom.lab.faults.scenario import draw_scenario
 from kvloom.lab.faults.simulation import Parts
@@ -32,7 +43,8 @@ def test_300_seeds_keep_the_laws() -> None:
     for what in (
         "requests ended", "requests failed", "requests left", "requests lost", "jobs failed", "calls harmed",
         "engines killed", "engines stopped", "gateways lost", "programs switched", "orders",
-        "schedulers lost", "moved by order", "moves refused",
+        "schedulers lost", "moved by order", "moves refused", "choices stopped", "rolling restarts",
+        "units replanned", "units added", "units removed",
     ):  # fmt: skip
         assert counts[what] > 20, what
     assert min(counts["units started"], counts["units ended"]) > 10
@@ -86,7 +98,11 @@ def test_all_kinds_of_faults_are_drawn() -> None:
     scenarios = [draw_scenario(seed) for seed in range(300)]
     assert {scenario.program.program for scenario in scenarios} == DRAWN.keys() == PROGRAMS.keys()
     kinds = Counter(type(fault) for scenario in scenarios for fault in scenario.faults)
-    assert kinds.keys() == {Death, GatewayLoss, SchedulerLoss, Relocation, Switch, Order}
+    assert kinds.keys() == {
+        Death, GatewayLoss, SchedulerLoss, Relocation, Switch, Order,
+        RollingRestart, Replan, UnitAdded, UnitRemoved,
+    }  # fmt: skip
+    assert sum(bool(client.stop) for scenario in scenarios for client in scenario.clients) > 100
     for kind in ("late", "slow", "lost", "unanswered", "again", "cut", "jobs"):
         assert sum(getattr(scenario.rates, kind) > 0 for scenario in scenarios) > 30, kind
     assert sum(scenario.harmless for scenario in scenarios) > 20

@@ -27,6 +27,7 @@ from kvloom.lab.faults.laws import (
     NO_STARVATION,
     Broken,
     check_answer,
+    check_fleet,
     check_idle,
     check_invariants,
     check_router,
@@ -115,9 +116,12 @@ async def _try(simulation: FaultSimulation, clock: LoopClock) -> None:
 
 async def _check_idle(simulation: FaultSimulation) -> None:
     assert simulation.gateway is not None
+    simulation.broken.extend(check_fleet(simulation.controller))
     simulation.broken.extend(check_router(simulation.gateway.router))
+    units = simulation.controller.spec.units
     for host in simulation.hosts.values():
-        assert (host.process is not None) == simulation.controller.spec.units[host.name].wanted
+        unit = units.get(host.name)
+        assert (host.process is not None) == (unit is not None and unit.wanted)
         if host.process is not None:
             simulation.broken.extend(check_idle(host, await host.process.engine.load()))
         simulation.broken.extend(check_invariants(host))

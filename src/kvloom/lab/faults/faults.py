@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -79,20 +79,71 @@ class Order:
     seconds: int
 
 
-Fault = Death | GatewayLoss | SchedulerLoss | Relocation | Switch | Order
+@dataclass(frozen=True, slots=True)
+class RollingRestart:
+    """Every unit gets a new process, at most `budget` of them at once."""
+
+    at: float
+    seconds: float | None
+    """How long what runs at a unit is waited for; None for as long as it takes."""
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """A unit gets another specification: models are added or removed, or its pool is of another size."""
+
+    at: float
+    unit: SimulatedUnit
+    seconds: float | None
+    """How long what runs at the unit is waited for; None for as long as it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitAdded:
+    """The fleet gets one unit more."""
+
+    at: float
+    unit: SimulatedUnit
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRemoved:
+    """The fleet loses a unit for good."""
+
+    at: float
+    unit: str
+    seconds: float | None
+    """How long what runs at the unit is waited for; None for as long as it takes."""
+
+
+FleetEdit = RollingRestart | Replan | UnitAdded | UnitRemoved
+"""Faults that are edits of the fleet's specification."""
+
+Fault = Death | GatewayLoss | SchedulerLoss | Relocation | Switch | Order | FleetEdit
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Asks for `body` at `at`. leaves: seconds until it hangs up. aborts: seconds until it ends the request,
-    or one choice of it, and reads on. pause: seconds it takes over each frame."""
+    """Somebody who asks for `body` at `at`."""
 
     at: float
     body: StartGenerate
     leaves: float | None = None
+    """Seconds until the client hangs up."""
     aborts: float | None = None
+    """Seconds until the client ends the request, or one choice of it, and reads on."""
     choice: int | None = None
+    """The choice that is aborted; None for all."""
     pause: float = 0.0
+    """Seconds that the client takes over each frame."""
+    stop: str = ""
+    """A stop string: a choice is aborted once its text, by `text_of`, holds it. Empty for none."""
+
+
+def text_of(tokens: Iterable[int]) -> str:
+    """Returns the text that stop strings are looked for in: one of four letters a token."""
+    return "".join("abcd"[token % 4] for token in tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,26 +242,40 @@ class FaultScenario:
     rescheduling: Rescheduling | None = None
 
     @property
+    def all_units(self) -> tuple[SimulatedUnit, ...]:
+        """The units with each specification that one of them ever has."""
+        later = [fault.unit for fault in self.faults if isinstance(fault, Replan | UnitAdded)]
+        return (*self.units, *later)
+
+    @property
     def tidy(self) -> bool:
         """Nobody fails to give back what was held for a request: leases are not needed."""
         return self.rates.none and not any(
-            isinstance(one, Death | GatewayLoss) or (isinstance(one, Order) and one.what in KEEPING)
+            isinstance(one, Death | GatewayLoss)
+            or (isinstance(one, Order) and one.what in KEEPING)
+            or (isinstance(one, RollingRestart | Replan | UnitRemoved) and one.seconds is not None)
             for one in self.faults
         )
 
     @property
     def harmless(self) -> bool:
-        """Nothing breaks, and no unit is taken out of service: whoever stays is answered."""
-        return self.survivable and not any(isinstance(one, Death) for one in self.faults)
+        """Nothing breaks, no unit is taken out of service, and no model is removed: whoever stays is
+        answered."""
+        return self.survivable and not any(
+            isinstance(one, Death | Replan | UnitRemoved) for one in self.faults
+        )
 
     @property
     def survivable(self) -> bool:
         """At most, engines die, and so few that none can be thought to die of a request: who has begun to be
-        answered is answered whole."""
+        answered is answered whole. A request whose model or unit is removed has nowhere else to go, so what
+        runs must be waited for, and no engine may die meanwhile."""
         deaths = sum(isinstance(one, Death) for one in self.faults)
+        taken = [one for one in self.faults if isinstance(one, Replan | UnitRemoved)]
         return (
             self.rates.none
             and deaths <= DEATHS
+            and (not taken or (not deaths and all(one.seconds is None for one in taken)))
             and not any(
                 isinstance(one, GatewayLoss) or (isinstance(one, Order) and one.what == "drain")
                 for one in self.faults

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from math import inf
 from typing import Any, Final, TypeVar
 
@@ -14,10 +15,12 @@ from kvloom.cluster.launcher import Answered, Ended, Found, News, Report, Snapsh
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import Timing
-from kvloom.cluster.state import is_gateway
+from kvloom.lab.faults.faults import text_of
 from kvloom.lab.faults.faulty_wire import FaultyWire
 from kvloom.lab.faults.host import FaultyUnit
 from kvloom.lab.faults.journal import ClientAnswer, Crashed, FaultTasks, Journal
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.plan.cost.shapes import ModelShape
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
@@ -138,8 +141,21 @@ class FaultyGateway:
                 answer.take(frame)
                 if self._journal.kept and frame:
                     self._journal("stream", client.body.request, *map(_shown, frame))
+                if client.stop:
+                    await self._stop(answer)
                 if client.pause:
                     await self._clock.sleep(client.pause)
+
+    async def _stop(self, answer: ClientAnswer) -> None:
+        """Ends the choices whose text holds the stop string, as the API does."""
+        request, stop = answer.client.body.request, answer.client.stop
+        for choice, tokens in answer.tokens.items():
+            if choice not in answer.ends and choice not in answer.stopped and stop in text_of(tokens):
+                answer.stopped.add(choice)
+                self._journal("client", request, "has its stop string in", choice)
+                self._journal.count("choices stopped")
+                with suppress(KvloomError):
+                    await self.router.abort(request, choice)
 
     async def _abort(self, answer: ClientAnswer) -> None:
         client = answer.client
@@ -182,9 +198,10 @@ class FaultyLauncher:
         *,
         open_gateway: Callable[[str, Snapshot], Coroutine[Any, Any, None]],
         tell: Callable[[str, News], None],
+        shapes: Mapping[str, ModelShape],
     ) -> None:
         """open_gateway: serves the fleet of a snapshot as this gateway. tell: takes news to the one that
-        serves."""
+        serves. shapes: of all models that a unit may ever have."""
         self.hear: Callable[[Report], None] = lambda report: None
         """Called with what happens to a process: the controller's."""
         self._hosts = hosts
@@ -193,6 +210,7 @@ class FaultyLauncher:
         self._open_gateway = open_gateway
         self._tell = tell
         self._tasks = FaultTasks(crashed)
+        self._shapes = shapes
         self._called_off: set[str] = set()  # What was told to end as it started.
         self._back: dict[str, float] = {}  # When what was lost may have a process again.
 
@@ -202,8 +220,8 @@ class FaultyLauncher:
         self.hear(Ended(component, "was lost"))
 
     def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
-        if not is_gateway(component):
-            self._tasks.spawn(self._start(component))
+        if engine is not None:
+            self._tasks.spawn(self._start(component, engine))
 
     def stop(self, component: str) -> None:
         if self._hosts[component].process is not None:
@@ -229,7 +247,7 @@ class FaultyLauncher:
     def running(self) -> Sequence[Found]:
         return [Found(name, 1, "ready") for name, host in self._hosts.items() if host.process is not None]
 
-    async def _start(self, unit: str) -> None:
+    async def _start(self, unit: str, engine: EngineSpec) -> None:
         back = self._back.pop(unit, None)
         host = self._hosts[unit]
         if back is None:
@@ -241,8 +259,14 @@ class FaultyLauncher:
             self._called_off.discard(unit)
             self.hear(Ended(unit, "was stopped as it started"))
             return
+        if engine != host.unit.spec:
+            host.unit = self._replanned(host.unit, engine)
         host.start()
         self.hear(Answered(unit))
+
+    def _replanned(self, unit: SimulatedUnit, engine: EngineSpec) -> SimulatedUnit:
+        shapes = {model.name: self._shapes[model.name] for model in engine.models}
+        return replace(unit, spec=engine, shapes=shapes)
 
     async def _stop(self, unit: str) -> None:
         self._journal.count("units ended")

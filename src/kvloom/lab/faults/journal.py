@@ -85,6 +85,7 @@ class ClientAnswer:
     prompt: PromptEvent | None = None
     error: KvloomError | None = None
     aborted: bool = False
+    stopped: set[int] = field(default_factory=set)  # choices that were aborted for their stop string
     broken: list[str] = field(default_factory=list)
 
     def take(self, frame: list[Event]) -> None:

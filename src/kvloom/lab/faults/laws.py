@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvloom.cluster.controller import Controller
+from kvloom.cluster.edits import at
+from kvloom.cluster.state import ABSENT
 from kvloom.lab.faults.faults import FaultScenario
 from kvloom.lab.faults.host import FaultyUnit
 from kvloom.lab.faults.invariants import lone_answer
@@ -87,7 +90,9 @@ def _end(answer: ClientAnswer, choice: int, end: EndEvent, scenario: FaultScenar
             yield f"choice {choice} ends for its length after {len(tokens)} tokens"
         case "stop" if not tokens or tokens[-1] not in body.sampling.stop_token_ids:
             yield f"choice {choice} stops without a stop token"
-        case "abort" if not (answer.aborted and answer.client.choice in (None, choice)):
+        case "abort" if not (
+            (answer.aborted and answer.client.choice in (None, choice)) or choice in answer.stopped
+        ):
             yield f"choice {choice} is aborted, but nobody has asked for it"
         case "error" if scenario.harmless:
             yield f"choice {choice} ends with an error where nothing has failed: {end.message}"
@@ -98,7 +103,7 @@ def _end(answer: ClientAnswer, choice: int, end: EndEvent, scenario: FaultScenar
 def _contexts(model: str, scenario: FaultScenario) -> set[int]:
     """What the units that serve it hold of it, at most."""
     found = set()
-    for unit in scenario.units:
+    for unit in scenario.all_units:
         if model in unit.shapes:
             geometry = unit.shapes[model].geometry(unit.spec.block_bytes)
             blocks = unit.spec.kv_bytes // unit.spec.block_bytes
@@ -147,6 +152,19 @@ def check_invariants(host: FaultyUnit) -> Iterator[Broken]:
     for checker in host.checkers:
         for what in checker.wrong[:3]:
             yield Broken(SAME_TOKENS, f"{host.name}: {what}")
+
+
+def check_fleet(controller: Controller) -> Iterator[Broken]:
+    """Law 5, of a fleet of which nothing more is wanted: it is what it is to be."""
+    spec, processes = controller.spec, controller.status.processes
+    if spec.rolling is not None:
+        yield Broken(NO_STARVATION, f"a rolling restart is not over, at {at(spec.rolling)}")
+    for name, unit in spec.units.items():
+        process = processes.get(name, ABSENT)
+        there = process.phase == "ready" and process.generation == unit.generation
+        if unit.removed or (unit.wanted and not there) or (not unit.wanted and process.phase != "absent"):
+            wanted = "removed" if unit.removed else f"generation {unit.generation}, wanted: {unit.wanted}"
+            yield Broken(NO_STARVATION, f"{name} is {process.phase} of {process.generation}, not {wanted}")
 
 
 def check_router(router: Router) -> Iterator[Broken]:

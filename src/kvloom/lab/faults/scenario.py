@@ -22,6 +22,7 @@ from kvloom.lab.faults.faults import (
     SeededDraws,
     Switch,
 )
+from kvloom.lab.faults.more_draws import with_edits, with_stop_strings
 from kvloom.lab.sim.executor import Evenly
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.unit import SimulatedUnit
@@ -349,4 +350,5 @@ class Restless(DrawnScenario):
 
 def draw_scenario(seed: int) -> FaultScenario:
     kind = random.Random(f"kind of {seed}")
-    return (Restless if kind.random() < SHARE else DrawnScenario)(seed).draw()
+    drawn = (Restless if kind.random() < SHARE else DrawnScenario)(seed).draw()
+    return with_edits(with_stop_strings(drawn))

@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.cluster.launcher import Counted, News, Seen, Snapshot
 from kvloom.cluster.mirror import Said
-from kvloom.cluster.state import ABSENT, FleetSpec, Phase, UnitSpec, gateway_name
+from kvloom.cluster.state import ABSENT, FleetSpec, Phase, Rolling, UnitSpec, gateway_name
 from kvloom.lab.faults.faults import (
     Death,
     Fault,
     FaultScenario,
     FaultSource,
+    FleetEdit,
     GatewayLoss,
     Order,
     Rates,
     Relocation,
+    Replan,
+    RollingRestart,
     SchedulerLoss,
     Switch,
+    UnitAdded,
+    UnitRemoved,
 )
 from kvloom.lab.faults.faulty_wire import FaultyWire
 from kvloom.lab.faults.fleet_wire import FleetWire, SchedulerProcess
@@ -36,6 +42,14 @@ from kvloom.router.program import Program, load_program
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.verbs import Pin, Prefix, PrepRecv
+
+_EDITED: Final = {
+    RollingRestart: "rolling restarts",
+    Replan: "units replanned",
+    UnitAdded: "units added",
+    UnitRemoved: "units removed",
+}
+"""What is counted of each edit that is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +75,21 @@ class FaultSimulation:
         self._parts = parts
         self._faults: list[FaultSource] = []
         self._plane = ModelledPlane()
-        self.hosts = {unit.spec.unit: self._host(unit) for unit in scenario.units}
+        joining = [fault.unit for fault in scenario.faults if isinstance(fault, UnitAdded)]
+        self.hosts = {unit.spec.unit: self._host(unit) for unit in (*scenario.units, *joining)}
         given = scenario.rescheduling or Rescheduling()
         self._launcher = FaultyLauncher(
-            self.hosts, clock, journal, self._crashed, open_gateway=self._open_gateway, tell=self._tell
+            self.hosts,
+            clock,
+            journal,
+            self._crashed,
+            open_gateway=self._open_gateway,
+            tell=self._tell,
+            shapes={model: shape for unit in scenario.all_units for model, shape in unit.shapes.items()},
         )
-        for name in self.hosts:
-            if name not in given.away:
-                self.hosts[name].start()
+        for unit in scenario.units:
+            if unit.spec.unit not in given.away:
+                self.hosts[unit.spec.unit].start()
         spec = FleetSpec(
             units={
                 unit.spec.unit: UnitSpec(engine=unit.spec, wanted=unit.spec.unit not in given.away)
@@ -199,6 +220,8 @@ class FaultSimulation:
                 self._journal.count("programs switched")
                 if self.gateway is not None:
                     self.gateway.router.set_program(self._program)
+            case RollingRestart() | Replan() | UnitAdded() | UnitRemoved():
+                self._edit(fault)
             case Order():
                 with suppress(KvloomError):
                     await self._order(f"order-{number}", fault)
@@ -243,6 +266,29 @@ class FaultSimulation:
             first = names.index(order.unit)
             units = [*names[first:], *names[:first]]
             await asyncio.wait([self.gateway.spawn(self.gateway.move(request, units))])
+
+    def _edit(self, fault: FleetEdit) -> None:
+        """Edits the fleet's specification; what is refused changes nothing."""
+        match fault:
+            case RollingRestart():
+                rolling = Rolling(
+                    left=tuple(self.controller.spec.units), seconds=fault.seconds, budget=fault.budget
+                )
+                edit, told = Edit(rolling=rolling), ("fleet", "is restarted, at once", fault.budget)
+            case Replan(unit=unit):
+                name = unit.spec.unit
+                edit = Edit(units={name: UnitEdit(engine=unit.spec, seconds=fault.seconds)})
+                told = (name, "is to serve", *unit.shapes)
+            case UnitAdded(unit=unit):
+                name = unit.spec.unit
+                edit = Edit(units={name: UnitEdit(engine=unit.spec, add=True)})
+                told = (name, "is added, with", *unit.shapes)
+            case UnitRemoved(unit=name):
+                edit = Edit(units={name: UnitEdit(remove=True, seconds=fault.seconds)})
+                told = (name, "is removed")
+        refused = self.controller.edit(edit).refused
+        self._journal("edit", *told, "but that is refused" if refused else "")
+        self._journal.count("edits refused" if refused else _EDITED[type(fault)])
 
     async def _order(self, name: str, order: Order) -> None:
         gateway = self.gateway
