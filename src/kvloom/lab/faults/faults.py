@@ -13,6 +13,7 @@ from kvloom.router.session import DEATHS
 from kvloom.types.request import StartGenerate
 from kvloom.types.spec import Option
 
+VOCAB: Final = 500  # tokens of every model's vocabulary
 LATEST: Final = 6.0  # seconds that anything on a wire may be late
 KEEPING: Final = ("pin", "reserve")  # orders that hold something until its lease has run out
 STALE: Final = 3.0  # seconds after which the second copy of a call comes at the latest

@@ -97,6 +97,8 @@ class FaultyGateway:
         """Serve a client to its end."""
         client, name = answer.client, answer.client.body.request
         answer.asked = self._clock.now()
+        if client.body.sampling.guide is not None:
+            self._journal.count("requests guided")
         self._journal(
             "client", name, "asks for", client.body.model, len(client.body.prompt), "+", _wish(answer)
         )

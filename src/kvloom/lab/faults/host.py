@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 
 from kvloom.engine.engine import Engine
 from kvloom.lab.faults.faults import FaultSource
+from kvloom.lab.faults.guides import guided_card
 from kvloom.lab.faults.invariants import InvariantChecker
 from kvloom.lab.faults.journal import Crashed, FaultTasks, Journal
 from kvloom.lab.sim.executor import Content, JobFailed, ModelledExecutor
@@ -123,6 +124,7 @@ class FaultyUnit:
         checker = InvariantChecker(geometries, blocks, next(iter(unit.shapes.values())).vocab)
         self.checkers.append(checker)
         executor = modelled_executor(unit, self._device(checker))
+        executor.cards = {name: guided_card(card) for name, card in executor.cards.items()}
         link = TimedLink(unit.bandwidth, LATENCY)
         transport = self._plane.join(self.name, blocks, link, arena=checker.arena)
         engine = Engine(executor, transport, spec, self._clock)

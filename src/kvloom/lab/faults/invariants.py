@@ -9,7 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.types.geometry import I64, Geometry
+from kvloom.lab.faults.guides import begin_guide
+from kvloom.types.geometry import I64, U32, AnyArray, Geometry
 from kvloom.types.job import Job
 from kvloom.types.plan import Plan
 from kvloom.types.request import SamplingParams, StartGenerate
@@ -24,19 +25,42 @@ def digest(*words: object) -> int:
 
 
 def next_token(
-    model: str, tokens: Sequence[int], key: int, index: int, params: SamplingParams, vocab: int
+    model: str,
+    tokens: Sequence[int],
+    key: int,
+    index: int,
+    params: SamplingParams,
+    vocab: int,
+    mask: U32 | None = None,
 ) -> int:
-    """What `model` says after `tokens`; drawn by (key, index) where it is not greedy."""
-    drawn = (key, index) if params.temperature else ()
-    return digest(model, list(tokens), drawn) % vocab
+    """Returns what `model` says after `tokens`; (key, index) draw it if it is not greedy. mask: of the tokens
+    that a guide allows."""
+    drawn = digest(model, list(tokens), (key, index) if params.temperature else ())
+    few = params.stop_token_ids and index < params.min_tokens
+    if mask is None and not few:
+        return drawn % vocab
+    allowed = range(vocab) if mask is None else np.flatnonzero(_bits(mask)).tolist()
+    longer = [token for token in allowed if token not in params.stop_token_ids] if few else []
+    choice = longer or allowed or range(vocab)
+    return choice[drawn % len(choice)]
+
+
+def _bits(mask: U32) -> AnyArray:
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")
 
 
 def lone_answer(body: StartGenerate, choice: int, *, context: int, vocab: int) -> list[int]:
-    """The tokens of one choice, worked out without an engine. context: tokens that the model holds in all."""
-    key, tokens = (body.sampling.seed + choice * _CHOICES) % 2**64, list(body.prompt)
-    for index in range(min(body.sampling.max_tokens, context - len(body.prompt))):
-        tokens.append(next_token(body.model, tokens, key, index, body.sampling, vocab))
-        if tokens[-1] in body.sampling.stop_token_ids:
+    """Returns the tokens of one choice, worked out without an engine. context: tokens that the model holds
+    in all."""
+    sampling = body.sampling
+    key, tokens = (sampling.seed + choice * _CHOICES) % 2**64, list(body.prompt)
+    guide = begin_guide(sampling.guide, vocab) if sampling.guide else None
+    for index in range(min(sampling.max_tokens, context - len(body.prompt))):
+        mask = guide.mask() if guide else None
+        tokens.append(next_token(body.model, tokens, key, index, sampling, vocab, mask))
+        if tokens[-1] in sampling.stop_token_ids:
+            break
+        if guide and (not guide.accepts(tokens[-1]) or guide.done):
             break
     return tokens[len(body.prompt) :]
 
@@ -80,7 +104,15 @@ class InvariantChecker:
             if known != read[sample.row] or sample.index != sample.output.size:
                 self.wrong.append(f"{job.model}: a draw is told of tokens that are not its own")
         return [
-            next_token(job.model, read[one.row], one.key, one.index, one.params, self.vocab)
+            next_token(
+                job.model,
+                read[one.row],
+                one.key,
+                one.index,
+                one.params,
+                self.vocab,
+                one.allowed() if one.allowed else None,
+            )
             for one in job.samples
         ]
 

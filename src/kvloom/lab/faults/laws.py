@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import at
 from kvloom.cluster.state import ABSENT
-from kvloom.lab.faults.faults import FaultScenario
+from kvloom.lab.faults.faults import VOCAB, FaultScenario
+from kvloom.lab.faults.guides import begin_guide
 from kvloom.lab.faults.host import FaultyUnit
 from kvloom.lab.faults.invariants import lone_answer
 from kvloom.lab.faults.journal import ClientAnswer
 from kvloom.router.router import Router
 from kvloom.types.errors import BadRequest, OutOfBlocks, QueueFull
 from kvloom.types.load import UnitLoad
-from kvloom.types.request import EndEvent
+from kvloom.types.request import EndEvent, StartGenerate
 
 _REFUSALS = (BadRequest, QueueFull, OutOfBlocks)  # what a request may be told where nothing has gone wrong
 
@@ -59,9 +60,8 @@ def _problem(answer: ClientAnswer) -> str:
 
 def _tokens(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[str]:
     body = answer.client.body
-    vocab = next(iter(scenario.units[0].shapes.values())).vocab
     for choice, tokens in answer.tokens.items():
-        lone = lone_answer(body, choice, context=scenario.contexts[body.model], vocab=vocab)
+        lone = lone_answer(body, choice, context=scenario.contexts[body.model], vocab=VOCAB)
         if tokens != lone[: len(tokens)]:
             yield f"choice {choice} is {tokens}, alone it is {lone}"
 
@@ -88,8 +88,10 @@ def _end(answer: ClientAnswer, choice: int, end: EndEvent, scenario: FaultScenar
             body.model, scenario
         ):
             yield f"choice {choice} ends for its length after {len(tokens)} tokens"
-        case "stop" if not tokens or tokens[-1] not in body.sampling.stop_token_ids:
-            yield f"choice {choice} stops without a stop token"
+        case "stop" if not tokens or (
+            tokens[-1] not in body.sampling.stop_token_ids and not _guide_done(body, tokens)
+        ):
+            yield f"choice {choice} stops without a stop token, and without the end of a guide"
         case "abort" if not (
             (answer.aborted and answer.client.choice in (None, choice)) or choice in answer.stopped
         ):
@@ -98,6 +100,13 @@ def _end(answer: ClientAnswer, choice: int, end: EndEvent, scenario: FaultScenar
             yield f"choice {choice} ends with an error where nothing has failed: {end.message}"
         case "error" if not end.message or "\n" in end.message:
             yield f"choice {choice} ends with an error that says {end.message!r}"
+
+
+def _guide_done(body: StartGenerate, tokens: Sequence[int]) -> bool:
+    if body.sampling.guide is None:
+        return False
+    guide = begin_guide(body.sampling.guide, VOCAB)
+    return all(guide.accepts(token) for token in tokens) and guide.done
 
 
 def _contexts(model: str, scenario: FaultScenario) -> set[int]:

@@ -1,5 +1,6 @@
-"""Draws what a scenario has besides: edits of the fleet's specification, and stop strings. Each has random
-numbers of its own, so that the rest of a seed's scenario is the same without it."""
+"""Draws what a scenario has besides: edits of the fleet's specification, stop strings and guides.
+
+Each has random numbers of its own, so that the rest of a seed's scenario is the same without it."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from kvloom.lab.faults.faults import (
     UnitAdded,
     UnitRemoved,
 )
+from kvloom.lab.faults.guides import GUIDES
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.types.spec import ModelSpec
 
@@ -34,6 +36,23 @@ def with_stop_strings(scenario: FaultScenario) -> FaultScenario:
         return with_fields(client, stop="".join(draw.choices("abcd", k=draw.choice((1, 2, 3)))))
 
     return with_fields(scenario, clients=tuple(stopping(client) for client in scenario.clients))
+
+
+def with_guides(scenario: FaultScenario) -> FaultScenario:
+    """Returns the scenario with guides and a least number of tokens for some of its clients."""
+    draw = random.Random(f"guides of {scenario.seed}")
+    if draw.random() < 0.6:
+        return scenario
+
+    def guided(client: Client) -> Client:
+        sampling = client.body.sampling
+        if draw.random() < 0.4:
+            sampling = replace(sampling, guide=draw.choice(GUIDES))
+        if draw.random() < 0.2:
+            sampling = replace(sampling, min_tokens=draw.choice((2, 10)))
+        return with_fields(client, body=replace(client.body, sampling=sampling))
+
+    return with_fields(scenario, clients=tuple(guided(client) for client in scenario.clients))
 
 
 class FleetEditDraws:

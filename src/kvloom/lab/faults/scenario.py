@@ -10,6 +10,7 @@ from typing import Any, Final, get_args
 from kvloom.engine.freeness import Thresholds
 from kvloom.lab.faults.faults import (
     KEEPING,
+    VOCAB,
     Client,
     Death,
     Fault,
@@ -22,7 +23,7 @@ from kvloom.lab.faults.faults import (
     SeededDraws,
     Switch,
 )
-from kvloom.lab.faults.more_draws import with_edits, with_stop_strings
+from kvloom.lab.faults.more_draws import with_edits, with_guides, with_stop_strings
 from kvloom.lab.sim.executor import Evenly
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.unit import SimulatedUnit
@@ -31,7 +32,6 @@ from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import EngineSpec, ModelSpec, Option, Policy
 
-VOCAB: Final = 500
 LONGEST: Final = 4.0  # seconds in which clients come
 
 
@@ -351,4 +351,4 @@ class Restless(DrawnScenario):
 def draw_scenario(seed: int) -> FaultScenario:
     kind = random.Random(f"kind of {seed}")
     drawn = (Restless if kind.random() < SHARE else DrawnScenario)(seed).draw()
-    return with_edits(with_stop_strings(drawn))
+    return with_edits(with_guides(with_stop_strings(drawn)))
