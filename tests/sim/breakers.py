@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvloom.lab.faults.faulty_wire import FaultyWire
@@ -14,8 +15,9 @@ from kvloom.lab.faults.host import FaultyUnit
 from kvloom.lab.faults.invariants import InvariantChecker
 from kvloom.lab.sim.executor import Content
 from kvloom.lab.sim.links import Entry
+from kvloom.lab.sim.offload import SimulatedOffloadBackend
 from kvloom.types.address import Ticket
-from kvloom.types.geometry import AnyArray
+from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.job import Job, JobResult
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.types.verbs import RemoteSend, Standing
@@ -181,3 +183,27 @@ class FaintingHost(FaultyUnit):
             raise ZeroDivisionError("no device")
 
         self.process.executor.launch = launch  # type: ignore[method-assign]
+
+
+class ShiftingLoanHost(FaultyUnit):
+    """Its lender's blocks are read one further than they were written."""
+
+    def start(self) -> None:
+        super().start()
+        assert self.process is not None
+        backend = self.process.backend
+        if backend is None:
+            return
+        lent = backend.lent_blocks
+
+        def shifted(model: str) -> tuple[SimulatedOffloadBackend, I32] | None:
+            found = lent(model)
+            if found is None:
+                return None
+            lender, blocks = found
+            self._turn = not self._turn
+            return lender, np.roll(blocks, self._turn)
+
+        backend.lent_blocks = shifted  # type: ignore[method-assign]
+
+    _turn = False

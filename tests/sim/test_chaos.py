@@ -44,7 +44,7 @@ def test_300_seeds_keep_the_laws() -> None:
         "requests ended", "requests failed", "requests left", "requests lost", "jobs failed", "calls harmed",
         "engines killed", "engines stopped", "gateways lost", "programs switched", "orders",
         "schedulers lost", "moved by order", "moves refused", "choices stopped", "rolling restarts",
-        "units replanned", "units added", "units removed",
+        "units replanned", "units added", "units removed", "requests guided", "steps offloaded",
     ):  # fmt: skip
         assert counts[what] > 20, what
     assert min(counts["units started"], counts["units ended"]) > 10
@@ -102,6 +102,7 @@ def test_all_kinds_of_faults_are_drawn() -> None:
         Death, GatewayLoss, SchedulerLoss, Relocation, Switch, Order,
         RollingRestart, Replan, UnitAdded, UnitRemoved,
     }  # fmt: skip
+    assert sum(any(unit.spec.weave for unit in scenario.units) for scenario in scenarios) > 30
     assert sum(bool(client.stop) for scenario in scenarios for client in scenario.clients) > 100
     for kind in ("late", "slow", "lost", "unanswered", "again", "cut", "jobs"):
         assert sum(getattr(scenario.rates, kind) > 0 for scenario in scenarios) > 30, kind

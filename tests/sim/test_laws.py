@@ -28,6 +28,7 @@ from tests.sim.breakers import (
     KeepingHost,
     LosingHost,
     LyingHost,
+    ShiftingLoanHost,
     ShortWire,
     StutteringWire,
     UnfencedHost,
@@ -99,3 +100,8 @@ def test_a_transport_without_fences_is_seen() -> None:
     assert not run_scenario(crossing()).broken
     said = run_scenario(crossing(), parts=Parts(host=UnfencedHost)).broken
     assert any(one.law == SAME_TOKENS and "not its own" in one.what for one in said)
+
+
+def test_a_loan_of_which_other_blocks_are_read_than_were_written_is_seen() -> None:
+    said = broken(Parts(host=ShiftingLoanHost), range(40))
+    assert "reads what is not its own" in said[SAME_TOKENS]

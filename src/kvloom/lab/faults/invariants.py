@@ -4,13 +4,15 @@ where a page was given away too early, copied too late, or read by somebody else
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy as shallow_copy
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from kvloom.lab.faults.guides import begin_guide
-from kvloom.types.geometry import I64, U32, AnyArray, Geometry
+from kvloom.types.geometry import I32, I64, U32, AnyArray, Geometry
 from kvloom.types.job import Job
 from kvloom.types.plan import Plan
 from kvloom.types.request import SamplingParams, StartGenerate
@@ -65,6 +67,21 @@ def lone_answer(body: StartGenerate, choice: int, *, context: int, vocab: int) -
     return tokens[len(body.prompt) :]
 
 
+class LentArena:
+    """The blocks of a loan in its lender's arena, by their numbers in the loan."""
+
+    def __init__(self, arena: AnyArray, blocks: I32) -> None:
+        self._arena = arena
+        self._blocks = blocks
+
+    def __getitem__(self, at: Any) -> AnyArray:
+        found: AnyArray = self._arena[(self._blocks[at[0]], *at[1:])]
+        return found
+
+    def __setitem__(self, at: Any, numbers: AnyArray) -> None:
+        self._arena[(self._blocks[at[0]], *at[1:])] = numbers
+
+
 class InvariantChecker:
     """Satisfies `Content`. One number stands for K and V of a token in one head of one layer; it says whose
     model, layer, head, position and token it is. A job's steps are one, because the second step of a job
@@ -74,12 +91,14 @@ class InvariantChecker:
     and positions are less than 10,000.
     """
 
-    def __init__(self, geometries: Mapping[str, Geometry], blocks: int, vocab: int) -> None:
+    def __init__(
+        self, geometries: Mapping[str, Geometry], blocks: int, vocab: int, *, width: int = 0
+    ) -> None:
+        """width: tokens of a block of the arena, if models of other units use it too."""
         self.geometries = geometries
         self.vocab = vocab
-        self.arena = np.full(
-            (blocks, max(one.tokens_per_block for one in geometries.values())), EMPTY, dtype=np.int64
-        )
+        width = max(width, *(one.tokens_per_block for one in geometries.values()))
+        self.arena: AnyArray = np.full((blocks, width), EMPTY, dtype=np.int64)
         self.wrong: list[str] = []
         self._places = {model: _places(model, geometry) for model, geometry in geometries.items()}
 
@@ -127,6 +146,24 @@ class InvariantChecker:
             begin += new
         return read
 
+    def offloaded(self, arena: LentArena) -> InvariantChecker:
+        """Returns a checker of what lies in a loan's blocks, which gathers what is wrong here."""
+        made = shallow_copy(self)
+        made.arena = arena  # type: ignore[assignment]
+        return made
+
+    def move(self, job: Job, away: InvariantChecker) -> None:
+        """Makes the copies that come before an offloaded step."""
+        assert job.offloaded is not None
+        for move in job.offloaded.moves:
+            here = job.plan.page_map[move.home], self.arena
+            there = job.offloaded.plan.page_map[move.lent], away.arena
+            (pages, source), (others, target) = (here, there) if move.out else (there, here)
+            for own, other, tokens in zip(pages, others, move.tokens, strict=True):
+                numbers = source[own, :tokens]
+                target[other, :] = EMPTY
+                target[other, :tokens] = numbers
+
     def _history(self, plan: Plan, i: int, length: int) -> list[int]:
         """The tokens of sequence i as its pages hold them, the same in all layers and heads."""
         positions = np.arange(length, dtype=np.int64)
@@ -151,3 +188,16 @@ def _places(model: str, geometry: Geometry) -> I64:
     first = digest(model) % 900_000 * 10_000
     places: I64 = first + np.arange(geometry.blocks_per_page, dtype=np.int64)
     return places.reshape(geometry.layers, geometry.kv_heads)
+
+
+def split_job(job: Job) -> tuple[Job, Job]:
+    """Returns the rows of an offloaded step at home, and those that are offloaded."""
+    assert job.offloaded is not None
+    count = len(job.plan.sequences)
+    home = replace(
+        job, tokens=job.tokens[:count], samples=tuple(s for s in job.samples if s.row < count), offloaded=None
+    )
+    rest = tuple(replace(s, row=s.row - count) for s in job.samples if s.row >= count)
+    return home, replace(
+        job, plan=job.offloaded.plan, tokens=job.tokens[count:], samples=rest, offloaded=None
+    )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import at
 from kvloom.cluster.state import ABSENT
+from kvloom.engine.sequence import Sequence
 from kvloom.lab.faults.faults import VOCAB, FaultScenario
 from kvloom.lab.faults.guides import begin_guide
 from kvloom.lab.faults.host import FaultyUnit
 from kvloom.lab.faults.invariants import lone_answer
 from kvloom.lab.faults.journal import ClientAnswer
+from kvloom.offload.offloaded import OffloadedSequences
 from kvloom.router.router import Router
 from kvloom.types.errors import BadRequest, OutOfBlocks, QueueFull
 from kvloom.types.load import UnitLoad
@@ -102,7 +105,7 @@ def _end(answer: ClientAnswer, choice: int, end: EndEvent, scenario: FaultScenar
             yield f"choice {choice} ends with an error that says {end.message!r}"
 
 
-def _guide_done(body: StartGenerate, tokens: Sequence[int]) -> bool:
+def _guide_done(body: StartGenerate, tokens: SequenceOf[int]) -> bool:
     if body.sampling.guide is None:
         return False
     guide = begin_guide(body.sampling.guide, VOCAB)
@@ -137,8 +140,18 @@ def check_pool(host: FaultyUnit) -> Iterator[Broken]:
         return
     try:
         host.process.engine.pool.check()
+        if loan := _loan(host):
+            loan.pool.check()
     except AssertionError as error:
         yield Broken(CONSERVATION, f"{host.name}: {error}")
+
+
+def _loan(host: FaultyUnit) -> OffloadedSequences[Sequence] | None:
+    """Returns what the unit's model has borrowed, if it borrows."""
+    spec = host.unit.spec
+    if host.process is None or spec.weave is None:
+        return None
+    return host.process.engine.borrower.loan(spec.models[0].name)
 
 
 def check_idle(host: FaultyUnit, load: UnitLoad) -> Iterator[Broken]:
@@ -151,10 +164,12 @@ def check_idle(host: FaultyUnit, load: UnitLoad) -> Iterator[Broken]:
                 yield Broken(NOTHING_LEAKS, f"{host.name}: {left} {what} of {model} are left")
     if host.process is not None:
         pool, ledger = host.process.engine.pool, host.process.transport.ledger
-        if pool.available != pool.total:
+        if pool.available + pool.lent != pool.total:
             yield Broken(NOTHING_LEAKS, f"{host.name}: {pool.available} of {pool.total} blocks can be had")
-        if ledger:
+        if len(ledger) > bool(pool.lent):  # what is lent has a ticket as long as it is
             yield Broken(NOTHING_LEAKS, f"{host.name}: {len(ledger)} reservations are in its ledger")
+        if (loan := _loan(host)) and (loan.count or loan.pool.available != loan.pool.total):
+            yield Broken(NOTHING_LEAKS, f"{host.name}: {loan.count} sequences are offloaded still")
 
 
 def check_invariants(host: FaultyUnit) -> Iterator[Broken]:

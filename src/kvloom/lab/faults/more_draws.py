@@ -5,6 +5,7 @@ Each has random numbers of its own, so that the rest of a seed's scenario is the
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace as with_fields
 
 from msgspec.structs import replace
@@ -20,8 +21,10 @@ from kvloom.lab.faults.faults import (
     UnitRemoved,
 )
 from kvloom.lab.faults.guides import GUIDES
+from kvloom.lab.sim.executor import Evenly, EvenlyOperated
 from kvloom.lab.sim.unit import SimulatedUnit
-from kvloom.types.spec import ModelSpec
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.types.spec import ModelSpec, WeaveSpec
 
 
 def with_stop_strings(scenario: FaultScenario) -> FaultScenario:
@@ -130,3 +133,41 @@ def with_edits(scenario: FaultScenario) -> FaultScenario:
     """Returns the scenario with edits of its fleet's specification among its faults."""
     edits = FleetEditDraws(scenario).draw()
     return with_fields(scenario, faults=tuple(sorted([*scenario.faults, *edits], key=lambda one: one.at)))
+
+
+def with_weaving(scenario: FaultScenario) -> FaultScenario:
+    """Returns the scenario with one unit that offloads attention to another one, for some. The fleet's units
+    stay what they are in these."""
+    draw = random.Random(f"weaving of {scenario.seed}")
+    edited = any(isinstance(fault, Replan | UnitAdded | UnitRemoved) for fault in scenario.faults)
+    if edited or len(scenario.units) < 2 or draw.random() < 0.6:
+        return scenario
+    hot, cold = draw.sample(scenario.units, 2)
+    model = draw.choice(list(hot.shapes))
+    others = {name for unit in scenario.units if unit is not hot for name in unit.shapes}
+    if hot.spec.block_bytes != cold.spec.block_bytes or not set(hot.shapes) <= {model, *others}:
+        return scenario
+    weave = WeaveSpec(
+        cold.spec.unit,
+        draw.choice((0.3, 1.0, 1.0, "auto")),
+        draw.choice((0.2, 0.5)),
+        control=draw.choice(("operators", "iterations")),
+    )
+    models = tuple(one for one in hot.spec.models if one.name == model)
+    shapes = {name: shape for unit in scenario.units for name, shape in unit.shapes.items()}
+    made = {
+        hot.spec.unit: with_fields(
+            hot, spec=replace(hot.spec, models=models, weave=weave), shapes={model: shapes[model]}
+        ),
+        cold.spec.unit: cold,
+    }
+    units = tuple(made.get(unit.spec.unit, unit) for unit in scenario.units)
+    return with_fields(
+        scenario, units=tuple(_operated(unit, shapes) if unit.spec.unit in made else unit for unit in units)
+    )
+
+
+def _operated(unit: SimulatedUnit, shapes: Mapping[str, ModelShape]) -> SimulatedUnit:
+    """Returns the unit with a device whose operators are known."""
+    assert isinstance(unit.cost, Evenly)
+    return with_fields(unit, cost=EvenlyOperated(unit.cost.pace, shapes))

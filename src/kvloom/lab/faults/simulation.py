@@ -37,6 +37,7 @@ from kvloom.lab.faults.journal import ClientAnswer, FaultTasks, Journal
 from kvloom.lab.faults.laws import Broken, check_pool
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.links import ModelledPlane
+from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.router.program import Program, load_program
 from kvloom.types.clock import Clock
@@ -75,8 +76,11 @@ class FaultSimulation:
         self._parts = parts
         self._faults: list[FaultSource] = []
         self._plane = ModelledPlane()
+        specs = [unit.spec for unit in scenario.all_units]
+        self._offloading = OffloadingUnits(specs) if any(spec.weave for spec in specs) else None
+        self.hosts: dict[str, FaultyUnit] = {}
         joining = [fault.unit for fault in scenario.faults if isinstance(fault, UnitAdded)]
-        self.hosts = {unit.spec.unit: self._host(unit) for unit in (*scenario.units, *joining)}
+        self.hosts |= {unit.spec.unit: self._host(unit) for unit in (*scenario.units, *joining)}
         given = scenario.rescheduling or Rescheduling()
         self._launcher = FaultyLauncher(
             self.hosts,
@@ -144,7 +148,9 @@ class FaultSimulation:
 
     def _host(self, unit: SimulatedUnit) -> FaultyUnit:
         faults = self._fates(unit.spec.unit)
-        return self._parts.host(unit, self._plane, self._clock, faults, self._journal, self._crashed)
+        return self._parts.host(
+            unit, self._plane, self._clock, faults, self._journal, self._crashed, self._offloading, self.hosts
+        )
 
     def _wire(self, host: FaultyUnit) -> FaultyWire:
         faults = self._fates(f"to {host.name}")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from kvloom.plan.cost.work import CostModel, Work
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import CostModel, Operator, Work
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
@@ -281,6 +282,35 @@ class Evenly:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
+    @property
+    def pace(self) -> float:
+        """Seconds of a token."""
+        return self._seconds
+
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         tokens = work.tokens if work.phase is Phase.PREFILL else work.batch
         return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
+
+
+class EvenlyOperated(Evenly):
+    """Satisfies `Operated`: ten operators a job, each with as many parts as it likes."""
+
+    start = 0.0
+    poll = 0.0
+
+    def __init__(self, seconds: float, shapes: Mapping[str, ModelShape]) -> None:
+        """shapes: of the models that run on the device, or attend there."""
+        super().__init__(seconds)
+        self.shapes = shapes
+
+    def shape(self, model: str) -> ModelShape:
+        return self.shapes[model]
+
+    def operators(self, work: Work) -> tuple[Operator, ...]:
+        return (Operator("ten", self.seconds(work) / 10, 10, 8),)
+
+    def queued(self, work: Work) -> float:
+        return self.seconds(work)
+
+    def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
+        return self._seconds * context / 500 / shape.layers

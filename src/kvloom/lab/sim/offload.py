@@ -75,6 +75,8 @@ class SimulatedLoan:
     blocks: LentBlocks
     ended: Callable[[str], None]
     """Tells the lender's engine why the loan is over."""
+    numbers: I32
+    """The lender's blocks, by their numbers in the loan."""
     borrower: SimulatedOffloadBackend | None = None
     over: str | None = None
     """Why the loan is over, once it is."""
@@ -145,7 +147,7 @@ class SimulatedOffloadBackend:
         if borrow.heads % form.kv_heads:
             raise BadRequest(f"borrow: {borrow.heads} heads over {form.kv_heads}; want a multiple")
         made = LentBlocks(borrow, blocks, self.transport, b"modelled")
-        self.lent = SimulatedLoan(borrow, self, made, ended)
+        self.lent = SimulatedLoan(borrow, self, made, ended, blocks)
         return made.loan
 
     def recall(self) -> bool:
@@ -162,6 +164,18 @@ class SimulatedOffloadBackend:
     def waits(self) -> Waits | None:
         """Returns None: nothing is measured, because what is expected is what comes."""
         return None
+
+    def lent_blocks(self, model: str) -> tuple[SimulatedOffloadBackend, I32] | None:
+        """Returns who lends to a model, and the numbers of the blocks there; None if no loan counts."""
+        loan = self._borrowed.get(model)
+        if loan is None or loan.over or not loan.lender.reached:
+            return None
+        return loan.lender, loan.numbers
+
+    def die(self) -> None:
+        """Ends the loans of a borrower whose process is gone, which its lenders notice."""
+        for model in list(self._borrowed):
+            self.give_back(model)
 
     def left(self, loan: SimulatedLoan) -> None:
         if self.lent is loan:
