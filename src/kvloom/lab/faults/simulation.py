@@ -275,12 +275,13 @@ class FaultSimulation:
 
     def _edit(self, fault: FleetEdit) -> None:
         """Edits the fleet's specification; what is refused changes nothing."""
+        told: tuple[str, ...]
         match fault:
             case RollingRestart():
                 rolling = Rolling(
                     left=tuple(self.controller.spec.units), seconds=fault.seconds, budget=fault.budget
                 )
-                edit, told = Edit(rolling=rolling), ("fleet", "is restarted, at once", fault.budget)
+                edit, told = Edit(rolling=rolling), ("fleet", "is restarted, at once", str(fault.budget))
             case Replan(unit=unit):
                 name = unit.spec.unit
                 edit = Edit(units={name: UnitEdit(engine=unit.spec, seconds=fault.seconds)})
