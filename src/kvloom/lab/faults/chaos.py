@@ -60,7 +60,7 @@ def run_seed(seed: int, *, journal: bool = False) -> Verdict:
 
 
 def run_scenario(scenario: FaultScenario, *, journal: bool = False, parts: Parts | None = None) -> Verdict:
-    """Never raises: what it fails of is in the verdict."""
+    """Plays a scenario. It never raises: what it fails of is in the verdict."""
     verdict = Verdict(scenario.seed)
     try:
         run = _run(scenario, verdict, journal, parts or Parts())
@@ -88,7 +88,7 @@ async def _run(scenario: FaultScenario, verdict: Verdict, journal: bool, parts: 
 
 
 async def _try(simulation: FaultSimulation, clock: LoopClock) -> None:
-    """Play it, let it settle, and check; then see whether all that was promised can still be had."""
+    """Plays the scenario, lets it settle and checks; then sees whether all that was promised can be had."""
     await simulation.start()
     seconds = PROMPTLY if simulation.scenario.tidy else PATIENCE
     late = await simulation.play(seconds)
@@ -128,7 +128,7 @@ async def _check_idle(simulation: FaultSimulation) -> None:
 
 
 async def _ask_fleet(simulation: FaultSimulation) -> list[ClientAnswer]:
-    """A request for each model, as anybody would ask."""
+    """Asks the gateway for one answer of each model."""
     assert simulation.gateway is not None
     answers = [
         ClientAnswer(
@@ -143,7 +143,7 @@ async def _ask_fleet(simulation: FaultSimulation) -> list[ClientAnswer]:
 
 
 async def _ask_units(simulation: FaultSimulation) -> list[ClientAnswer]:
-    """Of each unit the longest request of each model: it needs all that the unit has promised."""
+    """Asks each unit for the longest request of each model, which needs all that the unit has promised."""
     return [
         await _ask_unit(host, card.name, card.context_length)
         for host in simulation.hosts.values()
@@ -186,7 +186,7 @@ def _late(answer: ClientAnswer, seconds: float = PATIENCE) -> Broken:
 
 
 def _crash(error: BaseException) -> Broken:
-    """Where it came from, in one line."""
+    """Tells an error and where it came from, in one line."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" at {last[0].filename.rsplit('/', 1)[-1]}:{last[0].lineno}" if last else ""
     return Broken(NO_CRASH, " ".join(f"{type(error).__name__}{where}: {error}".split()))
@@ -199,7 +199,7 @@ _WINDOW: Final = 5000  # that all are; so there may be any number
 
 
 def chaos(*, seeds: int, first: int, jobs: int, replay: int | None) -> int:
-    """The command's exit code. Raises ConfigError."""
+    """Returns the command's exit code. Raises ConfigError."""
     _check(seeds, first, jobs, replay)
     console = Console() if sys.stdout.isatty() else Console(width=160)
     if replay is not None:
@@ -226,7 +226,7 @@ def _check(seeds: int, first: int, jobs: int, replay: int | None) -> None:
 
 
 def run_quietly(seed: int, *, journal: bool = False) -> Verdict:
-    """What the engines log of failed jobs is as the seed has it, and would bury the rest."""
+    """Runs a seed without logs: what engines log of failed jobs would bury the rest."""
     logging.disable(logging.CRITICAL)
     try:
         return run_seed(seed, journal=journal)
@@ -235,7 +235,7 @@ def run_quietly(seed: int, *, journal: bool = False) -> Verdict:
 
 
 def verdicts(seeds: range, jobs: int) -> Iterator[Verdict]:
-    """In order, from `jobs` processes."""
+    """Yields the verdicts in order, from `jobs` processes."""
     if jobs == 1:
         yield from map(run_quietly, seeds)
         return
@@ -261,7 +261,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def tell(verdict: Verdict) -> int:
-    """The journal and the verdict, on standard output; the exit code."""
+    """Prints the journal and the verdict. Returns the exit code."""
     for line in verdict.lines:
         print(line)
     for broken in verdict.broken:
@@ -272,7 +272,7 @@ def tell(verdict: Verdict) -> int:
 
 
 def _run_all(seeds: range, jobs: int, console: Console) -> tuple[Counter[str], Verdict | None]:
-    """What happened, and the first run that broke a law."""
+    """Returns what happened, and the first run that broke a law."""
     counts: Counter[str] = Counter()
     columns = TextColumn("seeds"), BarColumn(), TextColumn("{task.completed}/{task.total}")
     quiet = not console.is_terminal

@@ -1,4 +1,4 @@
-"""What may go wrong in a run, all of it drawn before the run begins."""
+"""The faults that a run may have, all of them drawn before the run begins."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Relocation:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """From now on requests run under another program."""
+    """The router runs requests under another program from now on."""
 
     at: float
     program: str
@@ -169,7 +169,7 @@ class CallFault:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How many of the calls, and of the jobs, have each fault."""
+    """The parts of the calls, and of the jobs, that have each fault."""
 
     late: float = 0.0
     slow: float = 0.0
@@ -216,7 +216,7 @@ class FaultSource:
         )
 
     def fails(self) -> bool:
-        """Whether the next job does."""
+        """Returns whether the next job fails."""
         return self._rates.jobs > 0 and self._random.random() < self._rates.jobs
 
 
@@ -250,7 +250,7 @@ class FaultScenario:
 
     @property
     def tidy(self) -> bool:
-        """Nobody fails to give back what was held for a request: leases are not needed."""
+        """True if nobody fails to give back what was held for a request, so that leases are not needed."""
         return self.rates.none and not any(
             isinstance(one, Death | GatewayLoss)
             or (isinstance(one, Order) and one.what in KEEPING)
@@ -260,7 +260,7 @@ class FaultScenario:
 
     @property
     def harmless(self) -> bool:
-        """Nothing breaks, no unit is taken out of service, and no model is removed: whoever stays is
+        """True if nothing breaks, no unit is taken out of service, and no model is removed: whoever stays is
         answered."""
         return self.survivable and not any(
             isinstance(one, Death | Replan | UnitRemoved) for one in self.faults
@@ -268,9 +268,9 @@ class FaultScenario:
 
     @property
     def survivable(self) -> bool:
-        """At most, engines die, and so few that none can be thought to die of a request: who has begun to be
-        answered is answered whole. A request whose model or unit is removed has nowhere else to go, so what
-        runs must be waited for, and no engine may die meanwhile."""
+        """True if at most engines die, and so few that none can be thought to die of a request: who has begun
+        to be answered is answered whole. A request whose model or unit is removed has nowhere else to go, so
+        what runs must be waited for, and no engine may die meanwhile."""
         deaths = sum(isinstance(one, Death) for one in self.faults)
         taken = [one for one in self.faults if isinstance(one, Replan | UnitRemoved)]
         return (

@@ -86,7 +86,7 @@ class FaultyWire(RemoteEngine):
             return error
 
     async def _outcome(self, process: EngineProcess, served: asyncio.Task[Any]) -> Any:
-        """What the engine has answered or raised; it may have died meanwhile."""
+        """Returns or raises what the engine did, unless it has died meanwhile."""
         both: list[asyncio.Future[Any]] = [served, process.over]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

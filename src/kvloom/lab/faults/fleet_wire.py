@@ -80,7 +80,7 @@ class FleetWire:
         await self._served(verb)
 
     async def _served(self, verb: Verb[T]) -> T:
-        """What the gateway answers, or raises; it may be lost meanwhile."""
+        """Returns or raises what the gateway does, unless it is lost meanwhile."""
         gateway = self._gateway()
         if gateway is None:
             raise Unavailable("nobody answers there")
@@ -102,7 +102,7 @@ async def _tried(verb: Verb[T], rescheduler: Rescheduler) -> T | KvloomError:
 
 
 class SchedulerProcess:
-    """It knows nothing when it starts."""
+    """A fleet scheduler that is lost and started anew, and knows nothing when it starts."""
 
     def __init__(
         self, given: Rescheduling, wire: FleetWire, clock: Clock, journal: Journal, crashed: Crashed

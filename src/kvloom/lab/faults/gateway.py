@@ -63,7 +63,7 @@ class FaultyGateway:
         self._journal("gateway", "", "is up")
 
     def heed(self, news: News) -> None:
-        """What the controller tells it."""
+        """Takes in what the controller tells the gateway."""
         if not self._gone:
             self.mirror.heed(news)
 
@@ -90,11 +90,11 @@ class FaultyGateway:
         await self.close()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """What is done here; it ends with the process."""
+        """Runs work of this process, which ends with it."""
         return self._tasks.spawn(work)
 
     async def answer(self, answer: ClientAnswer) -> None:
-        """Serve a client to its end."""
+        """Serves a client to its end."""
         client, name = answer.client, answer.client.body.request
         answer.asked = self._clock.now()
         if client.body.sampling.guide is not None:
@@ -124,7 +124,7 @@ class FaultyGateway:
             self._journal("client", name, answer.fate, answer.error.message if answer.error else "")
 
     async def move(self, request: str, units: Sequence[str]) -> None:
-        """As somebody has ordered: to the first of these that it can go to."""
+        """Moves a request, as somebody has ordered, to the first of these units that it can go to."""
         for unit in units:
             self._journal("order", unit, "is to have", request)
             try:
@@ -232,10 +232,10 @@ class FaultyLauncher:
             self._called_off.add(component)
 
     def kill(self, component: str) -> None:
-        """What was told to end does so here."""
+        """Does nothing: a process that was told to end does so here."""
 
     def retire(self, component: str) -> None:
-        """Gateways are lost here, and not replaced."""
+        """Does nothing: gateways are lost here, and not replaced."""
 
     def tell(self, component: str, news: News) -> None:
         if isinstance(news, Snapshot):
@@ -244,7 +244,7 @@ class FaultyLauncher:
             self._tell(component, news)
 
     def forget(self, component: str) -> None:
-        """Nothing is kept of it."""
+        """Does nothing: no component is kept here."""
 
     def running(self) -> Sequence[Found]:
         return [Found(name, 1, "ready") for name, host in self._hosts.items() if host.process is not None]

@@ -129,7 +129,7 @@ class EngineProcess:
         self.running = self._tasks.spawn(engine.run())
 
     def serve(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """It ends with the process."""
+        """Runs a call, which ends with the process."""
         return self._tasks.spawn(call)
 
     def end(self) -> None:
@@ -207,14 +207,14 @@ class FaultyUnit:
         return WatchedDevice(self.name, checker, self._faults, self._journal)
 
     def kill(self) -> None:
-        """Nothing of the process does anything any more. What its tasks still tidy up is their own."""
+        """Ends the process at once. What its tasks still tidy up reaches nobody."""
         gone = self.process
         if gone is not None:
             self._journal("engine", self.name, "dies")
             self._out(gone)
 
     async def stop(self) -> None:
-        """As it ends when it is asked to: what it has ends with an error, and it takes no more."""
+        """Ends the process as a request does: what it has ends with an error, and it takes no more."""
         gone = self.process
         if gone is not None:
             self._journal("engine", self.name, "stops")

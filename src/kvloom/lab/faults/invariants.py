@@ -136,7 +136,7 @@ class InvariantChecker:
         ]
 
     def read(self, job: Job) -> list[list[int]]:
-        """For each token of the job, all tokens up to it as the pages hold them."""
+        """Returns for each token of the job all tokens up to it, as the pages hold them."""
         plan, read, begin = job.plan, list[list[int]](), 0
         for i, (start, new) in enumerate(zip(plan.starts.tolist(), plan.appends.tolist(), strict=True)):
             history = self._history(plan, i, start + new)

@@ -1,4 +1,4 @@
-"""What happened in a run, event by event."""
+"""The events of a run, one by one, and the tasks that crash it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ NO_CRASH = "no crash"
 
 
 def check_answer(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[Broken]:
-    """Of a request that is over."""
+    """Yields the laws that a request has broken which is over."""
     name = answer.client.body.request
     for what in (*answer.broken, *_ending(answer, scenario)):
         yield Broken(EXACTLY_ONCE, f"{name}: {what}")
@@ -56,7 +56,7 @@ def check_answer(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[Brok
 
 
 def _problem(answer: ClientAnswer) -> str:
-    """What it was told instead of its rest."""
+    """Returns the error that a client was told instead of its rest; nothing if there was none."""
     errors = [end.message for end in answer.ends.values() if end.reason == "error"]
     return answer.error.message if answer.error else next(iter(errors), "")
 
@@ -70,7 +70,7 @@ def _tokens(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[str]:
 
 
 def _ending(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[str]:
-    """What a stream that has ended must have said, and what no stream may say."""
+    """Yields what a stream has left out that has ended, and what it has said that none may."""
     body = answer.client.body
     if answer.fate == "ended" and len(answer.ends) < body.n:
         yield f"its stream ended, but of {body.n} choices only {sorted(answer.ends)} have"
@@ -113,7 +113,7 @@ def _guide_done(body: StartGenerate, tokens: SequenceOf[int]) -> bool:
 
 
 def _contexts(model: str, scenario: FaultScenario) -> set[int]:
-    """What the units that serve it hold of it, at most."""
+    """Returns how many tokens of the model each unit that serves it can hold."""
     found = set()
     for unit in scenario.all_units:
         if model in unit.shapes:
@@ -155,7 +155,7 @@ def _loan(host: FaultyUnit) -> OffloadedSequences[Sequence] | None:
 
 
 def check_idle(host: FaultyUnit, load: UnitLoad) -> Iterator[Broken]:
-    """Of a unit that has nothing to do, and whose leases have run out."""
+    """Yields what is left at a unit that has nothing to do, and whose leases have run out."""
     yield from check_pool(host)
     for model, one in load.models.items():
         for what in ("waiting", "running", "used_blocks", "pinned_blocks"):
@@ -192,7 +192,7 @@ def check_fleet(controller: Controller) -> Iterator[Broken]:
 
 
 def check_router(router: Router) -> Iterator[Broken]:
-    """Of a router that has no request."""
+    """Yields what is left in a router that has no request."""
     for name, unit in router.units.items():
         if not unit.up and unit.outlook != "away":
             yield Broken(NO_STARVATION, f"the router still takes {name} to be down")

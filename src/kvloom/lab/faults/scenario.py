@@ -75,7 +75,7 @@ class Traits(SeededDraws):
         )
 
     def prompt(self, length: int) -> list[int]:
-        """Of at most `length` tokens; mostly it begins as others do."""
+        """Returns a prompt of at most `length` tokens, which mostly begins as others do."""
         draw = self._random
         length = draw.randint(max(1, length // 2) if self.cramped else 1, max(1, length))
         begin = draw.choice(self.prefixes)[: draw.randint(0, length)] if self._odds(0.8) else []
@@ -108,7 +108,7 @@ STAYING: Final = ("data_parallel", "least_loaded", "freest", "infaas", "cache_aw
 
 
 class DrawnScenario(Traits):
-    """All that is drawn of one seed."""
+    """Draws all of one seed's scenario but what `more_draws` adds."""
 
     def draw(self) -> FaultScenario:
         units = self._units()
@@ -242,7 +242,7 @@ class DrawnScenario(Traits):
         return Death(self._when(), unit.spec.unit, self._moment(), gently=self._odds(0.2))
 
     def _relocations(self, units: Sequence[SimulatedUnit], clients: Sequence[Client]) -> list[Fault]:
-        """At moments when somebody is likely to be answered."""
+        """Returns orders at moments when somebody is likely to be answered."""
         draw = self._random
         if len(units) == 1 or self._odds(0.5):
             return []
@@ -268,7 +268,7 @@ class DrawnScenario(Traits):
         )
 
     def _rates(self) -> Rates:
-        """A few kinds of faults, some of the time."""
+        """Returns rates of a few kinds of faults; none for some scenarios."""
         draw = self._random
         if self.calm or self._odds(0.25):
             return Rates()
@@ -307,7 +307,7 @@ class Restless(DrawnScenario):
             self.rooms, self.crowd = (1.0, 1.3, 2.0), (6, 12)
 
     def _units(self) -> tuple[SimulatedUnit, ...]:
-        """Three or four."""
+        """Returns three or four units."""
         units = super()._units()
         while len(units) < 3:
             units = super()._units()

@@ -50,12 +50,12 @@ _EDITED: Final = {
     UnitAdded: "units added",
     UnitRemoved: "units removed",
 }
-"""What is counted of each edit that is taken."""
+"""The names under which edits are counted that are taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What simulations are made of. Tests put in what breaks a law."""
+    """The classes that simulations are made of. Tests put in what breaks a law."""
 
     host: type[FaultyUnit] = FaultyUnit
     wire: type[FaultyWire] = FaultyWire
@@ -117,7 +117,7 @@ class FaultSimulation:
             self._scheduler.start()
 
     async def play(self, most: float) -> list[ClientAnswer]:
-        """All that is to happen, for `most` seconds. Returns the answers that are still waited for."""
+        """Lets all happen that is drawn, for `most` seconds. Returns the answers that are not over then."""
         clients = [self._tasks.spawn(self._ask(answer)) for answer in self.answers]
         faults = [
             self._tasks.spawn(self._befall(number, fault))
@@ -131,7 +131,7 @@ class FaultSimulation:
         return [answer for answer in self.answers if answer.fate == "waits"]
 
     def calm(self) -> None:
-        """Nothing goes wrong any more, and nobody orders requests about."""
+        """Ends all faults of calls and jobs, and the fleet scheduler."""
         if self._scheduler is not None:
             self._scheduler.kill()
         for faults in self._faults:
@@ -170,7 +170,7 @@ class FaultSimulation:
         return made
 
     async def _open_gateway(self, name: str, snapshot: Snapshot) -> None:
-        """Once the last one is gone for as long as its loss says."""
+        """Opens a gateway once the last one has been gone for as long as its loss says."""
         await self._clock.sleep(max(0.0, self._opens - self._clock.now()))
         wires = {name: self._wire(host) for name, host in self.hosts.items()}
         self._opening = gateway = FaultyGateway(

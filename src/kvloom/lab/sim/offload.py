@@ -39,11 +39,11 @@ class OffloadedStep:
 
     job: Job
     seconds: float = 0.0
-    """What the step takes, as things are."""
+    """The time that the step takes, as things are."""
     service: float = 0.0
-    """What a layer's task takes."""
+    """The time that a layer's task takes."""
     ahead: float = 0.0
-    """How long a task may wait before the step does."""
+    """The time that a task may wait before the step does."""
     lost: str | None = None
     """Why the offloaded rows do not count."""
 
@@ -55,7 +55,7 @@ class OffloadedStep:
 
 @dataclass(slots=True, eq=False)
 class SplitPlan:
-    """How the lender splits jobs of one kind."""
+    """A lender's way to split jobs of one kind."""
 
     parts: tuple[int, ...] = ()
     """The parts of each operator in order."""
@@ -82,7 +82,7 @@ class SimulatedLoan:
     """Why the loan is over, once it is."""
     step: OffloadedStep | None = None
     plans: dict[tuple[str, Phase], SplitPlan] = field(default_factory=dict)
-    """By the model and the phase of the lender's jobs."""
+    """The plans by the model and the phase of the lender's jobs."""
 
     def end(self, why: str) -> None:
         """Ends the loan: what is offloaded of a step that runs does not count."""
