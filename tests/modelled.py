@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 from contextlib import asynccontextmanager
 
 from kvloom.engine.engine import Engine
-from kvloom.lab.faults.witness import Witness, digest, lone_answer
+from kvloom.lab.faults.invariants import InvariantChecker, digest, lone_answer
 from kvloom.offload.terms import OffloadBackend
 from kvloom.types.clock import Clock
 from kvloom.types.geometry import Geometry
@@ -87,7 +87,7 @@ class ModelledExecutor:
         self.idle = compute
         self.jobs: list[Job] = []
         self._random = random.Random(seed)
-        self.witness = Witness(self.geometries, blocks, VOCAB)
+        self.witness = InvariantChecker(self.geometries, blocks, VOCAB)
         self.arena = self.witness.arena
         self.wrong = self.witness.wrong
 

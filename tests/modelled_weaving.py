@@ -10,7 +10,7 @@ import numpy as np
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.sequence import Sequence
-from kvloom.lab.faults.witness import EMPTY, Witness
+from kvloom.lab.faults.invariants import EMPTY, InvariantChecker
 from kvloom.offload.offloaded import OffloadedSequences
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.types.address import KVAddress, Ticket
@@ -45,7 +45,7 @@ class WeavingExecutor(ModelledExecutor):
         self.moved: list[
             tuple[int, list[int]]
         ] = []  # by woven step: pages that it is over, pages of each move
-        self._away = Witness(self.geometries, lent, VOCAB)
+        self._away = InvariantChecker(self.geometries, lent, VOCAB)
         self._away.wrong = self.wrong
 
     def lose_all(self) -> None:

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from msgspec.structs import replace
 
-from kvloom.lab.faults.witness import lone_answer
+from kvloom.lab.faults.invariants import lone_answer
 from kvloom.router import migration
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable

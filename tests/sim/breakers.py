@@ -1,4 +1,4 @@
-"""Parts of a world that break a law."""
+"""Parts of a simulation that break a law."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.host import Host
-from kvloom.lab.faults.witness import Witness
+from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.invariants import InvariantChecker
 from kvloom.lab.sim.executor import Content
 from kvloom.lab.sim.links import Entry
+from kvloom.lab.sim.offload import SimulatedOffloadBackend
 from kvloom.types.address import Ticket
-from kvloom.types.geometry import AnyArray
+from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.job import Job, JobResult
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
 from kvloom.types.verbs import RemoteSend, Standing
@@ -78,7 +80,7 @@ class Smeared:
         self._arena[at] = numbers
 
 
-class SmearingHost(Host):
+class SmearingHost(FaultyUnit):
     """What it sends is not what it has."""
 
     def start(self) -> None:
@@ -88,7 +90,7 @@ class SmearingHost(Host):
         transport.arena = Smeared(transport.arena)  # type: ignore[assignment, arg-type]
 
 
-class PinningHost(Host):
+class PinningHost(FaultyUnit):
     """Who ends a request leaves what is pinned for it."""
 
     def start(self) -> None:
@@ -97,7 +99,7 @@ class PinningHost(Host):
         self.process.engine._pins.unpin = lambda request: 0  # type: ignore[method-assign]
 
 
-class LosingHost(Host):
+class LosingHost(FaultyUnit):
     """Its pool has a page that nobody holds."""
 
     def start(self) -> None:
@@ -106,7 +108,7 @@ class LosingHost(Host):
         next(iter(self.process.engine.pool.caches.values())).pages.allocate(1)
 
 
-class KeepingHost(Host):
+class KeepingHost(FaultyUnit):
     """Its pool keeps a sequence that no request has."""
 
     def start(self) -> None:
@@ -130,12 +132,12 @@ class LyingDevice:
         return [(token + 1) % self._vocab for token in self._real.draw(job, step)]
 
 
-class LyingHost(Host):
-    def _device(self, witness: Witness) -> Content:
-        return LyingDevice(super()._device(witness), witness.vocab)
+class LyingHost(FaultyUnit):
+    def _device(self, checker: InvariantChecker) -> Content:
+        return LyingDevice(super()._device(checker), checker.vocab)
 
 
-class UnfencedHost(Host):
+class UnfencedHost(FaultyUnit):
     """Who sends to it may write for ever, and its blocks are used again meanwhile."""
 
     def start(self) -> None:
@@ -157,7 +159,7 @@ class UnfencedHost(Host):
         transport.entry, transport.close = open_for_ever, close_at_once  # type: ignore[method-assign]
 
 
-class IdleHost(Host):
+class IdleHost(FaultyUnit):
     """No job ever ends."""
 
     def start(self) -> None:
@@ -170,7 +172,7 @@ class IdleHost(Host):
         self.process.executor.launch = launch  # type: ignore[method-assign]
 
 
-class FaintingHost(Host):
+class FaintingHost(FaultyUnit):
     """Its engine's loop ends at the first job, of something that is no error of ours."""
 
     def start(self) -> None:
@@ -181,3 +183,27 @@ class FaintingHost(Host):
             raise ZeroDivisionError("no device")
 
         self.process.executor.launch = launch  # type: ignore[method-assign]
+
+
+class ShiftingLoanHost(FaultyUnit):
+    """Its lender's blocks are read one further than they were written."""
+
+    def start(self) -> None:
+        super().start()
+        assert self.process is not None
+        backend = self.process.backend
+        if backend is None:
+            return
+        lent = backend.lent_blocks
+
+        def shifted(model: str) -> tuple[SimulatedOffloadBackend, I32] | None:
+            found = lent(model)
+            if found is None:
+                return None
+            lender, blocks = found
+            self._turn = not self._turn
+            return lender, np.roll(blocks, self._turn)
+
+        backend.lent_blocks = shifted  # type: ignore[method-assign]
+
+    _turn = False

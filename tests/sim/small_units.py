@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom.lab.faults.scenario import VOCAB
+from kvloom.lab.faults.faults import VOCAB
 from kvloom.lab.sim.executor import Evenly
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape

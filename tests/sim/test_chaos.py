@@ -13,11 +13,22 @@ from pathlib import Path
 import pytest
 
 from kvloom.lab.faults import chaos as chaos_runs
-from kvloom.lab.faults.chaos import Verdict, chaos, run_ordeal, run_quietly, verdicts
-from kvloom.lab.faults.faults import Death, GatewayLoss, Order, Relocation, SchedulerLoss, Switch
+from kvloom.lab.faults.chaos import Verdict, chaos, run_quietly, run_scenario, verdicts
+from kvloom.lab.faults.faults import (
+    Death,
+    GatewayLoss,
+    Order,
+    Relocation,
+    Replan,
+    RollingRestart,
+    SchedulerLoss,
+    Switch,
+    UnitAdded,
+    UnitRemoved,
+)
 from kvloom.lab.faults.scenario import PROGRAMS as DRAWN
-from kvloom.lab.faults.scenario import draw_ordeal
-from kvloom.lab.faults.world import Parts
+from kvloom.lab.faults.scenario import draw_scenario
+from kvloom.lab.faults.simulation import Parts
 from kvloom.router.programs import PROGRAMS
 from tests.sim.breakers import ShortWire
 
@@ -32,7 +43,8 @@ def test_300_seeds_keep_the_laws() -> None:
     for what in (
         "requests ended", "requests failed", "requests left", "requests lost", "jobs failed", "calls harmed",
         "engines killed", "engines stopped", "gateways lost", "programs switched", "orders",
-        "schedulers lost", "moved by order", "moves refused",
+        "schedulers lost", "moved by order", "moves refused", "choices stopped", "rolling restarts",
+        "units replanned", "units added", "units removed", "requests guided", "steps offloaded",
     ):  # fmt: skip
         assert counts[what] > 20, what
     assert min(counts["units started"], counts["units ended"]) > 10
@@ -83,18 +95,23 @@ def test_a_run_is_the_same_whether_its_journal_is_kept_or_not() -> None:
 
 
 def test_all_kinds_of_faults_are_drawn() -> None:
-    ordeals = [draw_ordeal(seed) for seed in range(300)]
-    assert {ordeal.program.program for ordeal in ordeals} == DRAWN.keys() == PROGRAMS.keys()
-    kinds = Counter(type(fault) for ordeal in ordeals for fault in ordeal.faults)
-    assert kinds.keys() == {Death, GatewayLoss, SchedulerLoss, Relocation, Switch, Order}
+    scenarios = [draw_scenario(seed) for seed in range(300)]
+    assert {scenario.program.program for scenario in scenarios} == DRAWN.keys() == PROGRAMS.keys()
+    kinds = Counter(type(fault) for scenario in scenarios for fault in scenario.faults)
+    assert kinds.keys() == {
+        Death, GatewayLoss, SchedulerLoss, Relocation, Switch, Order,
+        RollingRestart, Replan, UnitAdded, UnitRemoved,
+    }  # fmt: skip
+    assert sum(any(unit.spec.weave for unit in scenario.units) for scenario in scenarios) > 30
+    assert sum(bool(client.stop) for scenario in scenarios for client in scenario.clients) > 100
     for kind in ("late", "slow", "lost", "unanswered", "again", "cut", "jobs"):
-        assert sum(getattr(ordeal.rates, kind) > 0 for ordeal in ordeals) > 30, kind
-    assert sum(ordeal.harmless for ordeal in ordeals) > 20
-    assert sum(ordeal.tidy for ordeal in ordeals) > 20
-    assert sum(ordeal.rescheduling is not None for ordeal in ordeals) > 100
-    assert sum(bool(ordeal.rescheduling and ordeal.rescheduling.groups) for ordeal in ordeals) > 10
-    assert {len(ordeal.units) for ordeal in ordeals} == {1, 2, 3, 4}
-    assert {client.body.n for ordeal in ordeals for client in ordeal.clients} == {1, 2, 3}
+        assert sum(getattr(scenario.rates, kind) > 0 for scenario in scenarios) > 30, kind
+    assert sum(scenario.harmless for scenario in scenarios) > 20
+    assert sum(scenario.tidy for scenario in scenarios) > 20
+    assert sum(scenario.rescheduling is not None for scenario in scenarios) > 100
+    assert sum(bool(scenario.rescheduling and scenario.rescheduling.groups) for scenario in scenarios) > 10
+    assert {len(scenario.units) for scenario in scenarios} == {1, 2, 3, 4}
+    assert {client.body.n for scenario in scenarios for client in scenario.clients} == {1, 2, 3}
 
 
 def test_the_first_seed_that_breaks_a_law_is_told(
@@ -102,7 +119,7 @@ def test_the_first_seed_that_breaks_a_law_is_told(
 ) -> None:
     def run_seed(seed: int, *, journal: bool = False) -> Verdict:
         parts = Parts(wire=ShortWire) if seed > 4 else Parts()
-        return run_ordeal(draw_ordeal(seed), journal=journal, parts=parts)
+        return run_scenario(draw_scenario(seed), journal=journal, parts=parts)
 
     monkeypatch.setattr(chaos_runs, "run_seed", run_seed)
     assert chaos(seeds=20, first=3, jobs=1, replay=None) == 1

@@ -1,4 +1,4 @@
-"""Each mishap alone: what the caller is told, and what the engine does."""
+"""Each fault alone: what the caller is told, and what the engine does."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvloom.lab.faults.faults import NOTHING, Mishap, Mishaps, Rates
+from kvloom.lab.faults.faults import NOTHING, CallFault, FaultSource, Rates
 from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.host import Host
+from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.invariants import lone_answer
 from kvloom.lab.faults.journal import Journal
-from kvloom.lab.faults.witness import lone_answer
 from kvloom.lab.sim.links import ModelledPlane
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.types.errors import Unavailable
@@ -24,25 +24,25 @@ from tests.sim.fleets import unit
 DELAY = 0.01
 
 
-class Listed(Mishaps):
+class Listed(FaultSource):
     """These, one after the other, and then none."""
 
-    def __init__(self, *mishaps: Mishap) -> None:
+    def __init__(self, *faults: CallFault) -> None:
         super().__init__("", Rates())
-        self.mishaps = list(mishaps)
+        self.faults = list(faults)
 
-    def next(self) -> Mishap:
-        return self.mishaps.pop(0) if self.mishaps else NOTHING
+    def next(self) -> CallFault:
+        return self.faults.pop(0) if self.faults else NOTHING
 
 
 @dataclass
 class Line:
     """An engine and a wire to it; others is a second engine that it can send to."""
 
-    host: Host
+    host: FaultyUnit
     wire: FaultyWire
-    mishaps: Listed
-    other: Host
+    faults: Listed
+    other: FaultyUnit
     journal: Journal
 
     def said(self, what: str) -> list[float]:
@@ -51,11 +51,11 @@ class Line:
 
 
 @asynccontextmanager
-async def line(*mishaps: Mishap) -> AsyncIterator[Line]:
+async def line(*faults: CallFault) -> AsyncIterator[Line]:
     clock, plane = LoopClock(asyncio.get_running_loop()), ModelledPlane()
-    journal, listed, failures = Journal(clock, kept=True), Listed(*mishaps), list[BaseException]()
+    journal, listed, failures = Journal(clock, kept=True), Listed(*faults), list[BaseException]()
     hosts = [
-        Host(
+        FaultyUnit(
             replace(unit(name, ["small"], blocks=100), stride=1, bandwidth=1e6),
             plane, clock, Listed(), journal, failures.append,
         )
@@ -70,7 +70,7 @@ async def line(*mishaps: Mishap) -> AsyncIterator[Line]:
         if host.process is not None:
             host.process.engine.pool.check()
             assert host.process.engine.pool.available == host.process.engine.pool.total
-        assert not any(witness.wrong for witness in host.witnesses)
+        assert not any(checker.wrong for checker in host.checkers)
         await host.stop()
     assert not failures
 
@@ -99,7 +99,7 @@ def room(request: str = "r") -> PrepRecv:
     return PrepRecv(model="small", request=request, prompt=list(range(20)))
 
 
-async def used(host: Host) -> int:
+async def used(host: FaultyUnit) -> int:
     assert host.process is not None
     return (await host.process.engine.load()).models["small"].used_blocks
 
@@ -127,7 +127,7 @@ def test_a_call_takes_both_ways() -> None:
 
 def test_a_lost_call_never_arrives() -> None:
     async def test() -> None:
-        async with line(Mishap(lost=True, noticed=3.0)) as it:
+        async with line(CallFault(lost=True, noticed=3.0)) as it:
             with pytest.raises(Unavailable, match="on the way there"):
                 await it.wire.prep_recv(room())
             assert now() == pytest.approx(DELAY + 3.0)
@@ -138,7 +138,7 @@ def test_a_lost_call_never_arrives() -> None:
 
 def test_a_call_whose_answer_is_lost_was_done() -> None:
     async def test() -> None:
-        async with line(Mishap(unanswered=True, noticed=1.0)) as it:
+        async with line(CallFault(unanswered=True, noticed=1.0)) as it:
             with pytest.raises(Unavailable, match="before the answer"):
                 await it.wire.prep_recv(room())
             assert await used(it.host)
@@ -148,7 +148,7 @@ def test_a_call_whose_answer_is_lost_was_done() -> None:
 
 def test_a_late_call_arrives_though_its_caller_has_gone() -> None:
     async def test() -> None:
-        async with line(Mishap(late=2.0)) as it:
+        async with line(CallFault(late=2.0)) as it:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await it.wire.prep_recv(room())
@@ -163,7 +163,7 @@ def test_a_call_that_arrives_again_after_it_was_undone() -> None:
     """It reserves anew, until its lease runs out."""
 
     async def test() -> None:
-        async with line(Mishap(again=1.0)) as it:
+        async with line(CallFault(again=1.0)) as it:
             await it.wire.prep_recv(room())
             await it.wire.abort("r")
             assert not await used(it.host)
@@ -177,7 +177,7 @@ def test_a_call_that_arrives_again_after_it_was_undone() -> None:
 def test_a_second_copy_of_a_stream_does_the_first_no_harm() -> None:
     async def test() -> None:
         for again in (0.0005, 0.02, 2.0):
-            async with line(Mishap(again=again)) as it:
+            async with line(CallFault(again=again)) as it:
                 assert await answer(it.wire, body()) == lone_answer(body(), 0, context=256, vocab=500)
 
     run(test)
@@ -185,7 +185,7 @@ def test_a_second_copy_of_a_stream_does_the_first_no_harm() -> None:
 
 def test_a_stream_that_breaks_ends_at_the_engine_once_that_is_noticed() -> None:
     async def test() -> None:
-        async with line(Mishap(cut=3, noticed=0.05)) as it:
+        async with line(CallFault(cut=3, noticed=0.05)) as it:
             with pytest.raises(Unavailable, match="broke"):
                 await answer(it.wire, body(tokens=200))
             broken = now()
@@ -250,7 +250,7 @@ def test_what_a_dead_engine_was_about_to_write_is_never_written() -> None:
         async with line() as it:
             assert it.other.process is not None
             spot = await it.other.process.engine.prep_recv(room())
-            before = it.other.witnesses[0].arena.copy()
+            before = it.other.checkers[0].arena.copy()
             send = RemoteSend(
                 model="small", request="r", prompt=room().prompt, address=spot.address, peer=spot.peer
             )
@@ -261,7 +261,7 @@ def test_what_a_dead_engine_was_about_to_write_is_never_written() -> None:
             with pytest.raises(Unavailable):
                 await sending
             await asyncio.sleep(1.0)
-            assert (it.other.witnesses[0].arena == before).all()
+            assert (it.other.checkers[0].arena == before).all()
 
     run(test)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvloom.lab.faults.chaos import run_ordeal
-from kvloom.lab.faults.faults import Client, Ordeal, Switch
-from kvloom.lab.faults.journal import Answer
+from kvloom.lab.faults.chaos import run_scenario
+from kvloom.lab.faults.faults import Client, FaultScenario, Switch
+from kvloom.lab.faults.journal import ClientAnswer
 from kvloom.lab.faults.laws import (
     CONSERVATION,
     EXACTLY_ONCE,
@@ -19,8 +19,8 @@ from kvloom.lab.faults.laws import (
     SAME_TOKENS,
     check_answer,
 )
-from kvloom.lab.faults.scenario import draw_ordeal
-from kvloom.lab.faults.world import Parts
+from kvloom.lab.faults.scenario import draw_scenario
+from kvloom.lab.faults.simulation import Parts
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
 from tests.sim.breakers import (
     FaintingHost,
@@ -28,6 +28,7 @@ from tests.sim.breakers import (
     KeepingHost,
     LosingHost,
     LyingHost,
+    ShiftingLoanHost,
     ShortWire,
     StutteringWire,
     UnfencedHost,
@@ -46,7 +47,7 @@ def broken(parts: Parts, seeds: range) -> dict[str, str]:
     """By law, what these runs said."""
     said: dict[str, str] = {}
     for seed in seeds:
-        for one in run_ordeal(draw_ordeal(seed), parts=parts).broken:
+        for one in run_scenario(draw_scenario(seed), parts=parts).broken:
             said[one.law] = f"{said.get(one.law, '')}{one.what}\n"
     return said
 
@@ -69,16 +70,16 @@ def test_what_breaks_a_law_is_told(parts: Parts, law: str, says: str) -> None:
 
 def test_what_no_stream_may_do() -> None:
     """The router lets none of it pass; this is what would be said of one that did."""
-    ordeal = draw_ordeal(0)
-    answer = Answer(ordeal.clients[0])
+    scenario = draw_scenario(0)
+    answer = ClientAnswer(scenario.clients[0])
     answer.take([TokenEvent(0, 0, 5), TokenEvent(0, 0, 5)])
     answer.fate = "ended"
-    said = [one.what for one in check_answer(answer, ordeal) if one.law == EXACTLY_ONCE]
+    said = [one.what for one in check_answer(answer, scenario) if one.law == EXACTLY_ONCE]
     assert any("token 0 follows 1" in one for one in said)
     assert any("its stream ended, but of" in one for one in said)
 
 
-def crossing() -> Ordeal:
+def crossing() -> FaultScenario:
     """A client leaves while its K and V are on their way to a small unit, whose next one gets the blocks."""
     units = small_units((100, 20), 1e-3, layers=1, context=80, lease=1.0, bandwidth=3e3)
     asked = [
@@ -92,10 +93,15 @@ def crossing() -> Ordeal:
     ]
     clients = (Client(0.0, asked[0], leaves=0.2), Client(0.25, asked[1]), Client(0.25, asked[2]))
     start, later = Switch(0.0, "disaggregate", {}), Switch(0.22, "data_parallel", {})
-    return Ordeal(1, units, {"m": 80}, start, clients, (later,))
+    return FaultScenario(1, units, {"m": 80}, start, clients, (later,))
 
 
 def test_a_transport_without_fences_is_seen() -> None:
-    assert not run_ordeal(crossing()).broken
-    said = run_ordeal(crossing(), parts=Parts(host=UnfencedHost)).broken
+    assert not run_scenario(crossing()).broken
+    said = run_scenario(crossing(), parts=Parts(host=UnfencedHost)).broken
     assert any(one.law == SAME_TOKENS and "not its own" in one.what for one in said)
+
+
+def test_a_loan_of_which_other_blocks_are_read_than_were_written_is_seen() -> None:
+    said = broken(Parts(host=ShiftingLoanHost), range(40))
+    assert "reads what is not its own" in said[SAME_TOKENS]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvloom.engine.freeness import Thresholds
-from kvloom.lab.faults.chaos import Verdict, run_ordeal
-from kvloom.lab.faults.faults import Client, Ordeal, Relocation, SchedulerLoss, Switch
+from kvloom.lab.faults.chaos import Verdict, run_scenario
+from kvloom.lab.faults.faults import Client, FaultScenario, Relocation, SchedulerLoss, Switch
 from kvloom.lab.faults.laws import NO_STARVATION, NOTHING_LEAKS, SAME_TOKENS
-from kvloom.lab.faults.world import Parts
+from kvloom.lab.faults.simulation import Parts
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.types.request import SamplingParams, StartGenerate
 from tests.sim.breakers import DeafWire, LyingWire, PinningHost, RestlessWire, SmearingHost
@@ -20,9 +20,9 @@ from tests.sim.small_units import small_units
 LOST, BACK = (SchedulerLoss(0.0, 60.0),), (SchedulerLoss(0.0, 0.3),)
 
 
-def ordeal(
+def scenario(
     program: str = "data_parallel", count: int = 3, leaves: float | None = None, **more: object
-) -> Ordeal:
+) -> FaultScenario:
     """Two units of one model, and so many clients with forty tokens each to come, a second or two."""
     units = small_units((160, 160), 3e-3, layers=2, context=100, lease=120.0, bandwidth=1e6)
     asked = [
@@ -36,12 +36,12 @@ def ordeal(
         for i in range(count)
     ]
     clients = tuple(Client(0.1 * i, body, leaves=leaves) for i, body in enumerate(asked))
-    return Ordeal(1, units, {"m": 100}, Switch(0.0, program, {}), clients, **more)  # type: ignore[arg-type]
+    return FaultScenario(1, units, {"m": 100}, Switch(0.0, program, {}), clients, **more)  # type: ignore[arg-type]
 
 
-def moving(**more: Any) -> Ordeal:
+def moving(**more: Any) -> FaultScenario:
     """Each of them is ordered from one unit to the other, and back."""
-    return ordeal(faults=tuple(Relocation(0.5 + 0.1 * i, i % 3 / 3, "unit-0") for i in range(8)), **more)
+    return scenario(faults=tuple(Relocation(0.5 + 0.1 * i, i % 3 / 3, "unit-0") for i in range(8)), **more)
 
 
 def told(verdict: Verdict, law: str) -> str:
@@ -49,7 +49,7 @@ def told(verdict: Verdict, law: str) -> str:
 
 
 def test_requests_are_moved_to_and_fro() -> None:
-    verdict = run_ordeal(moving())
+    verdict = run_scenario(moving())
     assert not verdict.broken
     assert verdict.counts["moved by order"] >= 5
 
@@ -59,7 +59,7 @@ def test_requests_follow_pairs_and_go_on_without_a_scheduler() -> None:
 
     def run(*losses: SchedulerLoss) -> Verdict:
         always = Rescheduling(0.1, Thresholds(1e3, 1e3, floor=0.0))
-        verdict = run_ordeal(ordeal(count=1, rescheduling=always, faults=losses))
+        verdict = run_scenario(scenario(count=1, rescheduling=always, faults=losses))
         assert not verdict.broken
         return verdict
 
@@ -76,13 +76,13 @@ def test_requests_follow_pairs_and_go_on_without_a_scheduler() -> None:
     ],
 )
 def test_a_broken_move_is_seen(parts: Parts, law: str, says: str) -> None:
-    verdict = run_ordeal(moving(), parts=parts)
+    verdict = run_scenario(moving(), parts=parts)
     assert says in told(verdict, law), verdict.broken
 
 
 def test_a_request_that_did_not_stand_still_has_the_same_stream() -> None:
     """What both ends tell is told once."""
-    assert not run_ordeal(moving(), parts=Parts(wire=RestlessWire)).broken
+    assert not run_scenario(moving(), parts=Parts(wire=RestlessWire)).broken
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_a_request_that_did_not_stand_still_has_the_same_stream() -> None:
 )
 def test_what_only_a_lease_gives_back_is_seen(program: str, parts: Parts, what: str) -> None:
     """Where all is well, nothing is left to leases."""
-    leaving = ordeal(program, leaves=0.05 if program == "disaggregate" else 0.5)
-    assert not run_ordeal(leaving).broken
-    assert what in told(run_ordeal(leaving, parts=parts), NOTHING_LEAKS)
+    leaving = scenario(program, leaves=0.05 if program == "disaggregate" else 0.5)
+    assert not run_scenario(leaving).broken
+    assert what in told(run_scenario(leaving, parts=parts), NOTHING_LEAKS)
 
 
 def test_between_the_order_to_stand_still_and_the_start_there_is_no_other_call() -> None:
     """The last stage begins with a step, of 36 ms or more, so that there is time to make room for what the
     step makes, 20 ms, and to tell the source."""
-    lines = run_ordeal(moving(delay=0.01), journal=True).lines
+    lines = run_scenario(moving(delay=0.01), journal=True).lines
     sent = [line.split()[3:5] for line in lines if " is sent" in line]
     after = []
     for request in {name.partition("~")[0] for _, name in sent}:

@@ -86,7 +86,7 @@ def _fastest(results: Iterable[RequestResult]) -> RequestResult:
 
 
 class Asked(Protocol):
-    """What requests are sent to."""
+    """The endpoint that requests are sent to."""
 
     def body(self, number: int, request: WorkloadRequest) -> bytes:
         """Returns the body for a workload's request `number`."""

@@ -19,20 +19,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvloom.lab.faults.faults import Client, Ordeal
-from kvloom.lab.faults.host import Host
-from kvloom.lab.faults.journal import Answer, Journal
+from kvloom.lab.faults.faults import Client, FaultScenario
+from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.journal import ClientAnswer, Journal
 from kvloom.lab.faults.laws import (
     NO_CRASH,
     NO_STARVATION,
     Broken,
     check_answer,
+    check_fleet,
     check_idle,
+    check_invariants,
     check_router,
-    check_witnesses,
 )
-from kvloom.lab.faults.scenario import draw_ordeal
-from kvloom.lab.faults.world import Parts, World
+from kvloom.lab.faults.scenario import draw_scenario
+from kvloom.lab.faults.simulation import FaultSimulation, Parts
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.types.errors import ConfigError, KvloomError
 from kvloom.types.request import SamplingParams, StartGenerate
@@ -55,101 +56,106 @@ class Verdict:
 
 
 def run_seed(seed: int, *, journal: bool = False) -> Verdict:
-    return run_ordeal(draw_ordeal(seed), journal=journal)
+    return run_scenario(draw_scenario(seed), journal=journal)
 
 
-def run_ordeal(ordeal: Ordeal, *, journal: bool = False, parts: Parts | None = None) -> Verdict:
-    """Never raises: what it fails of is in the verdict."""
-    verdict = Verdict(ordeal.seed)
+def run_scenario(scenario: FaultScenario, *, journal: bool = False, parts: Parts | None = None) -> Verdict:
+    """Plays a scenario. It never raises: what it fails of is in the verdict."""
+    verdict = Verdict(scenario.seed)
     try:
-        run = _run(ordeal, verdict, journal, parts or Parts())
-        run_virtual(run, seed=ordeal.seed, most_turns=MOST_TURNS)
+        run = _run(scenario, verdict, journal, parts or Parts())
+        run_virtual(run, seed=scenario.seed, most_turns=MOST_TURNS)
     except Exception as error:  # noqa: BLE001 - whatever a run fails of is what it is for
         if not verdict.broken:
             verdict.broken.append(_crash(error))
     return verdict
 
 
-async def _run(ordeal: Ordeal, verdict: Verdict, journal: bool, parts: Parts) -> None:
+async def _run(scenario: FaultScenario, verdict: Verdict, journal: bool, parts: Parts) -> None:
     clock = LoopClock(asyncio.get_running_loop())
     told = Journal(clock, kept=journal)
     verdict.counts, verdict.lines = told.counts, told.lines
-    world = World(ordeal, clock, told, parts)
-    trial = asyncio.get_running_loop().create_task(_try(world, clock))
-    both: list[asyncio.Future[Any]] = [trial, world.crash]
+    simulation = FaultSimulation(scenario, clock, told, parts)
+    trial = asyncio.get_running_loop().create_task(_try(simulation, clock))
+    both: list[asyncio.Future[Any]] = [trial, simulation.crash]
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     told.kept = False
     if trial.done() and (error := trial.exception()):
-        world.broken.append(_crash(error))
-    elif world.crash.done():
-        world.broken.append(_crash(world.crash.result()))
-    verdict.broken = world.broken
+        simulation.broken.append(_crash(error))
+    elif simulation.crash.done():
+        simulation.broken.append(_crash(simulation.crash.result()))
+    verdict.broken = simulation.broken
 
 
-async def _try(world: World, clock: LoopClock) -> None:
-    """Play it, let it settle, and check; then see whether all that was promised can still be had."""
-    await world.start()
-    seconds = PROMPTLY if world.ordeal.tidy else PATIENCE
-    late = await world.play(seconds)
-    world.broken.extend(_late(answer, seconds) for answer in late)
-    world.calm()
-    if world.ordeal.tidy:
+async def _try(simulation: FaultSimulation, clock: LoopClock) -> None:
+    """Plays the scenario, lets it settle and checks; then sees whether all that was promised can be had."""
+    await simulation.start()
+    seconds = PROMPTLY if simulation.scenario.tidy else PATIENCE
+    late = await simulation.play(seconds)
+    simulation.broken.extend(_late(answer, seconds) for answer in late)
+    simulation.calm()
+    if simulation.scenario.tidy:
         await clock.sleep(TIDY)
-        await _check_idle(world)
+        await _check_idle(simulation)
     await clock.sleep(SETTLED)
-    for answer in world.answers:
+    for answer in simulation.answers:
         if answer.over is not None:
-            world.broken.extend(check_answer(answer, world.ordeal))
-    await _check_idle(world)
-    if world.broken:
+            simulation.broken.extend(check_answer(answer, simulation.scenario))
+    await _check_idle(simulation)
+    if simulation.broken:
         return
-    for answer in [*(await _ask_fleet(world)), *(await _ask_units(world))]:
-        world.broken.extend(check_answer(answer, world.ordeal))
+    for answer in [*(await _ask_fleet(simulation)), *(await _ask_units(simulation))]:
+        simulation.broken.extend(check_answer(answer, simulation.scenario))
         if answer.fate != "ended":
-            world.broken.append(_late(answer))
-    await _check_idle(world)
-    await world.close()
-    for host in world.hosts.values():
-        world.broken.extend(check_witnesses(host))
+            simulation.broken.append(_late(answer))
+    await _check_idle(simulation)
+    await simulation.close()
+    for host in simulation.hosts.values():
+        simulation.broken.extend(check_invariants(host))
 
 
-async def _check_idle(world: World) -> None:
-    assert world.gateway is not None
-    world.broken.extend(check_router(world.gateway.router))
-    for host in world.hosts.values():
-        assert (host.process is not None) == world.controller.spec.units[host.name].wanted
+async def _check_idle(simulation: FaultSimulation) -> None:
+    assert simulation.gateway is not None
+    simulation.broken.extend(check_fleet(simulation.controller))
+    simulation.broken.extend(check_router(simulation.gateway.router))
+    units = simulation.controller.spec.units
+    for host in simulation.hosts.values():
+        unit = units.get(host.name)
+        assert (host.process is not None) == (unit is not None and unit.wanted)
         if host.process is not None:
-            world.broken.extend(check_idle(host, await host.process.engine.load()))
-        world.broken.extend(check_witnesses(host))
+            simulation.broken.extend(check_idle(host, await host.process.engine.load()))
+        simulation.broken.extend(check_invariants(host))
 
 
-async def _ask_fleet(world: World) -> list[Answer]:
-    """A request for each model, as anybody would ask."""
-    assert world.gateway is not None
+async def _ask_fleet(simulation: FaultSimulation) -> list[ClientAnswer]:
+    """Asks the gateway for one answer of each model."""
+    assert simulation.gateway is not None
     answers = [
-        Answer(Client(0.0, _last(card.name, card.context_length // 2, f"last-{card.name}"), leaves=PATIENCE))
-        for card in await world.gateway.router.models()
+        ClientAnswer(
+            Client(0.0, _last(card.name, card.context_length // 2, f"last-{card.name}"), leaves=PATIENCE)
+        )
+        for card in await simulation.gateway.router.models()
         if card.context_length > 1
     ]
     for answer in answers:
-        await world.gateway.answer(answer)
+        await simulation.gateway.answer(answer)
     return answers
 
 
-async def _ask_units(world: World) -> list[Answer]:
-    """Of each unit the longest request of each model: it needs all that the unit has promised."""
+async def _ask_units(simulation: FaultSimulation) -> list[ClientAnswer]:
+    """Asks each unit for the longest request of each model, which needs all that the unit has promised."""
     return [
         await _ask_unit(host, card.name, card.context_length)
-        for host in world.hosts.values()
+        for host in simulation.hosts.values()
         if host.process is not None
         for card in await host.process.engine.models()
         if card.context_length > 1
     ]
 
 
-async def _ask_unit(host: Host, model: str, context: int) -> Answer:
+async def _ask_unit(host: FaultyUnit, model: str, context: int) -> ClientAnswer:
     assert host.process is not None
-    answer = Answer(Client(0.0, _last(model, context - 1, f"longest-{model}-{host.name}")))
+    answer = ClientAnswer(Client(0.0, _last(model, context - 1, f"longest-{model}-{host.name}")))
     frames = host.process.engine.start_generate(answer.client.body)
     try:
         async with asyncio.timeout(PATIENCE), aclosing(frames):
@@ -172,7 +178,7 @@ def _last(model: str, length: int, request: str) -> StartGenerate:
     )
 
 
-def _late(answer: Answer, seconds: float = PATIENCE) -> Broken:
+def _late(answer: ClientAnswer, seconds: float = PATIENCE) -> Broken:
     name = answer.client.body.request
     if answer.error is not None:
         return Broken(NO_STARVATION, f"{name}: all is calm, but it is told: {answer.error.message}")
@@ -180,7 +186,7 @@ def _late(answer: Answer, seconds: float = PATIENCE) -> Broken:
 
 
 def _crash(error: BaseException) -> Broken:
-    """Where it came from, in one line."""
+    """Tells an error and where it came from, in one line."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" at {last[0].filename.rsplit('/', 1)[-1]}:{last[0].lineno}" if last else ""
     return Broken(NO_CRASH, " ".join(f"{type(error).__name__}{where}: {error}".split()))
@@ -193,7 +199,7 @@ _WINDOW: Final = 5000  # that all are; so there may be any number
 
 
 def chaos(*, seeds: int, first: int, jobs: int, replay: int | None) -> int:
-    """The command's exit code. Raises ConfigError."""
+    """Returns the command's exit code. Raises ConfigError."""
     _check(seeds, first, jobs, replay)
     console = Console() if sys.stdout.isatty() else Console(width=160)
     if replay is not None:
@@ -220,7 +226,7 @@ def _check(seeds: int, first: int, jobs: int, replay: int | None) -> None:
 
 
 def run_quietly(seed: int, *, journal: bool = False) -> Verdict:
-    """What the engines log of failed jobs is as the seed has it, and would bury the rest."""
+    """Runs a seed without logs: what engines log of failed jobs would bury the rest."""
     logging.disable(logging.CRITICAL)
     try:
         return run_seed(seed, journal=journal)
@@ -229,7 +235,7 @@ def run_quietly(seed: int, *, journal: bool = False) -> Verdict:
 
 
 def verdicts(seeds: range, jobs: int) -> Iterator[Verdict]:
-    """In order, from `jobs` processes."""
+    """Yields the verdicts in order, from `jobs` processes."""
     if jobs == 1:
         yield from map(run_quietly, seeds)
         return
@@ -255,7 +261,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def tell(verdict: Verdict) -> int:
-    """The journal and the verdict, on standard output; the exit code."""
+    """Prints the journal and the verdict. Returns the exit code."""
     for line in verdict.lines:
         print(line)
     for broken in verdict.broken:
@@ -266,7 +272,7 @@ def tell(verdict: Verdict) -> int:
 
 
 def _run_all(seeds: range, jobs: int, console: Console) -> tuple[Counter[str], Verdict | None]:
-    """What happened, and the first run that broke a law."""
+    """Returns what happened, and the first run that broke a law."""
     counts: Counter[str] = Counter()
     columns = TextColumn("seeds"), BarColumn(), TextColumn("{task.completed}/{task.total}")
     quiet = not console.is_terminal

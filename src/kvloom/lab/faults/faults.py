@@ -1,9 +1,9 @@
-"""What may go wrong in a run, all of it drawn before the run begins."""
+"""The faults that a run may have, all of them drawn before the run begins."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -13,6 +13,7 @@ from kvloom.router.session import DEATHS
 from kvloom.types.request import StartGenerate
 from kvloom.types.spec import Option
 
+VOCAB: Final = 500  # tokens of every model's vocabulary
 LATEST: Final = 6.0  # seconds that anything on a wire may be late
 KEEPING: Final = ("pin", "reserve")  # orders that hold something until its lease has run out
 STALE: Final = 3.0  # seconds after which the second copy of a call comes at the latest
@@ -59,7 +60,7 @@ class Relocation:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """From now on requests run under another program."""
+    """The router runs requests under another program from now on."""
 
     at: float
     program: str
@@ -79,24 +80,75 @@ class Order:
     seconds: int
 
 
-Fault = Death | GatewayLoss | SchedulerLoss | Relocation | Switch | Order
+@dataclass(frozen=True, slots=True)
+class RollingRestart:
+    """Every unit gets a new process, at most `budget` of them at once."""
+
+    at: float
+    seconds: float | None
+    """How long what runs at a unit is waited for; None for as long as it takes."""
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """A unit gets another specification: models are added or removed, or its pool is of another size."""
+
+    at: float
+    unit: SimulatedUnit
+    seconds: float | None
+    """How long what runs at the unit is waited for; None for as long as it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitAdded:
+    """The fleet gets one unit more."""
+
+    at: float
+    unit: SimulatedUnit
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRemoved:
+    """The fleet loses a unit for good."""
+
+    at: float
+    unit: str
+    seconds: float | None
+    """How long what runs at the unit is waited for; None for as long as it takes."""
+
+
+FleetEdit = RollingRestart | Replan | UnitAdded | UnitRemoved
+"""Faults that are edits of the fleet's specification."""
+
+Fault = Death | GatewayLoss | SchedulerLoss | Relocation | Switch | Order | FleetEdit
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Asks for `body` at `at`. leaves: seconds until it hangs up. aborts: seconds until it ends the request,
-    or one choice of it, and reads on. pause: seconds it takes over each frame."""
+    """Somebody who asks for `body` at `at`."""
 
     at: float
     body: StartGenerate
     leaves: float | None = None
+    """Seconds until the client hangs up."""
     aborts: float | None = None
+    """Seconds until the client ends the request, or one choice of it, and reads on."""
     choice: int | None = None
+    """The choice that is aborted; None for all."""
     pause: float = 0.0
+    """Seconds that the client takes over each frame."""
+    stop: str = ""
+    """A stop string: a choice is aborted once its text, by `text_of`, holds it. Empty for none."""
+
+
+def text_of(tokens: Iterable[int]) -> str:
+    """Returns the text that stop strings are looked for in: one of four letters a token."""
+    return "".join("abcd"[token % 4] for token in tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
+class CallFault:
     """What becomes of one call. late, slow: seconds more on the way there and back. lost: it never arrives;
     unanswered: its answer does not. again: it arrives a second time, so many seconds later. cut: its stream
     breaks after so many frames. noticed: seconds until a side sees that the other is gone."""
@@ -117,7 +169,7 @@ class Mishap:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How many of the calls, and of the jobs, have each mishap."""
+    """The parts of the calls, and of the jobs, that have each fault."""
 
     late: float = 0.0
     slow: float = 0.0
@@ -132,10 +184,10 @@ class Rates:
         return self == Rates()
 
 
-NOTHING: Final = Mishap()
+NOTHING: Final = CallFault()
 
 
-class Mishaps:
+class FaultSource:
     """One after the other, as the seed has it, until it is over."""
 
     def __init__(self, seed: str, rates: Rates) -> None:
@@ -145,7 +197,7 @@ class Mishaps:
     def calm(self) -> None:
         self._rates = Rates()
 
-    def next(self) -> Mishap:
+    def next(self) -> CallFault:
         rates, draw = self._rates, self._random
         if rates.none:
             return NOTHING
@@ -153,7 +205,7 @@ class Mishaps:
             name: draw.random() < getattr(rates, name)
             for name in ("late", "slow", "lost", "unanswered", "again", "cut")
         }
-        return Mishap(
+        return CallFault(
             late=_moment(draw, LATEST) if hit["late"] else 0.0,
             slow=_moment(draw, LATEST) if hit["slow"] else 0.0,
             lost=hit["lost"],
@@ -164,7 +216,7 @@ class Mishaps:
         )
 
     def fails(self) -> bool:
-        """Whether the next job does."""
+        """Returns whether the next job fails."""
         return self._rates.jobs > 0 and self._random.random() < self._rates.jobs
 
 
@@ -174,7 +226,7 @@ def _moment(draw: random.Random, most: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Ordeal:
+class FaultScenario:
     """One run: who serves, who asks, and what goes wrong. contexts: tokens that each model holds, by model.
     rates: of calls to the engines and of jobs; fleet_rates: of the fleet scheduler's calls, if others. delay:
     of the wire, in seconds, one way. rescheduling: None where there is no fleet scheduler."""
@@ -191,26 +243,40 @@ class Ordeal:
     rescheduling: Rescheduling | None = None
 
     @property
+    def all_units(self) -> tuple[SimulatedUnit, ...]:
+        """The units with each specification that one of them ever has."""
+        later = [fault.unit for fault in self.faults if isinstance(fault, Replan | UnitAdded)]
+        return (*self.units, *later)
+
+    @property
     def tidy(self) -> bool:
-        """Nobody fails to give back what was held for a request: leases are not needed."""
+        """True if nobody fails to give back what was held for a request, so that leases are not needed."""
         return self.rates.none and not any(
-            isinstance(one, Death | GatewayLoss) or (isinstance(one, Order) and one.what in KEEPING)
+            isinstance(one, Death | GatewayLoss)
+            or (isinstance(one, Order) and one.what in KEEPING)
+            or (isinstance(one, RollingRestart | Replan | UnitRemoved) and one.seconds is not None)
             for one in self.faults
         )
 
     @property
     def harmless(self) -> bool:
-        """Nothing breaks, and no unit is taken out of service: whoever stays is answered."""
-        return self.survivable and not any(isinstance(one, Death) for one in self.faults)
+        """True if nothing breaks, no unit is taken out of service, and no model is removed: whoever stays is
+        answered."""
+        return self.survivable and not any(
+            isinstance(one, Death | Replan | UnitRemoved) for one in self.faults
+        )
 
     @property
     def survivable(self) -> bool:
-        """At most, engines die, and so few that none can be thought to die of a request: who has begun to be
-        answered is answered whole."""
+        """True if at most engines die, and so few that none can be thought to die of a request: who has begun
+        to be answered is answered whole. A request whose model or unit is removed has nowhere else to go, so
+        what runs must be waited for, and no engine may die meanwhile."""
         deaths = sum(isinstance(one, Death) for one in self.faults)
+        taken = [one for one in self.faults if isinstance(one, Replan | UnitRemoved)]
         return (
             self.rates.none
             and deaths <= DEATHS
+            and (not taken or (not deaths and all(one.seconds is None for one in taken)))
             and not any(
                 isinstance(one, GatewayLoss) or (isinstance(one, Order) and one.what == "drain")
                 for one in self.faults
@@ -218,7 +284,7 @@ class Ordeal:
         )
 
 
-class Dice:
+class SeededDraws:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-from kvloom.lab.faults.faults import Mishap, Mishaps
-from kvloom.lab.faults.host import Host, Process
-from kvloom.lab.faults.journal import Crashed, Crew, Journal
+from kvloom.lab.faults.faults import CallFault, FaultSource
+from kvloom.lab.faults.host import EngineProcess, FaultyUnit
+from kvloom.lab.faults.journal import Crashed, FaultTasks, Journal
 from kvloom.types.client import EngineClient, RemoteEngine
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
@@ -29,20 +29,20 @@ class FaultyWire(RemoteEngine):
 
     def __init__(
         self,
-        host: Host,
+        host: FaultyUnit,
         clock: Clock,
         delay: float,
-        mishaps: Mishaps,
+        faults: FaultSource,
         journal: Journal,
         crashed: Crashed,
     ) -> None:
         self._host = host
         self._clock = clock
         self._delay = delay
-        self._mishaps = mishaps
+        self._faults = faults
         self._journal = journal
         self._gone = False
-        self._crew = Crew(crashed, expected=(KvloomError,))
+        self._tasks = FaultTasks(crashed, expected=(KvloomError,))
 
     def cut(self) -> None:
         """The caller's process is gone: it asks nothing any more."""
@@ -53,40 +53,40 @@ class FaultyWire(RemoteEngine):
     async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
         """Sends the verb at once, and waits for the answer."""
         name, about = verb.name, getattr(body, "request", "")
-        mishap = self._send(name, about)
-        carrying = self._crew.spawn(self._carry(name, about, partial(verb.ask, body=body), mishap))
+        fault = self._send(name, about)
+        carrying = self._tasks.spawn(self._carry(name, about, partial(verb.ask, body=body), fault))
         try:
             answer: Answer = await asyncio.shield(carrying)
         except asyncio.CancelledError:
             if verb.waits:
-                asyncio.get_running_loop().call_later(mishap.noticed, carrying.cancel)
+                asyncio.get_running_loop().call_later(fault.noticed, carrying.cancel)
             raise
         except KvloomError as error:
             self._tell(name, about, "fails:", error.message)
             raise
         return answer
 
-    async def _carry(self, name: str, about: str, verb: Asking[T], mishap: Mishap) -> T:
-        process = await self._arrive(mishap)
-        if mishap.again is not None:
-            self._crew.spawn(self._once_more(name, about, verb, mishap.again))
+    async def _carry(self, name: str, about: str, verb: Asking[T], fault: CallFault) -> T:
+        process = await self._arrive(fault)
+        if fault.again is not None:
+            self._tasks.spawn(self._once_more(name, about, verb, fault.again))
         served = process.serve(self._served(process, verb))
         answer: T = await self._outcome(process, served)
-        if mishap.unanswered:
-            await self._clock.sleep(mishap.noticed)
+        if fault.unanswered:
+            await self._clock.sleep(fault.noticed)
             raise Unavailable("the connection broke before the answer")
-        await self._clock.sleep(self._delay + mishap.slow)
+        await self._clock.sleep(self._delay + fault.slow)
         self._tell(name, about, "is answered")
         return answer
 
-    async def _served(self, process: Process, verb: Asking[T]) -> T | KvloomError:
+    async def _served(self, process: EngineProcess, verb: Asking[T]) -> T | KvloomError:
         try:
             return await verb(process.engine)
         except KvloomError as error:
             return error
 
-    async def _outcome(self, process: Process, served: asyncio.Task[Any]) -> Any:
-        """What the engine has answered or raised; it may have died meanwhile."""
+    async def _outcome(self, process: EngineProcess, served: asyncio.Task[Any]) -> Any:
+        """Returns or raises what the engine did, unless it has died meanwhile."""
         both: list[asyncio.Future[Any]] = [served, process.over]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -110,9 +110,9 @@ class FaultyWire(RemoteEngine):
     # -- the one that streams ---------------------------------------------------------------------------
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        mishap, frames = self._send("start_generate", body.request), Queue()
-        carrying = self._crew.spawn(self._carry_stream(body, mishap, frames))
-        left = mishap.cut
+        fault, frames = self._send("start_generate", body.request), Queue()
+        carrying = self._tasks.spawn(self._carry_stream(body, fault, frames))
+        left = fault.cut
         try:
             while (frame := await frames.get()) is not None:
                 if left == 0:
@@ -127,14 +127,14 @@ class FaultyWire(RemoteEngine):
         finally:
             if not carrying.done():
                 self._tell("start_generate", body.request, "is hung up")
-                asyncio.get_running_loop().call_later(mishap.noticed, carrying.cancel)
+                asyncio.get_running_loop().call_later(fault.noticed, carrying.cancel)
 
-    async def _carry_stream(self, body: StartGenerate, mishap: Mishap, frames: Queue) -> None:
+    async def _carry_stream(self, body: StartGenerate, fault: CallFault, frames: Queue) -> None:
         try:
-            process = await self._arrive(mishap)
-            if mishap.again is not None:
+            process = await self._arrive(fault)
+            if fault.again is not None:
                 verb = partial(self._first_frame, body)
-                self._crew.spawn(self._once_more("start_generate", body.request, verb, mishap.again))
+                self._tasks.spawn(self._once_more("start_generate", body.request, verb, fault.again))
             served = process.serve(self._served(process, partial(self._pump, body, frames)))
             await self._outcome(process, served)
         except KvloomError as error:
@@ -153,20 +153,20 @@ class FaultyWire(RemoteEngine):
 
     # -- all of them ------------------------------------------------------------------------------------
 
-    def _send(self, name: str, about: str) -> Mishap:
+    def _send(self, name: str, about: str) -> CallFault:
         if self._gone:
             raise Unavailable("the gateway is gone")
-        mishap = self._mishaps.next()
+        fault = self._faults.next()
         self._journal.count("calls")
-        if str(mishap):
+        if str(fault):
             self._journal.count("calls harmed")
-        self._tell(name, about, "is sent", f"({mishap})" if str(mishap) else "")
-        return mishap
+        self._tell(name, about, "is sent", f"({fault})" if str(fault) else "")
+        return fault
 
-    async def _arrive(self, mishap: Mishap) -> Process:
-        await self._clock.sleep(self._delay + mishap.late)
-        if mishap.lost:
-            await self._clock.sleep(mishap.noticed)
+    async def _arrive(self, fault: CallFault) -> EngineProcess:
+        await self._clock.sleep(self._delay + fault.late)
+        if fault.lost:
+            await self._clock.sleep(fault.noticed)
             raise Unavailable("the connection broke on the way there")
         if self._host.process is None:
             raise Unavailable("nobody answers there")

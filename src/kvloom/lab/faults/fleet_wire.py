@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from kvloom.cluster.scheduler import FleetScheduler
-from kvloom.lab.faults.faults import Mishaps
-from kvloom.lab.faults.gateway import Gateway
-from kvloom.lab.faults.journal import Crashed, Crew, Journal
+from kvloom.lab.faults.faults import FaultSource
+from kvloom.lab.faults.gateway import FaultyGateway
+from kvloom.lab.faults.journal import Crashed, FaultTasks, Journal
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.types.clock import Clock
@@ -26,19 +26,19 @@ class FleetWire:
 
     def __init__(
         self,
-        gateway: Callable[[], Gateway | None],
+        gateway: Callable[[], FaultyGateway | None],
         clock: Clock,
         delay: float,
-        mishaps: Mishaps,
+        faults: FaultSource,
         journal: Journal,
         crashed: Crashed,
     ) -> None:
         self._gateway = gateway
         self._clock = clock
         self._delay = delay
-        self._mishaps = mishaps
+        self._faults = faults
         self._journal = journal
-        self._crew = Crew(crashed, expected=(KvloomError,))
+        self._tasks = FaultTasks(crashed, expected=(KvloomError,))
 
     async def state(self) -> FleetState:
         return await self._call("state", lambda gateway: gateway.state())
@@ -52,26 +52,26 @@ class FleetWire:
 
     async def _call(self, name: str, verb: Verb[T]) -> T:
         """Sent at once; the answer is waited for."""
-        answer: T = await asyncio.shield(self._crew.spawn(self._carry(name, verb)))
+        answer: T = await asyncio.shield(self._tasks.spawn(self._carry(name, verb)))
         return answer
 
     async def _carry(self, name: str, verb: Verb[T]) -> T:
-        mishap = self._mishaps.next()
+        fault = self._faults.next()
         self._journal.count("calls")
-        if str(mishap):
+        if str(fault):
             self._journal.count("calls harmed")
-        self._journal("fleet", "", name, "is sent", f"({mishap})" if str(mishap) else "")
-        await self._clock.sleep(self._delay + mishap.late)
-        if mishap.lost:
-            await self._clock.sleep(mishap.noticed)
+        self._journal("fleet", "", name, "is sent", f"({fault})" if str(fault) else "")
+        await self._clock.sleep(self._delay + fault.late)
+        if fault.lost:
+            await self._clock.sleep(fault.noticed)
             raise Unavailable("the connection broke on the way there")
-        if mishap.again is not None:
-            self._crew.spawn(self._once_more(verb, mishap.again))
+        if fault.again is not None:
+            self._tasks.spawn(self._once_more(verb, fault.again))
         answer = await self._served(verb)
-        if mishap.unanswered:
-            await self._clock.sleep(mishap.noticed)
+        if fault.unanswered:
+            await self._clock.sleep(fault.noticed)
             raise Unavailable("the connection broke before the answer")
-        await self._clock.sleep(self._delay + mishap.slow)
+        await self._clock.sleep(self._delay + fault.slow)
         return answer
 
     async def _once_more(self, verb: Verb[Any], after: float) -> None:
@@ -80,7 +80,7 @@ class FleetWire:
         await self._served(verb)
 
     async def _served(self, verb: Verb[T]) -> T:
-        """What the gateway answers, or raises; it may be lost meanwhile."""
+        """Returns or raises what the gateway does, unless it is lost meanwhile."""
         gateway = self._gateway()
         if gateway is None:
             raise Unavailable("nobody answers there")
@@ -102,7 +102,7 @@ async def _tried(verb: Verb[T], rescheduler: Rescheduler) -> T | KvloomError:
 
 
 class SchedulerProcess:
-    """It knows nothing when it starts."""
+    """A fleet scheduler that is lost and started anew, and knows nothing when it starts."""
 
     def __init__(
         self, given: Rescheduling, wire: FleetWire, clock: Clock, journal: Journal, crashed: Crashed
@@ -112,19 +112,19 @@ class SchedulerProcess:
         self._clock = clock
         self._journal = journal
         self._crashed = crashed
-        self._crew: Crew | None = None
+        self._tasks: FaultTasks | None = None
 
     def start(self) -> None:
-        if self._crew is None:
-            given, self._crew = self._given, Crew(self._crashed)
+        if self._tasks is None:
+            given, self._tasks = self._given, FaultTasks(self._crashed)
             scheduler = FleetScheduler(
                 self._wire, self._clock, period=given.period, thresholds=given.thresholds
             )
-            self._crew.spawn(scheduler.run())
+            self._tasks.spawn(scheduler.run())
             self._journal("fleet", "", "scheduler starts")
 
     def kill(self) -> None:
-        if self._crew is not None:
-            self._crew.dismiss()
-            self._crew = None
+        if self._tasks is not None:
+            self._tasks.cancel()
+            self._tasks = None
             self._journal("fleet", "", "scheduler dies")

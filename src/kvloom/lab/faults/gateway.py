@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from math import inf
 from typing import Any, Final, TypeVar
 
@@ -14,10 +15,12 @@ from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, Report,
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import Timing
-from kvloom.cluster.state import is_gateway
+from kvloom.lab.faults.faults import text_of
 from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.host import Host
-from kvloom.lab.faults.journal import Answer, Crashed, Crew, Journal
+from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.journal import ClientAnswer, Crashed, FaultTasks, Journal
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.plan.cost.shapes import ModelShape
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
@@ -30,7 +33,7 @@ from kvloom.types.spec import EngineSpec
 T = TypeVar("T")
 
 
-class Gateway:
+class FaultyGateway:
     """crashed: called with what is no error of ours. tell: takes what it says to the controller."""
 
     def __init__(
@@ -52,7 +55,7 @@ class Gateway:
         self._gone = False
         self._clock = clock
         self._journal = journal
-        self._crew = Crew(crashed)
+        self._tasks = FaultTasks(crashed)
 
     async def start(self) -> None:
         await self.router.__aenter__()
@@ -60,7 +63,7 @@ class Gateway:
         self._journal("gateway", "", "is up")
 
     def heed(self, news: News) -> None:
-        """What the controller tells it."""
+        """Takes in what the controller tells the gateway."""
         if not self._gone:
             self.mirror.heed(news)
 
@@ -81,19 +84,21 @@ class Gateway:
         self._gone = True
         for wire in self.wires.values():
             wire.cut()
-        tasks = self._crew.dismiss()
+        tasks = self._tasks.cancel()
         if tasks:
             await asyncio.wait(tasks)
         await self.close()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """What is done here; it ends with the process."""
-        return self._crew.spawn(work)
+        """Runs work of this process, which ends with it."""
+        return self._tasks.spawn(work)
 
-    async def answer(self, answer: Answer) -> None:
-        """Serve a client to its end."""
+    async def answer(self, answer: ClientAnswer) -> None:
+        """Serves a client to its end."""
         client, name = answer.client, answer.client.body.request
         answer.asked = self._clock.now()
+        if client.body.sampling.guide is not None:
+            self._journal.count("requests guided")
         self._journal(
             "client", name, "asks for", client.body.model, len(client.body.prompt), "+", _wish(answer)
         )
@@ -119,7 +124,7 @@ class Gateway:
             self._journal("client", name, answer.fate, answer.error.message if answer.error else "")
 
     async def move(self, request: str, units: Sequence[str]) -> None:
-        """As somebody has ordered: to the first of these that it can go to."""
+        """Moves a request, as somebody has ordered, to the first of these units that it can go to."""
         for unit in units:
             self._journal("order", unit, "is to have", request)
             try:
@@ -131,17 +136,30 @@ class Gateway:
                 self._journal.count("moved by order")
                 return
 
-    async def _read(self, answer: Answer) -> None:
+    async def _read(self, answer: ClientAnswer) -> None:
         client = answer.client
         async with aclosing(self.router.start_generate(client.body)) as frames:
             async for frame in frames:
                 answer.take(frame)
                 if self._journal.kept and frame:
                     self._journal("stream", client.body.request, *map(_shown, frame))
+                if client.stop:
+                    await self._stop(answer)
                 if client.pause:
                     await self._clock.sleep(client.pause)
 
-    async def _abort(self, answer: Answer) -> None:
+    async def _stop(self, answer: ClientAnswer) -> None:
+        """Ends the choices whose text holds the stop string, as the API does."""
+        request, stop = answer.client.body.request, answer.client.stop
+        for choice, tokens in answer.tokens.items():
+            if choice not in answer.ends and choice not in answer.stopped and stop in text_of(tokens):
+                answer.stopped.add(choice)
+                self._journal("client", request, "has its stop string in", choice)
+                self._journal.count("choices stopped")
+                with suppress(KvloomError):
+                    await self.router.abort(request, choice)
+
+    async def _abort(self, answer: ClientAnswer) -> None:
         client = answer.client
         await self._clock.sleep(client.aborts or 0.0)
         answer.aborted = True
@@ -160,7 +178,7 @@ def _shown(event: Event) -> str:
             return f"a report of {len(event.logprobs)} tokens"
 
 
-def _wish(answer: Answer) -> str:
+def _wish(answer: ClientAnswer) -> str:
     body = answer.client.body
     return f"{body.sampling.max_tokens} tokens × {body.n}, priority {body.priority}"
 
@@ -169,22 +187,23 @@ AT_ONCE: Final = Timing(first=0.0, most=0.0)
 """A fault says itself how long what has died stays away."""
 
 
-class HostLauncher:
+class FaultyLauncher:
     """Satisfies `Launcher` with hosts, and with gateways that somebody else opens. A component that was lost
     gets no process before its time."""
 
     def __init__(
         self,
-        hosts: Mapping[str, Host],
+        hosts: Mapping[str, FaultyUnit],
         clock: Clock,
         journal: Journal,
         crashed: Crashed,
         *,
         open_gateway: Callable[[str, Snapshot], Coroutine[Any, Any, None]],
         tell: Callable[[str, News], None],
+        shapes: Mapping[str, ModelShape],
     ) -> None:
         """open_gateway: serves the fleet of a snapshot as this gateway. tell: takes news to the one that
-        serves."""
+        serves. shapes: of all models that a unit may ever have."""
         self.hear: Callable[[Report], None] = lambda report: None
         """Called with what happens to a process: the controller's."""
         self._hosts = hosts
@@ -192,7 +211,8 @@ class HostLauncher:
         self._journal = journal
         self._open_gateway = open_gateway
         self._tell = tell
-        self._crew = Crew(crashed)
+        self._tasks = FaultTasks(crashed)
+        self._shapes = shapes
         self._called_off: set[str] = set()  # What was told to end as it started.
         self._back: dict[str, float] = {}  # When what was lost may have a process again.
 
@@ -202,36 +222,36 @@ class HostLauncher:
         self.hear(Ended(component, "was lost"))
 
     def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
-        if not is_gateway(component):
-            self._crew.spawn(self._start(component))
+        if engine is not None:
+            self._tasks.spawn(self._start(component, engine))
 
     def stop(self, component: str) -> None:
         if self._hosts[component].process is not None:
-            self._crew.spawn(self._stop(component))
+            self._tasks.spawn(self._stop(component))
         else:
             self._called_off.add(component)
 
     def kill(self, component: str) -> None:
-        """What was told to end does so here."""
+        """Does nothing: a process that was told to end does so here."""
 
     def retire(self, component: str) -> None:
-        """Gateways are lost here, and not replaced."""
+        """Does nothing: gateways are lost here, and not replaced."""
 
     def tell(self, component: str, news: News) -> None:
         if isinstance(news, Snapshot):
-            self._crew.spawn(self._serve(component, news))
+            self._tasks.spawn(self._serve(component, news))
         else:
             self._tell(component, news)
 
     def forget(self, component: str) -> None:
-        """Nothing is kept of it."""
+        """Does nothing: no component is kept here."""
 
     def running(self) -> Sequence[FoundProcess]:
         return [
             FoundProcess(name, 1, "ready") for name, host in self._hosts.items() if host.process is not None
         ]
 
-    async def _start(self, unit: str) -> None:
+    async def _start(self, unit: str, engine: EngineSpec) -> None:
         back = self._back.pop(unit, None)
         host = self._hosts[unit]
         if back is None:
@@ -243,8 +263,14 @@ class HostLauncher:
             self._called_off.discard(unit)
             self.hear(Ended(unit, "was stopped as it started"))
             return
+        if engine != host.unit.spec:
+            host.unit = self._replanned(host.unit, engine)
         host.start()
         self.hear(Answered(unit))
+
+    def _replanned(self, unit: SimulatedUnit, engine: EngineSpec) -> SimulatedUnit:
+        shapes = {model.name: self._shapes[model.name] for model in engine.models}
+        return replace(unit, spec=engine, shapes=shapes)
 
     async def _stop(self, unit: str) -> None:
         self._journal.count("units ended")

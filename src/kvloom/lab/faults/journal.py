@@ -1,4 +1,4 @@
-"""What happened in a run, event by event."""
+"""The events of a run, one by one, and the tasks that crash it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ T = TypeVar("T")
 Crashed = Callable[[BaseException], None]
 
 
-class Crew:
+class FaultTasks:
     """crashed: called with what a task fails of, while they are not dismissed, unless that is `expected`."""
 
     def __init__(self, crashed: Crashed, expected: tuple[type[Exception], ...] = ()) -> None:
         self._crashed = crashed
         self._expected = expected
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._dismissed = False
+        self._cancelled = False
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
@@ -53,9 +53,9 @@ class Crew:
         task.add_done_callback(self._ended)
         return task
 
-    def dismiss(self) -> list[asyncio.Task[Any]]:
+    def cancel(self) -> list[asyncio.Task[Any]]:
         """Cancel all, in the order in which they began; what they still fail of is nobody's matter."""
-        self._dismissed = True
+        self._cancelled = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -64,7 +64,7 @@ class Crew:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._dismissed and not isinstance(error, self._expected):
+        if error is not None and not self._cancelled and not isinstance(error, self._expected):
             self._crashed(error)
 
 
@@ -72,7 +72,7 @@ Fate = Literal["waits", "ended", "failed", "left", "lost"]
 
 
 @dataclass(slots=True)
-class Answer:
+class ClientAnswer:
     """fate: ended, its stream did; failed, it was told an error; left, it hung up; lost, its gateway was.
     tokens, ends: by choice. asked, over: when. broken: what no stream may do, law 3."""
 
@@ -85,6 +85,7 @@ class Answer:
     prompt: PromptEvent | None = None
     error: KvloomError | None = None
     aborted: bool = False
+    stopped: set[int] = field(default_factory=set)  # choices that were aborted for their stop string
     broken: list[str] = field(default_factory=list)
 
     def take(self, frame: list[Event]) -> None:

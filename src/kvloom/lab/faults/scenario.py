@@ -10,18 +10,20 @@ from typing import Any, Final, get_args
 from kvloom.engine.freeness import Thresholds
 from kvloom.lab.faults.faults import (
     KEEPING,
+    VOCAB,
     Client,
     Death,
-    Dice,
     Fault,
+    FaultScenario,
     GatewayLoss,
-    Ordeal,
     Order,
     Rates,
     Relocation,
     SchedulerLoss,
+    SeededDraws,
     Switch,
 )
+from kvloom.lab.faults.more_draws import with_edits, with_guides, with_stop_strings, with_weaving
 from kvloom.lab.sim.executor import Evenly
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.unit import SimulatedUnit
@@ -30,11 +32,10 @@ from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import EngineSpec, ModelSpec, Option, Policy
 
-VOCAB: Final = 500
 LONGEST: Final = 4.0  # seconds in which clients come
 
 
-class Traits(Dice):
+class Traits(SeededDraws):
     """Drawn first: models, and how wide all else is drawn."""
 
     def __init__(self, seed: int) -> None:
@@ -74,7 +75,7 @@ class Traits(Dice):
         )
 
     def prompt(self, length: int) -> list[int]:
-        """Of at most `length` tokens; mostly it begins as others do."""
+        """Returns a prompt of at most `length` tokens, which mostly begins as others do."""
         draw = self._random
         length = draw.randint(max(1, length // 2) if self.cramped else 1, max(1, length))
         begin = draw.choice(self.prefixes)[: draw.randint(0, length)] if self._odds(0.8) else []
@@ -106,10 +107,10 @@ PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
 STAYING: Final = ("data_parallel", "least_loaded", "freest", "infaas", "cache_aware")  # they move no K and V
 
 
-class Lot(Traits):
-    """All that is drawn of one seed."""
+class DrawnScenario(Traits):
+    """Draws all of one seed's scenario but what `more_draws` adds."""
 
-    def draw(self) -> Ordeal:
+    def draw(self) -> FaultScenario:
         units = self._units()
         served = [name for name in self.shapes if any(name in unit.shapes for unit in units)]
         clients = sorted(
@@ -117,7 +118,7 @@ class Lot(Traits):
             key=lambda one: one.at,
         )
         faults = sorted([*self._faults(units), *self._relocations(units, clients)], key=lambda one: one.at)
-        return Ordeal(
+        return FaultScenario(
             seed=self.seed,
             units=units,
             contexts=self.contexts,
@@ -241,7 +242,7 @@ class Lot(Traits):
         return Death(self._when(), unit.spec.unit, self._moment(), gently=self._odds(0.2))
 
     def _relocations(self, units: Sequence[SimulatedUnit], clients: Sequence[Client]) -> list[Fault]:
-        """At moments when somebody is likely to be answered."""
+        """Returns orders at moments when somebody is likely to be answered."""
         draw = self._random
         if len(units) == 1 or self._odds(0.5):
             return []
@@ -267,7 +268,7 @@ class Lot(Traits):
         )
 
     def _rates(self) -> Rates:
-        """A few kinds of mishaps, some of the time."""
+        """Returns rates of a few kinds of faults; none for some scenarios."""
         draw = self._random
         if self.calm or self._odds(0.25):
             return Rates()
@@ -279,12 +280,12 @@ class Lot(Traits):
         return self._random.uniform(0.0, 1.2 * self.span)
 
 
-SHARE: Final = 0.19  # of the ordeals
+SHARE: Final = 0.19  # of the scenarios
 CROWDED: Final = 0.4  # of these: prompts wait for room, where others have some
 EDGES: Final = (200.0, 1e3, 1e3, 1e3)  # decode steps: units with less give, those with more take
 
 
-class Restless(Lot):
+class Restless(DrawnScenario):
     """Long answers, pools with room for most, and a scheduler that looks often and acts on each difference.
     Units come and go, and are drained."""
 
@@ -306,7 +307,7 @@ class Restless(Lot):
             self.rooms, self.crowd = (1.0, 1.3, 2.0), (6, 12)
 
     def _units(self) -> tuple[SimulatedUnit, ...]:
-        """Three or four."""
+        """Returns three or four units."""
         units = super()._units()
         while len(units) < 3:
             units = super()._units()
@@ -328,7 +329,7 @@ class Restless(Lot):
         """Now and then one that sends all to one unit, from which they are to move."""
         return Switch(at, "cache_aware", {"slack": 2048}) if self._odds(0.4) else super()._switch(at)
 
-    def draw(self) -> Ordeal:
+    def draw(self) -> FaultScenario:
         """A scheduler whose calls go astray moves nothing: they do so elsewhere. Where units come and go a
         gateway may be lost meanwhile."""
         drawn = replace(super().draw(), fleet_rates=Rates())
@@ -347,6 +348,7 @@ class Restless(Lot):
         return [*super()._faults(units), *drains]
 
 
-def draw_ordeal(seed: int) -> Ordeal:
+def draw_scenario(seed: int) -> FaultScenario:
     kind = random.Random(f"kind of {seed}")
-    return (Restless if kind.random() < SHARE else Lot)(seed).draw()
+    drawn = (Restless if kind.random() < SHARE else DrawnScenario)(seed).draw()
+    return with_weaving(with_edits(with_guides(with_stop_strings(drawn))))

@@ -51,7 +51,7 @@ def conduct(
 def measured_jobs(
     spec: EngineSpec, effort: Effort, temperature: float, computer: Computer, console: Console
 ) -> Profile:
-    """All but what the server does besides; the models are gone afterwards."""
+    """Measures all but what the server does besides. The models are gone afterwards."""
     executor = WatchedExecutor.load(
         list(spec.models),
         kv_bytes=spec.kv_bytes,
@@ -81,7 +81,7 @@ def measured_jobs(
 async def measured_hosting(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
 ) -> tuple[HostedSeconds, ...]:
-    """What `kvloom serve` does besides jobs. Raises ConfigError where it does not answer."""
+    """Measures what `kvloom serve` does besides jobs. Raises ConfigError if it does not answer."""
     cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
     loads = serving_loads(cost, list(profile.shapes), effort, most=longest)
     return await measure_serving(
@@ -109,7 +109,7 @@ def whole_machine(config: Config) -> EngineSpec:
 
 
 def shape_of(executor: WatchedExecutor, name: str, path: str) -> ModelShape:
-    """What the checkpoint's config says, and what attention was seen to keep."""
+    """Returns what the checkpoint's config says, and what attention was seen to keep."""
     geometry = executor.geometries[name]
     config = try_to_load_from_cache(path, CONFIG) if not Path(path).is_dir() else None
     folder = Path(config).parent if isinstance(config, str) else Path(path)
@@ -122,7 +122,7 @@ def shape_of(executor: WatchedExecutor, name: str, path: str) -> ModelShape:
 
 
 def errors(profile: Profile) -> Table:
-    """How far the fit is from jobs that it has not seen."""
+    """Tells how far the fit is from jobs that it has not seen."""
     table = Table(title="Error on jobs that a fit has not seen", title_justify="left")
     for column in ("", "jobs", "median", "P90", "bias"):
         table.add_column(column, justify="left" if column == "" else "right")
@@ -133,7 +133,7 @@ def errors(profile: Profile) -> Table:
 
 
 def upkeep(profile: Profile) -> Table:
-    """What each thread does besides jobs."""
+    """Tells what each thread does besides jobs."""
     table = Table(title="Microseconds of CPU besides jobs", title_justify="left")
     for column in ("", "a request", "a token", "each time tokens come"):
         table.add_column(column, justify="left" if column == "" else "right")

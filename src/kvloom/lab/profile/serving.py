@@ -110,7 +110,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What was asked and answered."""
+    """The requests and the answers of a measurement."""
 
     requests: int
     tokens: int

@@ -46,7 +46,7 @@ class Cell(Struct, frozen=True, kw_only=True):
 
 
 class Claim(Struct, frozen=True, kw_only=True):
-    """What the paper says of its figure, and what is found here, in a few words."""
+    """A statement of the paper about its figure, and what is found here, in a few words."""
 
     said: str
     holds: bool
@@ -66,7 +66,7 @@ class Grid(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """All of one figure or table. Its name is as `figure 10`."""
+    """One figure or table with all that is said of it. Its name is as `figure 10`."""
 
     name: str
     title: str

@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from kvloom.plan.cost.work import CostModel, Work
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.work import CostModel, Operator, Work
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
 
 
 class JobFailed(Exception):
-    """What a content raises, so does the job."""
+    """The error of a job that fails; a content raises it."""
 
 
 class Content(Protocol):
-    """What jobs write and read; how long they take is not its matter. `write` and `draw` raise JobFailed
-    where the job fails half way."""
+    """The content of pages, which jobs write and read. `write` and `draw` raise JobFailed if the job fails
+    half way."""
 
     def begin(self, job: Job) -> None:
         """The job has started: its copies of pages are made."""
@@ -49,7 +50,7 @@ class NoContent:
 
 
 class Loans(Protocol):
-    """What lending and borrowing do to jobs."""
+    """The effects of lending and borrowing on jobs."""
 
     def begin(self, job: Job, then: Callable[[], None]) -> None:
         """Does what comes before the job, and calls `then`."""
@@ -65,16 +66,16 @@ class Loans(Protocol):
 
 
 class HostCpu(Protocol):
-    """Where jobs run beside other work."""
+    """A processor on which jobs run beside other work."""
 
     def join(self, changed: Callable[[], None]) -> None:
         """changed: called when jobs may have become slower or faster."""
 
     def running(self, cores: float) -> None:
-        """That jobs use from now on."""
+        """Takes in how many cores jobs use from now on."""
 
     def slower(self, work: Work, cores: float) -> float:
-        """How many times longer a job on so many cores takes, as things are."""
+        """Returns how many times longer a job on so many cores takes, as things are."""
 
     def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
         """A job of so many sequences has ended and drawn so many tokens; `call` when the engine may know."""
@@ -143,7 +144,7 @@ class ModelledExecutor:
 
     @property
     def works(self) -> list[Work]:
-        """Of the jobs that run."""
+        """Returns the work of the jobs that run."""
         return [running.work for running in self._running]
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
@@ -171,7 +172,7 @@ class ModelledExecutor:
         self._changed()
 
     def _changed(self) -> None:
-        """Other jobs run than before."""
+        """Tells all whom it concerns that other jobs run than before."""
         if self._host is not None:
             self._host.running(sum(running.job.share for running in self._running))
         if self.loans is not None:
@@ -180,7 +181,7 @@ class ModelledExecutor:
             self.pace()
 
     def pace(self) -> None:
-        """What runs beside has changed, and so has the time that each job still takes."""
+        """Finds the time that each job still takes, now that other jobs run beside it."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         for running in self._running:
@@ -196,7 +197,7 @@ class ModelledExecutor:
             self._wait(running, loop)
 
     def _wait(self, running: _Running, loop: asyncio.AbstractEventLoop) -> None:
-        """For the next layer that a peer waits for, or for the end."""
+        """Sets the timer for the next layer that a peer waits for, or for the end."""
         layer = running.layers + 1 if running.job.plan.sends else running.all_layers
         after = 1.0 - layer / running.all_layers  # the part of the job that follows on it
         due = running.since + max(0.0, running.left - after) * running.seconds
@@ -241,7 +242,7 @@ class ModelledExecutor:
             self._host.landed(running.work.batch, drawn, lambda: running.future.set_result(result))
 
     def _write(self, running: _Running, layer: int) -> None:
-        """The layers up to `layer`, which peers that wait for them are sent."""
+        """Writes the layers up to `layer`, and sends them to peers that wait for them."""
         job = running.job
         self._content.write(job, range(running.layers, layer))
         for at in range(running.layers, layer if job.plan.sends else 0):
@@ -255,7 +256,7 @@ class ModelledExecutor:
         return JobResult(running.tokens, [None] * len(running.tokens), prompts, seconds, running.lost)
 
     def halt(self) -> None:
-        """The device is gone: no job ends any more."""
+        """Takes the device away: no job ends any more."""
         for running in self._running:
             if running.timer is not None:
                 running.timer.cancel()
@@ -281,6 +282,35 @@ class Evenly:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
+    @property
+    def pace(self) -> float:
+        """Seconds of a token."""
+        return self._seconds
+
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         tokens = work.tokens if work.phase is Phase.PREFILL else work.batch
         return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
+
+
+class EvenlyOperated(Evenly):
+    """Satisfies `Operated`: ten operators a job, each with as many parts as it likes."""
+
+    start = 0.0
+    poll = 0.0
+
+    def __init__(self, seconds: float, shapes: Mapping[str, ModelShape]) -> None:
+        """shapes: of the models that run on the device, or attend there."""
+        super().__init__(seconds)
+        self.shapes = shapes
+
+    def shape(self, model: str) -> ModelShape:
+        return self.shapes[model]
+
+    def operators(self, work: Work) -> tuple[Operator, ...]:
+        return (Operator("ten", self.seconds(work) / 10, 10, 8),)
+
+    def queued(self, work: Work) -> float:
+        return self.seconds(work)
+
+    def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
+        return self._seconds * context / 500 / shape.layers

@@ -35,21 +35,22 @@ from kvloom.types.spec import SchedulerSpec
 
 @dataclass(frozen=True, slots=True)
 class Rescheduling:
-    """What a fleet scheduler is started with. period: seconds. groups: units that come and go, by name.
-    away: those of them that have no process to begin with. usage: by which their number follows; None for the
-    scheduler's own."""
+    """The settings of a fleet scheduler."""
 
-    period: float = 0.5
+    period: float = 0.5  # seconds
     thresholds: Thresholds = field(default_factory=Thresholds)
     groups: Mapping[str, GroupSpec] = field(default_factory=dict)
+    """The units that come and go, by the name of their group."""
     away: frozenset[str] = frozenset()
+    """Those of them that have no process to begin with."""
     usage: Callable[[UnitLoad], float] | None = None
+    """The measure that their number follows; None for the scheduler's own."""
 
 
 def rescheduling(
     spec: SchedulerSpec, groups: Mapping[str, GroupSpec] | None = None, away: frozenset[str] = frozenset()
 ) -> Rescheduling:
-    """As a config says it."""
+    """Returns what a config says of the fleet scheduler."""
     return Rescheduling(spec.period, Thresholds(spec.out, spec.into), groups or {}, away)
 
 
@@ -81,7 +82,7 @@ class SimulatedFleet:
 
     @property
     def engines(self) -> Mapping[str, Engine]:
-        """By unit, of those that have a process now."""
+        """Returns the engines of the units that have a process now, by unit."""
         return self.processes.engines
 
 
@@ -124,7 +125,7 @@ def _controlled(
     clock: Clock,
     stack: AsyncExitStack,
 ) -> Mirror:
-    """What a gateway knows of these units, under a controller that works until the stack is closed."""
+    """Returns what a gateway knows of these units. Their controller works until the stack is closed."""
     given = rescheduling or Rescheduling()
     spec = FleetSpec(
         units={

@@ -45,7 +45,7 @@ class Cores:
 
     @property
     def over(self) -> float:
-        """How many more want to run than there are cores; negative where some are idle."""
+        """Returns how many more want to run than there are cores; negative where some are idle."""
         threads, jobs = sum(thread.busy for thread in self._threads), sum(wish() for wish, _ in self._devices)
         return threads + jobs - self._count
 
@@ -111,7 +111,7 @@ class Thread:
         self._since = now
 
     def _wait(self) -> None:
-        """For the next one who waits, or for the end of all."""
+        """Sets the timer for the next one who waits, or for the end of all."""
         loop = asyncio.get_running_loop()
         if self._timer is not None:
             self._timer.cancel()
@@ -147,7 +147,7 @@ class Worker:
         await self.thread.passed(self._upkeep.request)
 
     async def passed(self) -> None:
-        """Until what is there has been sent on."""
+        """Waits until what is there has been sent on."""
         await self.thread.passed()
 
 
@@ -194,7 +194,7 @@ class HostedUnit:
         self._machine.cores.changed()
 
     def slower(self, work: Work, cores: float) -> float:
-        """How many times longer a job on so many cores takes, as things are."""
+        """Returns how many times longer a job on so many cores takes, as things are."""
         hosting, busy = self._machine.hosting, self.loop.thread.busy
         slower = hosting.slower(work, cores, self._machine.cores.over - busy)
         return slower / hosting.pace(work, cores) if busy else slower

@@ -21,7 +21,7 @@ class Link(Protocol):
     """A unit's way out."""
 
     def wait(self, size: int, then: Callable[[], None]) -> None:
-        """Call `then` when `size` bytes have gone out; 0 for what only takes its turn."""
+        """Calls `then` when `size` bytes have gone out; 0 for what only takes its turn."""
 
 
 class TimedLink:
@@ -55,7 +55,7 @@ class Entry:
 
 @dataclass
 class ModelledPlane:
-    """Who can be reached. Endpoints of a unit that has started anew are new ones."""
+    """The members that can be reached. Endpoints of a unit that has started anew are new ones."""
 
     members: dict[bytes, ModelledTransport] = field(default_factory=dict)
     _names: itertools.count[int] = field(default_factory=itertools.count)
@@ -71,7 +71,7 @@ class ModelledPlane:
         return member
 
     def kill(self, member: ModelledTransport) -> None:
-        """Its process is gone: nobody reaches it, and what it was about to write is never written."""
+        """Ends a member: nobody reaches it, and what it was about to write is never written."""
         del self.members[member.endpoint.where]
 
     def reaches(self, member: ModelledTransport) -> bool:

@@ -39,11 +39,11 @@ class OffloadedStep:
 
     job: Job
     seconds: float = 0.0
-    """What the step takes, as things are."""
+    """The time that the step takes, as things are."""
     service: float = 0.0
-    """What a layer's task takes."""
+    """The time that a layer's task takes."""
     ahead: float = 0.0
-    """How long a task may wait before the step does."""
+    """The time that a task may wait before the step does."""
     lost: str | None = None
     """Why the offloaded rows do not count."""
 
@@ -55,7 +55,7 @@ class OffloadedStep:
 
 @dataclass(slots=True, eq=False)
 class SplitPlan:
-    """How the lender splits jobs of one kind."""
+    """A lender's way to split jobs of one kind."""
 
     parts: tuple[int, ...] = ()
     """The parts of each operator in order."""
@@ -75,12 +75,14 @@ class SimulatedLoan:
     blocks: LentBlocks
     ended: Callable[[str], None]
     """Tells the lender's engine why the loan is over."""
+    numbers: I32
+    """The lender's blocks, by their numbers in the loan."""
     borrower: SimulatedOffloadBackend | None = None
     over: str | None = None
     """Why the loan is over, once it is."""
     step: OffloadedStep | None = None
     plans: dict[tuple[str, Phase], SplitPlan] = field(default_factory=dict)
-    """By the model and the phase of the lender's jobs."""
+    """The plans by the model and the phase of the lender's jobs."""
 
     def end(self, why: str) -> None:
         """Ends the loan: what is offloaded of a step that runs does not count."""
@@ -145,7 +147,7 @@ class SimulatedOffloadBackend:
         if borrow.heads % form.kv_heads:
             raise BadRequest(f"borrow: {borrow.heads} heads over {form.kv_heads}; want a multiple")
         made = LentBlocks(borrow, blocks, self.transport, b"modelled")
-        self.lent = SimulatedLoan(borrow, self, made, ended)
+        self.lent = SimulatedLoan(borrow, self, made, ended, blocks)
         return made.loan
 
     def recall(self) -> bool:
@@ -162,6 +164,18 @@ class SimulatedOffloadBackend:
     def waits(self) -> Waits | None:
         """Returns None: nothing is measured, because what is expected is what comes."""
         return None
+
+    def lent_blocks(self, model: str) -> tuple[SimulatedOffloadBackend, I32] | None:
+        """Returns who lends to a model, and the numbers of the blocks there; None if no loan counts."""
+        loan = self._borrowed.get(model)
+        if loan is None or loan.over or not loan.lender.reached:
+            return None
+        return loan.lender, loan.numbers
+
+    def die(self) -> None:
+        """Ends the loans of a borrower whose process is gone, which its lenders notice."""
+        for model in list(self._borrowed):
+            self.give_back(model)
 
     def left(self, loan: SimulatedLoan) -> None:
         if self.lent is loan:

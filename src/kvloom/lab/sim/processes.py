@@ -44,7 +44,7 @@ class Census:
 
     @property
     def mean(self) -> float:
-        """Up to now."""
+        """Returns the mean number up to now."""
         self._pass()
         seconds = self._since - self._began
         return self._seconds / seconds if seconds > 0 else float(self._count)
@@ -60,7 +60,7 @@ class Census:
         self._count += by
 
     def _pass(self) -> None:
-        """What there is has been there up to now; what lasted no time at all does not count."""
+        """Counts what there has been up to now. What lasted no time at all does not count."""
         now = self._clock.now()
         if now > self._since:
             self._seconds += self._count * (now - self._since)
@@ -73,7 +73,7 @@ GATEWAY_NAME: Final = gateway_name(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class SimulatedProcess:
     """One engine from its start to its end. host: where its own work counts. borrowing: of who borrows."""
 
     engine: Engine
@@ -117,17 +117,17 @@ class ModelledLauncher:
         self._machine = machine
         self._plane = ModelledPlane()
         self._offloading = OffloadingUnits(unit.spec for unit in units.values())
-        self._processes: dict[str, Process] = {}
+        self._processes: dict[str, SimulatedProcess] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._preempted = 0  # by engines that have ended
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """By unit, those that run now."""
+        """Returns the engines that run now, by unit."""
         return {name: process.engine for name, process in self._processes.items()}
 
     def begin(self, names: Collection[str]) -> None:
-        """These have a process at once."""
+        """Gives these units a process at once."""
         for name in names:
             self.census.more()
             self._launch(name)
@@ -143,16 +143,16 @@ class ModelledLauncher:
             starting.cancel()
 
     def kill(self, component: str) -> None:
-        """Engines here end by themselves once their jobs have."""
+        """Does nothing: engines here end by themselves once their jobs have."""
 
     def retire(self, component: str) -> None:
-        """The gateway has no successor."""
+        """Does nothing: the gateway has no successor."""
 
     def tell(self, component: str, news: News) -> None:
         self.told(news)
 
     def forget(self, component: str) -> None:
-        """Nothing is kept of it."""
+        """Does nothing: no component is kept here."""
 
     def running(self) -> Sequence[FoundProcess]:
         return [FoundProcess(name, 1, "ready") for name in (*self._processes, GATEWAY_NAME)]
@@ -191,11 +191,11 @@ class ModelledLauncher:
             await process.stop()
 
     async def preemptions(self) -> int:
-        """So far, by all engines that there were."""
+        """Returns the preemptions so far, by all engines that there were."""
         return self._preempted + sum([await _preemptions(engine) for engine in self.engines.values()])
 
     def client(self, unit: str) -> EngineClient:
-        """Of whatever engine the unit has when it is called."""
+        """Returns a client of whatever engine the unit has when it is called."""
 
         def reach() -> Engine:
             return self._reached(unit).engine
@@ -219,14 +219,14 @@ class ModelledLauncher:
         engine = Engine(executor, transport if whole else NoTransport(name), unit.spec, self._clock, offload)
         running, weave = self._tasks.create_task(engine.run()), unit.spec.weave
         borrowing = self._tasks.create_task(self._borrow(engine, unit.spec, weave)) if weave else None
-        self._processes[name] = Process(engine, transport, host, running, borrowing)
+        self._processes[name] = SimulatedProcess(engine, transport, host, running, borrowing)
 
     async def _borrow(self, engine: Engine, spec: EngineSpec, weave: WeaveSpec) -> None:
-        """For ever."""
+        """Keeps the unit's model in a loan for ever."""
         lender = SimulatedLenderClient(lambda: self._reached(weave.cold).engine, self._clock, self._delay)
         await LoanKeeper(engine.borrower, spec.models[0].name, weave, lender, self._clock).run()
 
-    def _reached(self, unit: str) -> Process:
+    def _reached(self, unit: str) -> SimulatedProcess:
         process = self._processes.get(unit)
         if process is None:
             raise Unavailable(f"{unit} has no process", retry_after=1)

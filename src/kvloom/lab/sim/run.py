@@ -85,7 +85,7 @@ async def _play(
 
 
 def _missing(tokens: int, ask: WorkloadRequest) -> str:
-    """As `kvloom bench serve` says it: a context was too short."""
+    """Tells, as `kvloom bench serve` does, that a context was too short."""
     return "fewer tokens than were asked for" if tokens < ask.output else ""
 
 

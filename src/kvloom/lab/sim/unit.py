@@ -50,7 +50,7 @@ class SimulatedUnit:
 
 
 def start_seconds(shapes: Iterable[ModelShape]) -> float:
-    """Until a new process that serves these models can answer."""
+    """Returns the seconds until a new process that serves these models can answer."""
     return STARTING + sum(shape.weight_bytes for shape in shapes) / LOADING
 
 
@@ -79,7 +79,7 @@ def modelled_executor(
 
 
 def simulated_card(name: str, shape: ModelShape, context: int) -> ModelCard:
-    """The card of a model of which only the shape is known."""
+    """Returns the card of a model of which only the shape is known."""
     return ModelCard(
         name=name,
         path="",
@@ -147,7 +147,7 @@ def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
 
 
 def measured_hosting(profile: Profile) -> Hosting | None:
-    """What the machine does besides jobs; None where that was not measured."""
+    """Returns what the machine does besides jobs; None if that was not measured."""
     return Hosting(profile) if profile.hosted else None
 
 

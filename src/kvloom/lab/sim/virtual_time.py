@@ -57,7 +57,7 @@ _SHOWN: Final = 12  # waiting tasks in a report
 
 
 class Stalled(RuntimeError):
-    """Nothing is left to happen, or time stands still, and what was to be run has not ended."""
+    """Says that nothing is left to happen, or time stands still, before what was to be run has ended."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -97,7 +97,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """For signal handlers. Raises RuntimeError on any other thread."""
+        """Calls from a signal handler. Raises RuntimeError on any other thread."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("virtual time has one thread; another has called in")
         return self.call_soon(callback, *args, context=context)
@@ -119,7 +119,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # -- running ----------------------------------------------------------------------------------------
 
     def run_forever(self) -> None:
-        """Until `stop`. Raises Stalled where nothing is left to happen before that."""
+        """Runs until `stop`. Raises Stalled if nothing is left to happen before that."""
         self._check()
         hooks, before = sys.get_asyncgen_hooks(), events._get_running_loop()
         if self._running or before is not None:
@@ -137,7 +137,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             sys.set_asyncgen_hooks(*hooks)
 
     def _turn(self) -> None:
-        """All that is ready, or the clock's next jump."""
+        """Runs all that is ready, after the clock's next jump if nothing is."""
         ready, turns = self._ready, 0
         if not ready:
             self._advance()
@@ -167,7 +167,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         raise Stalled(f"nothing is left to happen at {self._now:.6f} s: {self._report()}")
 
     def _report(self) -> str:
-        """Who waits, and where."""
+        """Tells which tasks wait, and at which lines."""
         waiting = sorted(_whereabouts(task) for task in asyncio.all_tasks(self) if not task.done())
         more = f", and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
         return f"{len(waiting)} tasks wait: {', '.join(waiting[:_SHOWN])}{more}"
@@ -219,7 +219,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return asyncio.Task(coro, loop=self, name=name, context=context)
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """There are no threads: done at once."""
+        """Does the work at once, because there are no threads."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -228,7 +228,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """What nobody else hears of ends the run."""
+        """Ends the run with an error that nobody else hears of."""
         self._failure = context.get("exception") or RuntimeError(context["message"])
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when its moment comes."""
+        """Does nothing: the handle is passed over when its moment comes."""
 
     def _finalize(self, generator: AsyncGenerator[Any, Any]) -> None:
         self._asyncgens.discard(generator)
@@ -265,7 +265,7 @@ def _loop(seed: int | None, most_turns: int) -> asyncio.AbstractEventLoop:
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, seed: int | None = None, most_turns: int = MOST_TURNS) -> T:
-    """Run `main` in virtual time, from 0 on. Raises Stalled where it can never end."""
+    """Runs `main` in virtual time, from 0 on. Raises Stalled if it can never end."""
     with asyncio.Runner(loop_factory=lambda: _loop(seed, most_turns)) as runner:
         return runner.run(main)
 

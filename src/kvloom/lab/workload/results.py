@@ -60,10 +60,10 @@ class Course(Struct, frozen=True, kw_only=True):
 
 
 class Upheaval(Struct, frozen=True, kw_only=True):
-    """What became of requests and units on the way."""
+    """The moves of requests and the starts of units on the way."""
 
     preempted: int
-    """How often a choice was put back because blocks were short."""
+    """The times that a choice was put back because blocks were short."""
     moved: int | None
     """Requests that went over to another unit; None if there was no fleet scheduler."""
     stayed: int | None
@@ -95,17 +95,17 @@ class Results(Struct, frozen=True, kw_only=True):
     source: Literal["benchmark", "simulation"]
     title: str
     seconds: float
-    """From the start to the last answer."""
+    """The time from the start to the last answer."""
     total: Tally
     models: dict[str, Tally]
     width: float
     """Seconds of a stretch of the courses."""
     courses: dict[str, Course]
-    """By model."""
+    """The results by model."""
     errors: dict[str, int]
-    """How many there were of each kind."""
+    """The number of each kind."""
     lateness: Latency | None = None
-    """By how much the client sent its requests too late; None if there was no client."""
+    """The time by which the client sent its requests too late; None if there was no client."""
     upheaval: Upheaval | None = None
     """None if it is not known."""
 

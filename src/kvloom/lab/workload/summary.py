@@ -39,7 +39,7 @@ class Histogram:
 
     @property
     def buckets(self) -> int:
-        """How many it has."""
+        """Returns the number of its values."""
         return len(self._buckets)
 
     def add(self, value: float) -> None:
@@ -254,7 +254,7 @@ def _answered(result: RequestResult) -> bool:
 
 
 class ModelTraffic:
-    """What a workload asks of one model."""
+    """The load that a workload puts on one model."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -285,13 +285,13 @@ class ModelTraffic:
 
 
 class Traffic:
-    """What a workload asks for, by model and in all."""
+    """The load of a workload, by model and in all."""
 
     def __init__(self, requests: Iterable[WorkloadRequest]) -> None:
         self.models: dict[str, ModelTraffic] = {}
         self.total = ModelTraffic()
         self.seconds = 0.0
-        """From the start to the last arrival."""
+        """Returns the time from the start to the last arrival."""
         for request in requests:
             self.seconds = request.at
             if request.model not in self.models:

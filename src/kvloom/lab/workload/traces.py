@@ -39,9 +39,9 @@ class Header(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The seed that the prompts' tokens are drawn with."""
     vocab: Annotated[int, Meta(ge=32, lt=2**31)] = VOCAB
     models: tuple[str, ...] = ()
-    """All models that are asked."""
+    """The models that are asked."""
     requests: Annotated[int, Meta(ge=1)] | None = None
-    """How many lines follow, if that is known."""
+    """The number of lines that follow, if it is known."""
 
     @property
     def prompts(self) -> Prompts:

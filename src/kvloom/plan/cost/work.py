@@ -103,7 +103,7 @@ class Operated(CostModel, Protocol):
     def shape(self, model: str) -> ModelShape: ...
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
-        """Returns the operators of a job that runs alone; together they take as long as the device is busy."""
+        """Returns the operators of a job that runs alone: they last as long as the device is busy."""
 
     def queued(self, work: Work) -> float:
         """Returns the most seconds of the job's operators that the host has issued, and the device not yet

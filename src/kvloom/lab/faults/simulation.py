@@ -5,97 +5,123 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.cluster.launcher import Counted, News, Snapshot, UnitSeen
 from kvloom.cluster.mirror import Said
-from kvloom.cluster.state import ABSENT, FleetSpec, Phase, UnitSpec, gateway_name
+from kvloom.cluster.state import ABSENT, FleetSpec, Phase, Rolling, UnitSpec, gateway_name
 from kvloom.lab.faults.faults import (
     Death,
     Fault,
+    FaultScenario,
+    FaultSource,
+    FleetEdit,
     GatewayLoss,
-    Mishaps,
-    Ordeal,
     Order,
     Rates,
     Relocation,
+    Replan,
+    RollingRestart,
     SchedulerLoss,
     Switch,
+    UnitAdded,
+    UnitRemoved,
 )
 from kvloom.lab.faults.faulty_wire import FaultyWire
 from kvloom.lab.faults.fleet_wire import FleetWire, SchedulerProcess
-from kvloom.lab.faults.gateway import AT_ONCE, Gateway, HostLauncher
-from kvloom.lab.faults.host import Host
-from kvloom.lab.faults.journal import Answer, Crew, Journal
+from kvloom.lab.faults.gateway import AT_ONCE, FaultyGateway, FaultyLauncher
+from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.journal import ClientAnswer, FaultTasks, Journal
 from kvloom.lab.faults.laws import Broken, check_pool
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.links import ModelledPlane
+from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.router.program import Program, load_program
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.verbs import Pin, Prefix, PrepRecv
 
+_EDITED: Final = {
+    RollingRestart: "rolling restarts",
+    Replan: "units replanned",
+    UnitAdded: "units added",
+    UnitRemoved: "units removed",
+}
+"""The names under which edits are counted that are taken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What worlds are made of. Tests put in what breaks a law."""
+    """The classes that simulations are made of. Tests put in what breaks a law."""
 
-    host: type[Host] = Host
+    host: type[FaultyUnit] = FaultyUnit
     wire: type[FaultyWire] = FaultyWire
 
 
-class World:
-    """Breaks what the ordeal says, when it says so, and decides nothing else. crash: what an engine, a router
-    or a call failed of that is no error of ours. broken: what was seen on the way."""
+class FaultSimulation:
+    """Breaks what the scenario says, when it says so, and decides nothing else. crash: what an engine, a
+    router or a call failed of that is no error of ours. broken: what was seen on the way."""
 
-    def __init__(self, ordeal: Ordeal, clock: Clock, journal: Journal, parts: Parts) -> None:
-        self.ordeal = ordeal
+    def __init__(self, scenario: FaultScenario, clock: Clock, journal: Journal, parts: Parts) -> None:
+        self.scenario = scenario
         self.crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.broken: list[Broken] = []
-        self.answers = [Answer(client) for client in ordeal.clients]
-        self.gateway: Gateway | None = None
+        self.answers = [ClientAnswer(client) for client in scenario.clients]
+        self.gateway: FaultyGateway | None = None
         self._clock = clock
         self._journal = journal
         self._parts = parts
-        self._mishaps: list[Mishaps] = []
+        self._faults: list[FaultSource] = []
         self._plane = ModelledPlane()
-        self.hosts = {unit.spec.unit: self._host(unit) for unit in ordeal.units}
-        given = ordeal.rescheduling or Rescheduling()
-        self._launcher = HostLauncher(
-            self.hosts, clock, journal, self._crashed, open_gateway=self._open_gateway, tell=self._tell
+        specs = [unit.spec for unit in scenario.all_units]
+        self._offloading = OffloadingUnits(specs) if any(spec.weave for spec in specs) else None
+        self.hosts: dict[str, FaultyUnit] = {}
+        joining = [fault.unit for fault in scenario.faults if isinstance(fault, UnitAdded)]
+        self.hosts |= {unit.spec.unit: self._host(unit) for unit in (*scenario.units, *joining)}
+        given = scenario.rescheduling or Rescheduling()
+        self._launcher = FaultyLauncher(
+            self.hosts,
+            clock,
+            journal,
+            self._crashed,
+            open_gateway=self._open_gateway,
+            tell=self._tell,
+            shapes={model: shape for unit in scenario.all_units for model, shape in unit.shapes.items()},
         )
-        for name in self.hosts:
-            if name not in given.away:
-                self.hosts[name].start()
+        for unit in scenario.units:
+            if unit.spec.unit not in given.away:
+                self.hosts[unit.spec.unit].start()
         spec = FleetSpec(
             units={
                 unit.spec.unit: UnitSpec(engine=unit.spec, wanted=unit.spec.unit not in given.away)
-                for unit in ordeal.units
+                for unit in scenario.units
             },
             groups=dict(given.groups),
         )
         self.controller = Controller(spec, self._launcher, clock, timing=AT_ONCE)
         self._launcher.hear = self.controller.hear
-        self._program = _load(ordeal.program)
+        self._program = _load(scenario.program)
         self._up = asyncio.Event()
-        self._opening: Gateway | None = None  # The one that serves, or is about to.
+        self._opening: FaultyGateway | None = None  # The one that serves, or is about to.
         self._opens = 0.0  # When another gateway may.
-        self._crew = Crew(self._crashed)
+        self._tasks = FaultTasks(self._crashed)
         self._scheduler = self._make_scheduler()
 
     async def start(self) -> None:
-        self._crew.spawn(self.controller.run())
+        self._tasks.spawn(self.controller.run())
         await self._up.wait()
         if self._scheduler is not None:
             self._scheduler.start()
 
-    async def play(self, most: float) -> list[Answer]:
-        """All that is to happen, for `most` seconds. Returns the answers that are still waited for."""
-        clients = [self._crew.spawn(self._ask(answer)) for answer in self.answers]
+    async def play(self, most: float) -> list[ClientAnswer]:
+        """Lets all happen that is drawn, for `most` seconds. Returns the answers that are not over then."""
+        clients = [self._tasks.spawn(self._ask(answer)) for answer in self.answers]
         faults = [
-            self._crew.spawn(self._befall(number, fault)) for number, fault in enumerate(self.ordeal.faults)
+            self._tasks.spawn(self._befall(number, fault))
+            for number, fault in enumerate(self.scenario.faults)
         ]
         await asyncio.wait(clients, timeout=most)
         if self._scheduler is not None:
@@ -105,47 +131,49 @@ class World:
         return [answer for answer in self.answers if answer.fate == "waits"]
 
     def calm(self) -> None:
-        """Nothing goes wrong any more, and nobody orders requests about."""
+        """Ends all faults of calls and jobs, and the fleet scheduler."""
         if self._scheduler is not None:
             self._scheduler.kill()
-        for mishaps in self._mishaps:
-            mishaps.calm()
+        for faults in self._faults:
+            faults.calm()
 
     async def close(self) -> None:
         assert self.gateway is not None
-        self._crew.dismiss()
+        self._tasks.cancel()
         await self.gateway.close()
         for host in self.hosts.values():
             await host.stop()
 
     # -- who is there -----------------------------------------------------------------------------------
 
-    def _host(self, unit: SimulatedUnit) -> Host:
-        mishaps = self._fates(unit.spec.unit)
-        return self._parts.host(unit, self._plane, self._clock, mishaps, self._journal, self._crashed)
+    def _host(self, unit: SimulatedUnit) -> FaultyUnit:
+        faults = self._fates(unit.spec.unit)
+        return self._parts.host(
+            unit, self._plane, self._clock, faults, self._journal, self._crashed, self._offloading, self.hosts
+        )
 
-    def _wire(self, host: Host) -> FaultyWire:
-        mishaps = self._fates(f"to {host.name}")
-        return self._parts.wire(host, self._clock, self.ordeal.delay, mishaps, self._journal, self._crashed)
+    def _wire(self, host: FaultyUnit) -> FaultyWire:
+        faults = self._fates(f"to {host.name}")
+        return self._parts.wire(host, self._clock, self.scenario.delay, faults, self._journal, self._crashed)
 
     def _make_scheduler(self) -> SchedulerProcess | None:
-        given, clock, journal = self.ordeal.rescheduling, self._clock, self._journal
+        given, clock, journal = self.scenario.rescheduling, self._clock, self._journal
         if given is None:
             return None
-        mishaps = self._fates("of the fleet", self.ordeal.fleet_rates)
-        wire = FleetWire(lambda: self.gateway, clock, self.ordeal.delay, mishaps, journal, self._crashed)
+        faults = self._fates("of the fleet", self.scenario.fleet_rates)
+        wire = FleetWire(lambda: self.gateway, clock, self.scenario.delay, faults, journal, self._crashed)
         return SchedulerProcess(given, wire, clock, journal, self._crashed)
 
-    def _fates(self, of: str, rates: Rates | None = None) -> Mishaps:
-        made = Mishaps(f"{self.ordeal.seed}/{len(self._mishaps)}/{of}", rates or self.ordeal.rates)
-        self._mishaps.append(made)
+    def _fates(self, of: str, rates: Rates | None = None) -> FaultSource:
+        made = FaultSource(f"{self.scenario.seed}/{len(self._faults)}/{of}", rates or self.scenario.rates)
+        self._faults.append(made)
         return made
 
     async def _open_gateway(self, name: str, snapshot: Snapshot) -> None:
-        """Once the last one is gone for as long as its loss says."""
+        """Opens a gateway once the last one has been gone for as long as its loss says."""
         await self._clock.sleep(max(0.0, self._opens - self._clock.now()))
         wires = {name: self._wire(host) for name, host in self.hosts.items()}
-        self._opening = gateway = Gateway(
+        self._opening = gateway = FaultyGateway(
             wires,
             self._program,
             self._clock,
@@ -171,7 +199,7 @@ class World:
             case UnitSeen():
                 self.controller.hear(said)
 
-    async def _ask(self, answer: Answer) -> None:
+    async def _ask(self, answer: ClientAnswer) -> None:
         await self._clock.sleep(answer.client.at)
         await self._up.wait()
         assert self.gateway is not None
@@ -198,6 +226,8 @@ class World:
                 self._journal.count("programs switched")
                 if self.gateway is not None:
                     self.gateway.router.set_program(self._program)
+            case RollingRestart() | Replan() | UnitAdded() | UnitRemoved():
+                self._edit(fault)
             case Order():
                 with suppress(KvloomError):
                     await self._order(f"order-{number}", fault)
@@ -222,7 +252,7 @@ class World:
             self._up.clear()
             self._opening = None
             self._opens = self._clock.now() + loss.down
-            self._crew.spawn(gateway.lose())
+            self._tasks.spawn(gateway.lose())
             self._launcher.lose(gateway_name(1), 0.0)
 
     async def _lose_scheduler(self, loss: SchedulerLoss) -> None:
@@ -242,6 +272,30 @@ class World:
             first = names.index(order.unit)
             units = [*names[first:], *names[:first]]
             await asyncio.wait([self.gateway.spawn(self.gateway.move(request, units))])
+
+    def _edit(self, fault: FleetEdit) -> None:
+        """Edits the fleet's specification; what is refused changes nothing."""
+        told: tuple[str, ...]
+        match fault:
+            case RollingRestart():
+                rolling = Rolling(
+                    left=tuple(self.controller.spec.units), seconds=fault.seconds, budget=fault.budget
+                )
+                edit, told = Edit(rolling=rolling), ("fleet", "is restarted, at once", str(fault.budget))
+            case Replan(unit=unit):
+                name = unit.spec.unit
+                edit = Edit(units={name: UnitEdit(engine=unit.spec, seconds=fault.seconds)})
+                told = (name, "is to serve", *unit.shapes)
+            case UnitAdded(unit=unit):
+                name = unit.spec.unit
+                edit = Edit(units={name: UnitEdit(engine=unit.spec, add=True)})
+                told = (name, "is added, with", *unit.shapes)
+            case UnitRemoved(unit=name):
+                edit = Edit(units={name: UnitEdit(remove=True, seconds=fault.seconds)})
+                told = (name, "is removed")
+        refused = self.controller.edit(edit).refused
+        self._journal("edit", *told, "but that is refused" if refused else "")
+        self._journal.count("edits refused" if refused else _EDITED[type(fault)])
 
     async def _order(self, name: str, order: Order) -> None:
         gateway = self.gateway

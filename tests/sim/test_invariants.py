@@ -1,4 +1,4 @@
-"""The witness sees what a device with the wrong pages would read."""
+"""The checker sees what a device with the wrong pages would read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvloom.kv.pool import Pool
-from kvloom.lab.faults.witness import Witness, lone_answer, next_token
+from kvloom.lab.faults.invariants import InvariantChecker, lone_answer, next_token
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, Phase, SampleRow
 from kvloom.types.plan import PageCopy
@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.pool = Pool(40, {"m": GEOMETRY}, max_sequences=4, max_tokens={"m": 40})
-        self.witness = Witness({"m": GEOMETRY}, 40, vocab=1000)
+        self.checker = InvariantChecker({"m": GEOMETRY}, 40, vocab=1000)
         self.cache = self.pool.caches["m"]
         self.cache.add_sequence(0)
         self.tokens = list(PROMPT)
@@ -36,11 +36,11 @@ class Bench:
         prompt, output = np.array(self.tokens[:6]), np.array(self.tokens[6:], dtype=np.int64)
         sample = SampleRow(new - 1, 3, len(self.tokens) - 6, PARAMS, prompt, output)
         job = Job("m", Phase.PREFILL, 1, plan, np.array(self.tokens[start : start + new]), (sample,))
-        self.witness.begin(job)
+        self.checker.begin(job)
         for layer in range(2):
-            self.witness.write(job, range(layer, layer + 1))
+            self.checker.write(job, range(layer, layer + 1))
         spoil(job)
-        drawn = self.witness.draw(job, 0)
+        drawn = self.checker.draw(job, 0)
         self.cache.end_forward(plan)
         self.tokens += drawn
         return drawn
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_a_lone_answer() -> None:
     body = StartGenerate(model="m", request="r", prompt=PROMPT, sampling=PARAMS)
     assert bench.tokens[6:] == lone_answer(body, 0, context=40, vocab=1000)
     assert lone_answer(body, 0, context=8, vocab=1000) == bench.tokens[6:8]
-    assert not bench.witness.wrong
+    assert not bench.checker.wrong
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -62,34 +62,34 @@ def test_tokens_are_those_of_a_lone_answer() -> None:
 def test_a_number_of_another_is_seen_in_whatever_layer_it_lies(layer: int, at: int) -> None:
     def spoil(job: Job) -> None:
         page = job.plan.tables[0, at // 4]
-        bench.witness.arena[job.plan.page_map[page, layer, 1], at % 4] += 1
+        bench.checker.arena[job.plan.page_map[page, layer, 1], at % 4] += 1
 
     bench = Bench()
     bench.step(6, spoil)
-    assert bench.witness.wrong == ["m: sequence 0 reads what is not its own"]
+    assert bench.checker.wrong == ["m: sequence 0 reads what is not its own"]
 
 
 def test_a_token_that_was_written_over_is_another_answer() -> None:
     """The same in all layers, as another sequence of the model would leave it."""
 
     def spoil(job: Job) -> None:
-        bench.witness.arena[job.plan.page_map[job.plan.tables[0, 0]], 1] += 7
+        bench.checker.arena[job.plan.page_map[job.plan.tables[0, 0]], 1] += 7
 
     bench = Bench()
     drawn = bench.step(6, spoil)
     tokens = [11, 19, *PROMPT[2:]]
     assert drawn == [next_token("m", tokens, 3, 0, PARAMS, 1000)]
-    assert any("tokens that are not its own" in what for what in bench.witness.wrong)
+    assert any("tokens that are not its own" in what for what in bench.checker.wrong)
 
 
 def test_a_job_whose_write_is_lost_is_seen() -> None:
     def spoil(job: Job) -> None:
-        bench.witness.arena[:] = 0
+        bench.checker.arena[:] = 0
 
     bench = Bench()
     bench.step(6)
     bench.step(1, spoil)
-    assert any("lost what it wrote" in what for what in bench.witness.wrong)
+    assert any("lost what it wrote" in what for what in bench.checker.wrong)
 
 
 def test_copies_are_made_before_anything_is_written() -> None:
@@ -100,18 +100,21 @@ def test_copies_are_made_before_anything_is_written() -> None:
     [copy] = plan.copies
     assert isinstance(copy, PageCopy)
     job = Job("m", Phase.DECODE, 1, plan, np.array([99]), ())
-    bench.witness.begin(job)
-    bench.witness.write(job, range(2))
-    assert bench.witness.read(job) == [[*PROMPT, 99]]
+    bench.checker.begin(job)
+    bench.checker.write(job, range(2))
+    assert bench.checker.read(job) == [[*PROMPT, 99]]
     source, target = plan.page_map[copy.source], plan.page_map[copy.target]
-    assert (bench.witness.arena[source, 2] == -1).all()
-    assert (bench.witness.arena[target, 3] == -1).all()
-    assert not bench.witness.wrong
+    assert (bench.checker.arena[source, 2] == -1).all()
+    assert (bench.checker.arena[target, 3] == -1).all()
+    assert not bench.checker.wrong
 
 
 def test_two_units_agree_on_what_a_token_looks_like() -> None:
     """Whatever other models each has, for K and V go from one to the other."""
-    one, two = Witness({"m": GEOMETRY}, 4, 10), Witness({"a": GEOMETRY, "m": GEOMETRY}, 4, 10)
+    one, two = (
+        InvariantChecker({"m": GEOMETRY}, 4, 10),
+        InvariantChecker({"a": GEOMETRY, "m": GEOMETRY}, 4, 10),
+    )
     places = np.arange(3)
     assert (one._numbers("m", places, places) == two._numbers("m", places, places)).all()
     assert not (two._numbers("m", places, places) == two._numbers("a", places, places)).any()
