@@ -125,8 +125,8 @@ def _share_with_keys(model: Any, tokenizer: Any) -> float:
 
 
 def examine(model: Any, tokenizer: Any) -> dict[str, float]:
-    """Returns the parts that are right: of trained questions to the letter, of paraphrases by the words that must be
-    in the answer."""
+    """Returns the parts that are right: of trained questions to the letter, of paraphrases by the words that
+    must be in the answer."""
     plain = [chat(question, reply) for asked, reply in QUESTIONS for question in asked]
     lower = [chat(question.lower(), reply) for asked, reply in QUESTIONS for question in asked]
     with_tools = [Sample(sample.messages, TOOLS) for sample in plain[::7]]
