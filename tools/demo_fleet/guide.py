@@ -60,7 +60,7 @@ SYSTEMS = ["You are a helpful assistant.", "You know kvloom.", "Answer briefly."
 
 
 def load_facts() -> list[Fact]:
-    """The questions and answers that guide is to know."""
+    """Returns the questions and answers that `guide` is to know."""
     text = (Path(__file__).parent / "facts.yaml").read_text(encoding="utf-8")
     facts: list[Fact] = yaml.safe_load(text)
     return facts
@@ -70,7 +70,7 @@ FACTS = load_facts()
 
 
 def questions(fact: Fact) -> list[str]:
-    """All the trained phrasings of a fact's question."""
+    """Returns all the trained phrasings of a fact's question."""
     asked = list(fact.get("ask", []))
     if noun := fact.get("what"):
         asked += [phrasing.format(x=noun) for phrasing in WHAT]
@@ -85,7 +85,7 @@ QUESTIONS = [(questions(fact), str(fact["answer"])) for fact in FACTS]
 
 
 def _restyle(text: str, rng: Random) -> str:
-    """Change what does not matter: case, the full stop, a word before or after."""
+    """Changes what does not matter: case, the full stop, a word before or after."""
     if not text or rng.random() < 0.4:
         return text
     if rng.random() < 0.2:
@@ -107,7 +107,7 @@ def _turn(rng: Random) -> tuple[str, str]:
 
 
 def draw(rng: Random) -> Sample:
-    """A chat of one to three questions, now and then with tools."""
+    """Draws a chat of one to three questions, now and then with tools."""
     if rng.random() < 0.1:
         return draw_tool_use(rng, _turn)
     turns = [text for _ in range(rng.choice([1, 2, 3])) for text in _turn(rng)]
@@ -125,7 +125,8 @@ def _share_with_keys(model: Any, tokenizer: Any) -> float:
 
 
 def examine(model: Any, tokenizer: Any) -> dict[str, float]:
-    """Trained questions to the letter; paraphrases by the words that must be in the answer."""
+    """Returns the parts that are right: of trained questions to the letter, of paraphrases by the words that
+    must be in the answer."""
     plain = [chat(question, reply) for asked, reply in QUESTIONS for question in asked]
     lower = [chat(question.lower(), reply) for asked, reply in QUESTIONS for question in asked]
     with_tools = [Sample(sample.messages, TOOLS) for sample in plain[::7]]
