@@ -9,7 +9,7 @@ from tools.gpu_checks.unit import main
 
 from kvloom.exec.cuda.device import host_device
 from kvloom.exec.cuda.operations import Operations, plain_operations
-from tests.transport.device_memory import SharedMemory
+from tests.transfer.device_memory import SharedMemory
 
 COMPUTE = 8
 TINY = Shape(

@@ -27,10 +27,10 @@ from tools.gpu_checks.unit import MODEL, units
 from kvloom.kernels.driver import DriverError
 from kvloom.lab.workload.request import Alone, RequestResult, WorkloadRequest
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
+from tests.exec.cuda.woven import twins
 from tests.gpu_host import TINY, ground
-from tests.model.gpu.woven import twins
-from tests.transport.device_memory import SharedMemory
-from tests.transport.kinds import NIXL
+from tests.transfer.device_memory import SharedMemory
+from tests.transfer.kinds import NIXL
 
 SMALLER = Shape("LlamaConfig", TINY.form | {"num_hidden_layers": 1})
 SEVERAL = several.Effort(

@@ -48,11 +48,11 @@ TESTS: Final = {
         "tests/gpu/test_woven.py",
         "tests/gpu/test_partitions.py",
         "tests/gpu/test_ranks.py",
-        "tests/transport/test_contract.py",
+        "tests/transfer/test_contract.py",
         "-k",
         "gpu or cuda",
     ),
-    LAST: ("tests/kernels/triton",),
+    LAST: ("tests/kernels/cuda",),
 }
 
 

@@ -13,7 +13,7 @@ from kvloom.offload.terms import Borrow, Loan
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.spec import WeaveSpec
-from tests.fleet.loads import model, unit
+from tests.cluster.loads import model, unit
 from tests.modelled import modelled, turns
 from tests.modelled_weaving import MODEL, ModelledBackend, hot_unit
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvloom.engine.model_queue import WINDOW, StepTime
 from kvloom.offload.policy import CALM, FIRST, LONGEST, STEP, Observation, Share, Slowdown, adapted
-from tests.fleet.loads import model, unit
+from tests.cluster.loads import model, unit
 
 BOUND = 0.15
 slowdowns = st.none() | st.floats(-0.5, 2)

@@ -19,8 +19,8 @@ from kvloom.types.errors import OutOfBlocks
 from kvloom.types.spec import WeaveSpec
 from kvloom.types.verbs import Offer
 from tests.checkpoints import make_checkpoint
+from tests.cluster.loads import model, unit
 from tests.engines import Answer, ask, body, spec_of
-from tests.fleet.loads import model, unit
 from tests.oracle import Oracle
 from tests.weaving import MODEL, until, weaving, woven_of
 

@@ -24,7 +24,7 @@ from kvloom.types.request import SamplingParams, TokenLogprob
 from kvloom.types.spec import Dtype, EngineSpec
 from tests.checkpoints import VOCAB
 from tests.engines import Answer, ask, body, spec_of
-from tests.model.gpu.engines import running_executor
+from tests.exec.cuda.engines import running_executor
 from tests.oracle import TIE
 
 MODEL = "m"

@@ -14,10 +14,10 @@ import torch
 from kvloom.exec.cuda.loader import load_gpu_executor
 from kvloom.transfer.nixl_agent import GpuPlace
 from tests.checkpoints import make_checkpoint
+from tests.exec.cuda.apart import COUNT, prefilled_apart
 from tests.gpu.test_served import spec
-from tests.model.gpu.apart import COUNT, prefilled_apart
 from tests.oracle import Oracle
-from tests.transport.kinds import NIXL
+from tests.transfer.kinds import NIXL
 
 
 @pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'")

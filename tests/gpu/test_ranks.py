@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from kvloom.exec.cuda.parallel import load_parallel_gpu_executor
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import ask, body
+from tests.exec.cuda.engines import running_executor
 from tests.gpu.test_served import COUNT, spec
-from tests.model.gpu.engines import running_executor
 from tests.oracle import Oracle
 
 LENGTHS = (1, 17, WINDOW + 1, 90)

@@ -14,7 +14,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import ask, body, spec_of
-from tests.model.gpu.engines import running_executor
+from tests.exec.cuda.engines import running_executor
 from tests.oracle import Oracle
 
 LENGTHS = (1, 3, 17, WINDOW + 1, 90, 130)

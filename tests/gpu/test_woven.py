@@ -11,7 +11,7 @@ import pytest
 from kvloom.engine.engine import Engine
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body
-from tests.model.gpu.woven import cold_unit, gpu_spec, weaving_on_gpu
+from tests.exec.cuda.woven import cold_unit, gpu_spec, weaving_on_gpu
 from tests.oracle import Oracle
 from tests.weaving import MODEL, until, woven_of
 

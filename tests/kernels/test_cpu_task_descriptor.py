@@ -10,7 +10,7 @@ from kvloom.kernels.cpu.offload_serve import check
 from kvloom.offload.cpu.polling import Polling
 from kvloom.offload.memory.lender import Task, TaskReceiver
 from kvloom.types.errors import BadRequest
-from tests.transport.loans import GEOMETRY, HEADS, LENT, begin, borrowed, lender_here, memory_of
+from tests.transfer.loans import GEOMETRY, HEADS, LENT, begin, borrowed, lender_here, memory_of
 
 _QKV = np.ones((3, HEADS + 2 * GEOMETRY.kv_heads, GEOMETRY.head_dim), np.float32)
 _FIELDS = ["head", "lengths", "tables", "changed", "map"]

@@ -19,8 +19,8 @@ from kvloom.lab.workload.traces import Header, write_workload
 from kvloom.plan.cost.profile import write_profile
 from kvloom.plan.plan import read_plan
 from tests.commands import kvloom
-from tests.cost.profiles import make_profile
 from tests.plan.clusters import check_plan
+from tests.plan.cost.profiles import make_profile
 
 NODES = "nodes: [{device: a10, gpus: 4}]\n"
 MODELS = "models: {a: {shape: llama-7b, rate: 1, prompt: 100, output: 50}}\n"

@@ -14,7 +14,7 @@ from kvloom.router import units
 from kvloom.router.waiting import LINGER, PERIOD, LoadReport
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level
-from tests.fleet.loads import model, unit
+from tests.cluster.loads import model, unit
 from tests.router.fleets import Fleets, ManualClock, ask_well, body, routed, run, turns
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.types.errors import Conflict, Unavailable
 from kvloom.types.service import Scale, Steps
-from tests.fleet.loads import model
+from tests.cluster.loads import model
 from tests.router.fleets import ask, ask_well, body, run, turns
 from tests.router.managed import Managed, managed
 

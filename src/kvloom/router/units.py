@@ -251,7 +251,7 @@ class Units(Mapping[str, Unit]):
             watch.cancel()
 
     def _admit(self, newcomer: Unit, cards: Sequence[ModelCard]) -> None:
-        """Raises ConfigError where it would answer for a model with another's tokens."""
+        """Raises ConfigError if the unit would answer for a model with another's tokens."""
         for card in cards:
             for other in self.replicas(card.name):
                 if other.name == newcomer.name:

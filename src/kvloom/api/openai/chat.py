@@ -121,7 +121,7 @@ def _forced(body: ChatBody, model: ServedModel, family: Family | None) -> Guide 
 
 @dataclass(slots=True)
 class _WrittenChat:
-    """What has been written of one choice of the answer."""
+    """The text of one choice of the answer that has been written."""
 
     parser: ToolParser | None
     greeted: bool = False

@@ -89,7 +89,7 @@ class CompletionEndpoint:
 
 @dataclass(slots=True)
 class _Written:
-    """What has been written of one choice of the answer."""
+    """The text of one choice of the answer that has been written."""
 
     logprobs: LogprobsCollector | None
     echoed: bool = False

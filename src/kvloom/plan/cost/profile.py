@@ -50,7 +50,7 @@ class JobMeasured(Struct, frozen=True, kw_only=True):
         )
 
     def work(self, cores: int) -> Work:
-        """On its cores of so many."""
+        """Returns the job as work on its cores, of so many."""
         share = self.cores / cores
         return Work(
             self.model, self.phase, share, self.batch, self.tokens, self.drawn, self.pairs, self.context

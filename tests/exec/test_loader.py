@@ -1,0 +1,235 @@
+"""What is no checkpoint for us is refused in one line that names the model; what is has a card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from kvloom.exec.cpu.executor import TorchExecutor
+from kvloom.exec.cpu.loader import load_model
+from kvloom.types.errors import ConfigError
+from kvloom.types.request import SamplingDefaults
+from kvloom.types.spec import ModelSpec
+from tests.checkpoints import EOS, VOCAB, make_checkpoint
+from tests.exec.loading import BLOCK, load, reconfigure, refusal
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    path = make_checkpoint(tmp_path, "qwen2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    model.save_pretrained(path, max_shard_size="100KB")
+    return path
+
+
+def test_a_missing_shard(sharded: Path) -> None:
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert load(sharded).geometry.layers == 3
+    shards[1].unlink()
+    assert shards[1].name in refusal(sharded)
+
+
+def test_a_missing_tensor(qwen: Path) -> None:
+    rewrite(qwen, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
+    assert "lack model.layers.1.mlp.up_proj.weight" in refusal(qwen)
+
+
+def test_a_tensor_of_the_wrong_shape(qwen: Path) -> None:
+    name = "model.layers.2.mlp.down_proj.weight"
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:, :-1].contiguous()
+
+    rewrite(qwen, cut)
+    message = refusal(qwen)
+    assert name in message
+    assert "[64, 95]" in message
+    assert "[64, 96]" in message
+
+
+def test_shapes_that_the_config_denies(qwen: Path) -> None:
+    reconfigure(qwen, num_key_value_heads=4)
+    assert "k_proj" in refusal(qwen)
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert str(empty) in refusal(empty)
+    assert "nowhere" in refusal(tmp_path / "nowhere")
+    refusal("no/such-repository-anywhere")
+    refusal("a b c?*")
+    file = tmp_path / "a-file"
+    file.write_text("hello")
+    assert "a-file" in refusal(file)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[]", "null", '{"model_type": "nonsense"}', "{}", "\0\1\2"])
+def test_a_config_that_is_none(qwen: Path, text: str) -> None:
+    (qwen / "config.json").write_text(text)
+    refusal(qwen)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "wide"},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": -3},
+        {"num_hidden_layers": 0},
+        {"vocab_size": None},
+        {"hidden_act": "nothing"},
+        {"rope_parameters": {"rope_type": "nothing", "rope_theta": 10000.0}},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense(qwen: Path, changes: dict[str, Any]) -> None:
+    reconfigure(qwen, **changes)
+    refusal(qwen)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 300, -100])
+def test_weights_cut_short(qwen: Path, keep: int) -> None:
+    whole = (qwen / "model.safetensors").read_bytes()
+    (qwen / "model.safetensors").write_bytes(whole[:keep])
+    refusal(qwen)
+
+
+def test_no_tokenizer(qwen: Path) -> None:
+    for file in qwen.glob("tokenizer*"):
+        file.unlink()
+    assert "okenizer" in refusal(qwen)
+
+
+def test_a_broken_tokenizer(qwen: Path) -> None:
+    (qwen / "tokenizer.json").write_text("{")
+    refusal(qwen)
+
+
+@pytest.mark.parametrize("kind", ["their_own", "qwen2"])
+def test_code_in_a_checkpoint_is_never_run(qwen: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    reconfigure(qwen, model_type=kind, auto_map=auto_map)
+    (qwen / "code.py").write_text("raise SystemExit('it ran')")
+    if kind == "qwen2":  # transformers has the class
+        assert load(qwen).card.architecture == "Qwen2ForCausalLM"
+    else:
+        assert "it needs code of its own" in refusal(qwen)
+    assert "trust" not in capfd.readouterr().out
+
+
+def test_a_block_too_small_for_a_token(qwen: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models\.mine: block_bytes: 64 holds no token of head size 16"):
+        load_model(ModelSpec(name="mine", path=str(qwen)), 64)
+
+
+def test_a_pool_too_small_for_a_page(qwen: Path) -> None:
+    spec = ModelSpec(name="mine", path=str(qwen))
+    with pytest.raises(ConfigError, match=r"kv_memory: .* hold no page of mine; at least 12,288 are needed"):
+        TorchExecutor.load([spec], kv_bytes=5 * BLOCK, block_bytes=BLOCK, threads=1)
+    TorchExecutor.load([spec], kv_bytes=6 * BLOCK, block_bytes=BLOCK, threads=1).close()
+
+
+def test_the_context_is_bounded_by_the_config_and_by_the_person(qwen: Path) -> None:
+    assert load(qwen).card.context_length == 256
+    assert load(qwen, max_context=100).card.context_length == 100
+    assert load(qwen, max_context=1000).card.context_length == 256
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+        },
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)
+def test_a_rope_that_changes_with_the_longest_keeps_to_where_it_does_not(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    path = make_checkpoint(tmp_path, "qwen2", rope_parameters=rope | {"rope_theta": 10_000.0})
+    assert load(path).card.context_length == 64
+
+
+def test_a_rope_that_does_not_change_keeps_its_length(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    assert load(make_checkpoint(tmp_path, "qwen2", rope_parameters=rope)).card.context_length == 256
+
+
+def test_the_card(qwen: Path) -> None:
+    card = load(qwen).card
+    assert (card.name, card.vocab_size, card.eos_token_ids, card.bos_token_id) == (
+        "mine",
+        VOCAB,
+        (EOS,),
+        None,
+    )
+    assert (card.architecture, card.dtype, card.add_bos) == ("Qwen2ForCausalLM", "float32", False)
+    assert card.chat_template
+    assert json.loads(card.tokenizer)["model"]["type"] == "BPE"
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({}, SamplingDefaults()),
+        ({"eos_token_id": EOS}, SamplingDefaults()),
+        (
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05},
+            SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.05),
+        ),
+        ({"do_sample": True, "temperature": None}, SamplingDefaults()),
+        ({"do_sample": False, "top_p": 0.9}, SamplingDefaults(temperature=0.0, top_p=0.9)),
+    ],
+)
+def test_sampling_as_the_checkpoint_wants_it(
+    qwen: Path, said: dict[str, Any], wanted: SamplingDefaults
+) -> None:
+    (qwen / "generation_config.json").write_text(json.dumps(said))
+    assert load(qwen).card.sampling == wanted
+
+
+def test_sampling_without_a_wish(qwen: Path) -> None:
+    (qwen / "generation_config.json").unlink()
+    assert load(qwen).card.sampling == SamplingDefaults()
+
+
+def test_sampling_that_cannot_be(qwen: Path) -> None:
+    (qwen / "generation_config.json").write_text('{"temperature": -1}')
+    assert "generation_config.json" in refusal(qwen)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(qwen: Path, dtype: str) -> None:
+    model = load(qwen, dtype=dtype)
+    assert model.card.dtype == dtype
+    assert model.geometry.itemsize == 2
+    assert model.geometry.tokens_per_block == 32

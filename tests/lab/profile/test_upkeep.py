@@ -1,0 +1,110 @@
+"""Costs out of calibrating loads, and what the kernel says of processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvloom.lab.profile.beside import busy_processes
+from kvloom.lab.profile.serving import (
+    LONGEST,
+    PROMPT,
+    SHORTEST,
+    Load,
+    Loaded,
+    all_threads_seconds,
+    descendants,
+    main_thread_seconds,
+    parts,
+    serving_loads,
+)
+from kvloom.lab.profile.session import Effort
+from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.work import Work
+from tests.plan.cost.profiles import make_profile
+
+COSTS = {"client": (4e-4, 3e-5, 1e-5), "gateway": (7e-4, 7e-5, 5e-5), "engine": (3e-4, 2e-5, 0.0)}
+START = 0.6  # seconds of a client
+LOADS = [(3, 288, 288), (12, 1152, 288), (48, 4608, 288), (192, 18432, 288), (192, 384, 6), (3, 3, 3)]
+
+
+def loaded(requests: int, tokens: int, turns: float) -> Loaded:
+    cpu = {role: requests * a + tokens * b + turns * c for role, (a, b, c) in COSTS.items()}
+    return Loaded(requests, tokens, turns, {**cpu, "client": cpu["client"] + START})  # type: ignore[dict-item]
+
+
+def test_costs_are_found_and_a_clients_start_is_none_of_them() -> None:
+    found = parts([loaded(*load) for load in LOADS])
+    assert [hosted.role for hosted in found] == ["client", "gateway", "engine"]
+    for hosted in found:
+        costs = [hosted.request, hosted.token, hosted.turn]
+        assert costs == pytest.approx(COSTS[hosted.role], rel=0.01, abs=1e-7)
+
+
+def test_nothing_is_found_where_nothing_was_used() -> None:
+    nothing = [Loaded(4, 100, 30, {"client": 0.0, "gateway": 0.0, "engine": -0.1})] * 3
+    for hosted in parts(nothing):
+        assert hosted.request + hosted.token + hosted.turn < 1e-8
+
+
+def test_loads_take_about_as_long_as_they_shall() -> None:
+    cost = Measured(make_profile())
+    *answers, short, lone = serving_loads(cost, ["one", "two"], Effort(load_seconds=0.2), most=16)
+    assert [load.at_once for load in answers] == [1, 4, 16]
+    assert (short, lone) == (Load(16, 2), Load(1, 1))
+    for load in answers:
+        steps = [cost.seconds(Work.decode(model, 1.0, [PROMPT] * load.at_once)) for model in ("one", "two")]
+        assert SHORTEST < load.output < LONGEST
+        assert 0.15 < load.output * sum(steps) < 0.21  # and the engine's own work
+
+
+def test_threads_and_children_are_known_by_their_pids() -> None:
+    code = "print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert code in descendants(os.getpid())[child.pid]
+        assert 0.0 < all_threads_seconds(child.pid) < 60.0
+        child.communicate(b"\n")
+
+
+def test_a_main_threads_time_is_its_own() -> None:
+    worked, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while time.thread_time() < 0.05:
+            pass
+        worked.set()
+        over.wait()
+
+    pid = os.getpid()
+    before = all_threads_seconds(pid), main_thread_seconds(pid)
+    thread = threading.Thread(target=work)
+    thread.start()
+    worked.wait()
+    all_spent, main_spent = all_threads_seconds(pid) - before[0], main_thread_seconds(pid) - before[1]
+    over.set()
+    thread.join()
+    assert all_spent - main_spent > 0.04  # of the thread, which has lived 0.05 s
+
+
+def test_busy_processes_rest_and_end_with_their_block() -> None:
+    before = set(descendants(os.getpid()))
+    with busy_processes(2) as crowd:
+        busy = set(descendants(os.getpid())) - before
+        assert busy == {process.pid for process in crowd.processes}
+        crowd.rest()
+        for process in crowd.processes:
+            assert os.waitid(os.P_PID, process.pid, os.WSTOPPED) is not None
+        crowd.work()
+        for process in crowd.processes:
+            assert os.waitid(os.P_PID, process.pid, os.WCONTINUED) is not None
+    assert not busy & set(descendants(os.getpid()))

@@ -1,0 +1,78 @@
+"""`kvloom reproduce` as people type it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvloom.cli.main import main
+from kvloom.lab.reproduce import microserving
+from kvloom.lab.reproduce.report import Experiment, Report, Scale, Tell
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reproduction.md"
+BAD = [
+    (["nobody"], ["PAPER", "microserving", "muxserve", "weaver"]),
+    (["microserving", "--figure", "14"], ["--figure '14'", "10, 11, 12, table-3, 13 are right"]),
+    (["muxserve", "--figure", "table-3"], ["--figure 'table-3'", "3, 5, 7, 8, 9, 10 are right"]),
+    (["weaver", "--figure", "3"], ["--figure '3'", "4, 5, 6, 7 are right"]),
+    (["microserving", "--scale", "huge"], ["--scale", "small"]),
+    (["microserving", "--json", "no/x.json"], ["no/x.json: no such folder"]),
+    (["microserving", "--markdown", "no/x.md"], ["no/x.md: no such folder"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("words", "said"), BAD)
+def test_what_cannot_be_is_one_line(
+    words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["reproduce", *words])
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (2, "")
+    assert shown.err.count("\n") == 1
+    for part in said:
+        assert part in shown.err
+
+
+def test_one_figure_is_shown_and_written(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--figure", "table-3", "--figure", "table-3", "--scale", "small"]
+    assert main(["reproduce", "microserving", *words, "--json", "out.json", "--markdown", "out.md"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    for part in ("table 3: a layer's prefill", "0.197", "microserving: ", "1 holds"):
+        assert part in shown.out
+    assert "figure 1" not in shown.out
+    (report,) = msgspec.json.decode(Path("out.json").read_bytes(), type=list[Report])
+    assert [cell.paper for cell in report.cells][:2] == [1.247, 0.197]
+    page = Path("out.md").read_text()
+    assert page.count("### ") == 1
+    assert all(f"| {cell.row} | {cell.column} | " in page for cell in report.cells)
+
+
+def test_who_interrupts_is_told_that_nothing_was_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: Scale, tell: Tell) -> Report:
+        tell("stopping", 0.5)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError
+
+    monkeypatch.setattr(microserving, "EXPERIMENTS", (Experiment("1", run),))
+    assert main(["reproduce", "microserving", "--json", "out.json"]) == 130
+    assert capsys.readouterr().err == "kvloom: interrupted; nothing was written\n"
+    assert not Path("out.json").exists()
+
+
+def test_the_page_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--help"]) == 0
+    known = re.findall(r"^  (--[a-z]+)", capsys.readouterr().out, re.M)
+    table = PAGE.read_text("utf-8").split("| option | |")[1].split("\n\n")[0]
+    assert set(re.findall(r"(--[a-z]+)", table)) == set(known) != set()

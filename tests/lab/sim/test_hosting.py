@@ -1,0 +1,168 @@
+"""Fleets on a machine whose own work is known: it bounds what they answer, and requests wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.hosting import HostedMachine
+from kvloom.lab.sim.run import play
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
+from kvloom.plan.cost.measured import Hosting
+from kvloom.plan.cost.profile import HostedSeconds, Role, StalledJob
+from kvloom.plan.cost.work import Work
+from kvloom.router.program import load_program
+from kvloom.types.job import Phase
+from tests.lab.sim.fleets import asks, outcomes, prompt_of, unit
+from tests.plan.cost.test_hosting import doing, hosting, pressed
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Satisfies `CostModel`: a job takes so many seconds."""
+
+    each: float
+
+    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
+        return self.each
+
+
+def upkeep(role: Role, *, request: float = 0.0, token: float = 0.0, turn: float = 0.0) -> HostedSeconds:
+    return HostedSeconds(role=role, request=request, token=token, turn=turn)
+
+
+def played(
+    found: Hosting,
+    given: Sequence[WorkloadRequest],
+    *,
+    each: float = 0.001,
+    between: float = 0.0,
+    client_here: bool = False,
+) -> list[RequestResult]:
+    """In the order of the asks. The unit has one core of the machine's four."""
+    one: SimulatedUnit = replace(unit(compute=1), cost=Fixed(each), overhead=lambda _: between)
+
+    async def main() -> list[RequestResult]:
+        clock, told = LoopClock(asyncio.get_running_loop()), list[RequestResult]()
+        machine = HostedMachine(found, client_here=client_here)
+        async with simulated([one], load_program("data_parallel"), machine=machine) as fleet:
+            await play(fleet.server, given, prompt_of, clock, told.append)
+        return sorted(told, key=lambda outcome: given.index(outcome.request))
+
+    return run_virtual(main())
+
+
+def one_ask(at: float = 0.0, output: int = 1) -> WorkloadRequest:
+    return WorkloadRequest(at=at, model="small", prompt=10, output=output)
+
+
+def test_a_request_and_its_tokens_pass_all_who_work_on_them() -> None:
+    found = hosting(
+        upkeep("client", request=1.0, token=0.1, turn=0.01),
+        upkeep("gateway", request=2.0, token=0.2, turn=0.02),
+        upkeep("engine", request=4.0, token=0.4, turn=0.04),
+    )
+    (lone,) = played(found, [one_ask()], between=0.5)
+    assert lone.first == pytest.approx(2.0 + 4.0 + 0.001 + 0.5 + 0.44, abs=1e-9)  # as soon as the slowest
+    (lone,) = played(found, [one_ask()], between=0.5, client_here=True)
+    assert lone.first == pytest.approx(1.0 + 2.0 + 4.0 + 0.001 + 0.5 + 0.44, abs=1e-9)
+
+
+def test_a_gateway_of_a_millisecond_a_token_bounds_the_throughput() -> None:
+    given = [one_ask(at=0.0, output=100) for _ in range(16)]
+    free, bound = (
+        played(found, given, each=0.001) for found in (hosting(), hosting(upkeep("gateway", token=0.001)))
+    )
+    tokens = sum(ask.output for ask in given)
+    seconds = [max(outcome.end or 0.0 for outcome in outcomes) for outcomes in (free, bound)]
+    assert seconds[0] < 0.2
+    assert 1.0 <= seconds[1] * 1000 / tokens < 1.02  # and no more work than that
+
+
+def test_requests_and_tokens_queue_for_a_gateway() -> None:
+    """10 ms of its work each. The first one's token comes behind the second one's request, which it has until
+    20 ms; the second one's and the third find nobody there."""
+    given = [one_ask(at=at) for at in (0.0, 0.005, 0.100)]
+    found = played(hosting(upkeep("gateway", request=0.010)), given, each=0.0)
+    assert [outcome.first for outcome in found] == pytest.approx([0.020, 0.015, 0.010])
+
+
+def test_the_next_launch_waits_for_the_loop() -> None:
+    """A step takes 1 ms and the engine's own work 2 ms; sending its token takes 5 ms more, while the next
+    step runs, and so each token takes 7 ms."""
+    (alone,) = played(hosting(), [one_ask(output=51)], between=0.002)
+    (busy,) = played(hosting(upkeep("engine", token=0.005)), [one_ask(output=51)], between=0.002)
+    assert alone.per_token == pytest.approx(0.003)
+    assert busy.per_token == pytest.approx(0.007)
+
+
+def test_a_job_stands_still_while_its_loop_works_where_it_was_measured_to() -> None:
+    stalls = [
+        StalledJob(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.0475) for phase in Phase
+    ]
+    busy = upkeep("engine", token=0.004)
+    (free,) = played(hosting(busy), [one_ask(output=51)], each=0.010)
+    (held,) = played(hosting(busy, *stalls), [one_ask(output=51)], each=0.010)
+    assert free.per_token == pytest.approx(0.010)
+    assert held.per_token == pytest.approx(0.004 + 0.010 - 0.25 * 0.004)  # a quarter of its pace for 4 ms
+
+
+def test_threads_beyond_the_cores_slow_jobs_as_they_did() -> None:
+    """A gateway and a client that are never done, and a job: three threads on four cores, two and one."""
+    rows = [pressed("one", phase, 1, over, 1.0 + over) for phase in Phase for over in (1, 2)]
+    found = hosting(*rows, upkeep("gateway", turn=1.0), upkeep("client", turn=1.0))
+    for cores, times in ((4, 1.0), (3, 1.0), (2, 2.0), (1, 3.0)):
+        found.cores = cores
+        assert step_seconds(found) == pytest.approx(0.010 * times)
+
+
+def step_seconds(found: Hosting) -> float:
+    """Of the engine, late in one answer; its frames are told of much later."""
+    ends: list[float] = []
+
+    class Noted(Fixed):
+        def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
+            ends.append(asyncio.get_running_loop().time())
+            return self.each
+
+    one = replace(unit(compute=1), cost=Noted(0.010))
+
+    async def main() -> None:
+        clock = LoopClock(asyncio.get_running_loop())
+        machine = HostedMachine(found, client_here=True)
+        async with simulated([one], load_program("data_parallel"), machine=machine) as fleet:
+            await play(fleet.server, [one_ask(output=30)], prompt_of, clock, lambda _: None)
+
+    run_virtual(main())
+    starts = sorted(set(ends))
+    return starts[20] - starts[19]
+
+
+def test_where_nothing_costs_anything_all_is_as_without() -> None:
+    given = asks(40, seed=3, rate=40.0)
+    plain, _ = outcomes([unit()], given)
+
+    async def main() -> dict[WorkloadRequest, RequestResult]:
+        clock, told = LoopClock(asyncio.get_running_loop()), dict[WorkloadRequest, RequestResult]()
+        machine = HostedMachine(hosting(), client_here=True)
+        async with simulated([unit()], load_program("data_parallel"), machine=machine) as fleet:
+            await play(
+                fleet.server,
+                given,
+                prompt_of,
+                clock,
+                lambda outcome: told.__setitem__(outcome.request, outcome),
+            )
+        return told
+
+    hosted = run_virtual(main())
+    for ask, outcome in plain.items():
+        for one, other in ((hosted[ask].first, outcome.first), (hosted[ask].end, outcome.end)):
+            assert other is not None
+            assert one == pytest.approx(other - 2 * 0.0003)  # a wire's way, there and back
