@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from msgspec.structs import replace
@@ -109,7 +108,8 @@ class Controller:
     @property
     def snapshot(self) -> Snapshot:
         """Returns the whole fleet as it is now."""
-        return Snapshot(seq=self._seq, spec=self.spec, status=self.status)
+        status = replace(self.status, processes=dict(self.status.processes))  # It changes while this waits.
+        return Snapshot(seq=self._seq, spec=self.spec, status=status)
 
     # -- what is said to it -----------------------------------------------------------------------------
 
@@ -163,8 +163,6 @@ class Controller:
                 due = self.step()
                 if timer is not None:
                     timer.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await timer
                 timer = asyncio.create_task(self._ring(due)) if due is not None else None
                 await self._wake.wait()
         finally:

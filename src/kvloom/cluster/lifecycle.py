@@ -105,21 +105,17 @@ def _ended(
         how = late if process.phase == "starting" else "did not answer any more and was killed"
     lived = now - process.since if process.phase == "ready" else 0.0
     pause = timing.pause(process.pause, lived)
-    phase: Phase = "waiting" if _is_tried_again(name, process, spec) else "failed"
+    phase: Phase = "waiting" if _is_tried_again(name, process) else "failed"
     failures = 1 if lived >= timing.healthy else process.failures + 1
     return _turn(
         gone, phase, now, until=now + pause, pause=pause, failures=failures, problem=how, replaces=False
     )
 
 
-def _is_tried_again(name: str, process: ComponentStatus, spec: FleetSpec) -> bool:
-    """Returns whether a process that has died is started again. One that has never worked as it is specified
-    is not, so that a person reads why; the fleet scheduler is, because the others do well without it, and so
-    is a component that was specified otherwise meanwhile."""
-    unit = spec.units.get(name)
-    edition = 1 if unit is None else unit.edition
-    untried = process.generation >= edition > process.proven
-    return name == SCHEDULER or process.phase == "ready" or not untried
+def _is_tried_again(name: str, process: ComponentStatus) -> bool:
+    """Returns whether a process that has died is started again. One that has never worked is not, so that a
+    person reads why; the fleet scheduler is, because the others do well without it."""
+    return name == SCHEDULER or process.phase == "ready" or process.proven > 0
 
 
 def adopted(found: FoundProcess, spec: FleetSpec, now: float, timing: Timing = TIMING) -> ComponentStatus:

@@ -4,9 +4,11 @@ agrees."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from kvloom.cluster.edits import UnitEdit
 from kvloom.cluster.mirror import Mirror
@@ -23,7 +25,7 @@ from kvloom.cluster.models import (
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Rolling
 from kvloom.types.errors import Conflict, Unavailable
 from kvloom.types.service import Placement, RestartStep, Steps, UnitState
-from kvloom.types.spec import EngineSpec, ProgramSpec
+from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 _HERE = ("here", "down", "restarting")
 _GONE = ("away", "failed")
@@ -151,7 +153,8 @@ class FleetOrders:
         edits = {
             name: self._starting(name)
             for name in steps.start
-            if name in known and self.mirror.outlook(name) not in (*_HERE, "starting")
+            if name in known and not known[name].removed
+            if self.mirror.outlook(name) not in (*_HERE, "starting")
         }
         edits |= {
             name: UnitEdit(wanted=False, drained=False, seconds=None)
@@ -173,7 +176,7 @@ class FleetOrders:
                 raise Conflict(problem)
         except (Conflict, Unavailable):
             await self._edit(name, UnitEdit(remove=True, seconds=0.0))
-            await self.mirror.until(lambda: name not in self.mirror.spec.units)
+            await self._forgotten([name])
             raise
         return self.state(name)
 
@@ -186,7 +189,7 @@ class FleetOrders:
         if self.mirror.outlook(name) not in _GONE or last.calls:
             raise Conflict(f"{name} is {last.state}; a unit that is away can be removed")
         await self._edit(name, UnitEdit(remove=True))
-        await self.mirror.until(lambda: name not in self.mirror.spec.units)
+        await self._forgotten([name])
         return last
 
     def _starting(self, name: str) -> UnitEdit:
@@ -213,9 +216,11 @@ class FleetOrders:
         """Lets a unit serve another model, with a new process, and waits until it does; replicas that come
         and go follow one after the other. Raises Conflict for a name that is taken. If the unit cannot be
         started with it, it serves what it served before, and what it died of is raised."""
-        for name, engine in with_model(self.mirror.spec, asked).items():
-            before = self.mirror.spec.units[name].engine
-            await self._edit(name, UnitEdit(engine=engine, seconds=self._seconds))
+        for name in with_model(self.mirror.spec, asked):
+            models = self._models_of(name)
+            if models is None or asked.model.name in [model.name for model in models]:
+                continue
+            await self._edit(name, self._serving(name, (*models, asked.model), self._seconds))
             if not self.mirror.spec.units[name].wanted:
                 continue
             try:
@@ -223,9 +228,23 @@ class FleetOrders:
                 if problem := self.mirror.process(name).problem:
                     raise Conflict(problem)
             except (Conflict, Unavailable):
-                await self._edit(name, UnitEdit(engine=before, seconds=0.0))
+                left = [one for one in self._models_of(name) or () if one.name != asked.model.name]
+                await self._edit(name, self._serving(name, left, 0.0))
                 raise
-        return next(model for model in self.models if model.name == asked.model.name)
+        added = [model for model in self.models if model.name == asked.model.name]
+        if not added:
+            raise Conflict(f"{asked.model.name} was removed again, or its units were, before it was served")
+        return added[0]
+
+    def _models_of(self, name: str) -> tuple[ModelSpec, ...] | None:
+        """Returns what a unit is to serve now, whatever others have ordered meanwhile; None if it is gone."""
+        unit = self.mirror.spec.units.get(name)
+        return None if unit is None or unit.removed else unit.engine.models
+
+    def _serving(self, name: str, models: Sequence[ModelSpec], seconds: float) -> UnitEdit:
+        """Returns the edit by which a unit serves these models instead."""
+        engine = self.mirror.spec.units[name].engine
+        return UnitEdit(engine=replace(engine, models=tuple(models)), seconds=seconds)
 
     async def remove_model(self, model: str, seconds: float | None = None) -> ModelState:
         """Lets no unit serve the model any more, once what runs of it has ended or the time is over, and
@@ -234,8 +253,9 @@ class FleetOrders:
         last = next(one for one in self.models if one.name == model)
         drain = self._time(seconds)
         for name, engine in changed.items():
-            if engine is not None:
-                await self._edit(name, UnitEdit(engine=engine, seconds=drain))
+            left = [one for one in self._models_of(name) or () if one.name != model]
+            if engine is not None and left:
+                await self._edit(name, self._serving(name, left, drain))
                 if self.mirror.spec.units[name].wanted:
                     await self._come(name)
         gone = {
@@ -245,7 +265,7 @@ class FleetOrders:
         }
         if gone:
             await self.mirror.edit(gone, groups=without_units(self.mirror.spec.groups, gone))
-            await self.mirror.until(lambda: not gone.keys() & self.mirror.spec.units.keys())
+            await self._forgotten(gone)
         return last
 
     async def apply(self, asked: Apply) -> Applied:
@@ -261,7 +281,7 @@ class FleetOrders:
             overrode += await self.mirror.edit({name: edit})
             problems += await self._all_come([name])
         overrode += await self.mirror.edit(found.removed, groups=found.groups, program=found.program)
-        await self.mirror.until(lambda: not found.removed.keys() & self.mirror.spec.units.keys())
+        await self._forgotten(found.removed)
         return Applied(changes=found.lines, problems=tuple(problems), overrode=tuple(overrode))
 
     async def _all_come(self, names: Iterable[str]) -> list[str]:
@@ -346,6 +366,19 @@ class FleetOrders:
         await self.mirror.until(lambda: gone() or called_back())
         if not gone():
             raise Conflict(f"{name} was started again while it was to stop; stop it again")
+
+    async def _forgotten(self, names: Iterable[str]) -> None:
+        """Waits until the units are there no more. Raises Conflict if one was started again meanwhile."""
+
+        def left() -> list[str]:
+            return [name for name in names if name in self.mirror.spec.units]
+
+        def kept() -> list[str]:
+            return [name for name in left() if not self.mirror.spec.units[name].removed]
+
+        await self.mirror.until(lambda: not left() or bool(kept()))
+        if kept():
+            raise Conflict(f"{kept()[0]} was started again while it was to be removed; remove it again")
 
     def _time(self, seconds: float | None) -> float:
         return self._seconds if seconds is None else seconds

@@ -201,12 +201,19 @@ def _unit(
             yield CallBack(name)
         case "draining" if process.calls == 0:
             yield StopProcess(name)
-        case "draining" if process.until is not None:
-            yield StopProcess(name) if now >= process.until else Wait(process.until)
+        case "draining" if (until := _drained_by(unit, process)) is not None:
+            yield StopProcess(name) if now >= until else Wait(until)
         case "draining":
             yield from _hangs(name, process, timing)
         case _:
             yield from _process(name, generation, process, now, timing)
+
+
+def _drained_by(unit: UnitSpec | None, process: ComponentStatus) -> float | None:
+    """Returns when a unit that drains is to end at the latest. An edit may have changed it meanwhile."""
+    if unit is None or unit.seconds is None:
+        return process.until
+    return process.since + unit.seconds
 
 
 def _process(

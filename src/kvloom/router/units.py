@@ -189,7 +189,9 @@ class Units(Mapping[str, Unit]):
         spec, process = link.mirror.spec.units[name], link.mirror.process(name)
         unit = self._units.get(name)
         if unit is None:
-            unit = self._units[name] = self._unit(name, link.connect(name), link.cards(name))
+            served = {model.name for model in spec.engine.models}  # The name may have been another unit's.
+            cards = [card for card in link.cards(name) if card.name in served]
+            unit = self._units[name] = self._unit(name, link.connect(name), cards)
             if self._tasks is not None:
                 self._watch(unit, self._tasks)
         if spec.edition > 1 or spec.removed:

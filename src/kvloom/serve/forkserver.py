@@ -33,6 +33,7 @@ SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's library starts
 FORK_SECONDS: Final = 60.0  # a slow disk's imports included
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before another fork server is started, doubled each time
 HEALTHY_SECONDS: Final = 60.0  # after such a life the first pause is enough again
+TOLD_SECONDS: Final = 0.5  # for the fork server to tell how a process has ended that has
 LONGEST_MESSAGE: Final = 1 << 17
 
 
@@ -90,20 +91,26 @@ class ForkedProcess:
 
     def end(self, code: int) -> None:
         """Notes that the process has ended."""
-        self.returncode = code
-        self._close()
+        if not self._ended.is_set():
+            self.returncode = code
+            self._close()
 
-    def watch(self) -> None:
-        """Waits for the end by the pidfd, since nobody will tell of it."""
-        asyncio.get_running_loop().add_reader(self._handle, self._gone)
+    def watch(self, told: float = 0.0) -> None:
+        """Waits for the end by the pidfd. told: seconds for which the fork server has time to tell how the
+        process has ended; it may hang, or be busy."""
+        if not self._ended.is_set():
+            asyncio.get_running_loop().add_reader(self._handle, self._gone, told)
 
-    def _gone(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._handle)
-        self._close()
+    def _gone(self, told: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._handle)
+        loop.call_later(told, self._close)
 
     def _close(self) -> None:
-        os.close(self._handle)
-        self._ended.set()
+        if not self._ended.is_set():
+            asyncio.get_running_loop().remove_reader(self._handle)
+            os.close(self._handle)
+            self._ended.set()
 
     def _signal(self, number: signal.Signals) -> None:
         if not self._ended.is_set():
@@ -164,6 +171,7 @@ class _Channel:
 
     def _forked(self, process: ForkedProcess) -> None:
         self._processes[process.pid] = process
+        process.watch(TOLD_SECONDS)
         answer = self._asked.popleft()
         if answer.done():  # nobody waits for it any more
             process.kill()
