@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvloom.cluster.models import AddModel, Apply, Wanted, differences, with_model
 from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.types.errors import BadRequest, Conflict, Unavailable, UnknownModel
-from kvloom.types.service import GroupSpec, Scale
+from kvloom.types.service import GroupSpec, Scale, Steps
 from kvloom.types.spec import ModelSpec, ProgramSpec
 from tests.cluster.histories import engine
 from tests.router.fleets import ask, ask_well, body, run, turns
@@ -87,6 +87,66 @@ def test_a_model_that_cannot_be_loaded_leaves_its_unit_as_it_was() -> None:
             await ask_well(played.router, body())
             assert played.states() == {"a": "up"}
             assert [one.name for one in played.orders.models] == ["m"]
+
+    run(test)
+
+
+def test_models_that_are_added_to_a_unit_at_once_are_all_served() -> None:
+    async def test() -> None:
+        async with managed(1) as played:
+            played.processes.starts.set()
+            third = ModelSpec(name="third", path="/third")
+            adding = [played.orders.add_model(AddModel(model=model)) for model in (OTHER, third)]
+            await asyncio.gather(*adding)
+            assert [one.name for one in played.orders.models] == ["m", "other", "third"]
+
+    run(test)
+
+
+def test_a_model_that_is_added_while_another_is_removed_stays() -> None:
+    async def test() -> None:
+        async with managed(2) as played:
+            played.processes.starts.set()
+            for unit in "ab":
+                await played.orders.add_model(AddModel(model=replace(OTHER, name=f"other-{unit}"), unit=unit))
+            third = ModelSpec(name="third", path="/third")
+            await asyncio.gather(
+                played.orders.remove_model("m"), played.orders.add_model(AddModel(model=third, unit="b"))
+            )
+            assert [one.name for one in played.orders.models] == ["other-a", "other-b", "third"]
+
+    run(test)
+
+
+def test_a_model_that_is_added_to_units_that_are_away_is_known_and_requests_find_it() -> None:
+    async def test() -> None:
+        async with managed(2, scale=Scale(least=0, most=2, idle=30)) as played:
+            played.processes.starts.set()
+            await played.orders.scale(Steps(stop=("a", "b")))
+            await turns()
+            assert played.states() == {"a": "away", "b": "away"}
+            made = await played.orders.add_model(AddModel(model=OTHER))
+            assert made.units == {"a": "up", "b": "away"}
+            await ask_well(played.router, body(model="other"))
+
+    run(test)
+
+
+def test_a_removal_ends_if_the_unit_is_started_meanwhile() -> None:
+    async def test() -> None:
+        async with managed(1) as played:
+            played.processes.starts.set()
+            await played.orders.add(replace(spec("z"), models=(OTHER,)))
+            played.fleets.engines[-1].gate.clear()
+            running = asyncio.create_task(ask_well(played.router, body(model="other")))
+            await turns()
+            removing = asyncio.create_task(played.orders.remove_model("other"))
+            await turns()
+            await played.orders.start("z")
+            with pytest.raises(Conflict, match="z was started again"):
+                await removing
+            played.fleets.engines[-1].gate.set()
+            await running
 
     run(test)
 

@@ -213,18 +213,22 @@ class FleetOrders:
         return [found[name] for name in sorted(found)]
 
     async def add_model(self, asked: AddModel) -> ModelState:
-        """Lets a unit serve another model, with a new process, and waits until it does; replicas that come
-        and go follow one after the other. Raises Conflict for a name that is taken. If the unit cannot be
-        started with it, it serves what it served before, and what it died of is raised."""
+        """Lets a unit serve another model, with a new process, and waits until it does. Replicas that come
+        and go follow one after the other; if all are away one is started, so that the model is known. Raises
+        Conflict for a name that is taken. If the unit cannot be started with the model, it serves what it
+        served before, and what its process died of is raised."""
+        known = False
         for name in with_model(self.mirror.spec, asked):
             models = self._models_of(name)
             if models is None or asked.model.name in [model.name for model in models]:
                 continue
-            await self._edit(name, self._serving(name, (*models, asked.model), self._seconds))
+            edit = self._serving(name, (*models, asked.model), self._seconds)
+            await self._edit(name, edit if known or name not in self._scaled else replace(edit, wanted=True))
             if not self.mirror.spec.units[name].wanted:
                 continue
             try:
                 await self._come(name)
+                known = True
                 if problem := self.mirror.process(name).problem:
                     raise Conflict(problem)
             except (Conflict, Unavailable):
