@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from kvloom.lab.faults.chaos import run_scenario
-from kvloom.lab.faults.faults import Client, FaultScenario, Switch
+from kvloom.lab.faults.faults import Client, FaultScenario, RollingRestart, Switch
 from kvloom.lab.faults.journal import ClientAnswer
 from kvloom.lab.faults.laws import (
     CONSERVATION,
@@ -105,3 +108,39 @@ def test_a_transport_without_fences_is_seen() -> None:
 def test_a_loan_of_which_other_blocks_are_read_than_were_written_is_seen() -> None:
     said = broken(Parts(host=ShiftingLoanHost), range(40))
     assert "reads what is not its own" in said[SAME_TOKENS]
+
+
+def test_a_choice_that_is_ended_while_its_unit_restarts_holds_up_nobody() -> None:
+    """The request has yet to begin, and waits for the unit; meanwhile the router must do other work."""
+    [unit] = small_units((100,), 1e-3, layers=1, context=80, lease=1.0, bandwidth=1e6)
+    body = StartGenerate(
+        model="m", request="ask", prompt=[1, 2, 3], n=2, sampling=SamplingParams(max_tokens=5, seed=1)
+    )
+    clients = (Client(0.1, body, aborts=0.1, choice=0),)
+    restart = RollingRestart(0.05, 0.0, 1)
+    units = (replace(unit, start=0.5),)
+    scenario = FaultScenario(1, units, {"m": 80}, Switch(0.0, "data_parallel", {}), clients, (restart,))
+    with hurried(20):
+        verdict = run_scenario(scenario)
+    assert not verdict.broken
+    assert verdict.counts["requests ended"] == 2  # one is asked at the end, whether all is well
+
+
+class StuckError(BaseException):
+    """The error of what never yields; no handler of errors takes it."""
+
+
+@contextmanager
+def hurried(seconds: int) -> Iterator[None]:
+    """Raises StuckError in what takes longer, be it stuck in a loop that never yields."""
+
+    def ring(*_: object) -> None:
+        raise StuckError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

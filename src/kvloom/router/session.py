@@ -489,7 +489,7 @@ class Candidates:
             self._awaited(fleet)
             and not fleet.up
             and not session.held.aborted
-            and not session.progress.unwanted
+            and not (session.let_in and session.progress.unwanted)
         )
 
     def _with_newcomers(self) -> Fleet:
