@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-
-import pytest
-
+from contextlib import contextmanager
+from dataclasses import replace
 from kvloom.lab.faults.chaos import run_scenario
-from kvloom.lab.faults.faults import Client, FaultScenario, Switch
+from kvloom.lab.faults.faults import Client
+from kvloom.lab.faults.faults import FaultScenario
+from kvloom.lab.faults.faults import RollingRestart
+from kvloom.lab.faults.faults import Switch
 from kvloom.lab.faults.journal import ClientAnswer
-from kvloom.lab.faults.laws import (
-    CONSERVATION,
-    EXACTLY_ONCE,
-    NO_CRASH,
-    NO_STARVATION,
-    NOTHING_LEAKS,
-    SAME_TOKENS,
-    check_answer,
-)
+from kvloom.lab.faults.laws import CONSERVATION
+from kvloom.lab.faults.laws import EXACTLY_ONCE
+from kvloom.lab.faults.laws import NOTHING_LEAKS
+from kvloom.lab.faults.laws import NO_CRASH
+from kvloom.lab.faults.laws import NO_STARVATION
+from kvloom.lab.faults.laws import SAME_TOKENS
+from kvloom.lab.faults.laws import check_answer
 from kvloom.lab.faults.scenario import draw_scenario
 from kvloom.lab.faults.simulation import Parts
-from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
-from tests.lab.sim.breakers import (
-    FaintingHost,
-    IdleHost,
-    KeepingHost,
-    LosingHost,
-    LyingHost,
-    ShiftingLoanHost,
-    ShortWire,
-    StutteringWire,
-    UnfencedHost,
-)
+from kvloom.types.request import SamplingParams
+from kvloom.types.request import StartGenerate
+from kvloom.types.request import TokenEvent
+from tests.lab.sim.breakers import FaintingHost
+from tests.lab.sim.breakers import IdleHost
+from tests.lab.sim.breakers import KeepingHost
+from tests.lab.sim.breakers import LosingHost
+from tests.lab.sim.breakers import LyingHost
+from tests.lab.sim.breakers import ShiftingLoanHost
+from tests.lab.sim.breakers import ShortWire
+from tests.lab.sim.breakers import StutteringWire
+from tests.lab.sim.breakers import UnfencedHost
 from tests.lab.sim.small_units import small_units
-
+import logging
+import pytest
+import signal
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
@@ -105,3 +106,39 @@ def test_a_transport_without_fences_is_seen() -> None:
 def test_a_loan_of_which_other_blocks_are_read_than_were_written_is_seen() -> None:
     said = broken(Parts(host=ShiftingLoanHost), range(40))
     assert "reads what is not its own" in said[SAME_TOKENS]
+
+
+def test_a_choice_that_is_ended_while_its_unit_restarts_holds_up_nobody() -> None:
+    """The request has yet to begin, and waits for the unit; meanwhile the router must do other work."""
+    [unit] = small_units((100,), 1e-3, layers=1, context=80, lease=1.0, bandwidth=1e6)
+    body = StartGenerate(
+        model="m", request="ask", prompt=[1, 2, 3], n=2, sampling=SamplingParams(max_tokens=5, seed=1)
+    )
+    clients = (Client(0.1, body, aborts=0.1, choice=0),)
+    restart = RollingRestart(0.05, 0.0, 1)
+    units = (replace(unit, start=0.5),)
+    scenario = FaultScenario(1, units, {"m": 80}, Switch(0.0, "data_parallel", {}), clients, (restart,))
+    with hurried(20):
+        verdict = run_scenario(scenario)
+    assert not verdict.broken
+    assert verdict.counts["requests ended"] == 2  # one is asked at the end, whether all is well
+
+
+class StuckError(BaseException):
+    """The error of what never yields; no handler of errors takes it."""
+
+
+@contextmanager
+def hurried(seconds: int) -> Iterator[None]:
+    """Raises StuckError in what takes longer, be it stuck in a loop that never yields."""
+
+    def ring(*_: object) -> None:
+        raise StuckError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
