@@ -42,6 +42,7 @@ class Play:
         ask.post(self.loan.mailbox, self.loan.borrower_state, q, k, v, layer, _SCALE, programs=2)
         mailbox_reference.post(self.twin.mailbox, self.twin.borrower_state, q, k, v, layer, _SCALE)
         self.wanted.append(self.loan.wanted(layer, q, k, v, _SCALE))
+        self.twin.wanted(layer, q, k, v, _SCALE)  # its tokens count as computed too, or it would draw others
         self.posted += 1
 
     def serve(self, programs: int) -> None:
