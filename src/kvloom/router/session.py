@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from collections.abc import Callable
-from contextlib import aclosing
-from contextlib import suppress
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import replace as with_fields
-from kvloom.router.held import PeerReservation
-from kvloom.router.held import REFUSALS
-from kvloom.router.held import SessionHeld
+from typing import Final, Protocol
+
+from msgspec.structs import replace
+
+from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
 from kvloom.router.progress import RequestProgress
-from kvloom.router.replicas import Fleet
-from kvloom.router.replicas import Replica
-from kvloom.router.replicas import arriving
+from kvloom.router.replicas import Fleet, Replica, arriving
 from kvloom.router.waiting import WaitingRoom
 from kvloom.types.address import resolve
 from kvloom.types.client import Frames
-from kvloom.types.clock import Clock
-from kvloom.types.clock import together
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import KvloomError
-from kvloom.types.errors import OutOfBlocks
-from kvloom.types.errors import QueueFull
-from kvloom.types.errors import Unavailable
-from kvloom.types.errors import UnknownModel
-from kvloom.types.request import Event
-from kvloom.types.request import Made
-from kvloom.types.request import StartGenerate
-from kvloom.types.verbs import Pin
-from kvloom.types.verbs import PrepRecv
-from kvloom.types.verbs import RemoteSend
-from kvloom.types.verbs import Sent
-from msgspec.structs import replace
-from typing import Final
-from typing import Protocol
-import asyncio
-import logging
+from kvloom.types.clock import Clock, together
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
+from kvloom.types.request import Event, Made, StartGenerate
+from kvloom.types.verbs import Pin, PrepRecv, RemoteSend, Sent
 
 DEATHS: Final = 3  # of engines with one request between two of its tokens; it may be what they die of
 _LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have

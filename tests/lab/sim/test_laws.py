@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+
+import pytest
+
 from kvloom.lab.faults.chaos import run_scenario
-from kvloom.lab.faults.faults import Client
-from kvloom.lab.faults.faults import FaultScenario
-from kvloom.lab.faults.faults import RollingRestart
-from kvloom.lab.faults.faults import Switch
+from kvloom.lab.faults.faults import Client, FaultScenario, RollingRestart, Switch
 from kvloom.lab.faults.journal import ClientAnswer
-from kvloom.lab.faults.laws import CONSERVATION
-from kvloom.lab.faults.laws import EXACTLY_ONCE
-from kvloom.lab.faults.laws import NOTHING_LEAKS
-from kvloom.lab.faults.laws import NO_CRASH
-from kvloom.lab.faults.laws import NO_STARVATION
-from kvloom.lab.faults.laws import SAME_TOKENS
-from kvloom.lab.faults.laws import check_answer
+from kvloom.lab.faults.laws import (
+    CONSERVATION,
+    EXACTLY_ONCE,
+    NO_CRASH,
+    NO_STARVATION,
+    NOTHING_LEAKS,
+    SAME_TOKENS,
+    check_answer,
+)
 from kvloom.lab.faults.scenario import draw_scenario
 from kvloom.lab.faults.simulation import Parts
-from kvloom.types.request import SamplingParams
-from kvloom.types.request import StartGenerate
-from kvloom.types.request import TokenEvent
-from tests.lab.sim.breakers import FaintingHost
-from tests.lab.sim.breakers import IdleHost
-from tests.lab.sim.breakers import KeepingHost
-from tests.lab.sim.breakers import LosingHost
-from tests.lab.sim.breakers import LyingHost
-from tests.lab.sim.breakers import ShiftingLoanHost
-from tests.lab.sim.breakers import ShortWire
-from tests.lab.sim.breakers import StutteringWire
-from tests.lab.sim.breakers import UnfencedHost
+from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
+from tests.lab.sim.breakers import (
+    FaintingHost,
+    IdleHost,
+    KeepingHost,
+    LosingHost,
+    LyingHost,
+    ShiftingLoanHost,
+    ShortWire,
+    StutteringWire,
+    UnfencedHost,
+)
 from tests.lab.sim.small_units import small_units
-import logging
-import pytest
-import signal
+
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
