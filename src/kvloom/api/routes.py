@@ -1,7 +1,7 @@
 """Every route of a gateway, in one table, from which its ASGI routes and its OpenAPI document are made.
 
-A new endpoint is a row here, and a handler of the row's name in `api.app` or `api.admin`. A new verb of an
-engine is a row of the table in `core.verbs`.
+A new endpoint is a row here, and a handler under the row's name in the `handlers` of `create_app` (`api.app`)
+or of `Admin.routes` (`api.admin`). A new verb of an engine is a row of the table in `types.verbs`.
 """
 
 from __future__ import annotations

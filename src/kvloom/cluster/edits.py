@@ -39,7 +39,6 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="edit"):
 
     number: int = 0
     """The answer names the edit by it."""
-    """By which the answer names it."""
     base: int | None = None
     """The revision that it was made for; the answer tells what others have changed since."""
     units: dict[str, UnitEdit] = {}

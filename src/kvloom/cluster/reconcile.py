@@ -66,7 +66,8 @@ class StartProcess(Struct, frozen=True, tag=True):
 
 
 class DrainUnit(Struct, frozen=True, tag=True):
-    """Gives the unit no new request; its process ends once it has none, or at `until`."""
+    """Gives the unit no new request, because its process is to end: once it has none, or at `until`. (The
+    order `unit drain` is `UnitSpec.drained`, and ends no process.)"""
 
     component: str
     until: float | None
@@ -122,7 +123,8 @@ class Pass(Struct, frozen=True, tag=True):
 
 
 class Finish(Struct, frozen=True, tag=True):
-    """A rolling restart has restarted the component, or has failed to, and ends with this `problem`."""
+    """Ends the component's turn in a rolling restart. With a `problem` it has failed, and so has the
+    whole."""
 
     component: str
     problem: str = ""
@@ -308,7 +310,8 @@ def _gateway(
 
 
 def _come(spec: FleetSpec, status: FleetStatus) -> bool:
-    """Returns whether no unit starts for the first time: then a gateway that has not served yet may serve."""
+    """Returns whether no wanted unit is absent or starting: then a gateway that has not served yet may
+    serve."""
     phases = (status.processes.get(name, ABSENT).phase for name, unit in spec.units.items() if unit.wanted)
     return all(phase not in ("absent", "starting") for phase in phases)
 
@@ -335,7 +338,7 @@ def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
         if component in (SCHEDULER, "gateway"):
             if not out:
                 yield Raise(component)
-            return  # The components beside the units have their turn one by one, and after them.
+            return  # The scheduler and the gateway have their turn after all units, one at a time.
         if unit is None or outlook(unit, status.processes.get(component, ABSENT)) not in ("here", "down"):
             if component in out:
                 return  # Somebody else has asked for its restart: it has its turn after that.
@@ -348,7 +351,7 @@ def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
 
 
 def _restarted(component: str, spec: FleetSpec, status: FleetStatus) -> str | None:
-    """Returns why it could not be restarted, nothing if it was, and None if it is not known yet."""
+    """Returns why it could not be restarted, an empty text if it was, and None if that is not known yet."""
     name = gateway_name(spec.gateway) if component == "gateway" else component
     process = status.processes.get(name, ABSENT)
     generation = generation_of(name, spec)

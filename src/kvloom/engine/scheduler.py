@@ -94,9 +94,10 @@ class Scheduler:
         return not same_turn(self._policy(view), self._policy(richer))
 
     def start_next(self, *, watched: bool = False) -> bool:
-        """Does what the policy says. Returns False if that is nothing, or needs a running job's end first.
+        """Does what the policy says. Returns False if nothing began: the policy says nothing, what it says
+        needs a running job's end first, or the decode step waits for a sequence that is about to arrive.
 
-        watched: after each step something else is to be decided, so a job has one step.
+        watched: the lender waits to decide something after each step, so a job has one step.
         """
         view = self._view()
         action = self._policy(view)

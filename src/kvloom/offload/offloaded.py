@@ -1,5 +1,5 @@
-"""The seam `plan`: what a model's decode step computes at home, and what of it is offloaded to a lender
-(Weaver, sections 4.1 and 4.3)."""
+"""Plans a model's decode steps: what is computed at home, and what is offloaded to a lender (Weaver, sections
+4.1 and 4.3). This is the seam `plan` of docs/weaving.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The programs that are shipped: what the router does with a request, as generators over the verbs.
 
-A new program is a function here and its name in `PROGRAMS`; its keyword arguments are its options. Users
-write theirs in modules of their own (docs/programs.md).
+A new program is a function here and its name in `PROGRAMS`, and in `MOVING` if it moves K and V. Its keyword
+arguments are its options. Users write theirs in modules of their own (docs/programs.md).
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Session:
 
     @property
     def let_in(self) -> bool:
-        """Notes that a replica has taken the request."""
+        """Whether a replica has let the request in."""
         return self.needs > 0
 
     async def frames(
@@ -250,7 +250,7 @@ class Session:
         """Lets the request go on at `target` as `name` after `made`, which is empty if it has not begun, once
         `source` has told the last of it. Raises KvloomError, and all is as it was, if the target does not let
         it in or the request has gone on otherwise."""
-        if not target.up:  # by now: room there is no call, and nothing that a drain waits for
+        if not target.up:  # Room is not counted as a call, so the target may have been drained.
             raise Unavailable(f"{target.name} takes no requests any more")
         refused = target in self.refused
         leg = Leg(self, target, name, made=made)
@@ -285,8 +285,8 @@ class Session:
 
 
 class Leg:
-    """The part of a session's stream that one engine generates: `replica`, which knows the request as `name`.
-    The parts of the engines to which the request migrates from there follow it."""
+    """The part of a session's stream that one engine, `replica`, generates, which knows the request as
+    `name`. After a migration the frames of the next leg follow from the same iterator."""
 
     def __init__(
         self,
@@ -297,8 +297,8 @@ class Leg:
         *,
         made: list[Made] | None = None,
     ) -> None:
-        """made: what the choices have where the leg begins, of which the caller has not seen all yet; None is
-        what the caller has seen by then."""
+        """made: the tokens of each choice with which the leg begins, if the request was handed over; the
+        caller may not have seen all of them yet. None: those that the caller has seen when the leg begins."""
         self.replica = replica
         self.name = name
         self._session = session
@@ -453,10 +453,10 @@ class Candidates:
         return isinstance(error, _ELSEWHERE) or not (session.refused or session.progress.begun)
 
     def _less(self, fleet: Fleet, error: KvloomError) -> Fleet:
-        """Returns the fleet without the replicas that have refused the request, but for those that will be
-        others when they are up again, and without those that hold shorter contexts than the one that let it
-        in promised. If the connection to that one broke it may be another process already, and nobody counts
-        as having refused; `DEATHS` bounds how often."""
+        """Returns the fleet without two kinds of replicas: those that have refused the request, unless
+        they are awaited, and those whose context is shorter than what the replica that let it in has
+        promised. If the connection to that one broke, its process may be another by now, so refusals are
+        forgotten; `DEATHS` bounds how often."""
         session = self._session
         if session.let_in and isinstance(error, Unavailable):
             session.refused.clear()

@@ -50,7 +50,7 @@ class Role:
     inherit: Sequence[int] = ()
     """Descriptors that it inherits."""
     socket: str = ""
-    """The path at which it is asked whether it is well, if it is."""
+    """The socket's path at which its health is checked; empty if it is not checked."""
 
 
 class Roles:

@@ -34,7 +34,8 @@ _TRIES = 64  # of a lock that others hold for microseconds
 
 
 class Ledger:
-    """The receiver's end, on one thread. What it decides by is its own; senders only read it."""
+    """The receiver's end, on one thread. It decides by its own generations and open tickets, which no
+    sender can touch; senders write how far they have claimed and delivered, and nothing else."""
 
     def __init__(self, slots: int = 4096) -> None:
         self.slots = slots

@@ -76,8 +76,8 @@ class Transfer(ABC):
         self.sent = max(self.sent, min(computed, self.end))
 
     def owed(self, row: I32, begin: int, end: int) -> PageCopies:
-        """Returns the part of it that lies in [begin, end) and has not been sent. row: [pages], all pages of
-        the sequence. Raises BadRequest if the address does not list the blocks of its pages."""
+        """Returns the copies of tokens in [begin, end) that this transfer has not sent. row: [pages], all
+        pages of the sequence. Raises BadRequest if the address does not list the blocks of its pages."""
         tokens, first = self.address.form.tokens_per_block, self.address.first_page
         begin, end = max(begin, self.sent), min(end, self.end)
         edges: I32 = np.arange(begin // tokens, -(-end // tokens), dtype=np.int32)
@@ -87,8 +87,8 @@ class Transfer(ABC):
 
     @abstractmethod
     def put(self, copies: BlockCopies) -> None:
-        """Copies this, on the transport's thread. Any thread may call it; it never waits and never raises:
-        `arrived` tells what goes wrong."""
+        """Copies these blocks, on the transport's thread. Any thread may call it; it never waits and never
+        raises: `arrived` tells what goes wrong."""
 
     @abstractmethod
     async def arrived(self) -> None:
