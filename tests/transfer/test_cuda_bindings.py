@@ -20,7 +20,7 @@ DAY = 86_400  # seconds for which the newest ones that were found are the newest
 CHILD = """
 import json, sys
 from cuda.bindings import driver as api
-from kvloom.kernels.cuda_driver import read_struct, write_struct
+from kvloom.kernels.driver import read_struct, write_struct
 
 def parameters(call):
     inner, depth, found = call.__doc__.partition("\\n")[0].partition("(")[2].rpartition(")")[0], 0, 1
