@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
 from kvloom.cluster.edits import Edit, UnitEdit
+from kvloom.router.unit import Unit
+from kvloom.types.client import EngineClient
 from kvloom.types.errors import BadRequest, Conflict, QueueFull, Unavailable, UnknownModel
+from kvloom.types.request import ModelCard
 from kvloom.types.service import Scale
-from tests.router.fleets import ask, ask_well, body, run, turns
+from tests.router.fleets import ManualClock, ask, ask_well, body, run, turns
 from tests.router.ledger import card
 from tests.router.managed import managed, spec
 
@@ -156,5 +160,49 @@ def test_one_that_dies_or_speaks_another_way_is_not_added() -> None:
             with pytest.raises(Conflict, match="comes and goes by itself"):
                 await played.orders.remove("a")
             assert played.states() == {"a": "up"}
+
+    run(test)
+
+
+class TwiceAsked:
+    """Satisfies `EngineClient` as far as it is asked: each answer of `models` is given by the test."""
+
+    def __init__(self) -> None:
+        self.asked: list[asyncio.Future[list[ModelCard]]] = []
+
+    async def models(self) -> list[ModelCard]:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return await self.asked[-1]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_an_earlier_process_says_late_does_not_count(late: bool) -> None:
+    """It was asked, and is replaced by a process with other models, which answers first. late: it answers
+    after that, or its connection breaks."""
+
+    async def test() -> None:
+        client = TwiceAsked()
+        unit = Unit(
+            "a",
+            cast(EngineClient, client),
+            ManualClock(),
+            admit=lambda *_: None,
+            lost=lambda _: None,
+            changed=lambda: None,
+        )
+        first = asyncio.create_task(unit.ask())
+        await turns()
+        second = asyncio.create_task(unit.ask())
+        await turns()
+        before, after = client.asked
+        after.set_result([card("new")])
+        await second
+        if late:
+            before.set_result([card("old"), card("new")])
+        else:
+            before.set_exception(Unavailable("the connection broke"))
+        await first
+        assert list(unit.replicas) == ["new"]
+        assert unit.up
 
     run(test)

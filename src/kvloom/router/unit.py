@@ -66,6 +66,8 @@ class Unit:
         self._life: object = None  # The process that was asked what it serves.
         self._come: object = None  # One that is here, and is to be asked.
         self._to_be_asked = asyncio.Event()
+        self._questions = 0  # How often it was asked what it serves.
+        self._answered = 0  # The number of the last of these that it has answered.
         self._checking = asyncio.Lock()
         self._answered_at = clock.now()
         self._idle_since = clock.now()
@@ -154,16 +156,23 @@ class Unit:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def ask(self) -> None:
-        """Learns what it serves. It is up if it answers, unless it is withdrawn."""
+        """Learns what it serves. It is up if it answers, unless it is withdrawn. What comes after the answer
+        to a later question does not count: another process may have given it."""
         life = self._come
+        self._questions += 1
+        question = self._questions
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 cards = await self.client.models()
+            if question < self._answered:
+                return
             self._admit(self, cards)
         except (KvloomError, TimeoutError) as error:
-            self._arrive(life)
-            self._lose(error)
+            if question > self._answered:
+                self._arrive(life)
+                self._lose(error)
             return
+        self._answered = question
         for card in cards:
             known = self.replicas.setdefault(card.name, Replica(self, card))
             known.card = card

@@ -94,11 +94,14 @@ class FleetEditDraws:
         return RollingRestart(at, self._seconds(), self._random.choice((1, 1, 2)))
 
     def _replan(self, at: float) -> FleetEdit:
-        """Adds a model to a unit or removes one, or changes the size of the unit's pool."""
+        """Adds a model to a unit or removes one, or changes the size of the unit's pool. Units that come and
+        go by themselves keep their models, because each stands in for the others."""
         draw = self._random
         unit = draw.choice(list(self._units.values()))
         name, models = draw.choice(list(self._models)), unit.spec.models
-        if name not in unit.shapes:
+        if self._scaled:
+            pass
+        elif name not in unit.shapes:
             models = (*models, self._models[name])
         elif len(models) > 1:
             models = tuple(model for model in models if model.name != name)

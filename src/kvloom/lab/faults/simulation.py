@@ -75,6 +75,7 @@ class FaultSimulation:
         self._journal = journal
         self._parts = parts
         self._faults: list[FaultSource] = []
+        self._calm = False  # Nothing goes wrong any more, at gateways that open later neither.
         self._plane = ModelledPlane()
         specs = [unit.spec for unit in scenario.all_units]
         self._offloading = OffloadingUnits(specs) if any(spec.weave for spec in specs) else None
@@ -134,6 +135,7 @@ class FaultSimulation:
         """Ends all faults of calls and jobs, and the fleet scheduler."""
         if self._scheduler is not None:
             self._scheduler.kill()
+        self._calm = True
         for faults in self._faults:
             faults.calm()
 
@@ -167,6 +169,8 @@ class FaultSimulation:
     def _fates(self, of: str, rates: Rates | None = None) -> FaultSource:
         made = FaultSource(f"{self.scenario.seed}/{len(self._faults)}/{of}", rates or self.scenario.rates)
         self._faults.append(made)
+        if self._calm:
+            made.calm()
         return made
 
     async def _open_gateway(self, name: str, snapshot: Snapshot) -> None:
