@@ -17,6 +17,7 @@ from kvloom.api.auth import Keys
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
+from kvloom.cluster.reconcile import Timing
 from kvloom.cluster.state import FleetSpec, UnitSpec, gateway_name
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
@@ -135,11 +136,13 @@ class Anew:
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[Starlette]:
         units = {name: UnitSpec(engine=spec(name)) for name in ("unit-0", "unit-1")}
-        fleet, processes, clock = FleetSpec(units=units, scheduler=1), self.processes, WallClock()
+        fleet, processes, clock = FleetSpec(units=units, scheduler=1, drain=0.1), self.processes, WallClock()
         kept = self.store.load()
         gateway = gateway_name(kept[0].gateway if kept else 1)
         processes.beside = [gateway, "scheduler", *self._engines]
-        controller = processes.controller = Controller(fleet, processes, clock, store=self.store)
+        controller = processes.controller = Controller(
+            fleet, processes, clock, store=self.store, timing=Timing(margin=0.1)
+        )
         mirror = Mirror(controller.snapshot, processes.send_from(gateway))
         processes.mirrors = {gateway: mirror}
         link = FleetLink(mirror, lambda unit: self._engines.setdefault(unit, Curt()))
