@@ -118,6 +118,19 @@ def test_a_model_that_is_added_while_another_is_removed_stays() -> None:
     run(test)
 
 
+def test_a_unit_whose_models_are_all_removed_at_once_goes_with_them() -> None:
+    async def test() -> None:
+        async with managed(1) as played:
+            played.processes.starts.set()
+            third = ModelSpec(name="third", path="/third")
+            await played.orders.add(replace(spec("z"), models=(OTHER, third)))
+            await asyncio.gather(*map(played.orders.remove_model, ("other", "third")))
+            assert [one.name for one in played.orders.models] == ["m"]
+            assert played.states() == {"a": "up"}
+
+    run(test)
+
+
 def test_a_model_that_is_added_to_units_that_are_away_is_known_and_requests_find_it() -> None:
     async def test() -> None:
         async with managed(2, scale=Scale(least=0, most=2, idle=30)) as played:

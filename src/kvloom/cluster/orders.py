@@ -256,16 +256,20 @@ class FleetOrders:
         changed = without_model(self.mirror.spec, model)
         last = next(one for one in self.models if one.name == model)
         drain = self._time(seconds)
-        for name, engine in changed.items():
+        for name in changed:
             left = [one for one in self._models_of(name) or () if one.name != model]
-            if engine is not None and left:
+            if left:
                 await self._edit(name, self._serving(name, left, drain))
-                if self.mirror.spec.units[name].wanted:
-                    await self._come(name)
+                try:
+                    if self.mirror.spec.units[name].wanted:
+                        await self._come(name)
+                except (Conflict, Unavailable):
+                    if self._models_of(name) is not None:
+                        raise  # Else somebody removed the whole unit meanwhile, and the model with it.
         gone = {
             name: UnitEdit(remove=True, drained=False, seconds=drain)
-            for name, engine in changed.items()
-            if engine is None
+            for name in changed
+            if model in [one.name for one in self._models_of(name) or ()]
         }
         if gone:
             await self.mirror.edit(gone, groups=without_units(self.mirror.spec.groups, gone))
