@@ -39,7 +39,7 @@ class ChatEndpoint:
 
     async def _prepare(self, body: ChatBody, model: ServedModel, watch: Watch) -> Answering:
         text = render(body, model)
-        prompt = await model.tokenizer.encode(text, special=False)
+        prompt = await model.encode(text, special=False)
         check_prompt(prompt, model.card)
         family = parsed_family(body, model)
         request_id = self.gateway.new_id("chatcmpl")

@@ -50,7 +50,7 @@ class CompletionEndpoint:
             raise BadRequest(f"prompts times n is more than {MAX_CHOICES}", param="n")
         request_id = self.gateway.new_id("cmpl")
         prompts = [
-            await model.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
+            await model.encode(prompt, special=True) if isinstance(prompt, str) else prompt
             for prompt in body.prompts
         ]
         generations = [
