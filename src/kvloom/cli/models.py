@@ -10,7 +10,7 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 
 from kvloom.cli.admin import HERE, DrainSeconds, ServerOptions
-from kvloom.cli.app import CommandFailed
+from kvloom.cli.app import CommandFailed, print_columns
 from kvloom.cli.gateway import AdminClient
 from kvloom.cluster.models import ModelState, Wanted
 from kvloom.config.config import Config
@@ -86,13 +86,10 @@ def read_model(text: str) -> ModelSpec:
 
 def print_models(states: Sequence[ModelState]) -> None:
     """Prints a line for each model: its name, its units with their states, and its checkpoint."""
-    rows = [
+    print_columns(
         (state.name, ", ".join(f"{unit} {stands}" for unit, stands in state.units.items()), state.path)
         for state in states
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    )
 
 
 @config.command

@@ -10,7 +10,14 @@ from kvloom.api.catalog import ServedModel
 from kvloom.api.schemas import GenerationBody, JsonObjectFormat, JsonSchemaFormat
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.errors import BadRequest, PromptTooLong
-from kvloom.types.request import Guide, ModelCard, SamplingParams, TokenEvent, TokenLogprob
+from kvloom.types.request import (
+    Guide,
+    ModelCard,
+    SamplingParams,
+    StartGenerate,
+    TokenEvent,
+    TokenLogprob,
+)
 
 LEAST_TOP_P = 1e-9  # OpenAI allows 0, which leaves the best token alone.
 STREAM_INTERVAL, STOP_INTERVAL, WHOLE_INTERVAL = 1, 4, 32
@@ -88,11 +95,21 @@ def room_for(
     return room if max_tokens is None else max_tokens
 
 
-def frame_interval(body: GenerationBody) -> int:
-    """Returns the tokens of a frame: many for a whole answer, fewer if a stop string must be seen in time."""
-    if body.stream:
-        return STREAM_INTERVAL
-    return STOP_INTERVAL if body.stops else WHOLE_INTERVAL
+def start_of(
+    body: GenerationBody, request: str, prompt: list[int], sampling: SamplingParams
+) -> StartGenerate:
+    """Returns what the engine is asked for one prompt. A frame has many tokens of a whole answer, and fewer
+    if a stop string must be seen in time."""
+    whole = STOP_INTERVAL if body.stops else WHOLE_INTERVAL
+    return StartGenerate(
+        model=body.model,
+        request=request,
+        prompt=prompt,
+        sampling=sampling,
+        n=body.choices,
+        priority=body.priority or 0,
+        interval=STREAM_INTERVAL if body.stream else whole,
+    )
 
 
 def guide_of(body: GenerationBody) -> Guide | None:
