@@ -17,8 +17,7 @@ from kvloom.api.schemas_chat import ChatBody
 from kvloom.cli.main import main
 from kvloom.config.config import Config
 from kvloom.config.fields import parse_size
-from kvloom.config.models import ModelConfig
-from kvloom.config.units import UnitConfig
+from kvloom.config.units import ModelConfig, UnitConfig
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import ModelLoad, UnitLoad

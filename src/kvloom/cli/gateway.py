@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState, Wanted
-from kvloom.config.keys import read_keys
+from kvloom.config.fields import read_keys
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Admit, Drain, Placement, RestartStep, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec

@@ -16,7 +16,7 @@ from kvloom.cluster.models import ModelState, Wanted
 from kvloom.config.config import Config
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.config.models import check_name, resolve_model
+from kvloom.config.units import check_name, resolve_model
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Placement
 from kvloom.types.spec import ModelSpec

@@ -18,7 +18,7 @@ from kvloom.cli.app import interruptible
 from kvloom.cli.tables import console_for
 from kvloom.config.fields import ConfigSection, Size, Some, explain, nearest, no_bool
 from kvloom.config.file import read_yaml
-from kvloom.config.models import resolve_model
+from kvloom.config.units import resolve_model
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS

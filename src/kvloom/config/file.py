@@ -10,7 +10,7 @@ import yaml
 
 from kvloom.config.config import Config, build_config, demo_settings
 from kvloom.config.machine import Machine
-from kvloom.config.models import resolve_model
+from kvloom.config.units import resolve_model
 from kvloom.plan.cluster import CPU
 from kvloom.plan.plan import PlannedUnit, is_plan, read_plan
 from kvloom.types.errors import ConfigError
