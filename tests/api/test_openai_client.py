@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from msgspec.structs import replace
 
-from kvloom.api.app import create_app
 from kvloom.engine.guide import GuideCompiler
 from kvloom.types.errors import PromptTooLong, QueueFull
 from kvloom.types.request import EndEvent, Guide, SamplingDefaults
-from tests.api.scripted import EOS, ScriptedEngine, card, says, serving, token, tokens
+from tests.api.scripted import EOS, ScriptedEngine, card, says, token, tokens
 
 TEXT = "hello world, naïve 🦊 fox"
 
@@ -22,15 +20,6 @@ TEXT = "hello world, naïve 🦊 fox"
 @pytest.fixture
 def engine() -> ScriptedEngine:
     return ScriptedEngine(says(TEXT))
-
-
-@pytest.fixture
-def client(engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
-    with (
-        serving(create_app(engine)) as address,
-        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -196,11 +185,10 @@ def test_json_modes_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngi
             messages=[{"role": "user", "content": "hi"}],
             response_format=form,  # type: ignore[call-overload]
         )
-    first, second = (body.sampling.guide for body in engine.bodies)
-    assert first is not None
-    assert second is not None
-    assert first.kind == "json"
-    assert json.loads(second.text) == schema
+    assert [body.sampling.guide for body in engine.bodies] == [
+        Guide("json", param="response_format"),
+        Guide("json_schema", json.dumps(schema), "response_format"),
+    ]
 
 
 CHOICES = ["yes", 'no "never"', "naïve"]
@@ -262,23 +250,23 @@ def test_errors(client: openai.OpenAI, engine: ScriptedEngine) -> None:
         assert limited.value.response.headers["retry-after"] == "7"
 
 
-def test_error_in_the_middle(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.break_after, engine.break_with = 3, EndEvent(0, "error", message="the device is gone")
-    with pytest.raises(openai.InternalServerError, match="the device is gone"):
+@pytest.mark.parametrize(
+    ("end", "said", "status"),
+    [
+        (EndEvent(0, "error", message="the device is gone"), "the device is gone", 500),
+        (None, "before the answer was complete", 503),
+    ],
+)
+def test_an_answer_that_breaks_off_is_an_error(
+    client: openai.OpenAI, engine: ScriptedEngine, end: EndEvent | None, said: str, status: int
+) -> None:
+    engine.break_after, engine.break_with = 3, end
+    with pytest.raises(openai.InternalServerError, match=said) as caught:
         client.completions.create(model="tiny", prompt="x")
+    assert caught.value.status_code == status
     stream = client.completions.create(model="tiny", prompt="x", stream=True)
-    with pytest.raises(openai.APIError, match="the device is gone"):
+    with pytest.raises(openai.APIError, match=said):
         list(stream)
-
-
-def test_stream_that_ends_early_is_an_error(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.break_after = 3
-    stream = client.completions.create(model="tiny", prompt="x", stream=True)
-    with pytest.raises(openai.APIError, match="before the answer was complete"):
-        list(stream)
-    with pytest.raises(openai.InternalServerError) as caught:
-        client.completions.create(model="tiny", prompt="x")
-    assert caught.value.status_code == 503
 
 
 def test_hanging_up_ends_the_request(client: openai.OpenAI, engine: ScriptedEngine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
-from kvloom.api.app import create_app
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.api.tools import Family, ToolCall, ToolParser, family_of, forced_guide
 from kvloom.engine.guide import GuideCompiler
-from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, serving, token
+from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, token
 
 WEATHER = ToolCall("weather", '{"city": "Zürich"}')
 TIME = ToolCall("time", "{}")
@@ -142,15 +140,6 @@ def engine() -> ScriptedEngine:
         says(f"See:\n<tool_call>{ARGUMENTS}</tool_call>"),
         cards=[card(template=HERMES_TEMPLATE), card("plain"), card("mistral", "[TOOL_CALLS]")],
     )
-
-
-@pytest.fixture
-def client(engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
-    with (
-        serving(create_app(engine)) as address,
-        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def test_tools_whole(client: openai.OpenAI, engine: ScriptedEngine) -> None:
