@@ -18,7 +18,6 @@ from kvloom.cli.main import main
 from kvloom.config.config import Config
 from kvloom.config.fields import parse_size
 from kvloom.config.units import ModelConfig, UnitConfig
-from kvloom.types.clock import WallClock
 from kvloom.types.errors import KvloomError
 from tests.cluster.loads import model, unit
 
@@ -85,7 +84,7 @@ def test_every_error() -> None:
 
 
 def test_every_metric() -> None:
-    text = Metrics(WallClock()).render({"unit-0": unit(model())}, {"unit-0": "up"}, {"moved": 0}).decode()
+    text = Metrics().render({"unit-0": unit(model())}, {"unit-0": "up"}, {"moved": 0}).decode()
     assert {(names(name)[0], kind) for name, kind, _ in rows("Metrics")} == set(
         re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M)
     )

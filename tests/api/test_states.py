@@ -13,7 +13,6 @@ from kvloom.api.app import create_app
 from kvloom.api.metrics import Metrics
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
-from kvloom.types.clock import WallClock
 from kvloom.types.errors import Unavailable
 from kvloom.types.load import Waits
 from kvloom.types.service import NO_PROCESS, Service
@@ -106,7 +105,7 @@ def test_waits_are_told_by_the_model_and_as_measured() -> None:
         expected_stall=6.0,
     )
     loads = {"a": replace(unit(), waits=waits), "b": unit()}
-    text = Metrics(WallClock()).render(loads, {"a": "up", "b": "up"}, {}).decode()
+    text = Metrics().render(loads, {"a": "up", "b": "up"}, {}).decode()
     told = [line for line in text.splitlines() if line.startswith("kvloom_weave_wait_seconds{")]
     assert told == [
         f'kvloom_weave_wait_seconds{{source="{source}",unit="a",wait="{name}"}} {value}'

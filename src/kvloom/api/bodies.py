@@ -35,13 +35,12 @@ B = TypeVar("B", bound=GenerationBody)
 class LimitBody:
     """An ASGI middleware that bounds the size of a request's body and the time that it takes to come.
 
-    It counts the bytes that come, whatever the headers promise. `max_held` bounds the bytes of all requests
+    It counts the bytes that come, whatever the headers promise. `MAX_HELD` bounds the bytes of all requests
     together. The app that reads a body beyond the bounds gets a KvloomError for it.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float, max_held: int = MAX_HELD) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
         self._app = app
-        self._max_held = max_held
         self._held = 0
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
@@ -62,7 +61,7 @@ class LimitBody:
 
     def _hold(self, count: int) -> None:
         self._held += count
-        if self._held > self._max_held:
+        if self._held > MAX_HELD:
             raise Unavailable("too many large requests at once; send this one again", retry_after=1)
 
     def _too_large(self) -> KvloomError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -130,11 +129,11 @@ class ChatTemplate:
     The template is compiled on first use. If it does not compile, each request is answered with 400.
     """
 
-    def __init__(self, card: ModelCard, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(self, card: ModelCard) -> None:
         self.text = card.chat_template
         self._name = card.name
         self._special = dict(card.special_tokens)
-        self._environment = _environment(now)
+        self._environment = _environment()
         self._compiled: Template | None = None
 
     def render(
@@ -166,7 +165,7 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -187,5 +186,5 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
 
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

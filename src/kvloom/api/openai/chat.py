@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
+from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
@@ -30,21 +30,20 @@ class ChatEndpoint:
         prompt = await model.encode(text, special=False)
         check_prompt(prompt, model.card)
         family = parsed_family(body, model)
-        request_id = self.gateway.new_id("chatcmpl")
+        request_id = new_id("chatcmpl")
         asked = body.max_completion_tokens or body.max_tokens
         limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         sampling = sampling_params(
             body,
             model,
             max_tokens=room_for(prompt, asked, model.card, "messages", limit),
-            draw_seed=self.gateway.draw_seed,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             guide=_forced(body, model, family),
         )
         start = start_of(body, request_id, prompt, sampling)
         keep = marks_of(family, model.tokenizer)
         generation = Generation(start, model.tokenizer, body.stops, keep)
-        writer = ChatWriter(request_id, int(self.gateway.unix_time()), model, body, family)
+        writer = ChatWriter(request_id, model, body, family)
         return Answering(self.gateway, writer, [generation], watch)
 
 
@@ -115,11 +114,10 @@ class _WrittenChat:
 class ChatWriter(Writer):
     """Writes the one generation of a chat request; its choices are the generation's."""
 
-    def __init__(
-        self, request_id: str, created: int, model: ServedModel, body: ChatBody, family: Family | None
-    ) -> None:
-        head = {"id": request_id, "created": created, "model": model.card.name, "object": "chat.completion"}
-        super().__init__(head, "chat.completion.chunk", wants_usage=body.wants_usage)
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, request_id: str, model: ServedModel, body: ChatBody, family: Family | None) -> None:
+        super().__init__(request_id, body)
         self._tokenizer = model.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._choices = [_WrittenChat(ToolParser(family) if family else None) for _ in range(body.choices)]

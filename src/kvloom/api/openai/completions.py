@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
+from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
 from kvloom.api.openai.sampling import LogprobsCollector, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas import CompletionBody
 from kvloom.types.errors import BadRequest
@@ -29,7 +29,7 @@ class CompletionEndpoint:
     async def _prepare(self, body: CompletionBody, model: ServedModel, watch: Watch) -> Answering:
         if len(body.prompts) * body.choices > MAX_CHOICES:
             raise BadRequest(f"prompts times n is more than {MAX_CHOICES}", param="n")
-        request_id = self.gateway.new_id("cmpl")
+        request_id = new_id("cmpl")
         prompts = [
             await model.encode(prompt, special=True) if isinstance(prompt, str) else prompt
             for prompt in body.prompts
@@ -37,7 +37,7 @@ class CompletionEndpoint:
         generations = [
             self._generation(body, model, prompt, f"{request_id}-{at}") for at, prompt in enumerate(prompts)
         ]
-        writer = CompletionWriter(request_id, int(self.gateway.unix_time()), model, body, generations)
+        writer = CompletionWriter(request_id, model, body, generations)
         return Answering(self.gateway, writer, generations, watch)
 
     def _generation(
@@ -52,7 +52,6 @@ class CompletionEndpoint:
             body,
             model,
             max_tokens=room_for(prompt, wanted, model.card, "prompt"),
-            draw_seed=self.gateway.draw_seed,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
@@ -71,17 +70,12 @@ class _Written:
 
 
 class CompletionWriter(Writer):
+    kind = chunk_kind = "text_completion"
+
     def __init__(
-        self,
-        request_id: str,
-        created: int,
-        model: ServedModel,
-        body: CompletionBody,
-        generations: list[Generation],
+        self, request_id: str, model: ServedModel, body: CompletionBody, generations: list[Generation]
     ) -> None:
-        kind = "text_completion"
-        head = {"id": request_id, "object": kind, "created": created, "model": model.card.name}
-        super().__init__(head, kind, wants_usage=body.wants_usage)
+        super().__init__(request_id, body)
         self._tokenizer = model.tokenizer
         self._prompts = body.prompts
         self._generations = generations
@@ -91,7 +85,7 @@ class CompletionWriter(Writer):
             _Written(LogprobsCollector(model.tokenizer) if body.logprobs is not None else None)
             for _ in range(len(generations) * self._n)
         ]
-        self._open = b"data: " + encode(self._head)[:-1] + b',"choices":['
+        self._open = b"data: " + encode(self._chunk_head)[:-1] + b',"choices":['
         self._close = b'],"usage":null}\n\n' if self._wants_usage else b"]}\n\n"
 
     def chunk(self, at: int, piece: Piece) -> bytes:

@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from secrets import randbits
+from time import time
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -23,7 +25,7 @@ from kvloom.api.schemas import GenerationBody
 from kvloom.api.stream import EventStream, Write, while_connected
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import ModelServer
-from kvloom.types.clock import Clock, together
+from kvloom.types.clock import together
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
 
@@ -274,14 +276,11 @@ Body = TypeVar("Body", bound=GenerationBody)
 
 @dataclass(frozen=True, slots=True)
 class EndpointContext:
-    """The parts that every endpoint uses. `unix_time` and `random_bits` are the world's, or a test's."""
+    """The parts that every endpoint uses."""
 
     client: ModelServer
     catalog: Catalog
     metrics: Metrics
-    clock: Clock
-    unix_time: Callable[[], float]
-    random_bits: Callable[[int], int]
 
     async def answer(
         self,
@@ -299,21 +298,23 @@ class EndpointContext:
             answering = await prepare(body, model, watch)
         return await answering.respond(request, stream=bool(body.stream))
 
-    def draw_seed(self) -> int:
-        return self.random_bits(63)
 
-    def new_id(self, prefix: str) -> str:
-        return f"{prefix}-{self.random_bits(128):032x}"
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{randbits(128):032x}"
 
 
 class Writer(ABC):
     """Turns the pieces of `generation` number `at` into an endpoint's own form."""
 
-    def __init__(self, head: dict[str, Any], chunk_object: str, *, wants_usage: bool) -> None:
-        """head: the fields with which an answer begins. chunk_object: the `object` of a stream's chunks."""
-        self._head = head
-        self._chunk_head = head | {"object": chunk_object}
-        self._wants_usage = wants_usage
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    """The kind of a stream's chunks."""
+
+    def __init__(self, request_id: str, body: GenerationBody) -> None:
+        head = {"id": request_id, "created": int(time()), "model": body.model}
+        self._head = head | {"object": self.kind}
+        self._chunk_head = head | {"object": self.chunk_kind}
+        self._wants_usage = body.wants_usage
 
     @abstractmethod
     def chunk(self, at: int, piece: Piece) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from secrets import randbits
 from typing import Any
 
 from kvloom.api.catalog import ServedModel
@@ -28,7 +29,6 @@ def sampling_params(
     model: ServedModel,
     *,
     max_tokens: int,
-    draw_seed: Callable[[], int],
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     guide: Guide | None = None,
@@ -43,7 +43,7 @@ def sampling_params(
         raise BadRequest(said, param="min_tokens")
     return SamplingParams(
         max_tokens=max_tokens,
-        seed=draw_seed() if body.seed is None else body.seed % 2**63,
+        seed=randbits(63) if body.seed is None else body.seed % 2**63,
         temperature=_or(body.temperature, ours.temperature),
         top_k=max(ours.top_k if body.top_k is None else body.top_k, 0),
         top_p=max(_or(body.top_p, ours.top_p), LEAST_TOP_P),
