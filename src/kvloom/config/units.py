@@ -217,11 +217,16 @@ def check_ranks(engines: Sequence[ConfiguredEngine], cores: Sequence[int], progr
                 f"{key}: {ranks} ranks, but {engine.name} has {own} core{'' if own == 1 else 's'}; "
                 f"{f'1 to {own}' if own > 1 else '1'} is right"
             )
-        if ranks > 1 and program in MOVING:
-            raise ValueError(
-                f"{key}: {ranks} ranks, whose K and V are neither sent nor received, under the program "
-                f"{program}, which moves them; {', '.join(sorted(PROGRAMS.keys() - MOVING))} are right"
-            )
+        refuse_moved_ranks(key, ranks, program)
+
+
+def refuse_moved_ranks(key: str, ranks: int, program: str) -> None:
+    """Raises ValueError if the program moves K and V of a unit with ranks."""
+    if ranks > 1 and program in MOVING:
+        raise ValueError(
+            f"{key}: {ranks} ranks, whose K and V are neither sent nor received, under the program "
+            f"{program}, which moves them; {', '.join(sorted(PROGRAMS.keys() - MOVING))} are right"
+        )
 
 
 def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[ConfiguredEngine]:

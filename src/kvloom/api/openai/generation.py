@@ -311,7 +311,7 @@ class Writer(ABC):
     """The kind of a stream's chunks."""
 
     def __init__(self, request_id: str, body: GenerationBody) -> None:
-        head = {"id": request_id, "created": int(time()), "model": body.model}
+        head: dict[str, Any] = {"id": request_id, "created": int(time()), "model": body.model}
         self._head = head | {"object": self.kind}
         self._chunk_head = head | {"object": self.chunk_kind}
         self._wants_usage = body.wants_usage
