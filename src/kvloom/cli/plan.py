@@ -157,15 +157,10 @@ def _seen(traffic: Traffic, names: Sequence[str]) -> Callable[[str, DemandConfig
 
 def _wanted(name: str, model: DemandConfig) -> Wanted:
     """Returns what the file says of a model. Raises ConfigError."""
-    for key in ("rate", "prompt", "output"):
-        if getattr(model, key) is None:
-            raise ConfigError(
-                f"models.{name}.{key}: is missing; a number, or traffic by --workload, is right"
-            )
-    assert model.rate is not None
-    assert model.prompt is not None
-    assert model.output is not None
-    return model.rate, model.prompt, model.output
+    if model.rate is not None and model.prompt is not None and model.output is not None:
+        return model.rate, model.prompt, model.output
+    key = next(key for key in ("rate", "prompt", "output") if getattr(model, key) is None)
+    raise ConfigError(f"models.{name}.{key}: is missing; a number, or traffic by --workload, is right")
 
 
 def _model(
