@@ -51,7 +51,7 @@ class LimitBody:
             return
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared[:20]) > self._max_bytes:
-            await error_response(scope, self._too_large())(scope, receive, send)
+            await error_response(scope, _too_large(self._max_bytes))(scope, receive, send)
             return
         body = _BoundedBody(receive, self._max_bytes, self._max_seconds, self._hold)
         try:
@@ -64,8 +64,9 @@ class LimitBody:
         if self._held > MAX_HELD:
             raise Unavailable("too many large requests at once; send this one again", retry_after=1)
 
-    def _too_large(self) -> KvloomError:
-        return BodyTooLarge(f"the request body is larger than {self._max_bytes} bytes")
+
+def _too_large(most: int) -> KvloomError:
+    return BodyTooLarge(f"the request body is larger than {most} bytes")
 
 
 class _BoundedBody:
@@ -99,7 +100,7 @@ class _BoundedBody:
         self.seen += size
         self._hold(size)
         if self.seen > self._max_bytes:
-            raise BodyTooLarge(f"the request body is larger than {self._max_bytes} bytes")
+            raise _too_large(self._max_bytes)
         self._complete = not message.get("more_body", False)
         return message
 
