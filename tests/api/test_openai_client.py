@@ -63,14 +63,20 @@ def test_chat_stream(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     assert engine.bodies[0].interval == 1
 
 
+def completed(client: openai.OpenAI, *, stream: bool, **asked: Any) -> dict[int, tuple[str, str | None]]:
+    """Returns each choice's text and why it ended, of a stream or of a whole answer."""
+    answer: Any = client.completions.create(model="tiny", stream=stream, **asked)
+    found: dict[int, tuple[str, str | None]] = {}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            text, _ = found.get(choice.index, ("", None))
+            found[choice.index] = text + choice.text, choice.finish_reason
+    return found
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion(client: openai.OpenAI, *, stream: bool) -> None:
-    if stream:
-        chunks = client.completions.create(model="tiny", prompt="hello", max_tokens=60, stream=True)
-        text = "".join(chunk.choices[0].text for chunk in chunks)
-    else:
-        text = client.completions.create(model="tiny", prompt="hello", max_tokens=60).choices[0].text
-    assert text == TEXT
+    assert completed(client, stream=stream, prompt="hello", max_tokens=60) == {0: (TEXT, "stop")}
 
 
 def test_completion_default_length(client: openai.OpenAI, engine: ScriptedEngine) -> None:
@@ -83,34 +89,22 @@ def test_completion_default_length(client: openai.OpenAI, engine: ScriptedEngine
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_and_choices(client: openai.OpenAI, engine: ScriptedEngine, *, stream: bool) -> None:
     engine.script = lambda body, choice: tokens(f"{body.prompt[-1]} {choice}")
-    prompts = [[7, 8], [9], [10, 11]]
-    texts = dict.fromkeys(range(6), "")
-    if stream:
-        chunks = client.completions.create(model="tiny", prompt=prompts, n=2, stream=True)
-        for chunk in chunks:
-            texts[chunk.choices[0].index] += chunk.choices[0].text
-    else:
-        answer = client.completions.create(model="tiny", prompt=prompts, n=2)
-        texts = {choice.index: choice.text for choice in answer.choices}
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens == 5
-    assert list(texts.values()) == ["8 0", "8 1", "9 0", "9 1", "11 0", "11 1"]
+    found = completed(client, stream=stream, prompt=[[7, 8], [9], [10, 11]], n=2)
+    assert [found[at][0] for at in range(6)] == ["8 0", "8 1", "9 0", "9 1", "11 0", "11 1"]
     assert len({body.request for body in engine.bodies}) == 3
+
+
+def test_the_usage_of_several_prompts_is_their_sum(client: openai.OpenAI) -> None:
+    usage = client.completions.create(model="tiny", prompt=[[7, 8], [9], [10, 11]]).usage
+    assert usage is not None
+    assert usage.prompt_tokens == 5
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string(client: openai.OpenAI, engine: ScriptedEngine, *, stream: bool) -> None:
-    if stream:
-        chunks = client.completions.create(
-            model="tiny", prompt="x", max_tokens=99, stop=["ld, n", "zz"], stream=True
-        )
-        seen = list(chunks)
-        assert "".join(chunk.choices[0].text for chunk in seen) == "hello wor"
-        assert seen[-1].choices[0].finish_reason == "stop"
-    else:
-        answer = client.completions.create(model="tiny", prompt="x", max_tokens=99, stop="ld, n")
-        assert answer.choices[0].text == "hello wor"
-        assert answer.choices[0].finish_reason == "stop"
+    for stop in ("ld, n", ["ld, n", "zz"]):
+        found = completed(client, stream=stream, prompt="x", max_tokens=99, stop=stop)
+        assert found == {0: ("hello wor", "stop")}
     assert engine.gone.wait(5)
 
 
