@@ -30,8 +30,8 @@ def ids(*tokens: int) -> npt.NDArray[np.int64]:
     return np.array(tokens, dtype=np.int64)
 
 
-def random_logits(seed: int, count: int = 1, spread: float = 2.0) -> Tensor:
-    return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
+def random_logits(seed: int, count: int = 1) -> Tensor:
+    return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.0
 
 
 def draw(logits: Tensor, chosen: SamplingParams, **fields: Any) -> npt.NDArray[np.int64]:

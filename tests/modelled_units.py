@@ -99,10 +99,10 @@ def sending(
 
 
 async def move(
-    source: Unit, target: Unit, tokens: list[int], end: int | None, request: str = "r"
+    source: Unit, target: Unit, tokens: list[int], end: int | None
 ) -> tuple[Prepared, Sent | None]:
     """Room at `target`, filled by `source`; None where `target` had all of it."""
-    spot = await target.engine.prep_recv(PrepRecv(model=MODEL, request=request, prompt=tokens, end=end))
+    spot = await target.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=tokens, end=end))
     if spot.matched == spot.end:
         return spot, None
-    return spot, await source.engine.remote_send(sending(tokens, spot, spot.matched, spot.end, request))
+    return spot, await source.engine.remote_send(sending(tokens, spot, spot.matched, spot.end, "r"))

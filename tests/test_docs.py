@@ -17,11 +17,9 @@ from kvloom.api.schemas_chat import ChatBody
 from kvloom.cli.main import main
 from kvloom.config.config import Config
 from kvloom.config.fields import parse_size
-from kvloom.config.models import ModelConfig
-from kvloom.config.units import UnitConfig
-from kvloom.types.clock import WallClock
+from kvloom.config.units import ModelConfig, UnitConfig
 from kvloom.types.errors import KvloomError
-from kvloom.types.load import ModelLoad, UnitLoad
+from tests.cluster.loads import model, unit
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
@@ -43,11 +41,11 @@ def names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-@pytest.mark.parametrize(("model", "table"), [(Config, 0), (ModelConfig, 1), (UnitConfig, 2)])
-def test_every_config_key_and_its_default(model: type[BaseModel], table: int) -> None:
+@pytest.mark.parametrize(("section", "table"), [(Config, 0), (ModelConfig, 1), (UnitConfig, 2)])
+def test_every_config_key_and_its_default(section: type[BaseModel], table: int) -> None:
     told = {names(key)[0]: default.strip("`") for key, default, _ in rows("Config", table)}
-    assert told.keys() == model.model_fields.keys()
-    for key, field in model.model_fields.items():
+    assert told.keys() == section.model_fields.keys()
+    for key, field in section.model_fields.items():
         given: Any = told[key]
         if field.is_required():
             assert given == "required", key
@@ -86,28 +84,7 @@ def test_every_error() -> None:
 
 
 def test_every_metric() -> None:
-    model = ModelLoad(
-        waiting=0,
-        running=0,
-        used_blocks=0,
-        cached_blocks=0,
-        pinned_blocks=0,
-        quota_blocks=0,
-        begun_blocks=0,
-        head_blocks=0,
-        waiting_blocks=0,
-        page_blocks=1,
-        page_tokens=16,
-        prompt_tokens_total=0,
-        cached_tokens_total=0,
-        received_tokens_total=0,
-        output_tokens_total=0,
-        preemptions_total=0,
-        prefill_jobs_total=0,
-        decode_jobs_total=0,
-    )
-    load = UnitLoad(total_blocks=1, free_blocks=1, block_bytes=64, policy="adbs", models={"m": model})
-    text = Metrics(WallClock()).render({"unit-0": load}, {"unit-0": "up"}, {"moved": 0}).decode()
+    text = Metrics().render({"unit-0": unit(model())}, {"unit-0": "up"}, {"moved": 0}).decode()
     assert {(names(name)[0], kind) for name, kind, _ in rows("Metrics")} == set(
         re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M)
     )

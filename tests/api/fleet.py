@@ -23,7 +23,6 @@ from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
-from kvloom.types.client import RemoteEngine
 from kvloom.types.clock import WallClock
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import EndEvent, Event, StartGenerate
@@ -39,6 +38,7 @@ from kvloom.types.verbs import (
     Offered,
     Pinned,
     Prepared,
+    RemoteEngine,
     Sent,
     Standing,
     Verb,

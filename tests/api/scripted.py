@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvloom.types.errors import KvloomError
-from kvloom.types.load import ModelLoad, UnitLoad
+from kvloom.types.load import UnitLoad
 from kvloom.types.request import (
     EndEvent,
     Event,
@@ -27,6 +27,7 @@ from kvloom.types.request import (
     TokenLogprob,
 )
 from kvloom.types.service import Service
+from tests.cluster import loads
 
 # On a busy machine any example may take long.
 UNTIMED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -119,10 +120,8 @@ class ScriptedEngine:
     async def loads(self) -> dict[str, UnitLoad]:
         if self.away:
             raise KvloomError("gone")
-        load = UnitLoad(
-            total_blocks=100, free_blocks=60, block_bytes=4096, policy="adbs", models={"tiny": _load()}
-        )
-        return {"unit-0": load}
+        busy = loads.model(2, waiting=1, used_blocks=40, preemptions_total=3)
+        return {"unit-0": loads.unit(busy, blocks=100, names=["tiny"])}
 
     @property
     def services(self) -> dict[str, Service]:
@@ -180,29 +179,6 @@ class ScriptedEngine:
 
 def _logprob(made: int, top: int) -> TokenLogprob:
     return TokenLogprob(-0.5, tuple((made + at, -0.5 - at) for at in range(top)))
-
-
-def _load() -> ModelLoad:
-    return ModelLoad(
-        waiting=1,
-        running=2,
-        used_blocks=40,
-        cached_blocks=5,
-        pinned_blocks=3,
-        quota_blocks=50,
-        begun_blocks=0,
-        head_blocks=0,
-        waiting_blocks=0,
-        page_blocks=1,
-        page_tokens=16,
-        prompt_tokens_total=7,
-        cached_tokens_total=6,
-        received_tokens_total=4,
-        output_tokens_total=8,
-        preemptions_total=3,
-        prefill_jobs_total=4,
-        decode_jobs_total=5,
-    )
 
 
 def says(*texts: str) -> Script:

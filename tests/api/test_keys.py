@@ -188,7 +188,9 @@ def test_without_keys_an_image_on_another_sites_page_reads_nothing(sites: list[s
 def test_one_clear_line(keys: Keys, given: str | None, said: str) -> None:
     http = TestClient(administered(keys=keys).app, client=AWAY)
     headers = {} if given is None else {"authorization": f"Bearer {given}"}
-    admin = http.get("/admin/units", headers=headers).json()["error"]["message"]
+    answer = http.get("/admin/units", headers=headers)
+    admin = answer.json()["error"]["message"]
+    assert answer.headers.get("www-authenticate") == ("Bearer" if answer.status_code == 401 else None)
     assert said in admin
     assert "\n" not in admin
     assert http.get("/verbs/unit-0/load", headers=headers).json()["message"] == admin

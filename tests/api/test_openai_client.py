@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from msgspec.structs import replace
 
-from kvloom.api.app import create_app
 from kvloom.engine.guide import GuideCompiler
 from kvloom.types.errors import PromptTooLong, QueueFull
 from kvloom.types.request import EndEvent, Guide, SamplingDefaults
-from tests.api.scripted import EOS, ScriptedEngine, card, says, serving, token, tokens
+from tests.api.scripted import EOS, ScriptedEngine, card, says, token, tokens
 
 TEXT = "hello world, naïve 🦊 fox"
 
@@ -22,15 +20,6 @@ TEXT = "hello world, naïve 🦊 fox"
 @pytest.fixture
 def engine() -> ScriptedEngine:
     return ScriptedEngine(says(TEXT))
-
-
-@pytest.fixture
-def client(engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
-    with (
-        serving(create_app(engine)) as address,
-        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -74,14 +63,20 @@ def test_chat_stream(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     assert engine.bodies[0].interval == 1
 
 
+def completed(client: openai.OpenAI, *, stream: bool, **asked: Any) -> dict[int, tuple[str, str | None]]:
+    """Returns each choice's text and why it ended, of a stream or of a whole answer."""
+    answer: Any = client.completions.create(model="tiny", stream=stream, **asked)
+    found: dict[int, tuple[str, str | None]] = {}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            text, _ = found.get(choice.index, ("", None))
+            found[choice.index] = text + choice.text, choice.finish_reason
+    return found
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion(client: openai.OpenAI, *, stream: bool) -> None:
-    if stream:
-        chunks = client.completions.create(model="tiny", prompt="hello", max_tokens=60, stream=True)
-        text = "".join(chunk.choices[0].text for chunk in chunks)
-    else:
-        text = client.completions.create(model="tiny", prompt="hello", max_tokens=60).choices[0].text
-    assert text == TEXT
+    assert completed(client, stream=stream, prompt="hello", max_tokens=60) == {0: (TEXT, "stop")}
 
 
 def test_completion_default_length(client: openai.OpenAI, engine: ScriptedEngine) -> None:
@@ -94,34 +89,22 @@ def test_completion_default_length(client: openai.OpenAI, engine: ScriptedEngine
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_and_choices(client: openai.OpenAI, engine: ScriptedEngine, *, stream: bool) -> None:
     engine.script = lambda body, choice: tokens(f"{body.prompt[-1]} {choice}")
-    prompts = [[7, 8], [9], [10, 11]]
-    texts = dict.fromkeys(range(6), "")
-    if stream:
-        chunks = client.completions.create(model="tiny", prompt=prompts, n=2, stream=True)
-        for chunk in chunks:
-            texts[chunk.choices[0].index] += chunk.choices[0].text
-    else:
-        answer = client.completions.create(model="tiny", prompt=prompts, n=2)
-        texts = {choice.index: choice.text for choice in answer.choices}
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens == 5
-    assert list(texts.values()) == ["8 0", "8 1", "9 0", "9 1", "11 0", "11 1"]
+    found = completed(client, stream=stream, prompt=[[7, 8], [9], [10, 11]], n=2)
+    assert [found[at][0] for at in range(6)] == ["8 0", "8 1", "9 0", "9 1", "11 0", "11 1"]
     assert len({body.request for body in engine.bodies}) == 3
+
+
+def test_the_usage_of_several_prompts_is_their_sum(client: openai.OpenAI) -> None:
+    usage = client.completions.create(model="tiny", prompt=[[7, 8], [9], [10, 11]]).usage
+    assert usage is not None
+    assert usage.prompt_tokens == 5
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string(client: openai.OpenAI, engine: ScriptedEngine, *, stream: bool) -> None:
-    if stream:
-        chunks = client.completions.create(
-            model="tiny", prompt="x", max_tokens=99, stop=["ld, n", "zz"], stream=True
-        )
-        seen = list(chunks)
-        assert "".join(chunk.choices[0].text for chunk in seen) == "hello wor"
-        assert seen[-1].choices[0].finish_reason == "stop"
-    else:
-        answer = client.completions.create(model="tiny", prompt="x", max_tokens=99, stop="ld, n")
-        assert answer.choices[0].text == "hello wor"
-        assert answer.choices[0].finish_reason == "stop"
+    for stop in ("ld, n", ["ld, n", "zz"]):
+        found = completed(client, stream=stream, prompt="x", max_tokens=99, stop=stop)
+        assert found == {0: ("hello wor", "stop")}
     assert engine.gone.wait(5)
 
 
@@ -196,11 +179,10 @@ def test_json_modes_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngi
             messages=[{"role": "user", "content": "hi"}],
             response_format=form,  # type: ignore[call-overload]
         )
-    first, second = (body.sampling.guide for body in engine.bodies)
-    assert first is not None
-    assert second is not None
-    assert first.kind == "json"
-    assert json.loads(second.text) == schema
+    assert [body.sampling.guide for body in engine.bodies] == [
+        Guide("json", param="response_format"),
+        Guide("json_schema", json.dumps(schema), "response_format"),
+    ]
 
 
 CHOICES = ["yes", 'no "never"', "naïve"]
@@ -262,23 +244,23 @@ def test_errors(client: openai.OpenAI, engine: ScriptedEngine) -> None:
         assert limited.value.response.headers["retry-after"] == "7"
 
 
-def test_error_in_the_middle(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.break_after, engine.break_with = 3, EndEvent(0, "error", message="the device is gone")
-    with pytest.raises(openai.InternalServerError, match="the device is gone"):
+@pytest.mark.parametrize(
+    ("end", "said", "status"),
+    [
+        (EndEvent(0, "error", message="the device is gone"), "the device is gone", 500),
+        (None, "before the answer was complete", 503),
+    ],
+)
+def test_an_answer_that_breaks_off_is_an_error(
+    client: openai.OpenAI, engine: ScriptedEngine, end: EndEvent | None, said: str, status: int
+) -> None:
+    engine.break_after, engine.break_with = 3, end
+    with pytest.raises(openai.InternalServerError, match=said) as caught:
         client.completions.create(model="tiny", prompt="x")
+    assert caught.value.status_code == status
     stream = client.completions.create(model="tiny", prompt="x", stream=True)
-    with pytest.raises(openai.APIError, match="the device is gone"):
+    with pytest.raises(openai.APIError, match=said):
         list(stream)
-
-
-def test_stream_that_ends_early_is_an_error(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.break_after = 3
-    stream = client.completions.create(model="tiny", prompt="x", stream=True)
-    with pytest.raises(openai.APIError, match="before the answer was complete"):
-        list(stream)
-    with pytest.raises(openai.InternalServerError) as caught:
-        client.completions.create(model="tiny", prompt="x")
-    assert caught.value.status_code == 503
 
 
 def test_hanging_up_ends_the_request(client: openai.OpenAI, engine: ScriptedEngine) -> None:

@@ -1,4 +1,4 @@
-"""What a gateway tells of its units, whatever state they are in."""
+"""What a gateway tells of its units, whatever state they are in, and of what units that lend wait for."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from kvloom.api.app import create_app
+from kvloom.api.metrics import Metrics
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.types.errors import Unavailable
+from kvloom.types.load import Waits
 from kvloom.types.service import NO_PROCESS, Service
 from tests.api.fleet import Curt
+from tests.cluster.loads import unit
 from tests.router.fleets import ManualClock
 
 GONE = Curt(fails=lambda _: Unavailable("the engine cannot be reached"))
 
 
 def bring(router: Router, name: str, state: Service, stack: ExitStack) -> None:
-    unit = router.units[name]
+    found = router.units[name]
     if state in ("draining", "drained"):
         router.withdraw(name)
     if state == "draining":
-        unit.begin_call()
-        stack.callback(unit.end_call)
+        found.begin_call()
+        stack.callback(found.end_call)
     if state in ("restarting", "starting", "away"):
-        unit.stand(state, drained=False, life=None, problem=None)
+        found.stand(state, drained=False, life=None, problem=None)
 
 
 def told(path: str, *states: Service) -> httpx.Response:
@@ -85,3 +89,26 @@ def test_metrics() -> None:
             assert line in lines
         tells = f'kvloom_kv_blocks{{unit="unit-{number}"}} 8.0' in lines
         assert tells == (state not in NO_PROCESS)
+
+
+def test_waits_are_told_by_the_model_and_as_measured() -> None:
+    waits = Waits(
+        tasks_total=5,
+        ahead=0.125,
+        parts=61,
+        service=0.25,
+        wait=1.0,
+        beyond=2.0,
+        stall=3.0,
+        expected_wait=4.0,
+        expected_beyond=5.0,
+        expected_stall=6.0,
+    )
+    loads = {"a": replace(unit(), waits=waits), "b": unit()}
+    text = Metrics().render(loads, {"a": "up", "b": "up"}, {}).decode()
+    told = [line for line in text.splitlines() if line.startswith("kvloom_weave_wait_seconds{")]
+    assert told == [
+        f'kvloom_weave_wait_seconds{{source="{source}",unit="a",wait="{name}"}} {value}'
+        for name, values in {"wait": (1.0, 4.0), "beyond": (2.0, 5.0), "stall": (3.0, 6.0)}.items()
+        for source, value in zip(("measured", "expected"), values, strict=True)
+    ]

@@ -11,8 +11,8 @@ import pytest
 from kvloom.api.auth import ADMIN_PATH, is_admin
 from kvloom.api.errors import VERBS_PATH
 from kvloom.api.routes import ADMIN, PUBLIC, UNIT_VERBS, Caller, RouteRow
-from kvloom.types.client import EngineClient, RemoteEngine
-from kvloom.types.verbs import VERBS, Done, Verb
+from kvloom.types.client import EngineClient
+from kvloom.types.verbs import VERBS, Done, RemoteEngine, Verb
 
 ROWS = (*PUBLIC, *ADMIN, *UNIT_VERBS)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models
 
+from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.openai.generation import StopStrings, detokenizer
 from kvloom.api.tokenizer import LONG_TEXT, Tokenizer
-from kvloom.types.errors import BadRequest, ConfigError
-from tests.api.scripted import UNTIMED, card, token, tokens
+from kvloom.types.errors import BadRequest
+from kvloom.types.request import ModelCard
+from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, token, tokens
 
 
 @st.composite
@@ -66,7 +68,7 @@ def sentencepiece() -> Tokenizer:
     words = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "▁hello", "▁world", "fox", "é"]
     hf = HFTokenizer(models.BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True))
     hf.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return Tokenizer(card(tokenizer=hf.to_str(), add_bos=False))
+    return Tokenizer(hf.to_str())
 
 
 def words() -> Tokenizer:
@@ -75,7 +77,7 @@ def words() -> Tokenizer:
         models.WordPiece({"un": 0, "##do": 1, "the": 2, "fox": 3, "[UNK]": 4}, unk_token="[UNK]")
     )
     hf.decoder = decoders.WordPiece()
-    return Tokenizer(card(tokenizer=hf.to_str(), add_bos=False))
+    return Tokenizer(hf.to_str())
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -83,7 +85,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
     return "".join([text.push(one) for one in ids]) + text.end()
 
 
-TINY = Tokenizer(card())
+TINY = Tokenizer(byte_level().to_str())
 PIECES = sentencepiece()
 WORDS = words()
 
@@ -132,21 +134,29 @@ def test_special_tokens_show_where_they_are_kept() -> None:
     assert detokenizer(TINY, frozenset({mark})).push(mark) == "[TOOL_CALLS]"
 
 
+def served(*cards: ModelCard) -> list[ServedModel]:
+    return asyncio.run(Catalog(ScriptedEngine(says(""), cards=list(cards))).models())
+
+
 def test_encoding() -> None:
-    assert asyncio.run(TINY.encode("hello", special=True)) == [token("<s>"), *tokens("hello")]
-    assert asyncio.run(TINY.encode("<s>hello", special=False)) == [token("<s>"), *tokens("hello")]
-    assert asyncio.run(TINY.encode("", special=True)) == [token("<s>")]
+    (tiny,) = served(card())
+    assert asyncio.run(tiny.encode("hello", special=True)) == [token("<s>"), *tokens("hello")]
+    assert asyncio.run(tiny.encode("<s>hello", special=False)) == [token("<s>"), *tokens("hello")]
+    assert asyncio.run(tiny.encode("", special=True)) == [token("<s>")]
     long = "hello " * LONG_TEXT
-    assert asyncio.run(TINY.encode(long, special=False)) == tokens(long)
+    assert asyncio.run(tiny.encode(long, special=False)) == tokens(long)
 
 
 def test_nothing_to_begin_with() -> None:
-    bare = Tokenizer(card(bos_token_id=None, add_bos=False))
-    with pytest.raises(BadRequest, match="prompt is empty"):
-        bare.encode_now("", special=True)
+    (bare,) = served(card(bos_token_id=None, add_bos=False))
+    with pytest.raises(BadRequest, match="prompt is empty and model tiny"):
+        asyncio.run(bare.encode("", special=True))
 
 
-@pytest.mark.parametrize("text", ["", "{}", json.dumps({"model": {"type": "Nonsense"}})])
-def test_a_broken_tokenizer_names_its_model(text: str) -> None:
-    with pytest.raises(ConfigError, match="model tiny"):
-        Tokenizer(card(tokenizer=text))
+def test_models_with_equal_tokenizers_share_one_but_begin_as_each_does() -> None:
+    wire = msgspec.msgpack.encode([card("a"), card("b", add_bos=False, bos_token_id=None)])
+    one, other = served(*msgspec.msgpack.decode(wire, type=list[ModelCard]))
+    assert one.tokenizer is other.tokenizer
+    assert one.card.tokenizer is other.card.tokenizer
+    assert asyncio.run(one.encode("hello", special=True)) == [token("<s>"), *tokens("hello")]
+    assert asyncio.run(other.encode("hello", special=True)) == tokens("hello")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
-from kvloom.api.app import create_app
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.api.tools import Family, ToolCall, ToolParser, family_of, forced_guide
 from kvloom.engine.guide import GuideCompiler
-from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, serving, token
+from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, token
 
 WEATHER = ToolCall("weather", '{"city": "Zürich"}')
 TIME = ToolCall("time", "{}")
@@ -100,7 +98,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 @pytest.mark.parametrize("family", list(Family))
 def test_a_forced_call_can_be_written_and_is_found(family: Family) -> None:
     model = card()
-    guide = forced_guide(family, [("weather", SCHEMA)], Tokenizer(model), several=False)
+    guide = forced_guide(family, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False)
     state = GuideCompiler(model).start(guide)[0]
     key = "parameters" if family is Family.LLAMA else "arguments"
     call = json.dumps({"name": "weather", key: {"city": "Bern"}})
@@ -121,7 +119,7 @@ def test_a_mark_that_is_an_added_token_is_drawn_as_that_token() -> None:
     marks = ["<tool_call>", "</tool_call>"]
     vocabulary.add_tokens([AddedToken(mark, special=False) for mark in marks])
     model = card(tokenizer=vocabulary.to_str())
-    guide = forced_guide(Family.HERMES, [("weather", SCHEMA)], Tokenizer(model), several=False)
+    guide = forced_guide(Family.HERMES, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False)
     state = GuideCompiler(model).start(guide)[0]
     call = json.dumps({"name": "weather", "arguments": {"city": "Bern"}})
     written = vocabulary.encode(f"<tool_call>\n{call}\n</tool_call>").ids
@@ -142,15 +140,6 @@ def engine() -> ScriptedEngine:
         says(f"See:\n<tool_call>{ARGUMENTS}</tool_call>"),
         cards=[card(template=HERMES_TEMPLATE), card("plain"), card("mistral", "[TOOL_CALLS]")],
     )
-
-
-@pytest.fixture
-def client(engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
-    with (
-        serving(create_app(engine)) as address,
-        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def test_tools_whole(client: openai.OpenAI, engine: ScriptedEngine) -> None:

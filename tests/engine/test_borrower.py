@@ -14,8 +14,8 @@ from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailabl
 from kvloom.types.load import UnitLoad
 from kvloom.types.spec import WeaveSpec
 from tests.cluster.loads import model, unit
+from tests.engine.modelled_weaving import MODEL, ModelledBackend, hot_unit
 from tests.modelled import modelled, turns
-from tests.modelled_weaving import MODEL, ModelledBackend, hot_unit
 
 
 class Refusing:

@@ -17,8 +17,7 @@ from kvloom.offload.cpu.attention import CpuLoans, ForwardOffload
 from kvloom.offload.terms import Borrow
 from kvloom.types.address import KVForm
 from kvloom.types.errors import BadRequest, Conflict, OutOfBlocks
-from kvloom.types.job import Job
-from kvloom.types.plan import OffloadedRows
+from kvloom.types.job import Job, OffloadedRows
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
 from tests.oracle import Oracle

@@ -9,10 +9,10 @@ import random
 import pytest
 
 from kvloom.types.request import StartGenerate
+from tests.engine.modelled_weaving import MODEL, borrow, hot_unit
 from tests.engine.plays import check, order, serve
 from tests.engines import Answer
 from tests.modelled import ask, turns
-from tests.modelled_weaving import MODEL, borrow, hot_unit
 
 
 class Stirred:

@@ -9,9 +9,9 @@ import pytest
 
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence
+from tests.engine.modelled_weaving import MODEL, borrow, hot_unit
 from tests.engine.plays import check, order, serve
 from tests.modelled import ask, turns
-from tests.modelled_weaving import MODEL, borrow, hot_unit
 
 Gone = list[tuple[Sequence, bool]]
 

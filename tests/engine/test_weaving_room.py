@@ -12,10 +12,10 @@ from kvloom.offload.policy import COPIED, KEPT
 from kvloom.types.job import Job
 from kvloom.types.request import StartGenerate
 from kvloom.types.verbs import PrepRecv
+from tests.engine.modelled_weaving import MODEL, PAGE, ModelledBackend, WeavingExecutor, borrow, hot_unit
 from tests.engine.plays import check, order, serve, until
 from tests.modelled import ModelledExecutor, ask, engine_over, modelled
 from tests.modelled_units import sending
-from tests.modelled_weaving import MODEL, PAGE, ModelledBackend, WeavingExecutor, borrow, hot_unit
 from tests.plane import Plane
 
 

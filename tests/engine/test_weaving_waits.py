@@ -12,10 +12,10 @@ from kvloom.offload.terms import Borrow
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import OutOfBlocks
 from kvloom.types.verbs import PrepRecv
+from tests.engine.modelled_weaving import MODEL, PAGE, ModelledBackend, hot_unit
 from tests.engine.plays import check, order, serve
 from tests.modelled import ModelledExecutor, ask, engine_over
 from tests.modelled_units import ManualClock
-from tests.modelled_weaving import MODEL, PAGE, ModelledBackend, hot_unit
 
 
 def cold_unit(pages: int, clock: Clock | None = None, stuck: int = 0) -> tuple[Engine, ModelledExecutor]:

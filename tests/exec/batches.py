@@ -13,7 +13,7 @@ from kvloom.exec.cpu.layer import Forward
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import I64, Geometry
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan
 
 
 class Batch:

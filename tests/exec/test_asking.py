@@ -25,7 +25,7 @@ from kvloom.offload.terms import Borrow
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.address import KVForm
 from kvloom.types.geometry import I64
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.exec.batches import Batch, on_threads
 from tests.exec.loading import load

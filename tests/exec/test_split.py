@@ -19,7 +19,7 @@ from kvloom.offload.cpu.attention_server import AttentionServer, OperatorSplit
 from kvloom.offload.memory.borrower import BorrowedBlocks
 from kvloom.offload.queueing import Rule, split
 from kvloom.types.geometry import F64
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.exec.batches import Batch, on_threads
 from tests.exec.loading import load

@@ -17,8 +17,7 @@ from kvloom.exec.parallel.wire import Go, RankReady, SentMaps, Step, ToldMap, Wi
 from kvloom.kv.pool import Pool
 from kvloom.types.errors import OutOfBlocks
 from kvloom.types.geometry import I32, I64, Geometry
-from kvloom.types.job import Job, Phase
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan, Job, Phase
 
 BLOCKS = 48
 GEOMETRIES = {"a": Geometry(2, 1, 4, 4, 128), "b": Geometry(1, 3, 8, 4, 256)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import Geometry
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan
 
 GEOMETRIES = {
     "wide": Geometry(layers=3, kv_heads=4, head_dim=16, itemsize=4, block_bytes=1024),  # 8 tokens, 12 blocks

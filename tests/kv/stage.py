@@ -8,7 +8,7 @@ from random import Random
 
 from kvloom.kv.prefix import PinnedPath
 from kvloom.types.errors import OutOfBlocks
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan
 from tests.kv.account import CONTEXT, GEOMETRIES, SEQUENCES, TOTAL, Account, Contents, Name, after
 from tests.kv.trees import cached_tokens, check_form, longest, nodes
 

@@ -15,7 +15,7 @@ from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, write_plan
 from kvloom.plan.target import PROCESS_BYTES, new_names
 from kvloom.types.errors import ConfigError
-from kvloom.types.service import Placement, Service, UnitState
+from kvloom.types.service import Admit, Drain, Placement, Service, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
 
 GIB = 1 << 30
@@ -87,12 +87,19 @@ class Played(AdminClient):
             for one in self.fleet.units
         ]
 
-    def start(self, unit: str) -> UnitState:
+    def order(self, unit: str, what: str, body: Drain | Admit) -> UnitState:
+        units, away = self.fleet.units, self.fleet.away
+        if what == "remove":
+            assert unit in {one.unit for one in away}
+            return self._done(f"remove {unit}", units, tuple(one for one in away if one.unit != unit))
+        (found,) = (one for one in units if one.unit == unit)
+        if what == "stop":
+            left = tuple(one for one in units if one is not found)
+            return self._done(f"stop {unit}", left, (*away, found))
         if self.states.get(unit) == "starting":
             del self.states[unit]
-        self._done(f"start {unit}", self.fleet.units, self.fleet.away)
-        [found] = (one for one in self.units() if one.name == unit)
-        return found
+        self._done(f"start {unit}", units, away)
+        return next(one for one in self.units() if one.name == unit)
 
     def _done(self, order: str, units: tuple[EngineSpec, ...], away: tuple[EngineSpec, ...]) -> UnitState:
         if len(self.orders) == self._fails:
@@ -103,16 +110,6 @@ class Played(AdminClient):
 
     def add(self, spec: EngineSpec) -> UnitState:
         return self._done(f"add {spec.unit}", (*self.fleet.units, spec), self.fleet.away)
-
-    def stop(self, unit: str, seconds: float | None) -> UnitState:
-        (gone,) = (one for one in self.fleet.units if one.unit == unit)
-        left = tuple(one for one in self.fleet.units if one is not gone)
-        return self._done(f"stop {unit}", left, (*self.fleet.away, gone))
-
-    def remove(self, unit: str) -> UnitState:
-        left = tuple(one for one in self.fleet.away if one.unit != unit)
-        assert len(left) < len(self.fleet.away)
-        return self._done(f"remove {unit}", self.fleet.units, left)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from kvloom.offload.terms import Borrow, Loan
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32
-from kvloom.types.plan import PageMove
+from kvloom.types.job import PageMove
 from tests.transfer.device_memory import SharedMemory
 from tests.transfer.loans import BLOCKS, FORM, GEOMETRY, LENT, PAGES, asked
 

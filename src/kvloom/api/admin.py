@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from inspect import isawaitable
 
 import msgspec
 from msgspec.structs import replace
@@ -18,21 +19,22 @@ from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
 from kvloom.api.routes import ADMIN, LINES, Handler, RouteRow, asgi_routes
 from kvloom.api.verbs import verb_routes
-from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
+from kvloom.cluster.models import Applied, Apply
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetControl
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router as Routing
 from kvloom.types.errors import BadRequest, ConfigError
-from kvloom.types.service import Admit, Drain, Pairs, Placement, Steps, UnitState
-from kvloom.types.spec import EngineSpec, ProgramSpec
+from kvloom.types.service import Admit, Drain, Pairs, Steps, UnitState
+from kvloom.types.spec import ProgramSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Admin:
     """Answers the rows of `ADMIN`.
 
-    A handler takes the unit or the model, if the row's path names one, and the body, if the row has one.
+    A handler takes the unit or the model, if the row's path names one, and the body, if the row has one. It
+    returns the answer, or awaits it.
     """
 
     router: Routing
@@ -47,39 +49,42 @@ class Admin:
 
     def routes(self) -> list[BaseRoute]:
         """Returns the routes of /admin, and those of the units' verbs."""
-        handlers: dict[str, Callable[..., Awaitable[object]]] = {
+        fleet, orders = self.fleet, self.orders
+        handlers: dict[str, Callable[..., object]] = {
             "program": self._program,
             "set_program": self._set_program,
             "restart_all": self._restart_all,
-            "fleet": self.fleet.state,
+            "fleet": fleet.state,
             "pair": self._pair,
             "scale": self._scale,
-            "placement": self._placement,
-            "units": self._units,
-            "add": self._add,
-            "unit": self._unit,
-            "drain": self._drain,
-            "admit": self._admit,
-            "restart": self._restart,
-            "start": self._start,
-            "stop": self._stop,
+            "placement": lambda: orders.placement,
+            "units": lambda: orders.states,
+            "add": orders.add,
+            "unit": orders.state,
+            "drain": lambda unit, body: orders.drain(unit, body.seconds),
+            "admit": lambda unit, _: orders.admit(unit),
+            "restart": lambda unit, body: orders.restart(unit, body.seconds),
+            "start": lambda unit, _: orders.start(unit),
+            "stop": lambda unit, body: orders.stop(unit, body.seconds),
             "remove": self._remove,
-            "admin_models": self._models,
-            "add_model": self._add_model,
-            "remove_model": self._remove_model,
+            "admin_models": lambda: orders.models,
+            "add_model": orders.add_model,
+            "remove_model": lambda name, body: orders.remove_model(name, body.seconds),
             "apply": self._apply,
         }
         served = {row.name: self._serve(row, handlers[row.name]) for row in ADMIN}
         return [*asgi_routes(ADMIN, served), Mount(VERBS_PATH + "/{unit}", app=self._verb)]
 
-    def _serve(self, row: RouteRow, handler: Callable[..., Awaitable[object]]) -> Handler:
+    def _serve(self, row: RouteRow, handler: Callable[..., object]) -> Handler:
         async def endpoint(request: Request) -> Response:
             given: list[object] = []
             if row.body is not None:
                 given.append(decode(request, await read_body(request, row.most), row.body))
             for key, value in request.path_params.items():
                 given.insert(0, self._known(value) if key == "unit" else value)
-            answer = await handler(*given)
+            answer = handler(*given)
+            if isawaitable(answer):
+                answer = await answer
             if isinstance(answer, Response):
                 return answer
             return Response(msgspec.json.encode(answer), media_type=JSON)
@@ -91,9 +96,7 @@ class Admin:
             raise NoSuchRoute(f"there is no unit {unit!r}; {', '.join(self.router.units)} are the units")
         return unit
 
-    # -- the fleet --------------------------------------------------------------------------------------
-
-    async def _program(self) -> ProgramSpec:
+    def _program(self) -> ProgramSpec:
         program = self.router.program
         return ProgramSpec(program.name, dict(program.options))
 
@@ -101,7 +104,7 @@ class Admin:
         program = await _load(spec)
         await self.orders.set_program(spec)
         self.router.set_program(program)
-        return await self._program()
+        return self._program()
 
     async def _restart_all(self, body: Drain) -> Response:
         await self.orders.roll(body.seconds)
@@ -120,48 +123,10 @@ class Admin:
         await self.fleet.scale(steps)
         return steps
 
-    # -- its units --------------------------------------------------------------------------------------
-
-    async def _placement(self) -> Placement:
-        return self.orders.placement
-
-    async def _units(self) -> list[UnitState]:
-        return self.orders.states
-
-    async def _add(self, spec: EngineSpec) -> UnitState:
-        return await self.orders.add(spec)
-
-    async def _unit(self, unit: str) -> UnitState:
-        return self.orders.state(unit)
-
-    async def _drain(self, unit: str, body: Drain) -> UnitState:
-        return await self.orders.drain(unit, body.seconds)
-
-    async def _admit(self, unit: str, _: Admit) -> UnitState:
-        return await self.orders.admit(unit)
-
-    async def _restart(self, unit: str, body: Drain) -> UnitState:
-        return await self.orders.restart(unit, body.seconds)
-
-    async def _start(self, unit: str, _: Admit) -> UnitState:
-        return await self.orders.start(unit)
-
-    async def _stop(self, unit: str, body: Drain) -> UnitState:
-        return await self.orders.stop(unit, body.seconds)
-
     async def _remove(self, unit: str, _: Admit) -> UnitState:
         last = await self.orders.remove(unit)
         self._verbs.pop(unit, None)
         return last
-
-    async def _models(self) -> list[ModelState]:
-        return self.orders.models
-
-    async def _add_model(self, body: AddModel) -> ModelState:
-        return await self.orders.add_model(body)
-
-    async def _remove_model(self, name: str, body: Drain) -> ModelState:
-        return await self.orders.remove_model(name, body.seconds)
 
     async def _apply(self, body: Apply) -> Applied:
         program = None if body.wanted.program is None else await _load(body.wanted.program)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from kvloom.api.openai.generation import EndpointContext
 from kvloom.api.openapi import describe, page
 from kvloom.api.routes import PUBLIC, Handler, asgi_routes
 from kvloom.types.client import ModelServer
-from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
 
@@ -45,18 +43,14 @@ def create_app(
     moves: Callable[[], Mapping[str, int]] = dict,
     max_body: int = DEFAULT_MAX_BODY,
     body_seconds: float = BODY_SECONDS,
-    clock: Clock | None = None,
-    unix_time: Callable[[], float] = time.time,
-    random_bits: Callable[[int], int] = secrets.randbits,
 ) -> Starlette:
     """Returns the application. Whoever makes the client closes it.
 
     `moves` tells how many requests have been moved so far, by outcome. There are routes for `admin` if it is
     given.
     """
-    clock = clock or WallClock()
-    gateway = EndpointContext(client, Catalog(client), Metrics(clock), clock, unix_time, random_bits)
-    info = _Information(gateway, admin, moves, int(unix_time()))
+    gateway = EndpointContext(client, Catalog(client), Metrics())
+    info = _Information(gateway, admin, moves, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,

@@ -35,13 +35,12 @@ B = TypeVar("B", bound=GenerationBody)
 class LimitBody:
     """An ASGI middleware that bounds the size of a request's body and the time that it takes to come.
 
-    It counts the bytes that come, whatever the headers promise. `max_held` bounds the bytes of all requests
+    It counts the bytes that come, whatever the headers promise. `MAX_HELD` bounds the bytes of all requests
     together. The app that reads a body beyond the bounds gets a KvloomError for it.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float, max_held: int = MAX_HELD) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
         self._app = app
-        self._max_held = max_held
         self._held = 0
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
@@ -52,7 +51,7 @@ class LimitBody:
             return
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared[:20]) > self._max_bytes:
-            await error_response(scope, self._too_large())(scope, receive, send)
+            await error_response(scope, _too_large(self._max_bytes))(scope, receive, send)
             return
         body = _BoundedBody(receive, self._max_bytes, self._max_seconds, self._hold)
         try:
@@ -62,11 +61,12 @@ class LimitBody:
 
     def _hold(self, count: int) -> None:
         self._held += count
-        if self._held > self._max_held:
+        if self._held > MAX_HELD:
             raise Unavailable("too many large requests at once; send this one again", retry_after=1)
 
-    def _too_large(self) -> KvloomError:
-        return BodyTooLarge(f"the request body is larger than {self._max_bytes} bytes")
+
+def _too_large(most: int) -> KvloomError:
+    return BodyTooLarge(f"the request body is larger than {most} bytes")
 
 
 class _BoundedBody:
@@ -100,7 +100,7 @@ class _BoundedBody:
         self.seen += size
         self._hold(size)
         if self.seen > self._max_bytes:
-            raise BodyTooLarge(f"the request body is larger than {self._max_bytes} bytes")
+            raise _too_large(self._max_bytes)
         self._complete = not message.get("more_body", False)
         return message
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -31,6 +30,19 @@ class ServedModel:
     template: ChatTemplate
     family: Family | None
 
+    async def encode(self, text: str, *, special: bool) -> list[int]:
+        """Returns the text's tokens. Raises BadRequest if there are none.
+
+        `special` adds what the model wants around plain text, which a chat template has added already.
+        """
+        ids, bos = await self.tokenizer.encode(text, special=special), self.card.bos_token_id
+        if bos is None and not ids:
+            raise BadRequest(
+                f"the prompt is empty and model {self.card.name} has no token to begin with", param="prompt"
+            )
+        missing = special and self.card.add_bos and ids[:1] != [bos]
+        return [bos, *ids] if bos is not None and (missing or not ids) else ids
+
 
 @dataclass(frozen=True, slots=True)
 class UnreadableModel:
@@ -44,7 +56,8 @@ class Catalog:
     """Knows the models that the engines serve.
 
     The server is asked for all models, and again for a name that it does not know: models come and go. A
-    model that cannot be read is not listed, and whoever asks for it by name is told why.
+    model that cannot be read is not listed, and whoever asks for it by name is told why. Models with equal
+    tokenizers share one, which takes tens of megabytes for a large vocabulary.
     """
 
     def __init__(self, client: ModelServer) -> None:
@@ -73,18 +86,23 @@ class Catalog:
     async def _refresh(self) -> None:
         async with self._asking:
             cards = await self._client.models()
-            # Reading a large tokenizer takes a second; the loop has streams to serve meanwhile.
-            self._models = {card.name: await self._read(card) for card in cards}
+            tokenizers = {model.card.tokenizer: model.tokenizer for model in self._readable()}
+            self._models = {card.name: await self._read(card, tokenizers) for card in cards}
 
-    async def _read(self, card: ModelCard) -> ServedModel | UnreadableModel:
+    async def _read(self, card: ModelCard, tokenizers: dict[str, Tokenizer]) -> ServedModel | UnreadableModel:
+        """Reads a model that is new or has changed. tokenizers: those that have been read, by their text."""
         known = self._models.get(card.name)
         if known is not None and known.card == card:
             return known
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer, card)
+            if card.tokenizer not in tokenizers:
+                # Reading a large one takes a second; the loop has streams to serve meanwhile.
+                tokenizers[card.tokenizer] = await asyncio.to_thread(Tokenizer, card.tokenizer)
         except ConfigError as error:
-            log.error("%s", error.message)
-            return UnreadableModel(card, error.message)
+            why = f"model {card.name}: {error.message}"
+            log.error("%s", why)
+            return UnreadableModel(card, why)
+        tokenizer = tokenizers[card.tokenizer]
         return ServedModel(card, tokenizer, ChatTemplate(card), family_of(card.chat_template))
 
 
@@ -111,11 +129,11 @@ class ChatTemplate:
     The template is compiled on first use. If it does not compile, each request is answered with 400.
     """
 
-    def __init__(self, card: ModelCard, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(self, card: ModelCard) -> None:
         self.text = card.chat_template
         self._name = card.name
         self._special = dict(card.special_tokens)
-        self._environment = _environment(now)
+        self._environment = _environment()
         self._compiled: Template | None = None
 
     def render(
@@ -147,7 +165,7 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -168,5 +186,5 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
 
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

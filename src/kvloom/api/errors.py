@@ -102,8 +102,8 @@ def internal_error(error: Exception) -> KvloomError:
 
 
 async def on_kvloom_error(request: Request, error: Exception) -> Response:
-    known = error if isinstance(error, KvloomError) else internal_error(error)
-    return error_response(request.scope, known)
+    assert isinstance(error, KvloomError)
+    return error_response(request.scope, error)
 
 
 async def on_disconnect(_: Request, __: Exception) -> Response:
@@ -117,16 +117,13 @@ async def on_unexpected(request: Request, error: Exception) -> Response:
 
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Answers an error that Starlette raises: there is no such path, or it does not take the method."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"
-    if status == 405:
-        response = error_response(
-            request.scope, MethodNotAllowed(f"{where}: this path does not take this method")
-        )
-    elif status == 404:
-        response = error_response(request.scope, NoSuchRoute(f"{where}: no such path"))
-    else:
-        response = error_response(request.scope, BadRequest(f"{where}: refused with status {status}"))
-    if isinstance(error, HTTPException) and error.headers:
-        response.headers.update(error.headers)
+    told: KvloomError = BadRequest(f"{where}: refused with status {error.status_code}")
+    if error.status_code == 405:
+        told = MethodNotAllowed(f"{where}: this path does not take this method")
+    elif error.status_code == 404:
+        told = NoSuchRoute(f"{where}: no such path")
+    response = error_response(request.scope, told)
+    response.headers.update(error.headers or {})
     return response

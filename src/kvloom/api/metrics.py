@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from time import monotonic
 from typing import get_args
 
 from msgspec.structs import replace
@@ -12,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvloom.engine.freeness import freeness
-from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.service import IN_SERVICE, Service
@@ -26,8 +26,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 class Metrics:
     """The metrics of one gateway. Its registry is its own, so that two gateways can live in one process."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
         by = ["model"]
         self.requests = self._counter("requests", "Requests by model and status.", ["model", "status"])
@@ -70,14 +69,13 @@ class Watch:
     def __init__(self, metrics: Metrics) -> None:
         self.model = UNKNOWN
         self._metrics = metrics
-        self._now = metrics.clock.now
-        self._arrived = self._now()
+        self._arrived = monotonic()
         self._first: float | None = None
 
     def made_tokens(self) -> None:
         """Notes the time of a stream's first token. A whole answer's large frames tell nothing of it."""
         if self._first is None:
-            self._first = self._now()
+            self._first = monotonic()
             self._metrics.first_token.labels(self.model).observe(self._first - self._arrived)
 
     @contextmanager
@@ -114,7 +112,7 @@ class Watch:
         self._metrics.requests.labels(self.model, str(status)).inc()
 
     def _observe(self, prompt_tokens: int, output_tokens: int) -> None:
-        metrics, model, now = self._metrics, self.model, self._now()
+        metrics, model, now = self._metrics, self.model, monotonic()
         metrics.prompt_tokens.labels(model).inc(prompt_tokens)
         metrics.output_tokens.labels(model).inc(output_tokens)
         metrics.latency.labels(model).observe(now - self._arrived)

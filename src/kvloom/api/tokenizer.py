@@ -1,4 +1,4 @@
-"""A model's tokenizer without transformers: text to tokens, and what each token reads as."""
+"""A tokenizer without transformers: text to tokens, and what each token reads as."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from kvloom.types.errors import BadRequest, ConfigError
-from kvloom.types.request import ModelCard
+from kvloom.types.errors import ConfigError
 
 LONG_TEXT = 16_384  # characters from which encoding leaves the loop for a thread
 
@@ -36,19 +35,17 @@ class _Spelled(dict[int, bytes]):
 
 
 class Tokenizer:
-    """Encodes prompts and spells tokens. Safe to share between tasks and threads."""
+    """Encodes prompts and spells tokens. Safe to share between models, tasks and threads."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, text: str) -> None:
+        """text: a JSON text of the package `tokenizers`. Raises ConfigError if it is none."""
         try:
-            self._hf = HFTokenizer.from_str(card.tokenizer)
+            self._hf = HFTokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001 -- the binding raises bare Exception
-            raise ConfigError(f"model {card.name}: its tokenizer cannot be read: {error}") from None
+            raise ConfigError(f"its tokenizer cannot be read: {error}") from None
         self._hf.no_padding()
         self._hf.no_truncation()
-        self._bos = card.bos_token_id if card.add_bos else None
-        self._empty = card.bos_token_id
-        self._name = card.name
-        self._spelling = _spelling(json.loads(card.tokenizer).get("decoder"))
+        self._spelling = _spelling(json.loads(text).get("decoder"))
         added = self._hf.get_added_tokens_decoder()
         self._added = {token: one.content.encode() for token, one in added.items()}
         self.added = frozenset(added)
@@ -57,26 +54,16 @@ class Tokenizer:
         """What each token adds to a text, special tokens as they are written. Unknown ids add nothing."""
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
-        """Returns the text's tokens. Raises BadRequest if there are none.
-
-        `special` adds what the model wants around plain text, which a chat template has added already.
-        """
+        """Returns the text's tokens. `special` adds what the tokenizer wants around plain text, which a chat
+        template has added already."""
         if len(text) < LONG_TEXT:
             await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
-            return self.encode_now(text, special=special)
-        return await asyncio.to_thread(self.encode_now, text, special=special)
+            return self._encode(text, special)
+        return await asyncio.to_thread(self._encode, text, special)
 
-    def encode_now(self, text: str, *, special: bool) -> list[int]:
+    def _encode(self, text: str, special: bool) -> list[int]:
         # The batch call gives up the interpreter lock while it works, and `encode` does not.
         ids: list[int] = self._hf.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        if special and self._bos is not None and ids[:1] != [self._bos]:
-            ids.insert(0, self._bos)
-        if not ids and self._empty is not None:
-            return [self._empty]
-        if not ids:
-            raise BadRequest(
-                f"the prompt is empty and model {self._name} has no token to begin with", param="prompt"
-            )
         return ids
 
     def unseen(self, text: str, ids: list[int]) -> int:

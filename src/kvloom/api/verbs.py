@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -44,7 +44,7 @@ class GenerateVerb:
     def __init__(self, client: EngineClient, max_body: int) -> None:
         self._client = client
         self._max_body = max_body
-        self._forms: dict[str, StreamForm] = {MSGPACK: Framed(), JSON: Lines()}
+        self._forms: dict[str, Framed | Lines] = {MSGPACK: Framed(), JSON: Lines()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -72,24 +72,14 @@ class GenerateVerb:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class StreamForm(Protocol):
-    """One way to write a stream."""
-
-    media: ClassVar[bytes]
-
-    def events(self, events: list[Event]) -> bytes: ...
-
-    def error(self, error: KvloomError) -> bytes: ...
-
-
 class Framed(FrameEncoder):
-    """The form for gateways."""
+    """The form of a stream for gateways."""
 
     media: ClassVar[bytes] = MSGPACK.encode()
 
 
 class Lines:
-    """The form for curl: a JSON array of events a line, or the error's object."""
+    """The form of a stream for curl: a JSON array of events a line, or the error's object."""
 
     media: ClassVar[bytes] = b"application/x-ndjson"
 

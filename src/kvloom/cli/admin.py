@@ -12,11 +12,11 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter, Token
 
-from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible
+from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible, print_columns
 from kvloom.cli.gateway import AdminClient, AdminError
 from kvloom.config.fields import parse_program
 from kvloom.types.errors import ConfigError
-from kvloom.types.service import LONGEST_DRAIN, RestartStep, UnitState
+from kvloom.types.service import LONGEST_DRAIN, Admit, Drain, RestartStep, UnitState
 from kvloom.types.spec import ProgramSpec
 
 program = App(
@@ -160,40 +160,40 @@ def list_units(*, server: ServerOptions = HERE) -> None:
 def drain(name: UnitName, /, *, seconds: Seconds = None, server: ServerOptions = HERE) -> None:
     """Give a unit no new request, and wait for those it has."""
     with server.asked("unit list") as gateway:
-        print_units([gateway.drain(name, seconds)])
+        print_units([gateway.order(name, "drain", Drain(seconds=seconds))])
 
 
 @unit.command
 def admit(name: UnitName, /, *, server: ServerOptions = HERE) -> None:
     """Let a unit have requests again."""
     with server.asked("unit list") as gateway:
-        print_units([gateway.admit(name)])
+        print_units([gateway.order(name, "admit", Admit())])
 
 
 @unit.command(name="restart")
 def restart_unit(name: UnitName, /, *, seconds: Seconds = None, server: ServerOptions = HERE) -> None:
     """Drain a unit, put a new process in its place, and admit that."""
     with server.asked("unit list") as gateway:
-        print_units([gateway.restart(name, seconds)])
+        print_units([gateway.order(name, "restart", Drain(seconds=seconds))])
 
 
 @unit.command
 def start(name: UnitName, /, *, server: ServerOptions = HERE) -> None:
     """Give a unit a process, if it has none."""
     with server.asked("unit list") as gateway:
-        print_units([gateway.start(name)])
+        print_units([gateway.order(name, "start", Admit())])
 
 
 @unit.command
 def stop(name: UnitName, /, *, seconds: Seconds = None, server: ServerOptions = HERE) -> None:
     """Drain a unit, and end its process: requests that only it can answer wait."""
     with server.asked("unit list") as gateway:
-        print_units([gateway.stop(name, seconds)])
+        print_units([gateway.order(name, "stop", Drain(seconds=seconds))])
 
 
 def print_units(states: Sequence[UnitState]) -> None:
     """Prints a line for each: its name, state, calls, models, and what is wrong, if anything."""
-    cells = [
+    print_columns(
         (
             state.name,
             state.state,
@@ -201,10 +201,7 @@ def print_units(states: Sequence[UnitState]) -> None:
             ", ".join(state.models) + (f" ({state.problem})" if state.problem else ""),
         )
         for state in states
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    )
 
 
 @restart.default

@@ -6,7 +6,7 @@ A command's file is imported when the command is called, so that no command wait
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import metadata
@@ -127,6 +127,14 @@ def interruptible(consequence: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise CommandFailed(f"interrupted; {consequence}", INTERRUPTED) from None
+
+
+def print_columns(rows: Iterable[Sequence[str]]) -> None:
+    """Prints a line for each row, with its cells below one another."""
+    lines = list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for row in lines:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def check_outputs(*paths: Path | None) -> None:

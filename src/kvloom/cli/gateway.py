@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState, Wanted
-from kvloom.config.keys import read_keys
+from kvloom.config.fields import read_keys
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Admit, Drain, Placement, RestartStep, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
@@ -57,26 +57,12 @@ class AdminClient:
         """Raises AdminError."""
         return self._call("units", list[UnitState])
 
-    def drain(self, unit: str, seconds: float | None) -> UnitState:
-        """Waits until nothing runs at the unit, or for `seconds`; if they are left out, for as long as the
-        server is told to wait. Raises AdminError."""
-        return self._order(unit, "drain", Drain(seconds=seconds))
-
-    def restart(self, unit: str, seconds: float | None) -> UnitState:
-        """Waits until the new process answers; `seconds` as of `drain`. Raises AdminError."""
-        return self._order(unit, "restart", Drain(seconds=seconds))
-
-    def admit(self, unit: str) -> UnitState:
-        """Raises AdminError."""
-        return self._order(unit, "admit", Admit())
-
-    def start(self, unit: str) -> UnitState:
-        """Gives the unit a process, and waits until it answers. Raises AdminError."""
-        return self._order(unit, "start", Admit())
-
-    def stop(self, unit: str, seconds: float | None) -> UnitState:
-        """Waits until the unit has no process any more; `seconds` as of `drain`. Raises AdminError."""
-        return self._order(unit, "stop", Drain(seconds=seconds))
+    def order(self, unit: str, what: str, body: Drain | Admit) -> UnitState:
+        """Orders `what` of a unit, and waits until it is done: drain, restart, admit, start, stop or remove.
+        For the seconds of a `Drain` the unit's requests are waited for; if they are left out, for as long as
+        the server is told to wait. Raises AdminError."""
+        path = f"units/{urllib.parse.quote(unit, safe='')}/{what}"
+        return self._call(path, UnitState, body, seconds=None)
 
     def restart_all(self, seconds: float | None) -> Iterator[RestartStep]:
         """Yields the steps of a rolling restart, as they are done. Raises AdminError."""
@@ -98,10 +84,6 @@ class AdminClient:
         """Adds a unit, and waits until it takes requests. Raises AdminError."""
         return self._call("units", UnitState, spec, seconds=None)
 
-    def remove(self, unit: str) -> UnitState:
-        """Removes a unit that has no process. Raises AdminError."""
-        return self._order(unit, "remove", Admit())
-
     def models(self) -> list[ModelState]:
         """Returns the models of the fleet, and how the units that serve them stand. Raises AdminError."""
         return self._call("models", list[ModelState])
@@ -112,7 +94,7 @@ class AdminClient:
         return self._call("models", ModelState, AddModel(model=model, unit=unit), seconds=None)
 
     def remove_model(self, name: str, seconds: float | None = None) -> ModelState:
-        """Lets no unit serve the model any more, once its requests have ended; `seconds` as of `drain`.
+        """Lets no unit serve the model any more, once its requests have ended; `seconds` as of `Drain`.
         Raises AdminError."""
         path = f"models/{urllib.parse.quote(name, safe='')}/remove"
         return self._call(path, ModelState, Drain(seconds=seconds), seconds=None)
@@ -121,10 +103,6 @@ class AdminClient:
         """Lets the fleet become what a config describes, and waits until it is; without `really`, only tells
         what would change. Raises AdminError."""
         return self._call("config", Applied, Apply(wanted=wanted, really=really), seconds=None)
-
-    def _order(self, unit: str, what: str, body: Drain | Admit) -> UnitState:
-        path = f"units/{urllib.parse.quote(unit, safe='')}/{what}"
-        return self._call(path, UnitState, body, seconds=None)
 
     def _call(
         self, path: str, kind: type[Answer], body: object = None, seconds: float | None = SECONDS

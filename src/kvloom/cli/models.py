@@ -10,15 +10,12 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 
 from kvloom.cli.admin import HERE, DrainSeconds, ServerOptions
-from kvloom.cli.app import CommandFailed
-from kvloom.cli.gateway import AdminClient
+from kvloom.cli.app import CommandFailed, print_columns
 from kvloom.cluster.models import ModelState, Wanted
-from kvloom.config.config import Config
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.config.models import check_name, resolve_model
+from kvloom.config.units import check_name, resolve_model
 from kvloom.types.errors import ConfigError
-from kvloom.types.service import Placement
 from kvloom.types.spec import ModelSpec
 
 _SHOWN_BY: Final = "model list"
@@ -86,13 +83,10 @@ def read_model(text: str) -> ModelSpec:
 
 def print_models(states: Sequence[ModelState]) -> None:
     """Prints a line for each model: its name, its units with their states, and its checkpoint."""
-    rows = [
+    print_columns(
         (state.name, ", ".join(f"{unit} {stands}" for unit, stands in state.units.items()), state.path)
         for state in states
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    )
 
 
 @config.command
@@ -111,7 +105,12 @@ def apply(
     models and the program are applied; the address, the keys, `patience`, `drain`, `max_body` and
     `rescheduling` stay as they were when the fleet was started."""
     with server.asked() as gateway:
-        wanted = wanted_of(read_config(file, gateway.placement()))
+        fleet = gateway.placement()  # with what its machine had when the fleet was started
+        machine = Machine(cores=fleet.cores, memory=fleet.memory, gpus=Machine.here().gpus)
+        read = load_config(file, {}, {}, machine)
+        wanted = Wanted(
+            engines=read.engines, first=read.first, groups=dict(read.groups), program=read.program
+        )
         changes = gateway.apply(wanted, really=False).changes
     for line in changes or ("the fleet is as the config says",):
         print(line, flush=True)
@@ -121,26 +120,7 @@ def apply(
         print("nothing is changed yet; --yes does it")
         return
     with server.asked("unit list") as gateway:
-        carry_out(gateway, wanted)
-
-
-def read_config(file: Path, fleet: Placement) -> Config:
-    """Returns the config in `file`, shared out over what the fleet's machine had when the fleet was started.
-    Raises ConfigError."""
-    machine = Machine(cores=fleet.cores, memory=fleet.memory, gpus=Machine.here().gpus)
-    return load_config(file, {}, {}, machine)
-
-
-def wanted_of(config: Config) -> Wanted:
-    """Returns what the config makes of a fleet."""
-    return Wanted(
-        engines=config.engines, first=config.first, groups=dict(config.groups), program=config.program
-    )
-
-
-def carry_out(gateway: AdminClient, wanted: Wanted) -> None:
-    """Applies a config, and tells what came of it. Raises CommandFailed if a unit could not be started."""
-    applied = gateway.apply(wanted, really=True)
+        applied = gateway.apply(wanted, really=True)
     for field in applied.overrode:
         print(f"{field}: somebody else has changed it meanwhile; the config's value is taken")
     if applied.problems:

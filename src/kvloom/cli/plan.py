@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from kvloom.cli.app import interruptible
 from kvloom.cli.tables import console_for
 from kvloom.config.fields import ConfigSection, Size, Some, explain, nearest, no_bool
 from kvloom.config.file import read_yaml
-from kvloom.config.models import resolve_model
+from kvloom.config.units import resolve_model
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS
@@ -157,15 +158,10 @@ def _seen(traffic: Traffic, names: Sequence[str]) -> Callable[[str, DemandConfig
 
 def _wanted(name: str, model: DemandConfig) -> Wanted:
     """Returns what the file says of a model. Raises ConfigError."""
-    for key in ("rate", "prompt", "output"):
-        if getattr(model, key) is None:
-            raise ConfigError(
-                f"models.{name}.{key}: is missing; a number, or traffic by --workload, is right"
-            )
-    assert model.rate is not None
-    assert model.prompt is not None
-    assert model.output is not None
-    return model.rate, model.prompt, model.output
+    if model.rate is not None and model.prompt is not None and model.output is not None:
+        return model.rate, model.prompt, model.output
+    key = next(key for key in ("rate", "prompt", "output") if getattr(model, key) is None)
+    raise ConfigError(f"models.{name}.{key}: is missing; a number, or traffic by --workload, is right")
 
 
 def _model(
@@ -240,7 +236,10 @@ def plan_command(
             plan, placement = _planned(estimator, read.nodes, baseline)
         missing = shortfalls(estimator, placement)
     console.print(plan_table(plan))
-    for line in summary(plan, _devices(read.nodes), missing):
+    devices = Counter[str]()
+    for nodes in read.nodes:
+        devices[nodes.device] += nodes.total
+    for line in summary(plan, devices, missing):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if output is not None:
         write_plan(output, plan)
@@ -257,13 +256,6 @@ def _planned(
         return write_down(estimator, nodes, placement, "kvloom plan --baseline memory"), placement
     placement = plan_placement(estimator, nodes)
     return write_down(estimator, nodes, placement, "kvloom plan"), placement
-
-
-def _devices(nodes: Sequence[Nodes]) -> dict[str, int]:
-    devices: dict[str, int] = {}
-    for one in nodes:
-        devices[one.device] = devices.get(one.device, 0) + one.total
-    return devices
 
 
 @contextmanager
@@ -308,11 +300,11 @@ def _rows(unit: PlannedUnit) -> Iterator[list[str]]:
 
 def summary(plan: PlacementPlan, devices: Mapping[str, int], missing: Sequence[Shortfall]) -> Iterator[str]:
     """Says what is answered, on how many of the devices there are, and why not more."""
-    used: dict[str, int] = {}
+    used = Counter[str]()
     for unit in plan.units:
-        used[unit.device] = used.get(unit.device, 0) + unit.gpus
+        used[unit.device] += unit.gpus
     wanted = sum(model.rate for unit in plan.units for model in unit.models)
-    where = ", ".join(f"{used.get(device, 0)} of {count} {device}" for device, count in devices.items())
+    where = ", ".join(f"{used[device]} of {count} {device}" for device, count in devices.items())
     yield f"{show_number(plan.throughput)} of {show_number(wanted)} requests/s are answered, on {where}"
     for shortfall in missing[:_FEW]:
         yield shortfall.text

@@ -18,7 +18,7 @@ from kvloom.plan.plan import read_plan
 from kvloom.plan.repair import Repair, StartUnit, Unreachable, repair
 from kvloom.plan.target import ReplanTarget, new_names, read_target
 from kvloom.types.errors import ConfigError
-from kvloom.types.service import Placement
+from kvloom.types.service import Admit, Drain, Placement
 from kvloom.types.spec import EngineSpec
 
 _GOES_ON: Final = "`kvloom replan` again goes on from where this ended"
@@ -93,7 +93,8 @@ def _changes(target: ReplanTarget, found: Repair, fleet: Placement) -> Iterator[
         else:
             yield _stop(step.unit, step.waits)
             away.append(step.unit)
-    yield from map(_forget, away)
+    for name in away:
+        yield _order(f"forget {name}", f"forgetting {name}", name, "remove", Admit())
 
 
 def _await(name: str) -> ReplanStep:
@@ -101,7 +102,7 @@ def _await(name: str) -> ReplanStep:
     it does."""
 
     def carry_out(server: AdminClient) -> None:
-        unit = server.start(name)
+        unit = server.order(name, "start", Admit())
         if unit.state != "up":
             why = f" ({unit.problem})" if unit.problem else ""
             raise AdminError(f"{name}, which is to stay, is {unit.state}{why}; it has to be up")
@@ -119,12 +120,11 @@ def _stop(name: str, waits: tuple[str, ...]) -> ReplanStep:
     """Returns the step that moves the unit's requests elsewhere and ends its process. The models in `waits`
     have no unit then."""
     gap = f"; there is no room for both, so requests for {', '.join(waits)} wait meanwhile" if waits else ""
-    return ReplanStep(f"stop   {name}{gap}", f"stopping {name}", lambda server: server.stop(name, None))
+    return _order(f"stop   {name}{gap}", f"stopping {name}", name, "stop", Drain())
 
 
-def _forget(name: str) -> ReplanStep:
-    """Returns the step that removes a unit which has no process."""
-    return ReplanStep(f"forget {name}", f"forgetting {name}", lambda server: server.remove(name))
+def _order(shown: str, doing: str, unit: str, what: str, body: Drain | Admit) -> ReplanStep:
+    return ReplanStep(shown, doing, lambda server: server.order(unit, what, body))
 
 
 def _line(name: str, spec: EngineSpec) -> str:

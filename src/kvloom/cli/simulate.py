@@ -25,7 +25,7 @@ from kvloom.cli.bench import (
 from kvloom.cli.tables import console_for
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.config.units import ReschedulingConfig
+from kvloom.config.units import ReschedulingConfig, refuse_moved_ranks
 from kvloom.lab.sim.fleet import Rescheduling, rescheduling
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.run import simulate as play
@@ -37,7 +37,6 @@ from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.plan import read_plan
 from kvloom.router.program import load_program
-from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import Policy, ProgramSpec
@@ -93,7 +92,11 @@ def simulate(
         found = _configured(fleet, profile, policy)
     if program:
         found = replace(found, program=ProgramSpec(program))
-    _check_ranks(found.units, found.program.name)
+    try:
+        for unit in found.units:
+            refuse_moved_ranks(unit.spec.unit, unit.spec.tensor_parallel, found.program.name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     asked = open_workload(workload)
     console = console_for()
 
@@ -127,17 +130,6 @@ def simulate(
                 patience=found.patience,
             )
     return write_results(results, console, json, html)
-
-
-def _check_ranks(units: list[SimulatedUnit], program: str) -> None:
-    """Raises ConfigError if the program moves K and V and a unit has ranks, as `kvloom serve` does."""
-    ranks = next((unit.spec for unit in units if unit.spec.tensor_parallel > 1), None)
-    if ranks is not None and program in MOVING:
-        right = ", ".join(sorted(PROGRAMS.keys() - MOVING))
-        raise ConfigError(
-            f"{ranks.unit}: {ranks.tensor_parallel} ranks, whose K and V are neither sent nor received, "
-            f"under the program {program}, which moves them; {right} are right"
-        )
 
 
 def _planned(path: Path, policy: Policy | None, profile: Path | None, client_here: bool) -> _Fleet:

@@ -34,19 +34,21 @@ from kvloom.config.fields import (
     Threads,
     explain,
     no_bool,
+    read_api_keys,
+    read_keys,
     show_size,
 )
-from kvloom.config.keys import read_api_keys, read_keys
 from kvloom.config.machine import Machine
-from kvloom.config.models import ModelConfig, check_name
 from kvloom.config.units import (
     ConfiguredEngine,
     Device,
+    ModelConfig,
     PairedUnit,
     Rescheduling,
     ReschedulingConfig,
     UnitConfig,
     WeaveConfig,
+    check_name,
     check_ranks,
     first,
     groups,

@@ -1,4 +1,5 @@
-"""The values that a config's keys may hold, how they are read, and how a wrong one is told."""
+"""The values that a config's keys may hold, files of API keys among them, how they are read, and how a wrong
+one is told."""
 
 from __future__ import annotations
 
@@ -149,8 +150,6 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 Listed = TypeVar("Listed", bound=tuple[object, ...])
 Auto = Literal["auto"]
-LONGEST_LEASE: Final = 3600.0
-SHORTEST_PERIOD, LONGEST_PERIOD = 0.05, 60.0
 MOST_LEVELS: Final = 16  # of priority; each report of a load has a figure for each
 _PROGRAM: Final = re.compile(r"[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -223,18 +222,16 @@ def _threads(value: Any, info: ValidationInfo) -> int | Auto:
     return value
 
 
-def _lease(value: Any) -> float:
-    seconds = parse_seconds(value)
-    if not 1 <= seconds <= LONGEST_LEASE:
-        raise ValueError(f"{seconds:g} s; 1 s to {LONGEST_LEASE:g} s is right")
-    return seconds
+def _seconds(least: float, most: float) -> PlainValidator:
+    """Reads a time within bounds."""
 
+    def read(value: Any) -> float:
+        seconds = parse_seconds(value)
+        if not least <= seconds <= most:
+            raise ValueError(f"{seconds:g} s; {least:g} s to {most:g} s is right")
+        return seconds
 
-def _period(value: Any) -> float:
-    seconds = parse_seconds(value)
-    if not SHORTEST_PERIOD <= seconds <= LONGEST_PERIOD:
-        raise ValueError(f"{seconds:g} s; {SHORTEST_PERIOD:g} s to {LONGEST_PERIOD:g} s is right")
-    return seconds
+    return PlainValidator(read)
 
 
 def parse_program(value: Any) -> ProgramSpec:
@@ -286,10 +283,53 @@ Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=1 << 20)]
 Part = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 Memory = Annotated[int | Auto, PlainValidator(_memory)]
 Threads = Annotated[int | Auto, PlainValidator(_threads)]
-Seconds = Annotated[float, PlainValidator(_lease)]
-Period = Annotated[float, PlainValidator(_period)]
+Seconds = Annotated[float, _seconds(1, 3600)]
+Period = Annotated[float, _seconds(0.05, 60)]
 Steps = Annotated[float, BeforeValidator(no_bool), Field(ge=-1e9, le=1e9)]
 Program = Annotated[ProgramSpec, PlainValidator(parse_program)]
 Priorities = Annotated[tuple[Level, ...], PlainValidator(_priorities)]
 Some = AfterValidator(_some)
 NoNull = BeforeValidator(_no_null)
+
+_PRIORITY: Final = re.compile(r"priority=([+-]?\d{1,10})")
+_FURTHEST: Final = 1 << 31  # what a request's priority may be
+
+
+def read_keys(path: Path) -> frozenset[str]:
+    """Returns the keys in the file, without empty lines and lines that start with #. Raises ValueError."""
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; a text file with one key a line is right") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text; one key a line is right") from error
+    keys = frozenset(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ValueError(f"{path} holds no key; one key a line is right")
+    return keys
+
+
+def read_api_keys(path: Path) -> dict[str, int | None]:
+    """Returns each key with the most urgent priority that its requests may have, which a line tells as
+    `KEY priority=-1`; None stands for any priority. Raises ValueError."""
+    found: dict[str, int | None] = {}
+    for line in sorted(read_keys(path)):
+        key, *rest = line.split()
+        if key in found:
+            raise ValueError(f"{path}: {_shown(key)} stands there twice; one line for each key is right")
+        found[key] = _priority(path, key, rest)
+    return found
+
+
+def _shown(key: str) -> str:
+    """Names the key by enough of it to find it, and by no more than a quarter."""
+    return f"the key {key[: min(4, len(key) // 4)]}…"
+
+
+def _priority(path: Path, key: str, rest: list[str]) -> int | None:
+    if not rest:
+        return None
+    said = _PRIORITY.fullmatch(" ".join(rest))
+    if said is None or not -_FURTHEST <= int(said[1]) < _FURTHEST:
+        raise ValueError(f"{path}: {_shown(key)} has more behind it; nothing, or `priority=-1`, is right")
+    return int(said[1])

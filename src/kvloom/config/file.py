@@ -10,7 +10,7 @@ import yaml
 
 from kvloom.config.config import Config, build_config, demo_settings
 from kvloom.config.machine import Machine
-from kvloom.config.models import resolve_model
+from kvloom.config.units import resolve_model
 from kvloom.plan.cluster import CPU
 from kvloom.plan.plan import PlannedUnit, is_plan, read_plan
 from kvloom.types.errors import ConfigError
@@ -21,8 +21,10 @@ def load_config(
 ) -> Config:
     """Returns the config in `file`, overridden by `flags`, with `models` (from --model) added. With neither
     file nor models it is the demo fleet's. Raises ConfigError."""
-    demo = file is None and not models
-    settings = demo_settings() if demo else {} if file is None else _read(file)
+    if file is not None:
+        settings = read_plan_settings(file) if is_plan(file) else read_yaml(file)
+    else:
+        settings = {} if models else demo_settings()
     origin = {key: "--" + key.replace("_", "-") for key in flags}
     settings |= flags
     if models:
@@ -33,10 +35,6 @@ def load_config(
     except ConfigError as error:
         from_flag = error.message.startswith("--")
         raise error if file is None or from_flag else ConfigError(f"{file}: {error.message}") from error
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_plan_settings(file) if is_plan(file) else read_yaml(file)
 
 
 def _add_models(present: object, models: Mapping[str, str]) -> object:

@@ -1,22 +1,34 @@
-"""The engines of a fleet: each one's share of the machine, who lends to whom, and how requests move."""
+"""The models of a fleet and its engines: each one's share of the machine, who lends to whom, and how requests
+move."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from kvloom.config.fields import (
     Auto,
     ConfigSection,
+    Count,
     Memory,
     Part,
     Period,
     Seconds,
     Some,
     Steps,
+    Surroundings,
     Threads,
     nearest,
     no_bool,
@@ -28,6 +40,7 @@ from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import (
     Control,
+    Dtype,
     EngineSpec,
     ModelSpec,
     Plane,
@@ -38,6 +51,52 @@ from kvloom.types.spec import (
 )
 
 MOST_ENGINES: Final = 64
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError if a model cannot have this name."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name[:140]!r} is no name; letters, digits and .:/@+-_ are right, 128 at most")
+
+
+class ModelConfig(ConfigSection):
+    """A model. Its short form is just the path."""
+
+    path: str
+    """A checkpoint directory, or a hub id."""
+    dtype: Dtype = "auto"
+    rate: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e9)] = 1.0
+    max_context: Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @field_validator("path")
+    @classmethod
+    def _exists(cls, value: str, info: ValidationInfo) -> str:
+        return resolve_model(value, Surroundings.of(info).folder)
+
+
+def resolve_model(value: str, folder: Path) -> str:
+    """Returns the checkpoint directory that `value` names, seen from `folder`, or the hub id that it is.
+    Raises ValueError."""
+    if not value.strip() or "\0" in value:
+        raise ValueError(f"{value!r} is no path and no hub id")
+    path = folder / Path(value).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"{path} holds no config.json; the directory of a Hugging Face checkpoint is right"
+            )
+        return str(path.resolve())
+    if value.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(value):
+        kind = "is a file" if path.is_file() else "does not exist"
+        raise ValueError(f"{path} {kind}; a checkpoint directory or a hub id `org/name` is right")
+    return value
 
 
 class ReplicasConfig(ConfigSection):
@@ -158,11 +217,16 @@ def check_ranks(engines: Sequence[ConfiguredEngine], cores: Sequence[int], progr
                 f"{key}: {ranks} ranks, but {engine.name} has {own} core{'' if own == 1 else 's'}; "
                 f"{f'1 to {own}' if own > 1 else '1'} is right"
             )
-        if ranks > 1 and program in MOVING:
-            raise ValueError(
-                f"{key}: {ranks} ranks, whose K and V are neither sent nor received, under the program "
-                f"{program}, which moves them; {', '.join(sorted(PROGRAMS.keys() - MOVING))} are right"
-            )
+        refuse_moved_ranks(key, ranks, program)
+
+
+def refuse_moved_ranks(key: str, ranks: int, program: str) -> None:
+    """Raises ValueError if the program moves K and V of a unit with ranks."""
+    if ranks > 1 and program in MOVING:
+        raise ValueError(
+            f"{key}: {ranks} ranks, whose K and V are neither sent nor received, under the program "
+            f"{program}, which moves them; {', '.join(sorted(PROGRAMS.keys() - MOVING))} are right"
+        )
 
 
 def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[ConfiguredEngine]:
@@ -338,27 +402,16 @@ def weave_units(
         if one.hot == one.cold:
             raise ValueError(f"weave.{i}.cold: {one.cold} would lend to itself; another unit is right")
         kinds = [units[name].device for name in (one.hot, one.cold)]
-        if kinds.count(CPU) == 1:
-            raise ValueError(
-                f"weave.{i}.cold: {one.cold} is on {kinds[1]}, {one.hot} on {kinds[0]}; "
-                "two CPU units, or two GPU units, are right"
-            )
         if kinds[0] != kinds[1]:
-            raise ValueError(
-                f"weave.{i}.cold: {one.cold} is on {kinds[1]}, {one.hot} on {kinds[0]}; "
-                "two units of one GPU are right (units go round the GPUs in their order)"
-            )
+            right = "two units of one GPU are right (units go round the GPUs in their order)"
+            if CPU in kinds:
+                right = "two CPU units, or two GPU units, are right"
+            raise ValueError(f"weave.{i}.cold: {one.cold} is on {kinds[1]}, {one.hot} on {kinds[0]}; {right}")
         if units[one.hot].models > 1:
             raise ValueError(
                 f"weave.{i}.hot: {one.hot} has {units[one.hot].models} models; a unit of one is right"
             )
-    return {
-        one.hot: WeaveSpec(one.cold, one.share, one.part, one.bound, one.control, one.split, one.waits)
-        for one in relations
-    }
-
-
-OFF = "none"
+    return {one.hot: WeaveSpec(**one.model_dump(exclude={"hot"})) for one in relations}
 
 
 class ReschedulingConfig(ConfigSection):
@@ -384,8 +437,6 @@ class ReschedulingConfig(ConfigSection):
         return SchedulerSpec(self.period, self.out, self.into)
 
 
-def _off(value: Any) -> Any:
-    return None if value == OFF else value
-
-
-Rescheduling = Annotated[ReschedulingConfig | None, BeforeValidator(_off)]
+Rescheduling = Annotated[
+    ReschedulingConfig | None, BeforeValidator(lambda value: None if value == "none" else value)
+]

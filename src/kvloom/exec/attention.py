@@ -16,7 +16,7 @@ from kvloom.kernels import cpu, reference
 from kvloom.offload.cpu.attention import Polls, RemoteAttention
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64
-from kvloom.types.plan import ForwardPlan, PageCopy
+from kvloom.types.job import ForwardPlan, PageCopy
 
 NAME = "kvloom"
 _KNOWN = {"dropout", "position_ids", "kv", "is_causal"}  # asked for, and harmless to leave out

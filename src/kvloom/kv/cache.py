@@ -12,7 +12,7 @@ from kvloom.kv.pages import BlockAllocator, PageTable
 from kvloom.kv.prefix import PrefixTree, Recency, TokenIds
 from kvloom.kv.sequences import Sends, SequencePages, SequenceTable
 from kvloom.types.geometry import I32, I64, Geometry
-from kvloom.types.plan import ForwardPlan, PageCopy
+from kvloom.types.job import ForwardPlan, PageCopy
 
 
 def make_plan(

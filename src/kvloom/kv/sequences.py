@@ -12,7 +12,7 @@ import numpy as np
 from kvloom.kv.pages import PageTable
 from kvloom.kv.prefix import PrefixTree
 from kvloom.types.geometry import I32, I64
-from kvloom.types.plan import PageCopy
+from kvloom.types.job import PageCopy
 from kvloom.types.transfer import PageCopies, Transfer
 
 _FEW: Final = 6  # sequences, looked at one by one sooner than as arrays

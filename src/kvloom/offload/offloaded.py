@@ -13,8 +13,7 @@ import numpy as np
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.offload.policy import CopyBudget, OffloadPolicy, S
-from kvloom.types.job import Job
-from kvloom.types.plan import ForwardPlan, OffloadedRows, PageMove
+from kvloom.types.job import ForwardPlan, Job, OffloadedRows, PageMove
 
 Batch = list[tuple[S, int]]  # sequences with the tokens that each appends
 

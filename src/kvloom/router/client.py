@@ -12,10 +12,10 @@ import aiohttp
 import msgspec
 
 from kvloom.offload.terms import Borrow, Loan
-from kvloom.types.client import Frames, RemoteEngine
+from kvloom.types.client import Frames
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.request import PROTOCOL, Event, StartGenerate
-from kvloom.types.verbs import Answer, Body, FrameParser, Verb
+from kvloom.types.verbs import Answer, Body, FrameParser, RemoteEngine, Verb
 
 UNIX: Final = "unix://"
 LEND: Final = Verb("lend", "Lends blocks to a model, and attends over them.", Borrow, Loan)

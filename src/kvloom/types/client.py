@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -10,23 +9,7 @@ from kvloom.types.load import UnitLoad
 from kvloom.types.request import Event, ModelCard, StartGenerate
 from kvloom.types.service import Service
 from kvloom.types.verbs import (
-    ABORT,
-    EVICT,
-    HOLD,
-    LOAD,
-    MODELS,
-    OFFER,
-    PIN,
-    PREP_RECV,
-    REMOTE_SEND,
-    RENEW,
-    RESUME,
-    UNPIN,
-    Abort,
-    Answer,
-    Body,
     Held,
-    Hold,
     Lease,
     Offer,
     Offered,
@@ -36,12 +19,8 @@ from kvloom.types.verbs import (
     Prepared,
     PrepRecv,
     RemoteSend,
-    Renew,
-    Resume,
     Sent,
     Standing,
-    Unpin,
-    Verb,
 )
 
 Item_co = TypeVar("Item_co", covariant=True)
@@ -121,48 +100,3 @@ class EngineClient(Generator, Protocol):
         """Drops what is cached of the prefix and past it, as far as nobody uses it."""
 
     async def load(self) -> UnitLoad: ...
-
-
-class RemoteEngine(ABC):
-    """An `EngineClient` but for `start_generate`: all its other verbs go one way, which is `call`."""
-
-    @abstractmethod
-    async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
-        """Asks the engine for the verb. Raises KvloomError: the engine's own, or Unavailable if it cannot be
-        reached."""
-
-    async def models(self) -> list[ModelCard]:
-        return await self.call(MODELS, None)
-
-    async def load(self) -> UnitLoad:
-        return await self.call(LOAD, None)
-
-    async def abort(self, request: str, choice: int | None = None) -> None:
-        await self.call(ABORT, Abort(request, choice))
-
-    async def prep_recv(self, body: PrepRecv) -> Prepared:
-        return await self.call(PREP_RECV, body)
-
-    async def remote_send(self, body: RemoteSend) -> Sent:
-        return await self.call(REMOTE_SEND, body)
-
-    async def renew(self, request: str) -> Lease:
-        return await self.call(RENEW, Renew(request=request))
-
-    async def pin(self, body: Pin) -> Pinned:
-        return await self.call(PIN, body)
-
-    async def unpin(self, request: str) -> Held:
-        return await self.call(UNPIN, Unpin(request=request))
-
-    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
-        return await self.call(HOLD, Hold(request=request, sends=list(sends)))
-
-    async def resume(self, request: str) -> None:
-        await self.call(RESUME, Resume(request=request))
-
-    async def offer(self, body: Offer) -> Offered:
-        return await self.call(OFFER, body)
-
-    async def evict(self, body: Prefix) -> Held:
-        return await self.call(EVICT, body)

@@ -5,10 +5,12 @@ Every wire carries `PROTOCOL` in the header `kvloom-protocol`; peers of unlike v
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from kvloom.types.address import KVForm
 
@@ -179,6 +181,10 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     dtype: str
     sampling: SamplingDefaults = SamplingDefaults()
     form: KVForm | None = None  # the form of its K and V, set by the engine
+
+    def __post_init__(self) -> None:
+        """Keeps equal tokenizers once: each has megabytes, and a gateway has a card for every replica."""
+        force_setattr(self, "tokenizer", sys.intern(self.tokenizer))
 
 
 class Level(Struct, frozen=True):

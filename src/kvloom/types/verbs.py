@@ -1,5 +1,5 @@
-"""The verbs of an engine (Microserving, section 3.1): bodies, answers, their table, and the frames in
-which token events cross the wire.
+"""The verbs of an engine (Microserving, section 3.1): bodies, answers, their table, how they are asked of an
+engine elsewhere, and the frames in which token events cross the wire.
 
 `prompt` is the whole context in token ids. Positions count in it, negative ones from its end, and None is its
 end. Every verb may be called again with the same body and then answers the same. A frame is 4 bytes of
@@ -8,6 +8,8 @@ length, big-endian, and a msgpack body.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Final, Generic, TypeVar
@@ -251,6 +253,52 @@ VERBS: Final[tuple[Verb[Any, Any], ...]] = (
     MODELS,
 )
 """All but `start_generate`, which is answered by a stream, and `lend`, which only units ask of each other."""
+
+
+class RemoteEngine(ABC):
+    """An `EngineClient` but for `start_generate`: all its other verbs go one way, which is `call`."""
+
+    @abstractmethod
+    async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
+        """Asks the engine for the verb. Raises KvloomError: the engine's own, or Unavailable if it cannot be
+        reached."""
+
+    async def models(self) -> list[ModelCard]:
+        return await self.call(MODELS, None)
+
+    async def load(self) -> UnitLoad:
+        return await self.call(LOAD, None)
+
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        await self.call(ABORT, Abort(request, choice))
+
+    async def prep_recv(self, body: PrepRecv) -> Prepared:
+        return await self.call(PREP_RECV, body)
+
+    async def remote_send(self, body: RemoteSend) -> Sent:
+        return await self.call(REMOTE_SEND, body)
+
+    async def renew(self, request: str) -> Lease:
+        return await self.call(RENEW, Renew(request=request))
+
+    async def pin(self, body: Pin) -> Pinned:
+        return await self.call(PIN, body)
+
+    async def unpin(self, request: str) -> Held:
+        return await self.call(UNPIN, Unpin(request=request))
+
+    async def hold(self, request: str, sends: Sequence[RemoteSend] = ()) -> Standing:
+        return await self.call(HOLD, Hold(request=request, sends=list(sends)))
+
+    async def resume(self, request: str) -> None:
+        await self.call(RESUME, Resume(request=request))
+
+    async def offer(self, body: Offer) -> Offered:
+        return await self.call(OFFER, body)
+
+    async def evict(self, body: Prefix) -> Held:
+        return await self.call(EVICT, body)
+
 
 HEAD = 4
 ERROR = 1 << 31

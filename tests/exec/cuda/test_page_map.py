@@ -15,7 +15,7 @@ from kvloom.exec.cuda.model import DevicePageMap
 from kvloom.exec.cuda.staging import SentInputs, Staging
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import AnyArray, Geometry
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan
 
 GEOMETRY = Geometry(2, 2, 16, 4, 2048)  # 16 tokens a page of 4 blocks
 DEVICE = host_device(4)

@@ -16,8 +16,7 @@ from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Work
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.geometry import Geometry
-from kvloom.types.job import Job, JobResult, Phase, SampleRow
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan, Job, JobResult, Phase, SampleRow
 from kvloom.types.request import SamplingParams
 from kvloom.types.transfer import BlockCopies, PageCopies, Transfer
 

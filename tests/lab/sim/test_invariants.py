@@ -10,8 +10,7 @@ import pytest
 from kvloom.kv.pool import Pool
 from kvloom.lab.faults.invariants import InvariantChecker, lone_answer, next_token
 from kvloom.types.geometry import Geometry
-from kvloom.types.job import Job, Phase, SampleRow
-from kvloom.types.plan import PageCopy
+from kvloom.types.job import Job, PageCopy, Phase, SampleRow
 from kvloom.types.request import SamplingParams, StartGenerate
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=256)  # 4 tokens a page

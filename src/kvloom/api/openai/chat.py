@@ -6,21 +6,16 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvloom.api.auth import priority
-from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece
-from kvloom.api.openai.sampling import chat_logprobs, check_prompt, frame_interval, room_for, sampling_params
+from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
+from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
-from kvloom.types.request import Guide, StartGenerate
-
-_encode = msgspec.json.Encoder().encode
+from kvloom.types.request import Guide
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +23,27 @@ class ChatEndpoint:
     gateway: EndpointContext
 
     async def __call__(self, request: Request) -> Response:
-        watch = self.gateway.metrics.watch()
-        with watch.preparing():
-            body = parse(ChatBody, await request.body())
-            body.priority = priority(request.scope, body.priority)
-            model = await self.gateway.catalog.get(body.model)
-            watch.model = model.card.name
-            answering = await self._prepare(body, model, watch)
-        return await answering.respond(request, stream=bool(body.stream))
+        return await self.gateway.answer(request, ChatBody, self._prepare)
 
     async def _prepare(self, body: ChatBody, model: ServedModel, watch: Watch) -> Answering:
         text = render(body, model)
-        prompt = await model.tokenizer.encode(text, special=False)
+        prompt = await model.encode(text, special=False)
         check_prompt(prompt, model.card)
         family = parsed_family(body, model)
-        request_id = self.gateway.new_id("chatcmpl")
+        request_id = new_id("chatcmpl")
         asked = body.max_completion_tokens or body.max_tokens
         limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        start = StartGenerate(
-            model=model.card.name,
-            request=request_id,
-            prompt=prompt,
-            sampling=sampling_params(
-                body,
-                model,
-                max_tokens=room_for(prompt, asked, model.card, "messages", limit),
-                draw_seed=self.gateway.draw_seed,
-                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                guide=_forced(body, model, family),
-            ),
-            n=body.choices,
-            priority=body.priority or 0,
-            interval=frame_interval(body),
+        sampling = sampling_params(
+            body,
+            model,
+            max_tokens=room_for(prompt, asked, model.card, "messages", limit),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            guide=_forced(body, model, family),
         )
+        start = start_of(body, request_id, prompt, sampling)
         keep = marks_of(family, model.tokenizer)
         generation = Generation(start, model.tokenizer, body.stops, keep)
-        writer = ChatWriter(request_id, int(self.gateway.unix_time()), model, body, family)
+        writer = ChatWriter(request_id, model, body, family)
         return Answering(self.gateway, writer, [generation], watch)
 
 
@@ -131,20 +111,17 @@ class _WrittenChat:
     finish: str | None = None
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes the one generation of a chat request; its choices are the generation's."""
 
-    def __init__(
-        self, request_id: str, created: int, model: ServedModel, body: ChatBody, family: Family | None
-    ) -> None:
-        self._id = request_id
-        self._head = {"id": request_id, "created": created, "model": model.card.name}
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, request_id: str, model: ServedModel, body: ChatBody, family: Family | None) -> None:
+        super().__init__(request_id, body)
         self._tokenizer = model.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
-        self._wants_usage = body.wants_usage
         self._choices = [_WrittenChat(ToolParser(family) if family else None) for _ in range(body.choices)]
-        chunk = _encode({**self._head, "object": "chat.completion.chunk"})
-        self._open = b"data: " + chunk[:-1] + b',"choices":[{"index":'
+        self._open = b"data: " + encode(self._chunk_head)[:-1] + b',"choices":[{"index":'
         self._close = b'}],"usage":null}\n\n' if self._wants_usage else b"}]}\n\n"
 
     def chunk(self, at: int, piece: Piece) -> bytes:
@@ -157,21 +134,15 @@ class ChatWriter:
             events.append((b'{"role":"assistant","content":""}', b"null", b"null"))
         if self._top is not None and piece.tokens:
             content = {"content": chat_logprobs(piece.tokens, self._tokenizer, self._top), "refusal": None}
-            events.append((b'{"content":%b}' % _encode(text), _encode(content), b"null"))
+            events.append((b'{"content":%b}' % encode(text), encode(content), b"null"))
         elif text:
-            events.append((b'{"content":%b}' % _encode(text), b"null", b"null"))
+            events.append((b'{"content":%b}' % encode(text), b"null", b"null"))
         for number, call in enumerate(calls, len(choice.calls) - len(calls)):
-            events.append((_encode({"tool_calls": [{"index": number, **call}]}), b"null", b"null"))
+            events.append((encode({"tool_calls": [{"index": number, **call}]}), b"null", b"null"))
         if choice.finish is not None:
-            events.append((b"{}", b"null", _encode(choice.finish)))
+            events.append((b"{}", b"null", encode(choice.finish)))
         form = b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b'
         return b"".join([form % (self._open, piece.choice, *event, self._close) for event in events])
-
-    def last_chunk(self, usage: dict[str, Any]) -> bytes:
-        if not self._wants_usage:
-            return b""
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
-        return b"data: " + _encode(chunk) + b"\n\n"
 
     def add(self, at: int, piece: Piece) -> None:
         choice = self._choices[piece.choice]
@@ -181,7 +152,7 @@ class ChatWriter:
 
     def answer(self, usage: dict[str, Any]) -> bytes:
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
-        return _encode({**self._head, "object": "chat.completion", "choices": choices, "usage": usage})
+        return encode({**self._head, "choices": choices, "usage": usage})
 
     def _read(self, choice: _WrittenChat, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
         """Returns the piece's text without the calls in it, and the calls."""
@@ -202,7 +173,11 @@ class ChatWriter:
     def _call(self, call: ToolCall) -> dict[str, Any]:
         number = sum(len(choice.calls) for choice in self._choices)
         function = {"name": call.name, "arguments": call.arguments}
-        return {"id": f"call_{self._id.partition('-')[2]}_{number}", "type": "function", "function": function}
+        return {
+            "id": f"call_{self._head['id'].partition('-')[2]}_{number}",
+            "type": "function",
+            "function": function,
+        }
 
     def _whole(self, index: int, choice: _WrittenChat) -> dict[str, Any]:
         text = "".join(choice.text)

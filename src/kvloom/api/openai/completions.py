@@ -5,30 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvloom.api.auth import priority
-from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece
-from kvloom.api.openai.sampling import (
-    LogprobsCollector,
-    check_prompt,
-    frame_interval,
-    room_for,
-    sampling_params,
-)
+from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
+from kvloom.api.openai.sampling import LogprobsCollector, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas import CompletionBody
 from kvloom.types.errors import BadRequest
-from kvloom.types.request import StartGenerate
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_CHOICES = 2048
-
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +24,20 @@ class CompletionEndpoint:
     gateway: EndpointContext
 
     async def __call__(self, request: Request) -> Response:
-        watch = self.gateway.metrics.watch()
-        with watch.preparing():
-            body = parse(CompletionBody, await request.body())
-            body.priority = priority(request.scope, body.priority)
-            model = await self.gateway.catalog.get(body.model)
-            watch.model = model.card.name
-            answering = await self._prepare(body, model, watch)
-        return await answering.respond(request, stream=bool(body.stream))
+        return await self.gateway.answer(request, CompletionBody, self._prepare)
 
     async def _prepare(self, body: CompletionBody, model: ServedModel, watch: Watch) -> Answering:
         if len(body.prompts) * body.choices > MAX_CHOICES:
             raise BadRequest(f"prompts times n is more than {MAX_CHOICES}", param="n")
-        request_id = self.gateway.new_id("cmpl")
+        request_id = new_id("cmpl")
         prompts = [
-            await model.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
+            await model.encode(prompt, special=True) if isinstance(prompt, str) else prompt
             for prompt in body.prompts
         ]
         generations = [
             self._generation(body, model, prompt, f"{request_id}-{at}") for at, prompt in enumerate(prompts)
         ]
-        writer = CompletionWriter(request_id, int(self.gateway.unix_time()), model, body, generations)
+        writer = CompletionWriter(request_id, model, body, generations)
         return Answering(self.gateway, writer, generations, watch)
 
     def _generation(
@@ -71,19 +52,10 @@ class CompletionEndpoint:
             body,
             model,
             max_tokens=room_for(prompt, wanted, model.card, "prompt"),
-            draw_seed=self.gateway.draw_seed,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        start = StartGenerate(
-            model=model.card.name,
-            request=request_id,
-            prompt=prompt,
-            sampling=sampling,
-            n=body.choices,
-            priority=body.priority or 0,
-            interval=frame_interval(body),
-        )
+        start = start_of(body, request_id, prompt, sampling)
         return Generation(start, model.tokenizer, body.stops, scoring=scoring)
 
 
@@ -97,28 +69,23 @@ class _Written:
     finish: str | None = None
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
+    kind = chunk_kind = "text_completion"
+
     def __init__(
-        self,
-        request_id: str,
-        created: int,
-        model: ServedModel,
-        body: CompletionBody,
-        generations: list[Generation],
+        self, request_id: str, model: ServedModel, body: CompletionBody, generations: list[Generation]
     ) -> None:
-        self._head = {"id": request_id, "object": "text_completion", "created": created}
-        self._head["model"] = model.card.name
+        super().__init__(request_id, body)
         self._tokenizer = model.tokenizer
         self._prompts = body.prompts
         self._generations = generations
         self._echo = bool(body.echo)
         self._n = body.choices
-        self._wants_usage = body.wants_usage
         self._choices = [
             _Written(LogprobsCollector(model.tokenizer) if body.logprobs is not None else None)
             for _ in range(len(generations) * self._n)
         ]
-        self._open = b"data: " + _encode(self._head)[:-1] + b',"choices":['
+        self._open = b"data: " + encode(self._chunk_head)[:-1] + b',"choices":['
         self._close = b'],"usage":null}\n\n' if self._wants_usage else b"]}\n\n"
 
     def chunk(self, at: int, piece: Piece) -> bytes:
@@ -130,16 +97,11 @@ class CompletionWriter:
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._open,
             index,
-            _encode(text),
-            b"null" if logprobs is None else _encode(logprobs.take()),
-            b"null" if piece.finish is None else _encode(piece.finish),
+            encode(text),
+            b"null" if logprobs is None else encode(logprobs.take()),
+            b"null" if piece.finish is None else encode(piece.finish),
             self._close,
         )
-
-    def last_chunk(self, usage: dict[str, Any]) -> bytes:
-        if not self._wants_usage:
-            return b""
-        return b"data: " + _encode({**self._head, "choices": [], "usage": usage}) + b"\n\n"
 
     def add(self, at: int, piece: Piece) -> None:
         index = at * self._n + piece.choice
@@ -157,7 +119,7 @@ class CompletionWriter:
             }
             for index, choice in enumerate(self._choices)
         ]
-        return _encode({**self._head, "choices": choices, "usage": usage})
+        return encode({**self._head, "choices": choices, "usage": usage})
 
     def _read(self, at: int, index: int, piece: Piece) -> str:
         """Returns the piece's text, after the prompt's if that is echoed and has not been yet."""

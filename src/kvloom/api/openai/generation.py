@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from secrets import randbits
+from time import time
+from typing import Any, ClassVar, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvloom.api.catalog import Catalog
+from kvloom.api.auth import priority
+from kvloom.api.bodies import parse
+from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.metrics import Metrics, Watch
+from kvloom.api.schemas import GenerationBody
 from kvloom.api.stream import EventStream, Write, while_connected
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import ModelServer
-from kvloom.types.clock import Clock, together
+from kvloom.types.clock import together
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
 
+encode = msgspec.json.Encoder().encode
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 8  # tokens after which an unfinished character is taken to be broken
@@ -263,38 +271,66 @@ class _Window:
 
 
 AT_ONCE = 128  # generations of one request that run at the same time
+Body = TypeVar("Body", bound=GenerationBody)
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointContext:
-    """The parts that every endpoint uses. `unix_time` and `random_bits` are the world's, or a test's."""
+    """The parts that every endpoint uses."""
 
     client: ModelServer
     catalog: Catalog
     metrics: Metrics
-    clock: Clock
-    unix_time: Callable[[], float]
-    random_bits: Callable[[int], int]
 
-    def draw_seed(self) -> int:
-        return self.random_bits(63)
+    async def answer(
+        self,
+        request: Request,
+        form: type[Body],
+        prepare: Callable[[Body, ServedModel, Watch], Awaitable[Answering]],
+    ) -> Response:
+        """Answers a request whose body has this form with what `prepare` makes of it."""
+        watch = self.metrics.watch()
+        with watch.preparing():
+            body = parse(form, await request.body())
+            body.priority = priority(request.scope, body.priority)
+            model = await self.catalog.get(body.model)
+            watch.model = model.card.name
+            answering = await prepare(body, model, watch)
+        return await answering.respond(request, stream=bool(body.stream))
 
-    def new_id(self, prefix: str) -> str:
-        return f"{prefix}-{self.random_bits(128):032x}"
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{randbits(128):032x}"
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Turns the pieces of `generation` number `at` into an endpoint's own form."""
 
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    """The kind of a stream's chunks."""
+
+    def __init__(self, request_id: str, body: GenerationBody) -> None:
+        head: dict[str, Any] = {"id": request_id, "created": int(time()), "model": body.model}
+        self._head = head | {"object": self.kind}
+        self._chunk_head = head | {"object": self.chunk_kind}
+        self._wants_usage = body.wants_usage
+
+    @abstractmethod
     def chunk(self, at: int, piece: Piece) -> bytes:
         """Returns the events that tell of the piece; it may be none."""
 
     def last_chunk(self, usage: dict[str, Any]) -> bytes:
         """Returns the event that tells the usage, if that was asked for."""
+        if not self._wants_usage:
+            return b""
+        return b"data: " + encode(self._chunk_head | {"choices": [], "usage": usage}) + b"\n\n"
 
+    @abstractmethod
     def add(self, at: int, piece: Piece) -> None:
         """Keeps the piece for `answer`."""
 
+    @abstractmethod
     def answer(self, usage: dict[str, Any]) -> bytes: ...
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from secrets import randbits
 from typing import Any
 
 from kvloom.api.catalog import ServedModel
 from kvloom.api.schemas import GenerationBody, JsonObjectFormat, JsonSchemaFormat
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.errors import BadRequest, PromptTooLong
-from kvloom.types.request import Guide, ModelCard, SamplingParams, TokenEvent, TokenLogprob
+from kvloom.types.request import (
+    Guide,
+    ModelCard,
+    SamplingParams,
+    StartGenerate,
+    TokenEvent,
+    TokenLogprob,
+)
 
 LEAST_TOP_P = 1e-9  # OpenAI allows 0, which leaves the best token alone.
 STREAM_INTERVAL, STOP_INTERVAL, WHOLE_INTERVAL = 1, 4, 32
@@ -21,7 +29,6 @@ def sampling_params(
     model: ServedModel,
     *,
     max_tokens: int,
-    draw_seed: Callable[[], int],
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     guide: Guide | None = None,
@@ -36,7 +43,7 @@ def sampling_params(
         raise BadRequest(said, param="min_tokens")
     return SamplingParams(
         max_tokens=max_tokens,
-        seed=draw_seed() if body.seed is None else body.seed % 2**63,
+        seed=randbits(63) if body.seed is None else body.seed % 2**63,
         temperature=_or(body.temperature, ours.temperature),
         top_k=max(ours.top_k if body.top_k is None else body.top_k, 0),
         top_p=max(_or(body.top_p, ours.top_p), LEAST_TOP_P),
@@ -88,11 +95,21 @@ def room_for(
     return room if max_tokens is None else max_tokens
 
 
-def frame_interval(body: GenerationBody) -> int:
-    """Returns the tokens of a frame: many for a whole answer, fewer if a stop string must be seen in time."""
-    if body.stream:
-        return STREAM_INTERVAL
-    return STOP_INTERVAL if body.stops else WHOLE_INTERVAL
+def start_of(
+    body: GenerationBody, request: str, prompt: list[int], sampling: SamplingParams
+) -> StartGenerate:
+    """Returns what the engine is asked for one prompt. A frame has many tokens of a whole answer, and fewer
+    if a stop string must be seen in time."""
+    whole = STOP_INTERVAL if body.stops else WHOLE_INTERVAL
+    return StartGenerate(
+        model=body.model,
+        request=request,
+        prompt=prompt,
+        sampling=sampling,
+        n=body.choices,
+        priority=body.priority or 0,
+        interval=STREAM_INTERVAL if body.stream else whole,
+    )
 
 
 def guide_of(body: GenerationBody) -> Guide | None:

@@ -28,7 +28,7 @@ from kvloom.exec.cpu.small_batch import SmallBatchDecode
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention import attend_all
 from kvloom.types.geometry import I64, Geometry
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan
 
 Head = PackedLinear | TiedLinear | Gathered
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -19,7 +19,7 @@ from kvloom.exec.cuda.staging import SentInputs
 from kvloom.exec.cuda.streams import StreamEvent
 from kvloom.kv.arena import ArenaMemory
 from kvloom.types.geometry import I64, AnyArray, Geometry
-from kvloom.types.plan import ForwardPlan, PageCopy
+from kvloom.types.job import ForwardPlan, PageCopy
 from kvloom.types.request import ModelCard
 
 

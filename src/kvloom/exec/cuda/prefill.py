@@ -14,8 +14,7 @@ from kvloom.exec.cuda.model import DeviceModel, Places, PrefillState
 from kvloom.exec.cuda.staging import SentInputs, Staging, widened
 from kvloom.exec.sampler import draw, sample, uniform
 from kvloom.types.geometry import AnyArray
-from kvloom.types.job import Job, SampleRow
-from kvloom.types.plan import PageCopy
+from kvloom.types.job import Job, PageCopy, SampleRow
 from kvloom.types.request import SamplingParams, TokenLogprob
 
 

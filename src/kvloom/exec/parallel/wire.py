@@ -12,8 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvloom.types.geometry import I32, I64, AnyArray, Geometry
-from kvloom.types.job import Job, Phase
-from kvloom.types.plan import ForwardPlan, PageCopy
+from kvloom.types.job import ForwardPlan, Job, PageCopy, Phase
 from kvloom.types.spec import EngineSpec
 
 _LENGTH: Final = struct.Struct("<I")

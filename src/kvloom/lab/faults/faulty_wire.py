@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from kvloom.lab.faults.faults import CallFault, FaultSource
 from kvloom.lab.faults.host import EngineProcess, FaultyUnit
 from kvloom.lab.faults.journal import Crashed, FaultTasks, Journal
-from kvloom.types.client import EngineClient, RemoteEngine
+from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import Event, StartGenerate
-from kvloom.types.verbs import Answer, Body, Verb
+from kvloom.types.verbs import Answer, Body, RemoteEngine, Verb
 
 T = TypeVar("T")
 Asking = Callable[[EngineClient], Awaitable[T]]

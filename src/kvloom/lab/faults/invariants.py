@@ -13,8 +13,7 @@ import numpy as np
 
 from kvloom.lab.faults.guides import begin_guide
 from kvloom.types.geometry import I32, I64, U32, AnyArray, Geometry
-from kvloom.types.job import Job
-from kvloom.types.plan import ForwardPlan
+from kvloom.types.job import ForwardPlan, Job
 from kvloom.types.request import SamplingParams, StartGenerate
 
 EMPTY: Final = -1

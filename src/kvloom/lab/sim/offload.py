@@ -21,9 +21,8 @@ from kvloom.plan.cost.work import Operated, Work
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable
 from kvloom.types.geometry import I32
-from kvloom.types.job import Job, Phase
+from kvloom.types.job import Job, PageMove, Phase
 from kvloom.types.load import UnitLoad, Waits
-from kvloom.types.plan import PageMove
 from kvloom.types.spec import EngineSpec
 
 SIGNAL: Final = 2e-6  # seconds until a word that was written into a peer's memory is seen there

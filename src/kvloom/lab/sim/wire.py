@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from kvloom.types.client import EngineClient, RemoteEngine
+from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.request import Event, StartGenerate
-from kvloom.types.verbs import Answer, Body, Verb
+from kvloom.types.verbs import Answer, Body, RemoteEngine, Verb
 
 
 class ModelledWire(RemoteEngine):

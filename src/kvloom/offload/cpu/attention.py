@@ -19,8 +19,7 @@ from kvloom.kv.arena import Arena
 from kvloom.offload.cpu.attention_server import AttentionServer, OperatorSplit
 from kvloom.offload.memory.borrower import BorrowedBlocks, TaskSender
 from kvloom.types.errors import KvloomError
-from kvloom.types.job import Job
-from kvloom.types.plan import ForwardPlan, OffloadedRows
+from kvloom.types.job import ForwardPlan, Job, OffloadedRows
 
 
 class RemoteAttention:

@@ -34,7 +34,7 @@ from kvloom.transfer.target import Blocks, WriteTarget
 from kvloom.types.address import KVAddress
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from kvloom.types.geometry import I32, I64
-from kvloom.types.plan import PageMove
+from kvloom.types.job import PageMove
 from kvloom.types.transfer import BlockCopies
 
 _SPINS = 20_000  # looks before the thread sleeps; all but the first of them offer the core to others

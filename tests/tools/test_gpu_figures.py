@@ -28,7 +28,7 @@ from kvloom.kernels.driver import DriverError
 from kvloom.lab.workload.request import Alone, RequestResult, WorkloadRequest
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from tests.exec.cuda.woven import twins
-from tests.gpu_host import TINY, ground
+from tests.tools.gpu_host import TINY, ground
 from tests.transfer.device_memory import SharedMemory
 from tests.transfer.kinds import NIXL
 
@@ -199,7 +199,7 @@ def test_a_request_moves_between_two_processes(tmp_path: Path) -> None:
         spec = spec_of(executor, "adbs", max_running=most, chunk=chunk, unit="target")
         transport = CudaIpcTransport("target", arena, SharedMemory())
         async with (
-            units([setup], MOVING.patience, "tests.gpu_host") as (source,),
+            units([setup], MOVING.patience, "tests.tools.gpu_host") as (source,),
             running(executor, spec, transport) as target,
         ):
             found = await moving.moves(source, target, MOVING)
@@ -223,7 +223,7 @@ def test_what_goes_over_nixl_is_timed_and_looked_at() -> None:
 def test_a_unit_that_does_not_start_is_not_waited_for(tmp_path: Path) -> None:
     async def start() -> None:
         setup = moving.setup("source", MOVING, tmp_path, "secret")
-        async with units([setup], MOVING.patience, "tests.gpu_part"):
+        async with units([setup], MOVING.patience, "tests.tools.gpu_part"):
             raise AssertionError("it has started")
 
     with pytest.raises(RuntimeError, match="source did not start"):

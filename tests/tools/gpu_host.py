@@ -1,4 +1,4 @@
-"""The CPU in a GPU's place for what `make gpu-check` measures; `python -m tests.gpu_host` is one of its
+"""The CPU in a GPU's place for what `make gpu-check` measures; `python -m tests.tools.gpu_host` is one of its
 units, with the host's memory as the device's."""
 
 from __future__ import annotations

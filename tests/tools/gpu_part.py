@@ -1,4 +1,4 @@
-"""A part of the checks that ends in one way or another: `python -m tests.gpu_part HOW FILE SECONDS`."""
+"""A part of the checks that ends in one way or another: `python -m tests.tools.gpu_part HOW FILE SECONDS`."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from kvloom.offload.offloaded import OffloadedSequences
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.types.address import KVAddress, Ticket
 from kvloom.types.geometry import I32
-from kvloom.types.job import Job, JobResult
-from kvloom.types.plan import OffloadedRows
+from kvloom.types.job import Job, JobResult, OffloadedRows
 from tests.modelled import VOCAB, ModelledExecutor, engine_over
 from tests.plane import Plane
 

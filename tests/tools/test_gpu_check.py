@@ -31,7 +31,7 @@ from kvloom.offload.memory.mailbox import MailboxForm
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
-from tests.gpu_host import TINY, ground
+from tests.tools.gpu_host import TINY, ground
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -136,7 +136,7 @@ def test_figures_count_as_they_come(tmp_path: Path) -> None:
 )
 def test_a_part_in_a_process_of_its_own(part: str, told: dict[str, str]) -> None:
     """What it has found counts, however it ends."""
-    report, (found, why) = Report(environment={}), apart(Sessions(), part, 2, "tests.gpu_part")
+    report, (found, why) = Report(environment={}), apart(Sessions(), part, 2, "tests.tools.gpu_part")
     report.take(found, "p", why)
     assert report.failures == told
     if part == "hangs":

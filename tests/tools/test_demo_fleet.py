@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-FLEET = Path(__file__).resolve().parents[1] / "src" / "kvloom" / "demo"
+FLEET = Path(__file__).resolve().parents[2] / "src" / "kvloom" / "demo"
 NAMES = ["sums", "stories", "guide"]
 ASK_SUM = ["What is {a} + {b}?", "{a}+{b}", "{a} + {b} =", "add {a} and {b}"]
 ASK_DIFFERENCE = ["What is {a} - {b}?", "{a}-{b}"]

@@ -1,0 +1,98 @@
+"""What an engine runs on: resolved once, refused in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvloom.config.machine import Machine
+from tests.config.configs import AB, MACHINE, load, refused
+
+TWO = Machine(cores=4, memory=3 << 30, gpus=2)
+FIVE = Machine(cores=16, memory=3 << 30, gpus=5)
+UNITS = AB + "units:\n  - {models: [a]}\n  - {models: [b], replicas: 2}\n"
+
+
+def found(folder: Path, text: str, machine: Machine = TWO) -> list[tuple[str, int]]:
+    """The device and the pool of each engine."""
+    return [(engine.device, engine.kv_bytes) for engine in load(folder, text, machine=machine).engines]
+
+
+def test_a_cpu_unless_a_gpu_is_asked_for(folder: Path) -> None:
+    assert found(folder, AB) == found(folder, AB + "device: cpu") == [("cpu", 1 << 30)]
+
+
+def test_auto_takes_gpus_where_there_are_any(folder: Path) -> None:
+    assert found(folder, AB + "device: auto") == [("cuda:0", 0)]
+    assert found(folder, AB + "device: auto", MACHINE) == [("cpu", 1 << 30)]
+
+
+def test_cuda_is_left_to_the_engine_to_find(folder: Path) -> None:
+    """It knows why there is none."""
+    assert found(folder, AB + "device: cuda", MACHINE) == [("cuda:0", 0)]
+
+
+def test_gpus_go_round_and_units_may_differ(folder: Path) -> None:
+    sized = UNITS.replace("[a]", "[a], device: cpu").replace("replicas: 2", "replicas: 3, kv_memory: 40GiB")
+    assert found(folder, sized + "device: cuda") == [
+        ("cpu", 1 << 30),
+        *((f"cuda:{i}", 40 << 30) for i in (0, 1, 0)),
+    ]
+    shared = UNITS.replace("replicas: 2", "replicas: 1") + "device: cuda\nkv_memory: 60GiB"
+    assert found(folder, shared) == [("cuda:0", 30 << 30), ("cuda:1", 30 << 30)]
+
+
+def test_ranks_have_gpus_one_after_the_other(folder: Path) -> None:
+    """Two units of two, one of one; then they go round."""
+    text = AB + (
+        "device: cuda\nunits:\n"
+        "  - {models: [a, b], replicas: 3, tensor_parallel: 2, threads: 2, kv_memory: 1GiB}\n"
+        "  - {models: [a], replicas: 4, threads: 1, kv_memory: 1GiB}\n"
+    )
+    assert [device for device, _ in found(folder, text, FIVE)] == [f"cuda:{i}" for i in (0, 2, 0, 2, 3, 4, 0)]
+    apart = text.replace("replicas: 3", "replicas: 2").replace("replicas: 4", "replicas: 1")
+    assert found(folder, apart.replace(", kv_memory: 1GiB", ""), FIVE) == [
+        (f"cuda:{i}", 0) for i in (0, 2, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (AB + "device: gpu", "device: .*'auto', 'cpu' or 'cuda'"),
+        (UNITS + "device: cuda", "units.0.kv_memory: several engines on cuda:0 cannot each"),
+        (
+            UNITS.replace("[a]", "[a], tensor_parallel: 3, device: cuda, threads: 3"),
+            "units.0.tensor_parallel: 3 ranks for the 2 GPUs here; one GPU for each, or `device: cpu`, is",
+        ),
+        (
+            UNITS.replace("[a]", "[a], tensor_parallel: 2, threads: 2") + "device: cuda",
+            "units.0.kv_memory: several engines on cuda:0 cannot each",
+        ),
+        (
+            UNITS.replace("[a]", "[a], tensor_parallel: 2, device: cuda, threads: 2")
+            + "program: disaggregate",
+            "units.0.tensor_parallel: 2 ranks, whose K and V are neither sent nor received",
+        ),
+        (
+            UNITS.replace("[a]", "[a], device: cuda, kv_memory: 64"),
+            "units.0.kv_memory: 64 bytes is less",
+        ),
+        (UNITS.replace("[a]", "[a], kv_memory: 4GiB"), "units: 4 GiB of kv_memory for all engines"),
+    ],
+)
+def test_refused_in_one_line(folder: Path, text: str, words: str) -> None:
+    assert re.search(words, refused(folder, text, machine=TWO))
+
+
+def test_memory_of_the_host_does_not_bound_a_gpus(folder: Path) -> None:
+    text = AB + "device: cuda\nkv_memory: 40GiB"
+    assert "40 GiB is more than the 3 GiB available" in refused(folder, text)
+    assert found(folder, text) == [("cuda:0", 40 << 30)]
+
+
+def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Machine.here().gpus == 0
