@@ -35,9 +35,9 @@ from kvloom.api.app import DEFAULT_MAX_BODY
 from kvloom.cluster.launcher import Snapshot
 from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, UnitSpec
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.component import Component
+from kvloom.serve.child import Component
 from kvloom.serve.local import GATEWAY_MODULE
-from kvloom.serve.orders import GatewayOrder, Ready
+from kvloom.serve.messages import GatewayOrder, Ready
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 

@@ -30,9 +30,9 @@ from benchmarks.engines import MODEL, ending, ready, spec_of
 from benchmarks.report import Report
 from benchmarks.weaving_table import COLD, HOT, SHARE, VARIANTS, Found, Variant, told
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.component import Component
+from kvloom.serve.child import Component
 from kvloom.serve.local import ENGINE_MODULE
-from kvloom.serve.orders import EngineOrder
+from kvloom.serve.messages import EngineOrder
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, WeaveSpec

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from kvloom.config.config import DEMO
-from kvloom.serve.forkserver import SINGLE_THREADED
+from kvloom.serve.prefork import SINGLE_THREADED
 
 PROGRAM = f"""
 import os, sys

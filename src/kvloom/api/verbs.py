@@ -30,8 +30,7 @@ from kvloom.api.errors import (
     on_kvloom_error,
 )
 from kvloom.api.stream import while_connected
-from kvloom.offload.terms import Borrow, Loan
-from kvloom.router.client import LEND
+from kvloom.offload.terms import LEND, Borrow, Loan
 from kvloom.types.client import EngineClient, Frames
 from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
 from kvloom.types.request import PROTOCOL, Event, StartGenerate

@@ -11,14 +11,13 @@ from typing import Final, Self
 import aiohttp
 import msgspec
 
-from kvloom.offload.terms import Borrow, Loan
+from kvloom.offload.terms import LEND, Borrow, Loan
 from kvloom.types.client import Frames, RemoteEngine
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.request import PROTOCOL, Event, StartGenerate
 from kvloom.types.verbs import Answer, Body, FrameParser, Verb
 
 UNIX: Final = "unix://"
-LEND: Final = Verb("lend", "Lends blocks to a model, and attends over them.", Borrow, Loan)
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 30.0  # The engine's is longer, so that the engine never closes first.
 

@@ -6,14 +6,17 @@ import asyncio
 import functools
 import importlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import uvloop
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 
-from kvloom.serve.orders import EngineOrder, Ready, StartProgress, keep_cards
+from kvloom.serve.messages import EngineOrder, Ready, StartProgress, keep_cards
 from kvloom.serve.parent import Parent, end_at_once, run_child
+from kvloom.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvloom.engine.engine import Engine
@@ -26,10 +29,12 @@ if TYPE_CHECKING:
     from kvloom.transfer.nixl import NixlTransport
     from kvloom.transfer.shared_memory import ShmTransport
     from kvloom.types.clock import Clock
-    from kvloom.types.spec import EngineSpec, WeaveSpec
+    from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
     from kvloom.types.transfer import NoTransport
 
-GRACE_SECONDS = 1
+GRACE_SECONDS: Final = 1
+CONFIG: Final = "config.json"
+HUB_SECONDS: Final = 5.0
 
 
 def main(parent: Parent) -> None:
@@ -49,20 +54,17 @@ def preload() -> list[Callable[[], object]]:
     from kvloom.kernels.cpu.warm import kernels  # noqa: PLC0415
     from kvloom.offload.cpu.backend import CpuOffloadBackend  # noqa: F401, PLC0415
     from kvloom.offload.loans import Borrower  # noqa: F401, PLC0415
-    from kvloom.router.client import HttpEngineClient  # noqa: F401, PLC0415
-    from kvloom.serve.machine import require_hub  # noqa: F401, PLC0415
     from kvloom.serve.server import HttpServer  # noqa: F401, PLC0415
     from kvloom.transfer.shared_memory import ShmTransport  # noqa: F401, PLC0415
 
-    used = ("torch.fx.experimental.symbolic_shapes",)  # by torch, to build modules without their weights
+    # for units that borrow; and what torch imports when modules are built without their weights
+    used = ("kvloom.router.client", "torch.fx.experimental.symbolic_shapes")
     imports = [functools.partial(importlib.import_module, name) for name in used]
     return [*(kernel.compile for kernel in kernels()), *imports]
 
 
 async def serve(parent: Parent, order: EngineOrder) -> None:
     """Loads the models, then answers verbs until SIGTERM, which the parent's end brings too."""
-    from kvloom.serve.machine import require_hub  # noqa: PLC0415
-
     spec = order.spec
     require_hub(spec.models)
     # torch is imported here, after the supervisor has been told, and in no other process
@@ -101,6 +103,33 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     finally:
         transport.close_all()
         executor.close()
+
+
+def require_hub(models: Iterable[ModelSpec]) -> None:
+    """Raises ConfigError for a model that is neither here nor to be had. The loaders would find that out too,
+    after half a minute of asking again; what the hub answers is left to them."""
+    for model in models:
+        if Path(model.path).is_dir():
+            continue
+        try:
+            known = isinstance(try_to_load_from_cache(model.path, CONFIG), str)
+        except ValueError as error:  # It is no id of the hub, and was meant to be a folder.
+            raise ConfigError(
+                f"models.{model.name}: {model.path}: there is no such folder; a checkpoint's folder, or an "
+                "id of the hub, is right"
+            ) from error
+        if known:
+            continue
+        try:
+            get_hf_file_metadata(hf_hub_url(model.path, CONFIG), timeout=HUB_SECONDS)
+        except HfHubHTTPError:
+            continue  # it answers
+        except Exception as error:  # whatever its HTTP client makes of a network
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ConfigError(
+                f"models.{model.name}: {model.path}: the hub at {constants.ENDPOINT} cannot be reached "
+                f"({reason}); a network, or the path of a checkpoint directory, is right"
+            ) from error
 
 
 def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> TorchExecutor | GpuExecutor:

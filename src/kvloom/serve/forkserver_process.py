@@ -24,7 +24,8 @@ from setproctitle import getproctitle, setproctitle
 
 from kvloom.serve.engine_process import preload
 from kvloom.serve.forkserver import LONGEST_MESSAGE, Fork, Forked, ForkEnded, ForkRefused
-from kvloom.serve.parent import ORDERS, run_child
+from kvloom.serve.parent import run_child
+from kvloom.serve.prefork import ORDERS
 
 TASKS: Final = Path("/proc/self/task")
 QUIET_MILLISECONDS: Final = 1000  # after which nobody seems to need the cores more

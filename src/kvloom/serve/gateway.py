@@ -22,7 +22,7 @@ from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.serve.connection import ClientConnection
-from kvloom.serve.orders import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
+from kvloom.serve.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
 from kvloom.serve.server import HttpServer
 from kvloom.types.clock import Clock, WallClock
 

@@ -17,7 +17,7 @@ from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Snapshot
 from kvloom.router.program import Program, load_program
 from kvloom.serve.gateway import GatewayServer, gateway
-from kvloom.serve.orders import GatewayOrder, News, Report
+from kvloom.serve.messages import GatewayOrder, News, Report
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 

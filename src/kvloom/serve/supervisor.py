@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
+
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended
 from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
-from kvloom.cluster.store import SpecFile
 from kvloom.config.config import Config
 from kvloom.serve.forkserver import ForkServer
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
-from kvloom.serve.orders import StartProgress
+from kvloom.serve.machine import listen, private_folder, raise_open_files
+from kvloom.serve.messages import StartProgress
+from kvloom.serve.prefork import LaunchedForkServer
 from kvloom.serve.screen import Screen
-from kvloom.types.clock import Clock
+from kvloom.types.clock import Clock, WallClock
 
 END_SECONDS: Final = 4.0  # for all processes to end by themselves
-FILE: Final = "fleet.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,15 @@ class Supervisor:
     is being replaced."""
 
     def __init__(
-        self, config: Config, screen: Screen, clock: Clock, listener: socket.socket, folder: Path
+        self,
+        config: Config,
+        screen: Screen,
+        clock: Clock,
+        listener: socket.socket,
+        folder: Path,
+        forks: LaunchedForkServer,
     ) -> None:
+        """listener: the socket at which clients connect; folder: the fleet's own, for sockets."""
         self._config = config
         self._screen = screen
         self._clock = clock
@@ -76,7 +85,7 @@ class Supervisor:
         self._roles = Roles(config, listener, folder)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._announced = False
-        self._forks = ForkServer([ENGINE_MODULE], clock, screen.log)
+        self._forks = ForkServer([ENGINE_MODULE], clock, screen.log, first=forks)
         self._refused: set[str] = set()  # Components that could not use their orders.
         self._controller: Controller
 
@@ -86,9 +95,8 @@ class Supervisor:
         for number in _heeded():
             asyncio.get_running_loop().add_signal_handler(number, self._events.put_nowait, Told(number))
         async with asyncio.TaskGroup() as group:
-            forks = group.create_task(
-                self._forks.run()
-            )  # First, so that engines that start now are its forks.
+            # first, so that engines that start now are its forks
+            forks = group.create_task(self._forks.run())
             launcher = LocalLauncher(
                 self._roles.of,
                 group,
@@ -96,13 +104,12 @@ class Supervisor:
                 hear=self._hear,
                 log=self._screen.log,
                 secret=self._roles.secret,
-                spawn=self._forks.spawn,
+                start=self._forks.start,
             )
             self._controller = Controller(
                 specified(self._config),
                 launcher,
                 self._clock,
-                store=SpecFile(self._folder / FILE),
                 watch=lambda name, before, process: self._events.put_nowait(Turned(name, before, process)),
             )
             controlling = group.create_task(self._controller.run())
@@ -212,6 +219,19 @@ class Supervisor:
     def _label(self, component: str) -> str:
         """Returns the component whose step it is, if there are several to tell apart."""
         return _shown(component) if len(self._controller.spec.units) > 1 else ""
+
+
+def serve_fleet(config: Config, forks: LaunchedForkServer) -> Outcome:
+    """Serves until the fleet ends, and returns how it did. Raises ConfigError if nothing can be listened at,
+    or there is no place for sockets."""
+    clock = WallClock()
+    screen = Screen(Console(highlight=False), clock)
+    raise_open_files()
+    with listen(config.host, config.port) as listener, private_folder() as folder:
+        try:
+            return asyncio.run(Supervisor(config, screen, clock, listener, folder, forks).run())
+        finally:
+            screen.close()
 
 
 def specified(config: Config) -> FleetSpec:

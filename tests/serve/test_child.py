@@ -6,14 +6,15 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvloom.api.routes import MAX_CONFIG
 from kvloom.cluster.edits import Edit, UnitEdit
-from kvloom.serve.component import LONGEST_REPORT, Component
-from kvloom.serve.orders import Report, StartProgress
+from kvloom.serve.child import LONGEST_REPORT, ChildProcess
+from kvloom.serve.messages import Report, StartProgress
 from kvloom.types.clock import ending
 from kvloom.types.spec import ModelSpec
 from tests.processes import DEADLINE
@@ -41,7 +42,7 @@ def test_a_unit_described_at_the_greatest_length(tmp_path: Path, monkeypatch: py
 
     async def test() -> list[Report]:
         async with asyncio.timeout(DEADLINE):
-            component = await Component.start(str(report), "reporter")
+            component = await ChildProcess.start(str(report), "reporter")
             found = [one async for one in component.reports()]
             await component.ended()
             return found
@@ -70,8 +71,63 @@ def test_what_is_no_report_costs_the_process_alone(
 
     async def test() -> tuple[list[Report], str]:
         async with asyncio.timeout(DEADLINE):
-            component = await Component.start(str(tmp_path / "report"), "reporter")
+            component = await ChildProcess.start(str(tmp_path / "report"), "reporter")
             found = [one async for one in component.reports()]
             return found, await component.ended()
 
     assert asyncio.run(test()) == (read, ending(-signal.SIGKILL if killed else 0))
+
+
+LEAVES_ONE_BEHIND = """\
+import os, signal, sys
+os.write(int(sys.argv[1]), b'{"type":"progress","text":"a"}\\n')
+print("last words", flush=True)
+if os.fork() == 0:
+    signal.alarm(60)
+    signal.pause()
+"""
+
+
+def test_its_pipes_end_with_it_though_another_process_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("leaver.py").write_text(LEAVES_ONE_BEHIND)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+    async def test() -> None:
+        async with asyncio.timeout(DEADLINE):
+            process = await ChildProcess.start("leaver", "leaver")
+            assert await process.ended() == ending(0)
+            assert [report async for report in process.reports()] == [StartProgress("a")]
+            assert [line async for line in process.logs()] == ["last words"]
+        os.killpg(process.pid, signal.SIGKILL)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("fails", ["pipe", "connect", "spawn"])
+def test_a_start_that_fails_leaves_no_pipe_open(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> Any:
+        raise OSError("no")
+
+    async def test() -> None:
+        loop, pipe, made = asyncio.get_running_loop(), os.pipe, 0
+
+        def two_pipes() -> tuple[int, int]:
+            nonlocal made
+            made += 1
+            if made == 3:
+                raise OSError("no")
+            return pipe()
+
+        before = os.listdir("/proc/self/fd")
+        with monkeypatch.context() as patched:
+            if fails == "pipe":
+                patched.setattr(os, "pipe", two_pipes)
+            if fails == "connect":
+                patched.setattr(loop, "connect_read_pipe", refuse)
+            with pytest.raises(OSError, match="no"):
+                await ChildProcess.start("x", "reporter", spawn=refuse)
+        assert os.listdir("/proc/self/fd") == before
+
+    asyncio.run(test())
