@@ -78,10 +78,6 @@ class RealExecutor(Executor, Protocol):
     def close(self) -> None: ...
 
 
-class RealTransport(Transport, Protocol):
-    def close_all(self) -> None: ...
-
-
 @asynccontextmanager
 async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
     """The engine while it runs; afterwards law 1 and law 4 hold."""
@@ -92,7 +88,7 @@ async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def running_over(
-    spec: EngineSpec, executor: RealExecutor, transport: RealTransport, offload: OffloadBackend | None = None
+    spec: EngineSpec, executor: RealExecutor, transport: Transport, offload: OffloadBackend | None = None
 ) -> AsyncIterator[Engine]:
     """The same over an executor and a transport that are there already; both are closed."""
     engine = Engine(executor, transport, spec, WallClock(), offload)

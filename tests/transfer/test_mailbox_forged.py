@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.kernels.mailbox import HEAD, NOTE
-from kvloom.kv import arena as memfd
+from kvloom.kv.arena import memfd_link
 from kvloom.offload.memory.borrower import BorrowedBlocks
 from kvloom.offload.memory.lender import Lending, Task
 from kvloom.offload.memory.mailbox import OffloadMailbox
@@ -140,7 +140,7 @@ def test_no_peer_changes_the_size_of_what_it_maps(what: str) -> None:
     """Else it could end the lender, which reads and writes it."""
     with lender_here() as made:
         links = {int(fd): os.readlink(f"/proc/self/fd/{fd}") for fd in _open_files()}
-        [own] = [fd for fd, name in links.items() if name == memfd.link(what, os.getpid())][-1:]
+        [own] = [fd for fd, name in links.items() if name == memfd_link(what, os.getpid())][-1:]
         size = os.fstat(own).st_size
         for other in (0, size - 1, size + 1):
             fd = os.open(f"/proc/self/fd/{own}", os.O_RDWR)

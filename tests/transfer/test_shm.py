@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvloom.kv import arena as memfd
+from kvloom.kv.arena import memfd_link
 from kvloom.transfer.fenced import Memory
 from kvloom.transfer.ledger import ROW_BYTES
 from kvloom.transfer.shared_memory import ShmEndpoint
@@ -116,7 +116,7 @@ def _elsewhere(sender: Unit, where: ShmEndpoint) -> Iterator[tuple[str, ShmEndpo
     there = Path(f"/proc/{sender.process.pid}/fd")
     links = {os.readlink(link): int(link.name) for link in there.iterdir()}
     maps = {
-        name: structs.replace(getattr(where, name), fd=links[memfd.link(name, where.pid)])
+        name: structs.replace(getattr(where, name), fd=links[memfd_link(name, where.pid)])
         for name in ("arena", "ledger")
     }
     yield "who-maps-it", structs.replace(where, pid=sender.process.pid, **maps)

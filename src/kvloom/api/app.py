@@ -118,7 +118,7 @@ class _Information:
         services = self.gateway.client.services
         if any(services[unit] == "up" for unit in loads):
             return _json({"status": "ok", "units": services})
-        for service in ("restarting", "starting", "away"):  # Requests wait for such a unit.
+        for service in ("restarting", "starting", "down", "away"):  # Requests wait for such a unit.
             if service in services.values():
                 return _json({"status": service, "units": services})
         said = ", ".join(f"{unit} is {service}" for unit, service in services.items())

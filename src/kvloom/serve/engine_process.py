@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from kvloom.kv.arena import ArenaMemory
     from kvloom.offload.cpu.backend import CpuOffloadBackend
     from kvloom.offload.cuda.backend import CudaOffloadBackend
-    from kvloom.transfer.cuda_ipc import CudaIpcTransport
-    from kvloom.transfer.nixl import NixlTransport
-    from kvloom.transfer.shared_memory import ShmTransport
     from kvloom.types.clock import Clock
     from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
-    from kvloom.types.transfer import NoTransport
+    from kvloom.types.transfer import Transport
 
 GRACE_SECONDS: Final = 1
 CONFIG: Final = "config.json"
@@ -161,8 +158,7 @@ async def _borrow(
 
 
 def open_offload(
-    executor: TorchExecutor | GpuExecutor,
-    transport: ShmTransport | NixlTransport | CudaIpcTransport | NoTransport,
+    executor: TorchExecutor | GpuExecutor, transport: Transport
 ) -> CpuOffloadBackend | CudaOffloadBackend | None:
     """Returns the unit's part in lending and borrowing; None if its device, its ranks or its transport have
     none."""
@@ -187,9 +183,7 @@ async def _end_when_lost(executor: TorchExecutor | GpuExecutor) -> None:
     end_at_once(await executor.lost())
 
 
-def open_transport(
-    spec: EngineSpec, arena: ArenaMemory
-) -> ShmTransport | NixlTransport | CudaIpcTransport | NoTransport:
+def open_transport(spec: EngineSpec, arena: ArenaMemory) -> Transport:
     """Returns the unit's transport for K and V, as the config chooses. Raises ConfigError."""
     from kvloom.kv.arena import Arena  # noqa: PLC0415
 

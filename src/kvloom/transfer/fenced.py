@@ -16,8 +16,7 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from kvloom.kv import arena as memfd
-from kvloom.kv.arena import ArenaMemory
+from kvloom.kv.arena import ArenaMemory, memfd_link
 from kvloom.transfer.ledger import Ledger, PeerLedger
 from kvloom.transfer.plane import PlaneTransfer, TransferWorker
 from kvloom.transfer.target import WriteTarget
@@ -77,7 +76,7 @@ class PeerProcess:
         memfd, and of nothing else: `pid` may have become another process', and a process may hold what
         another one made. Raises Unavailable if it is another, OSError if there is none."""
         path = f"/proc/{pid}/fd/{memory.fd}"
-        if os.readlink(path) != memfd.link(what, pid):
+        if os.readlink(path) != memfd_link(what, pid):
             raise self._not_its(what, pid, memory)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, fd)
