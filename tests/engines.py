@@ -16,7 +16,7 @@ from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.parallel import load_executor
 from kvloom.offload.terms import OffloadBackend
 from kvloom.router.router import Router
-from kvloom.serve.engine_process import open_transport
+from kvloom.serve.engine import open_transport
 from kvloom.types.clock import WallClock
 from kvloom.types.job import Executor
 from kvloom.types.request import (

@@ -13,6 +13,7 @@ import pytest
 
 from kvloom.api.routes import MAX_CONFIG
 from kvloom.cluster.edits import Edit, UnitEdit
+from kvloom.serve import child
 from kvloom.serve.child import LONGEST_REPORT, ChildProcess
 from kvloom.serve.messages import Report, StartProgress
 from kvloom.types.clock import ending
@@ -105,9 +106,23 @@ def test_its_pipes_end_with_it_though_another_process_holds_them(
     asyncio.run(test())
 
 
+def test_pipes_that_ended_with_it_are_closed_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "REST_SECONDS", 0.05)
+    problems: list[object] = []
+
+    async def test() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+        process = await ChildProcess.start("ends", "this")
+        assert await process.ended() == ending(0)
+        await asyncio.sleep(0.2)
+
+    asyncio.run(test())
+    assert not problems
+
+
 @pytest.mark.parametrize("fails", ["pipe", "connect", "spawn"])
 def test_a_start_that_fails_leaves_no_pipe_open(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(*_: object) -> Any:
+    async def refuse(*_: Any, **__: Any) -> Any:
         raise OSError("no")
 
     async def test() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvloom.serve.gateway import GRACE_SECONDS, _end_streams
+from kvloom.serve.gateway_process import GRACE_SECONDS, _end_streams
 from tests.router.fleets import ask, body, routed, run, turns
 
 

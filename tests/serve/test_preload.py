@@ -11,8 +11,8 @@ from kvloom.serve.prefork import SINGLE_THREADED
 
 PROGRAM = f"""
 import os, sys
-from kvloom.serve.engine_process import preload
-steps = preload()
+from kvloom.serve.engine import ahead
+steps = ahead()
 hidden = {{"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton"}}
 assert not hidden & set(sys.modules), hidden & set(sys.modules)
 for step in steps:

@@ -11,8 +11,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvloom.serve import server as server_module
-from kvloom.serve.connection import ClientConnection
-from kvloom.serve.server import HttpServer
+from kvloom.serve.server import ClientConnection, HttpServer
 from tests.serve.test_connection import HEAD, run
 
 LAST = b"ended\r\n0\r\n\r\n"

@@ -107,7 +107,7 @@ def _begin(plane: NixlPlane, place: ArenaPlace) -> NixlTransfer:
     target = WriteTarget(BLOCK, 4, 8, 4, np.ones(4, np.bool_))
     peer = Endpoint(unit="peer", kind="nixl", where=msgspec.msgpack.encode(PEER))
     transfer = NixlTransfer(plane.submit, place, peer, PEER, target, ADDRESS, 0, 0, 4)
-    plane.start(transfer)
+    plane.order(transfer)
     return transfer
 
 

@@ -76,7 +76,7 @@ def _keeping_names() -> Iterator[None]:
             return _kept(arguments[0])
         return cached(*arguments, **options)
 
-    functools.lru_cache = keeping  # type: ignore[assignment]  # transformers decorates the reader with it
+    functools.lru_cache = keeping  # transformers decorates the reader with it
     try:
         yield
     finally:

@@ -194,5 +194,5 @@ async def _writer(pipe: IO[bytes], ends: ExitStack) -> asyncio.StreamWriter:
     """Returns a pipe's end to write to, which is closed once nobody reads it, or by `ends`."""
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
-    ends.callback(transport.abort)
+    ends.callback(lambda: None if transport.is_closing() else transport.abort())
     return asyncio.StreamWriter(transport, protocol, None, loop)

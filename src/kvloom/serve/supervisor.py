@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -25,33 +27,6 @@ from kvloom.serve.screen import Screen
 from kvloom.types.clock import Clock, WallClock
 
 END_SECONDS: Final = 4.0  # for all processes to end by themselves
-
-
-@dataclass(frozen=True, slots=True)
-class Turned:
-    """A component's phase has changed."""
-
-    component: str
-    before: ComponentStatus
-    process: ComponentStatus
-
-
-@dataclass(frozen=True, slots=True)
-class ComponentDoing:
-    """A component tells what it is doing now."""
-
-    component: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """The fleet is to end, by a signal."""
-
-    signal: signal.Signals
-
-
-Event = Turned | ComponentDoing | Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +58,8 @@ class Supervisor:
         self._listener = listener
         self._folder = folder
         self._roles = Roles(config, listener, folder)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
+        """What is still to be shown; who shows it returns why the fleet ends, if it does."""
         self._announced = False
         self._forks = ForkServer([ENGINE_MODULE], clock, screen.log, first=forks)
         self._refused: set[str] = set()  # Components that could not use their orders.
@@ -93,7 +69,9 @@ class Supervisor:
         """Serves until there is a reason to end, and then until no process is left."""
         self._screen.step("starting the fleet")
         for number in _heeded():
-            asyncio.get_running_loop().add_signal_handler(number, self._events.put_nowait, Told(number))
+            asyncio.get_running_loop().add_signal_handler(
+                number, self._events.put_nowait, partial(self._end, number)
+            )
         async with asyncio.TaskGroup() as group:
             # first, so that engines that start now are its forks
             forks = group.create_task(self._forks.run())
@@ -110,7 +88,7 @@ class Supervisor:
                 specified(self._config),
                 launcher,
                 self._clock,
-                watch=lambda name, before, process: self._events.put_nowait(Turned(name, before, process)),
+                watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
             )
             controlling = group.create_task(self._controller.run())
             try:
@@ -123,23 +101,15 @@ class Supervisor:
 
     async def _follow(self) -> Outcome:
         while True:
-            match await self._events.get():
-                case ComponentDoing(component, text) if self._announced:
-                    self._screen.log(_shown(component), text)
-                case ComponentDoing(component, text):
-                    self._screen.step(text, self._label(component))
-                case Turned(component, before, process):
-                    if outcome := self._show(component, before, process):
-                        return outcome
-                case Told(number):
-                    self._screen.step(f"ending the fleet ({number.name})")
-                    return Outcome(0, number.name)
+            show = await self._events.get()
+            if outcome := show():
+                return outcome
 
     def _hear(self, component: str, heard: Heard) -> None:
         """Takes in what a component reports, before anything else can happen to it."""
         match heard:
             case StartProgress(text):
-                self._events.put_nowait(ComponentDoing(component, text))
+                self._events.put_nowait(partial(self._show_step, component, text))
             case Edit():
                 self._controller.answer(component, heard)
             case Counted():
@@ -150,6 +120,16 @@ class Supervisor:
                 self._controller.hear(heard)
 
     # -- what a person sees -----------------------------------------------------------------------------
+
+    def _end(self, number: signal.Signals) -> Outcome:
+        self._screen.step(f"ending the fleet ({number.name})")
+        return Outcome(0, number.name)
+
+    def _show_step(self, component: str, text: str) -> None:
+        if self._announced:
+            self._screen.log(_shown(component), text)
+        else:
+            self._screen.step(text, self._label(component))
 
     def _show(self, component: str, before: ComponentStatus, process: ComponentStatus) -> Outcome | None:
         """Returns why the fleet ends, if it does."""
