@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from tests.transfer.context import Context
-from tests.transfer.kinds import CUDA, KINDS, NIXL_CUDA
+from tests.transfer.kinds import CUDA, DEVICE, KINDS, NIXL_CUDA
 from tests.transfer.units import Unit, units
 
 FAILED = r"the KV plane of this unit has failed \(TypeError\(.*restart the unit"
@@ -61,6 +61,27 @@ def test_after_close_says_true_a_stalled_sender_writes_nothing(pair: tuple[Unit,
     with pytest.raises((BadRequest, Unavailable), match="receiver"):
         sender.call("arrived", number=transfer)
     np.testing.assert_array_equal(receiver.arena, after)
+
+
+@pytest.mark.parametrize("kind", ["shm", DEVICE])
+def test_close_waits_for_a_piece_and_no_longer_and_a_killed_sender_holds_nothing(kind: str) -> None:
+    """Pieces are of four blocks here; the third is under way when the reservation is closed."""
+    with units(kind, "sender", "receiver") as (sender, receiver):
+        context = Context.make(sender, receiver, 0, 100, seed=1)
+        transfer = context.stall("inside", skip=2)
+        for _ in range(2):
+            assert not receiver.call("close", ticket=context.ticket)
+        sender.call("ungate")
+        with pytest.raises(BadRequest, match="over"):
+            sender.call("arrived", number=transfer)
+        assert receiver.call("close", ticket=context.ticket)
+        written = {i for i in range(len(receiver.arena)) if (receiver.arena[i] != context.before[i]).any()}
+        assert written == set(context.whole(0, 100).peer[:12].tolist())
+        again = Context.make(sender, receiver, 0, 100, seed=2)
+        again.stall("inside", skip=1)
+        assert not receiver.call("close", ticket=again.ticket)
+        sender.kill()
+        assert receiver.call("close", ticket=again.ticket)
 
 
 def test_transfers_that_have_not_arrived_fail_at_the_end(mortal: tuple[Unit, Unit]) -> None:

@@ -98,12 +98,12 @@ async def gateway(
             app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready())
         )
         ending = asyncio.Event()
-        last = tasks.create_task(_end_streams(router, ending, clock))
+        last = tasks.create_task(end_streams(router, ending, clock))
         yield GatewayServer(mirror, server, order.drain, ending)
         last.cancel()
 
 
-async def _end_streams(router: Router, ending: asyncio.Event, clock: Clock) -> None:
+async def end_streams(router: Router, ending: asyncio.Event, clock: Clock) -> None:
     """Ends the streams of callers who still wait when half of the grace is over, so that they read why."""
     await ending.wait()
     await clock.sleep(GRACE_SECONDS / 2)
