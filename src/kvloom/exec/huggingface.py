@@ -73,7 +73,7 @@ def _keeping_names() -> Iterator[None]:
 
     def keeping(*arguments: Any, **options: Any) -> Any:
         if arguments and getattr(arguments[0], "__name__", None) == _READER:
-            return _kept(arguments[0])
+            return kept_names(arguments[0], _NAMES)
         return cached(*arguments, **options)
 
     functools.lru_cache = keeping  # transformers decorates the reader with it
@@ -83,8 +83,9 @@ def _keeping_names() -> Iterator[None]:
         functools.lru_cache = cached
 
 
-def _kept(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns `read` with what it has found for the folder of all models, as long as that is the same."""
+def kept_names(read: Callable[[Any], Any], file: Path) -> Callable[[Any], Any]:
+    """Returns `read`, but what it has found for the folder of all models is kept in `file`, and believed as
+    long as that folder is the same."""
 
     @functools.wraps(read)
     def names(path: str | Path) -> Any:
@@ -95,14 +96,14 @@ def _kept(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
         version = sys.modules["transformers"].__version__
         key = str(folder), folder.stat().st_mtime_ns, version
         with suppress(OSError, ValueError, EOFError, TypeError):  # there is none, or it is cut short
-            known, found = marshal.loads(_NAMES.read_bytes())
+            known, found = marshal.loads(file.read_bytes())
             if known == key:
                 return found
         found = read(path)
-        made = _NAMES.with_suffix(f".{os.getpid()}")
+        made = file.with_suffix(f".{os.getpid()}")
         with suppress(OSError):  # kvloom's folder may be read-only
             made.write_bytes(marshal.dumps((key, found)))
-            made.replace(_NAMES)
+            made.replace(file)
         return found
 
     return names
