@@ -10,9 +10,9 @@ from pathlib import Path
 
 from benchmarks.places import checkpoint
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.component import Component
+from kvloom.serve.child import ChildProcess
 from kvloom.serve.local import ENGINE_MODULE
-from kvloom.serve.orders import EngineOrder, OrderRefused, Ready
+from kvloom.serve.messages import EngineOrder, OrderRefused, Ready
 from kvloom.types.spec import EngineSpec, ModelSpec
 
 MODEL = "m"
@@ -45,7 +45,7 @@ async def engines(
             unit = f"unit-{i}"
             path = str(Path(folder) / unit / "engine.sock")
             Path(path).parent.mkdir()
-            component = await Component.start(unit, ENGINE_MODULE)
+            component = await ChildProcess.start(unit, ENGINE_MODULE)
             stack.push_async_callback(ending, component)
             spec = spec_of(shape, unit, kv_bytes=kv_bytes, threads=threads)
             await component.order(EngineOrder(spec=spec, socket=path, secret=secret))
@@ -54,7 +54,7 @@ async def engines(
         yield clients
 
 
-async def ready(component: Component) -> None:
+async def ready(component: ChildProcess) -> None:
     async for report in component.reports():
         if isinstance(report, OrderRefused):
             raise RuntimeError(report.message)
@@ -63,6 +63,6 @@ async def ready(component: Component) -> None:
     raise RuntimeError(f"{component.name} did not start")
 
 
-async def ending(component: Component) -> None:
+async def ending(component: ChildProcess) -> None:
     component.terminate()
     await component.ended()

@@ -120,6 +120,9 @@ class NullTransport:
     def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Transfer:
         raise Unavailable("a null engine has nothing to send")
 
+    def close_all(self) -> None:
+        pass
+
 
 def null_spec(shapes: Mapping[str, str], *, blocks: int, policy: Policy = "adbs") -> EngineSpec:
     return EngineSpec(

@@ -35,9 +35,9 @@ from kvloom.api.app import DEFAULT_MAX_BODY
 from kvloom.cluster.launcher import Snapshot
 from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, UnitSpec
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.component import Component
+from kvloom.serve.child import ChildProcess
 from kvloom.serve.local import GATEWAY_MODULE
-from kvloom.serve.orders import GatewayOrder, Ready
+from kvloom.serve.messages import GatewayOrder, Ready
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
@@ -101,7 +101,7 @@ async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
             sys.executable, "-m", "benchmarks.null_engine", *argv, stdout=asyncio.subprocess.PIPE
         )
         assert engine.stdout is not None
-        gateway = await Component.start("gateway", GATEWAY_MODULE, [listener.fileno()])
+        gateway = await ChildProcess.start("gateway", GATEWAY_MODULE, [listener.fileno()])
         try:
             if await engine.stdout.readline() != b"ready\n":
                 raise RuntimeError("the null engine did not start")
@@ -125,7 +125,7 @@ async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
             await engine.wait()
 
 
-async def _ready(gateway: Component) -> None:
+async def _ready(gateway: ChildProcess) -> None:
     async for report in gateway.reports():
         if isinstance(report, Ready):
             return

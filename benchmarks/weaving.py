@@ -30,9 +30,9 @@ from benchmarks.engines import MODEL, ending, ready, spec_of
 from benchmarks.report import Report
 from benchmarks.weaving_table import COLD, HOT, SHARE, VARIANTS, Found, Variant, told
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.component import Component
+from kvloom.serve.child import ChildProcess
 from kvloom.serve.local import ENGINE_MODULE
-from kvloom.serve.orders import EngineOrder
+from kvloom.serve.messages import EngineOrder
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, WeaveSpec
@@ -70,7 +70,7 @@ async def engine(spec: EngineSpec, folder: Path, secret: str) -> AsyncIterator[H
     async with AsyncExitStack() as stack:
         os.sched_setaffinity(0, {sorted(cores)[CORES[spec.unit] % len(cores)]})  # the child inherits it
         try:
-            component = await Component.start(spec.unit, ENGINE_MODULE)
+            component = await ChildProcess.start(spec.unit, ENGINE_MODULE)
         finally:
             os.sched_setaffinity(0, cores)
         stack.push_async_callback(ending, component)

@@ -16,7 +16,7 @@ from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.parallel import load_executor
 from kvloom.offload.terms import OffloadBackend
 from kvloom.router.router import Router
-from kvloom.serve.engine_process import open_transport
+from kvloom.serve.engine import open_transport
 from kvloom.types.clock import WallClock
 from kvloom.types.job import Executor
 from kvloom.types.request import (
@@ -78,10 +78,6 @@ class RealExecutor(Executor, Protocol):
     def close(self) -> None: ...
 
 
-class RealTransport(Transport, Protocol):
-    def close_all(self) -> None: ...
-
-
 @asynccontextmanager
 async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
     """The engine while it runs; afterwards law 1 and law 4 hold."""
@@ -92,7 +88,7 @@ async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def running_over(
-    spec: EngineSpec, executor: RealExecutor, transport: RealTransport, offload: OffloadBackend | None = None
+    spec: EngineSpec, executor: RealExecutor, transport: Transport, offload: OffloadBackend | None = None
 ) -> AsyncIterator[Engine]:
     """The same over an executor and a transport that are there already; both are closed."""
     engine = Engine(executor, transport, spec, WallClock(), offload)

@@ -20,7 +20,7 @@ from kvloom.exec.cpu.parallel import load_executor
 from kvloom.offload.cpu.backend import CpuOffloadBackend
 from kvloom.offload.offloaded import OffloadedSequences
 from kvloom.offload.terms import Borrow, Loan
-from kvloom.serve.engine_process import open_transport
+from kvloom.serve.engine import open_transport
 from kvloom.types.errors import KvloomError, WireError
 from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of

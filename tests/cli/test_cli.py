@@ -124,8 +124,8 @@ def test_only_the_command_that_is_called_is_imported() -> None:
     "module",
     [
         "kvloom.cli.app",
-        "kvloom.cli.serve",
         "kvloom.cli.profile",
+        "kvloom.serve.supervisor",
         "kvloom.serve.gateway_process",
         "kvloom.serve.scheduler_process",
     ],

@@ -64,6 +64,8 @@ class Processes:
         self._tasks = set[asyncio.Task[None]]()
         self.generations: dict[str, int] = {}
         self.gone: set[str] = set()
+        self.deaf: set[str] = set()
+        """Units whose next processes cannot be reached yet."""
         self.ended = asyncio.Event()
         """Whether anything was asked to end."""
 
@@ -135,7 +137,7 @@ class Processes:
             self.controller.hear(Ended(component, problem))
             return
         if (engine := self._world.engines.get(component)) is not None:
-            engine.down = False
+            engine.down = component in self.deaf
         self.gone.discard(component)
         self.controller.hear(Answered(component))
 

@@ -206,3 +206,23 @@ def test_what_an_earlier_process_says_late_does_not_count(late: bool) -> None:
         assert unit.up
 
     run(test)
+
+
+def test_a_unit_that_answers_at_the_second_question_has_no_problem_any_more() -> None:
+    async def test() -> None:
+        async with managed(1) as played:
+            [engine] = played.fleets.engines
+            played.processes.die("a")
+            await turns()
+            played.processes.starts.set()
+            played.processes.deaf.add("a")
+            await played.fleets.clock.advance(0.5)
+            await turns()
+            assert played.controller.status.processes["a"].problem == "the engine cannot be reached"
+            engine.down = False
+            await played.fleets.clock.advance(10)
+            await turns()
+            assert played.states() == {"a": "up"}
+            assert played.controller.status.processes["a"].problem == ""
+
+    run(test)

@@ -1,5 +1,5 @@
 """A fork server that imports nothing ahead: `python -m tests.serve.bare_forkserver 0 NAME`. With THREAD in
-its environment it has a thread beside its main one."""
+its environment it has a thread beside its main one; with DIES it dies as soon as it has forked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from kvloom.serve.forkserver_process import serve_forks
 def prepare() -> list[Callable[[], object]]:
     if "THREAD" in os.environ:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
+    if "DIES" in os.environ:
+        fork = os.fork
+        os.fork = lambda: os._exit(1) if fork() else 0
     return []
 
 

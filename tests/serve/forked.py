@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvloom.serve.orders import StartProgress
+from kvloom.serve.messages import StartProgress
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 

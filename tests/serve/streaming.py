@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from tests.processes import DEADLINE
+from tests.processes import DEADLINE, Fleet, fleet, leaves_nothing
 
 
-def call(url: str, path: str, body: object = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(url + path, data, headers)
-    with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+@contextmanager
+def serving(folder: Path, config: str) -> Iterator[tuple[Fleet, str]]:
+    """A fleet and its URL. Ctrl-C ends it, and leaves nothing and no error. folder: for its files."""
+    file, sockets = folder / "fleet.yaml", folder / "s"
+    file.write_text(config)
+    sockets.mkdir()
+    with fleet(str(file), folder=sockets) as running:
+        yield running, running.wait_until_ready()
+        with leaves_nothing(running, sockets):
+            assert running.end(signal.SIGINT) == 0
+        assert running.errors() == ""
+
+
+def asking(url: str, path: str, body: object = None, key: str | None = None) -> urllib.request.Request:
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    return urllib.request.Request(url + path, None if body is None else json.dumps(body).encode(), headers)
+
+
+def call(url: str, path: str, body: object = None, key: str | None = None) -> Any:
+    with urllib.request.urlopen(asking(url, path, body, key), timeout=DEADLINE) as answer:
         return json.load(answer)
+
+
+def metric(url: str, name: str) -> float:
+    """The sum over the metric's labels, but for those that the name ends with."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE) as response:
+        found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", response.read().decode(), re.M)
+    assert found, name
+    return sum(map(float, found))
+
+
+def sum_of(url: str, a: int, b: int) -> str:
+    asked = [{"role": "user", "content": f"What is {a} + {b}?"}]
+    answer = call(url, "/v1/chat/completions", {"model": "sums", "temperature": 0, "messages": asked})
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def states(url: str) -> dict[str, str]:
@@ -36,8 +68,7 @@ def streamed(url: str, model: str, seed: int, tokens: int) -> urllib.request.Req
         "seed": seed,
         "stream": True,
     }
-    headers = {"content-type": "application/json"}
-    return urllib.request.Request(f"{url}/v1/completions", json.dumps(ask).encode(), headers)
+    return asking(url, "/v1/completions", ask)
 
 
 def said(url: str, model: str, seed: int, tokens: int) -> str:

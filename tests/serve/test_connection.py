@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from kvloom.api.app import create_app
-from kvloom.serve.connection import ClientConnection, Connection
-from kvloom.serve.server import HttpServer
+from kvloom.serve.server import ClientConnection, Connection, HttpServer
 from tests.api.scripted import ScriptedEngine, card, tokens
 
 HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"

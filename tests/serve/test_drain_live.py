@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvloom.cli.main import main
 from kvloom.config.config import DEMO
 from tests.processes import DEADLINE, Fleet, fleet, leaves_nothing
+from tests.serve.streaming import asking, call, states
 
 CONFIG = f"""
 kv_memory: 32MiB
@@ -54,19 +54,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, st
         assert "failed" not in running.rest()
 
 
-def call(url: str, path: str, body: object = None, key: str | None = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    with urllib.request.urlopen(
-        urllib.request.Request(url + path, data, headers), timeout=DEADLINE
-    ) as answer:
-        return json.load(answer)
-
-
-def states(url: str) -> dict[str, str]:
-    return {unit["name"]: unit["state"] for unit in call(url, "/admin/units")}
-
-
 def kvloom(url: str, *words: str) -> int:
     return main([*words, "--url", url])
 
@@ -94,8 +81,7 @@ def long_request(url: str, n: int) -> urllib.request.Request:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    headers = {"content-type": "application/json"}
-    return urllib.request.Request(f"{url}/v1/completions", json.dumps(ask).encode(), headers)
+    return asking(url, "/v1/completions", ask)
 
 
 def listen_long(url: str) -> int:

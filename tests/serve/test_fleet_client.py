@@ -11,9 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvloom.api.auth import Keys
-from kvloom.serve.connection import ClientConnection
 from kvloom.serve.scheduler_process import FleetClient
-from kvloom.serve.server import HttpServer
+from kvloom.serve.server import ClientConnection, HttpServer
 from kvloom.types.errors import Unavailable
 from kvloom.types.service import Pair, Pairs, Steps
 from tests.api.fleet import Administered, administered

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,15 +18,18 @@ from typing import Any
 import pytest
 from benchmarks.procfs import command_line, descendants
 
-from kvloom.serve.component import Component
-from kvloom.serve.forkserver import NAME, ForkServer
-from kvloom.serve.orders import OrderRefused, Report, StartProgress
-from kvloom.types.clock import WallClock
+from kvloom.serve import forkserver
+from kvloom.serve.child import ChildProcess
+from kvloom.serve.forkserver import IMPORT_SECONDS, ForkServer
+from kvloom.serve.messages import OrderRefused, Report, StartProgress
+from kvloom.serve.prefork import NAME, launch
+from kvloom.types.clock import Clock, WallClock
 from tests.processes import DEADLINE, outlived
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = "tests.serve.forked"
 BARE = "tests.serve.bare_forkserver"
+WALL = WallClock()
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +50,11 @@ class Log:
 
 
 @asynccontextmanager
-async def forking(pause: float = 0.5) -> AsyncIterator[tuple[ForkServer, Log]]:
+async def forking(pause: float = 0.5, clock: Clock = WALL) -> AsyncIterator[tuple[ForkServer, Log]]:
     log = Log()
-    forks = ForkServer([FORKED], WallClock(), lambda *said: log.lines.put_nowait(said), pause, server=BARE)
+    forks = ForkServer(
+        [FORKED], clock, lambda *said: log.lines.put_nowait(said), pause, launch=lambda: launch(BARE)
+    )
     async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as group:
         run = group.create_task(forks.run())
         await asyncio.sleep(0)
@@ -55,16 +62,16 @@ async def forking(pause: float = 0.5) -> AsyncIterator[tuple[ForkServer, Log]]:
         run.cancel()
 
 
-async def start(forks: ForkServer, does: str) -> tuple[Component, dict[str, Any]]:
+async def start(forks: ForkServer, does: str) -> tuple[ChildProcess, dict[str, Any]]:
     """A process that does so, and what it says that it is."""
-    component = await Component.start(does, FORKED, spawn=forks.spawn)
+    component = await forks.start(does, FORKED)
     async for report in component.reports():
         assert isinstance(report, StartProgress)
         return component, json.loads(report.text)
     raise AssertionError(await component.ended())
 
 
-async def rest(component: Component) -> tuple[list[str], list[Report], str]:
+async def rest(component: ChildProcess) -> tuple[list[str], list[Report], str]:
     """What it prints, what it reports, and how it ends."""
     lines = [line async for line in component.logs()]
     return lines, [report async for report in component.reports()], await component.ended()
@@ -78,7 +85,7 @@ def test_a_forked_process_is_as_one_that_was_executed(monkeypatch: pytest.Monkey
         async with forking() as (forks, _):
             forked, what = await start(forks, "wait")
             other, unlike = await start(forks, "wait")
-            executed = await Component.start("wait", FORKED)
+            executed = await ChildProcess.start("wait", FORKED)
             async for report in executed.reports():
                 assert isinstance(report, StartProgress)
                 wanted = json.loads(report.text)
@@ -184,6 +191,75 @@ def test_a_fork_server_with_two_threads_forks_nothing(monkeypatch: pytest.Monkey
     asyncio.run(check())
 
 
+def test_a_stray_fork_shares_no_pipe_with_the_process_that_starts_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fork server dies between the fork and its answer."""
+    monkeypatch.setenv("DIES", "1")
+
+    async def check() -> None:
+        async with forking(1e6) as (forks, _):
+            component, what = await start(forks, "return")
+            assert what["parent"] == os.getpid()
+            assert await rest(component) == (["this is return"], [], "ended with exit code 0")
+
+    asyncio.run(check())
+
+
+class Later(WallClock):
+    """A clock that goes ahead at once."""
+
+    ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead
+
+
+def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has more time for its first answer, because it imports."""
+    monkeypatch.setattr(forkserver, "FORK_SECONDS", 0.1)
+
+    async def check() -> None:
+        clock = Later()
+        async with forking(0.01, clock) as (forks, log):
+            hangs = forks.pid
+            assert hangs is not None
+            os.kill(hangs, signal.SIGSTOP)
+            early = asyncio.create_task(start(forks, "return"))
+            await asyncio.sleep(0.3)
+            assert not early.done()
+            clock.ahead = IMPORT_SECONDS
+            _, what = await start(forks, "return")
+            assert what["parent"] == os.getpid()
+            await log.until("return", "starts without the fork server: it gave no answer in 0.1 s")
+            await log.until(NAME, "was killed by SIGKILL")
+            assert (await early)[1]["parent"] == os.getpid()
+            while what["parent"] == os.getpid():
+                _, what = await start(forks, "return")
+            assert what["parent"] == forks.pid != hangs
+
+    asyncio.run(check())
+
+
+def test_a_fork_server_that_cannot_be_launched_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with forking(0.01) as (forks, log):
+
+            def fail(*_: object) -> Any:
+                raise OSError(errno.EMFILE, "Too many open files")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(socket, "socketpair", fail)
+                assert forks.pid is not None
+                os.kill(forks.pid, signal.SIGKILL)
+                await log.until(NAME, "cannot be started: Too many open files; it starts again in")
+            after = {"parent": os.getpid()}
+            while after["parent"] == os.getpid():
+                _, after = await start(forks, "return")
+
+    asyncio.run(check())
+
+
 def test_nothing_is_started_once_it_ends() -> None:
     """Nor is what is asked for already waited for."""
 
@@ -192,7 +268,7 @@ def test_nothing_is_started_once_it_ends() -> None:
             await (await start(forks, "return"))[0].ended()
             assert forks.pid is not None
             os.kill(forks.pid, signal.SIGSTOP)
-            starting = asyncio.create_task(Component.start("wait", FORKED, spawn=forks.spawn))
+            starting = asyncio.create_task(forks.start("wait", FORKED))
             await asyncio.sleep(0)
         with pytest.raises(OSError, match="the fleet ends"):
             await starting
@@ -208,7 +284,7 @@ def test_one_that_nobody_waits_for_is_ended() -> None:
             await (await start(forks, "return"))[0].ended()
             assert forks.pid is not None
             os.kill(forks.pid, signal.SIGSTOP)
-            starting = asyncio.create_task(Component.start("wait", FORKED, spawn=forks.spawn))
+            starting = asyncio.create_task(forks.start("wait", FORKED))
             await asyncio.sleep(0)
             starting.cancel()
             os.kill(forks.pid, signal.SIGCONT)
@@ -224,14 +300,14 @@ SUPERVISOR = f"""
 import asyncio
 from benchmarks.procfs import command_line, descendants
 from kvloom.types.clock import WallClock
-from kvloom.serve.component import Component
 from kvloom.serve.forkserver import ForkServer
+from kvloom.serve.prefork import launch
 
 async def main():
-    forks = ForkServer(["{FORKED}"], WallClock(), print, server="{BARE}")
+    forks = ForkServer(["{FORKED}"], WallClock(), print, launch=lambda: launch("{BARE}"))
     run = asyncio.create_task(forks.run())
     await asyncio.sleep(0)
-    component = await Component.start("wait", "{FORKED}", spawn=forks.spawn)
+    component = await forks.start("wait", "{FORKED}")
     async for report in component.reports():
         print("pids", forks.pid, component.pid, flush=True)
     await run

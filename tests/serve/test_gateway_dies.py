@@ -14,9 +14,9 @@ from pathlib import Path
 from kvloom.cluster.launcher import Snapshot
 from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, UnitSpec
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.component import Component
+from kvloom.serve.child import ChildProcess
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
-from kvloom.serve.orders import EngineOrder, GatewayOrder, Order, Ready
+from kvloom.serve.messages import EngineOrder, GatewayOrder, Order, Ready
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
@@ -61,7 +61,7 @@ def gateway_order(engine: EngineOrder, listener: socket.socket) -> GatewayOrder:
 
 
 @asynccontextmanager
-async def ready(component: Component, *orders: Order) -> AsyncIterator[None]:
+async def ready(component: ChildProcess, *orders: Order) -> AsyncIterator[None]:
     """From its report on, and until it has ended."""
     async with asyncio.TaskGroup() as group:
         group.create_task(heard(component))
@@ -75,14 +75,14 @@ async def ready(component: Component, *orders: Order) -> AsyncIterator[None]:
             await component.ended()
 
 
-async def until_ready(component: Component) -> AsyncIterator[Ready]:
+async def until_ready(component: ChildProcess) -> AsyncIterator[Ready]:
     async for report in component.reports():
         if isinstance(report, Ready):
             yield report
             return
 
 
-async def heard(component: Component) -> None:
+async def heard(component: ChildProcess) -> None:
     async for line in component.logs():
         print(component.name, line)
 
@@ -125,8 +125,8 @@ def test_the_requests_of_a_killed_gateway_give_their_blocks_back(tmp_path: Path)
     async def play() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         order = engine_order(tmp_path)
-        engine = await Component.start("unit-0", ENGINE_MODULE)
-        gateway = await Component.start("gateway", GATEWAY_MODULE, [listener.fileno()])
+        engine = await ChildProcess.start("unit-0", ENGINE_MODULE)
+        gateway = await ChildProcess.start("gateway", GATEWAY_MODULE, [listener.fileno()])
         async with (
             asyncio.timeout(120),
             ready(engine, order),

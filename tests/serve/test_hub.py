@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from kvloom.serve.machine import require_hub
+from kvloom.serve.engine import require_hub
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import ModelSpec
 

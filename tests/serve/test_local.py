@@ -19,7 +19,7 @@ from kvloom.cluster.launcher import Answered, Ended, Missed, Started
 from kvloom.cluster.reconcile import Timing
 from kvloom.cluster.state import ComponentStatus, FleetSpec, Phase, UnitSpec, is_gateway
 from kvloom.serve.local import Heard, LocalLauncher, Role, answers
-from kvloom.serve.orders import GatewayOrder, StartProgress
+from kvloom.serve.messages import GatewayOrder, StartProgress
 from kvloom.types.clock import WallClock
 from kvloom.types.spec import EngineSpec, ProgramSpec
 from tests.processes import DEADLINE
@@ -85,7 +85,7 @@ async def watched(
         )
         name = "gateway" if is_gateway(component) else component
         path = str(folder / f"{name}.sock") if engine is not None else ""
-        return Role(name, "tests.serve.child", order, socket=path)
+        return Role(name, "tests.serve.launched", order, socket=path)
 
     def hear(component: str, heard: Heard) -> None:
         if isinstance(heard, Started | Answered | Ended | Missed):

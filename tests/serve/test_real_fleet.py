@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import signal
 import socket
 import time
@@ -26,6 +25,7 @@ from tokenizers import Tokenizer
 
 from kvloom.config.config import DEMO
 from tests.processes import fleet
+from tests.serve.streaming import metric, sum_of
 
 MODELS = ("guide", "stories", "sums")
 
@@ -54,17 +54,6 @@ def whole(url: str) -> Iterator[None]:
     assert free + cached == metric(url, "kvloom_kv_blocks")
 
 
-def sum_of(url: str, a: int, b: int) -> str:
-    ask = {
-        "model": "sums",
-        "temperature": 0,
-        "messages": [{"role": "user", "content": f"What is {a} + {b}?"}],
-    }
-    answer = json.loads(post(url, json.dumps(ask).encode())[1])
-    content: str = answer["choices"][0]["message"]["content"]
-    return content
-
-
 def post(url: str, body: bytes, path: str = "/v1/chat/completions") -> tuple[int, bytes]:
     request = urllib.request.Request(url + path, body, {"content-type": "application/json"})
     try:
@@ -72,13 +61,6 @@ def post(url: str, body: bytes, path: str = "/v1/chat/completions") -> tuple[int
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
-
-
-def metric(url: str, name: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-        found = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", response.read().decode(), re.M)
-    assert found, name
-    return sum(map(float, found))
 
 
 def connect(url: str) -> socket.socket:
@@ -153,10 +135,10 @@ def test_json_and_tools(client: openai.OpenAI) -> None:
         max_tokens=64,
     )
     assert called.choices[0].finish_reason == "tool_calls"
-    call = (called.choices[0].message.tool_calls or [])[0]
-    assert call.type == "function"
-    assert call.function.name == "get_time"
-    assert json.loads(call.function.arguments)["city"] in ("Bern", "Oslo")
+    tool = (called.choices[0].message.tool_calls or [])[0]
+    assert tool.type == "function"
+    assert tool.function.name == "get_time"
+    assert json.loads(tool.function.arguments)["city"] in ("Bern", "Oslo")
 
 
 @pytest.mark.parametrize("model", MODELS)

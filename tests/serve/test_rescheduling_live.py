@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tests.checkpoints import make_checkpoint
-from tests.processes import DEADLINE, Fleet, fleet, leaves_nothing
-from tests.serve.streaming import call, streamed
+from tests.processes import DEADLINE, Fleet
+from tests.serve.streaming import call, metric, serving, streamed
 
 MOST = 1200  # tokens of a stream: many times what a move takes
 CONFIG = """
@@ -60,11 +60,8 @@ def busy(url: str) -> list[str]:
     return [unit for unit, load in loads.items() if load["models"]["llama"]["running"]]
 
 
-def moved(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE) as answer:
-        lines = answer.read().decode().splitlines()
-    [line] = [line for line in lines if line.startswith('kvloom_moves_total{outcome="moved"}')]
-    return int(float(line.split()[-1]))
+def moved(url: str) -> float:
+    return metric(url, 'kvloom_moves_total{outcome="moved"}')
 
 
 def drained(url: str, stream: Future[str]) -> None:
@@ -87,11 +84,8 @@ def kill(running: Fleet, component: str) -> None:
 
 def test_streams_leave_a_unit_that_drains_whoever_dies(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=2 * MOST)
-    file, folder = tmp_path / "fleet.yaml", tmp_path / "s"
-    file.write_text(CONFIG.format(path=model))
-    folder.mkdir()
-    with fleet(str(file), folder=folder) as running, ThreadPoolExecutor() as pool:
-        url = running.wait_until_ready()
+    config = CONFIG.format(path=model)
+    with serving(tmp_path, config) as (running, url), ThreadPoolExecutor() as pool:
         streams = Streams(url, pool)
         running.wait_for("scheduler | answers")
         lone = streams.begin(7).result()
@@ -116,6 +110,3 @@ def test_streams_leave_a_unit_that_drains_whoever_dies(tmp_path: Path) -> None:
         drained(url, stream)
         assert stream.result() == lone
         assert running.children()["scheduler"] == scheduler
-        with leaves_nothing(running, folder):
-            assert running.end(signal.SIGINT) == 0
-        assert running.errors() == ""

@@ -1,4 +1,5 @@
-"""A server whose place another one has taken: it answers all that had reached it, and then ends."""
+"""A server whose place another one has taken answers all that had reached it, and then ends. One that ends
+tells who still waits."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvloom.serve import server as server_module
-from kvloom.serve.connection import ClientConnection
-from kvloom.serve.server import HttpServer
+from kvloom.serve.gateway_process import GRACE_SECONDS, end_streams
+from kvloom.serve.server import ClientConnection, HttpServer
+from tests.router import fleets
 from tests.serve.test_connection import HEAD, run
 
 LAST = b"ended\r\n0\r\n\r\n"
@@ -101,3 +103,25 @@ def test_an_answer_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert app.cut == 1
 
     run(play)
+
+
+def test_what_has_not_ended_by_itself_is_ended_before_the_grace_is_over() -> None:
+    async def test() -> None:
+        async with fleets.routed(1) as made:
+            [engine] = made.engines
+            ending = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(end_streams(made.router, ending, made.clock))
+                engine.gate.clear()
+                asked = [group.create_task(fleets.ask(made.router, fleets.body())) for _ in range(3)]
+                await fleets.turns()
+                ending.set()
+                await fleets.turns()
+                await made.clock.advance(0.49 * GRACE_SECONDS)
+                assert not any(one.done() for one in asked)
+                await made.clock.advance(0.02 * GRACE_SECONDS)
+                await fleets.turns()
+                engine.gate.set()
+            assert {end.reason for one in asked for end in one.result().ends.values()} == {"abort"}
+
+    fleets.run(test)

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 from tests.checkpoints import make_checkpoint
-from tests.processes import Fleet, fleet, leaves_nothing
-from tests.serve.streaming import call, said, states, streams
+from tests.processes import Fleet
+from tests.serve.streaming import call, said, serving, states, streams
 
 # Units so small are less free than `low` where anything runs, and freer than `high` where nothing does.
 CONFIG = """
@@ -39,11 +39,7 @@ def test_replicas_follow_the_load_and_a_cold_model_comes_back(tmp_path: Path) ->
     paths = {
         name: make_checkpoint(tmp_path / name, kind) for name, kind in (("hot", "llama"), ("cold", "qwen2"))
     }
-    file, folder = tmp_path / "fleet.yaml", tmp_path / "s"
-    file.write_text(CONFIG.format(**paths))
-    folder.mkdir()
-    with fleet(str(file), folder=folder) as running:
-        url = running.wait_until_ready()
+    with serving(tmp_path, CONFIG.format(**paths)) as (running, url):
         alone = said(url, "cold", 5, 40)
         with streams(url, 200, hot=1):
             wait(running, "unit-1 | answers", "unit-2 | has ended")
@@ -56,6 +52,3 @@ def test_replicas_follow_the_load_and_a_cold_model_comes_back(tmp_path: Path) ->
         running.wait_for("gateway | answers again")
         until(url, "up", "away", "away")
         assert said(url, "cold", 5, 40) == alone
-        with leaves_nothing(running, folder):
-            assert running.end(signal.SIGINT) == 0
-        assert running.errors() == ""

@@ -12,7 +12,8 @@ from typing import Any
 import openai
 
 from kvloom.config.config import DEMO
-from tests.processes import Fleet, fleet, leaves_nothing
+from tests.processes import Fleet
+from tests.serve.streaming import serving
 
 CONFIG = f"""
 kv_memory: 32MiB
@@ -77,18 +78,12 @@ async def _kill(running: Fleet, unit: str) -> None:
 
 def test_every_stream_is_the_same_whichever_engine_dies(tmp_path: Path) -> None:
     """Some have another engine to go on at, `guide` waits until its only one is back."""
-    file, folder = tmp_path / "fleet.yaml", tmp_path / "s"
-    file.write_text(CONFIG)
-    folder.mkdir()
-    with fleet(str(file), folder=folder) as running:
-        url = running.wait_until_ready()
+    with serving(tmp_path, CONFIG) as (running, url):
         whole = asyncio.run(_all(url))
         for unit in ("unit-0", "unit-1"):
             found = asyncio.run(_all(url, _kill(running, unit)))
             assert found == whole
             running.wait_for(f"{unit} | was killed by SIGKILL")
             running.wait_for(f"{unit} | answers again")
-        with leaves_nothing(running, folder):
-            assert running.end(signal.SIGINT) == 0
-        assert "goes elsewhere" in running.output
-        assert "waits for a restart" in running.output
+    assert "goes elsewhere" in running.output
+    assert "waits for a restart" in running.output

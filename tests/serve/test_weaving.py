@@ -13,6 +13,7 @@ import pytest
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.oracle import Oracle
+from tests.serve.woven import run
 from tests.weaving import MODEL, PAGES, cold_unit, weaving, woven_of
 
 COUNT = 24
@@ -83,3 +84,13 @@ def test_a_cold_unit_that_stands_still_costs_no_token(paths: tuple[Path, Path]) 
     for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
         assert len(tokens) == COUNT
         oracle.check_at_once(prompt, tokens)
+
+
+def test_the_tokens_are_the_oracle_s_whatever_happens(tmp_path: Path) -> None:
+    """A few of what `python -m tests.serve.woven` serves many of: recalls, deaths, another share."""
+    [tally] = run(20, ("qwen2",), tmp_path).values()
+    print(f"{tally.ties} ties")
+    assert tally.requests == 20
+    assert min(tally.shares, tally.recalls, tally.kills, tally.preempted) > 0
+    assert 0 < tally.away < tally.tokens
+    assert tally.cold > 0

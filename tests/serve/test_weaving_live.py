@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,7 +18,8 @@ from kvloom.cli.main import main
 from kvloom.types.request import Event, TokenEvent
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.oracle import Oracle
-from tests.processes import DEADLINE, fleet, leaves_nothing
+from tests.processes import DEADLINE
+from tests.serve.streaming import call, serving
 
 COUNT = 30
 CONFIG = """
@@ -30,11 +30,6 @@ models: {{hot: {hot}, cold: {cold}}}
 units: [{{models: [hot]}}, {{models: [cold]}}]
 weave: [{{hot: unit-0, cold: unit-1, share: 0.7}}]
 """
-
-
-def get(url: str, path: str) -> Any:
-    with urllib.request.urlopen(url + path, timeout=DEADLINE) as answer:
-        return json.load(answer)
 
 
 def generate(url: str, unit: str, model: str, name: str, prompt: list[int]) -> list[int]:
@@ -50,19 +45,16 @@ def generate(url: str, unit: str, model: str, name: str, prompt: list[int]) -> l
 
 def until_lent(url: str) -> None:
     end = time.monotonic() + DEADLINE
-    while not get(url, "/verbs/unit-1/load")["lent_blocks"]:
+    while not call(url, "/verbs/unit-1/load")["lent_blocks"]:
         assert time.monotonic() < end, "the cold unit never lends"
 
 
 def test_a_cold_unit_dies(tmp_path: Path) -> None:
     path, cold = make_checkpoint(tmp_path / "hot", "qwen3"), make_checkpoint(tmp_path / "cold", "gpt2")
-    config = tmp_path / "fleet.yaml"
-    config.write_text(CONFIG.format(hot=path, cold=cold))
+    config = CONFIG.format(hot=path, cold=cold)
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice((2, 20, 70)))] for _ in range(12)]
-    (tmp_path / "run").mkdir()
-    with ThreadPoolExecutor(12) as pool, fleet(str(config), folder=tmp_path / "run") as served:
-        url = served.wait_until_ready()
+    with ThreadPoolExecutor(12) as pool, serving(tmp_path, config) as (served, url):
         until_lent(url)
 
         def ask(turn: int, unit: str = "unit-0", model: str = "hot") -> Iterator[list[int]]:
@@ -71,7 +63,7 @@ def test_a_cold_unit_dies(tmp_path: Path) -> None:
 
         asked, others = ask(0), list(ask(0, "unit-1", "cold"))
         found = list(asked)
-        away = get(url, "/verbs/unit-0/load")["models"]["hot"]["away_tokens_total"]
+        away = call(url, "/verbs/unit-0/load")["models"]["hot"]["away_tokens_total"]
         assert away > COUNT
         asked = ask(1)
         found.append(next(asked))  # it is under way
@@ -85,9 +77,7 @@ def test_a_cold_unit_dies(tmp_path: Path) -> None:
         found += asked
         until_lent(url)
         found += ask(3)
-        assert get(url, "/verbs/unit-0/load")["models"]["hot"]["away_tokens_total"] > away
-        with leaves_nothing(served, tmp_path / "run"):
-            assert served.end(signal.SIGTERM) == 0
+        assert call(url, "/verbs/unit-0/load")["models"]["hot"]["away_tokens_total"] > away
     for oracle, all_tokens in ((Oracle(path), found), (Oracle(cold), others)):
         for prompt, tokens in zip(prompts * 4, all_tokens, strict=False):
             assert len(tokens) == COUNT

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from kvloom.kernels.mailbox import MASK, NOTE, End
 from kvloom.kernels.mailbox_reference import collect, post, serve
-from kvloom.kv import arena as memfd
-from kvloom.kv.arena import Arena
+from kvloom.kv.arena import Arena, create_memfd
 from kvloom.offload.memory.device import BorrowerDeviceMailbox, DevicePlace, LenderDeviceMailbox, tensors_of
 from kvloom.offload.memory.mailbox import START, MailboxForm, OffloadMailbox, size_of
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable
@@ -28,7 +27,7 @@ CPU = torch.device("cpu")
 
 def test_it_is_laid_out_as_the_hosts() -> None:
     """What one writes by the names of the one, the other reads by its own."""
-    fd = memfd.create("mailbox")
+    fd = create_memfd("mailbox")
     os.posix_fallocate(fd, 0, size_of(FORM))
     host = OffloadMailbox(fd, FORM)
     memory = torch.frombuffer(mmap.mmap(fd, size_of(FORM)), dtype=torch.uint8)

@@ -17,31 +17,11 @@ from kvloom.types.address import KVAddress, KVForm
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.geometry import Geometry
 from kvloom.types.transfer import BlockCopies, DeviceEvent
-from tests.transfer.context import Context
 from tests.transfer.device_memory import HostMemory
-from tests.transfer.kinds import DEVICE
-from tests.transfer.units import DEADLINE, units
+from tests.transfer.units import DEADLINE
 
 BLOCK, TOKENS = 4096, 32
 FORM = KVForm.of(Geometry(1, 1, 16, 4, BLOCK), "float32")
-
-
-def test_close_waits_for_a_piece_and_a_killed_sender_holds_nothing() -> None:
-    with units(DEVICE, "sender", "receiver") as (sender, receiver):
-        context = Context.make(sender, receiver, 0, 100, seed=1)
-        transfer = context.stall("inside", skip=2)
-        assert not receiver.call("close", ticket=context.ticket)
-        sender.call("ungate")
-        with pytest.raises(BadRequest, match="over"):
-            sender.call("arrived", number=transfer)
-        assert receiver.call("close", ticket=context.ticket)
-        written = {i for i in range(len(receiver.arena)) if (receiver.arena[i] != context.before[i]).any()}
-        assert written == set(context.whole(0, 100).peer[:12].tolist())
-        again = Context.make(sender, receiver, 0, 100, seed=2)
-        again.stall("inside", skip=1)
-        assert not receiver.call("close", ticket=again.ticket)
-        sender.kill()
-        assert receiver.call("close", ticket=again.ticket)
 
 
 class _Later:

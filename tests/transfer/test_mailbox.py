@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from kvloom.kernels.mailbox import End
 from kvloom.offload.memory.borrower import BorrowedBlocks
-from kvloom.offload.memory.lender import Lending
+from kvloom.offload.memory.lender import Lending, Task
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from tests.transfer.loans import (
     GEOMETRY,
@@ -29,10 +30,12 @@ from tests.transfer.loans import (
     borrowed,
     lender_elsewhere,
     lender_here,
+    memory_of,
 )
 
 _WRAPS = (1 << 32) - 5  # the counters pass 0 after a few tasks
 _TOTAL = HEADS + 2 * GEOMETRY.kv_heads
+_ONES = np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32)
 
 
 def _ask(loan: BorrowedBlocks, rows: int, layer: int, value: float) -> None:
@@ -99,7 +102,7 @@ def test_a_borrower_that_has_left_gets_nothing_done_on_the_loan_that_it_left() -
         loan.tasks.close()
         again = borrowed(made.lending.loan)
         begin(again, [16], version=2)
-        again.tasks.post(0, np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32), 1.0, 0, 0.0)
+        again.tasks.post(0, _ONES, 1.0, 0, 0.0)
         assert made.lending.receiver.next() is None
 
 
@@ -116,19 +119,20 @@ def test_a_lender_whose_ledger_is_full_keeps_no_mailbox() -> None:
 
 
 @pytest.mark.parametrize("change", [{"rows": ROWS + 1}, {"width": WIDTH - 1}, {"heads": HEADS * 2}])
-def test_a_mailbox_for_another_model_is_refused(change: dict[str, int]) -> None:
-    with lender_here() as made, pytest.raises(BadRequest, match="the mailbox of lender is for another model"):
-        BorrowedBlocks(replace(asked(os.getpid()), **change), made.lending.loan, 1.0)
+def test_a_mailbox_for_another_model_is_refused_and_given_back(change: dict[str, int]) -> None:
+    with lender_here() as made:
+        with pytest.raises(BadRequest, match="the mailbox of lender is for another model"):
+            BorrowedBlocks(replace(asked(os.getpid()), **change), made.lending.loan, 1.0)
+        assert made.lending.receiver.left
 
 
 def test_several_tasks_at_a_time_and_no_more_than_there_are_slots() -> None:
     with lender_here(_WRAPS, slots=4) as made:
         loan = borrowed(made.lending.loan)
         begin(loan, [1])
-        qkv = np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32)
-        tasks = [loan.tasks.post(i % 2, qkv * i, 1.0, 0, 0.0) for i in range(4)]
+        tasks = [loan.tasks.post(i % 2, _ONES * i, 1.0, 0, 0.0) for i in range(4)]
         with pytest.raises(QueueFull, match="4 tasks wait at lender"):
-            loan.tasks.post(0, qkv, 1.0, 0, 0.0)
+            loan.tasks.post(0, _ONES, 1.0, 0, 0.0)
         _echo_all(made, 4, frozenset())
         out = np.empty((1, HEADS, GEOMETRY.head_dim), np.float32)
         for i in (2, 0, 3, 1):  # in any order
@@ -183,3 +187,40 @@ def test_more_rows_than_the_mailbox_takes_are_refused_at_once() -> None:
         loan = borrowed(made.lending.loan)
         with pytest.raises(BadRequest, match="4 rows of 2 pages; want 3 of 4"):
             begin(loan, [1] * 4)
+
+
+# -- what the ends tell each other of time -----------------------------------------------------------
+
+
+def found(made: Lender) -> Task:
+    task = made.lending.receiver.next()
+    assert task is not None
+    return task
+
+
+def test_a_task_says_when_it_was_posted_and_a_sheet_how_long_things_take() -> None:
+    out = np.empty((1, HEADS, GEOMETRY.head_dim), np.float32)
+    with lender_here() as made:
+        loan, receiver = borrowed(made.lending.loan), made.lending.receiver
+        for turn in range(3):
+            before = time.monotonic_ns()
+            begin(loan, [3])
+            number = loan.tasks.post(0, _ONES, 1.0, 0, 0.0)
+            task = found(made)
+            assert before <= task.posted <= time.monotonic_ns()
+            assert (receiver.period > 0) == (receiver.meanwhile > 0) == (turn > 0)
+            assert receiver.meanwhile <= receiver.period
+            made.echo(task)
+            loan.tasks.collect(number, out)
+
+
+@pytest.mark.parametrize(("told", "believed"), [(np.nan, 0.0), (-1.0, 0.0), (np.inf, 10.0), (0.25, 0.25)])
+def test_not_everything_is_believed(told: float, believed: float) -> None:
+    with lender_here() as made:
+        loan = borrowed(made.lending.loan)
+        begin(loan, [3])
+        memory_of(made).pace[:] = told
+        loan.tasks.post(0, _ONES, 1.0, 0, 0.0)
+        found(made)
+        receiver = made.lending.receiver
+        assert (receiver.meanwhile, receiver.period) == (believed, believed)

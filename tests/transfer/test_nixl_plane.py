@@ -1,4 +1,7 @@
-"""What the plane's thread tells a peer that connects slowly, or is silent; the test plays the network."""
+"""What the plane's thread tells a peer that connects slowly, or is silent, while the test plays the network.
+
+And what NIXL itself is told of a unit's memory.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvloom.kv.arena import Arena
 from kvloom.transfer.grants import (
     ClaimRefused,
     Delivered,
@@ -21,13 +25,15 @@ from kvloom.transfer.grants import (
     WriteClaim,
     WritesDone,
 )
+from kvloom.transfer.nixl import NixlTransport
 from kvloom.transfer.nixl_agent import Agent, ArenaPlace, HostPlace, Spans
 from kvloom.transfer.nixl_plane import NixlEndpoint, NixlPlane, NixlTransfer
 from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
-from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from kvloom.types.geometry import I32
 from kvloom.types.transfer import BlockCopies, DeviceEvent
+from tests.transfer.kinds import NIXL
 
 GRANT = 2.0
 HOST = HostPlace()
@@ -107,7 +113,7 @@ def _begin(plane: NixlPlane, place: ArenaPlace) -> NixlTransfer:
     target = WriteTarget(BLOCK, 4, 8, 4, np.ones(4, np.bool_))
     peer = Endpoint(unit="peer", kind="nixl", where=msgspec.msgpack.encode(PEER))
     transfer = NixlTransfer(plane.submit, place, peer, PEER, target, ADDRESS, 0, 0, 4)
-    plane.start(transfer)
+    plane.order(transfer)
     return transfer
 
 
@@ -298,3 +304,31 @@ def test_what_could_not_be_computed_fails_the_transfer_and_no_other(times: int) 
     assert "write" not in network.log
     assert "part" not in network.log
     assert network.log[-1] == "Quit"
+
+
+with_nixl = pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'")
+
+
+class _Mistaken(HostPlace):
+    """Says of the host's memory that it is a GPU's."""
+
+    segment = "VRAM"
+    progress = False
+
+
+@with_nixl
+def test_memory_that_nixl_cannot_use_is_refused_at_the_start_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"cannot use this unit's VRAM, 32,768 bytes: .*BACKEND") as error:
+        NixlTransport("unit", Arena(8, 4096), _Mistaken())
+    assert "\n" not in error.value.message
+
+
+@with_nixl
+def test_a_gpus_memory_and_the_hosts_exchange_nothing() -> None:
+    unit = NixlTransport("unit", Arena(8, 4096), HostPlace())
+    try:
+        peer = Endpoint(unit="gpu", kind="nixl-cuda", where=unit.endpoint.where)
+        with pytest.raises(BadRequest, match="gpu moves K and V by nixl-cuda, this unit by nixl"):
+            unit.claim(peer, ADDRESS, 5, 0, 4)
+    finally:
+        unit.close_all()

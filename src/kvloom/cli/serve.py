@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
-from rich.console import Console
 
 from kvloom.cli.app import INVALID, CommandFailed, Models
-from kvloom.config.config import Config
-from kvloom.config.file import load_config, parse_models
-from kvloom.config.machine import Machine
-from kvloom.serve.machine import listen, private_folder, raise_open_files
-from kvloom.serve.screen import Screen
-from kvloom.serve.supervisor import Supervisor
-from kvloom.types.clock import WallClock
+from kvloom.serve.prefork import launched
 from kvloom.types.errors import ConfigError
 
 EXAMPLES: Final = """\
@@ -89,20 +81,13 @@ def serve(
     for key, file in (("api_key_file", api_key_file), ("admin_key_file", admin_key_file)):
         if file is not None:
             flags[key] = file.expanduser().absolute()
-    serve_fleet(load_config(config, flags, parse_models(model), Machine.here()))
+    with launched() as forks:
+        # imported while that process imports torch
+        from kvloom.config.file import load_config, parse_models  # noqa: PLC0415
+        from kvloom.config.machine import Machine  # noqa: PLC0415
+        from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
 
-
-def serve_fleet(config: Config) -> None:
-    """Serves until the fleet ends. Raises ConfigError if a process refused what it was to serve, and
-    CommandFailed if the fleet failed."""
-    clock = WallClock()
-    screen = Screen(Console(highlight=False), clock)
-    raise_open_files()
-    with listen(config.host, config.port) as listener, private_folder() as folder:
-        try:
-            outcome = asyncio.run(Supervisor(config, screen, clock, listener, folder).run())
-        finally:
-            screen.close()
+        outcome = serve_fleet(load_config(config, flags, parse_models(model), Machine.here()), forks)
     if outcome.code == INVALID:
         raise ConfigError(outcome.why)
     if outcome.code:

@@ -4,14 +4,20 @@ While transformers is imported it marks functions for torch's compiler and looks
 tensors. For these torch imports its compiler, Triton and sympy: 900 modules, and half of the time for which
 an engine imports. kvloom runs modules eagerly and shares them out among ranks itself, so transformers is
 imported, and builds modules, as if torch had neither.
+
+It also reads its own files, 2,000 of them, for the names that they define. These names are kept in a file.
 """
 
 from __future__ import annotations
 
+import functools
+import marshal
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -19,6 +25,8 @@ import torch
 from torch import nn
 
 _COMPILER: Final = "torch._dynamo"
+_READER: Final = "create_import_structure_from_path"  # transformers' function that reads its files
+_NAMES: Final = Path(__file__).parent / "__pycache__" / f"transformers.{sys.implementation.cache_tag}.names"
 
 
 class _NoCompiler(ModuleType):
@@ -57,7 +65,51 @@ def without_compiler() -> Iterator[None]:
         torch.distributed.is_available = available
 
 
-with without_compiler():
+@contextmanager
+def _keeping_names() -> Iterator[None]:
+    """Gives transformers, if it is imported meanwhile, the names in its models' files as they were found the
+    first time. Its own cache of them is smaller than one round, so that it would read all files twice."""
+    cached = functools.lru_cache
+
+    def keeping(*arguments: Any, **options: Any) -> Any:
+        if arguments and getattr(arguments[0], "__name__", None) == _READER:
+            return kept_names(arguments[0], _NAMES)
+        return cached(*arguments, **options)
+
+    functools.lru_cache = keeping  # transformers decorates the reader with it
+    try:
+        yield
+    finally:
+        functools.lru_cache = cached
+
+
+def kept_names(read: Callable[[Any], Any], file: Path) -> Callable[[Any], Any]:
+    """Returns `read`, but what it has found for the folder of all models is kept in `file`, and believed as
+    long as that folder is the same."""
+
+    @functools.wraps(read)
+    def names(path: str | Path) -> Any:
+        folder = Path(path)
+        folder = folder.parent if folder.suffix == ".py" else folder
+        if (folder.parent.name, folder.name) != ("transformers", "models"):
+            return read(path)
+        version = sys.modules["transformers"].__version__
+        key = str(folder), folder.stat().st_mtime_ns, version
+        with suppress(OSError, ValueError, EOFError, TypeError):  # there is none, or it is cut short
+            known, found = marshal.loads(file.read_bytes())
+            if known == key:
+                return found
+        found = read(path)
+        made = file.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):  # kvloom's folder may be read-only
+            made.write_bytes(marshal.dumps((key, found)))
+            made.replace(file)
+        return found
+
+    return names
+
+
+with without_compiler(), _keeping_names():
     import transformers
     import transformers.generation.utils  # what the modules of all models import
     import transformers.modeling_layers

@@ -14,19 +14,19 @@ from torch import Tensor
 from kvloom.types.errors import ConfigError
 
 
-def create(what: str) -> int:
-    """Returns a descriptor of an empty memory that this process alone has; it is not inherited. `seal` it
-    once it has its size."""
+def create_memfd(what: str) -> int:
+    """Returns a descriptor of an empty memory that this process alone has; it is not inherited. It is to be
+    sealed (`seal_memfd`) once it has its size."""
     return os.memfd_create(_name(what, os.getpid()), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-def seal(fd: int) -> None:
+def seal_memfd(fd: int) -> None:
     """Fixes the size, whoever else opens the memory: a peer that made it smaller would end each process that
     touches what is gone."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
-def link(what: str, pid: int) -> str:
+def memfd_link(what: str, pid: int) -> str:
     """Returns the target of the link in /proc/PID/fd for a memory named `what` that process `pid` has
     made."""
     return f"/memfd:{_name(what, pid)} (deleted)"
@@ -57,7 +57,7 @@ class Arena:
         self.blocks = blocks
         self.block_bytes = block_bytes
         size = blocks * block_bytes
-        self.fd = create("arena")
+        self.fd = create_memfd("arena")
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
@@ -66,7 +66,7 @@ class Arena:
             raise ConfigError(
                 f"kv_memory: the system gives no {size:,} bytes of shared memory ({name})"
             ) from error
-        seal(self.fd)
+        seal_memfd(self.fd)
         self._map = mmap.mmap(self.fd, size)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 

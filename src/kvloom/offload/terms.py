@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Protocol
+from typing import Annotated, Final, Protocol
 
 from msgspec import Meta, Struct
 
@@ -15,6 +15,7 @@ from kvloom.types.geometry import I32
 from kvloom.types.load import Waits
 from kvloom.types.spec import Control, Splitting
 from kvloom.types.transfer import Transport
+from kvloom.types.verbs import Verb
 
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 
@@ -53,6 +54,9 @@ class Loan(Struct, frozen=True, kw_only=True):
     counts them from 0 in this order."""
     mailbox: bytes
     """The place of the mailbox, in the encoding of the device."""
+
+
+LEND: Final = Verb("lend", "Lends blocks to a model, and attends over them.", Borrow, Loan)
 
 
 class OffloadBackend(Protocol):

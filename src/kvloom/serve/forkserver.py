@@ -14,23 +14,21 @@ import errno
 import os
 import signal
 import socket
-import sys
+import subprocess
 from collections import deque
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from typing import Final
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
+from typing import IO, Final
 
 import msgspec
 from msgspec import Struct
 
-from kvloom.serve.component import ENVIRONMENT, ComponentProcess, Descriptors, execute, lines, reader
-from kvloom.serve.parent import ORDERS
+from kvloom.serve.child import ChildProcess, Descriptors, lines, reader
+from kvloom.serve.prefork import ENVIRONMENT, NAME, LaunchedForkServer, launch
 from kvloom.types.clock import Clock, ending
 
-NAME: Final = "forkserver"
-MODULE: Final = "kvloom.serve.forkserver_process"
-SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's library starts its threads when it is loaded
-FORK_SECONDS: Final = 60.0  # a slow disk's imports included
+FORK_SECONDS: Final = 10.0  # for an answer
+IMPORT_SECONDS: Final = 40.0  # for the first answer, from the fork server's start on: a slow disk's imports
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before another fork server is started, doubled each time
 HEALTHY_SECONDS: Final = 60.0  # after such a life the first pause is enough again
 TOLD_SECONDS: Final = 0.5  # for the fork server to tell how a process has ended that has
@@ -70,7 +68,7 @@ class NotForked(Exception):
 
 
 class ForkedProcess:
-    """A process that the fork server has forked. Satisfies `ComponentProcess`."""
+    """A process that the fork server has forked. Satisfies `StartedProcess`."""
 
     def __init__(self, pid: int, handle: int) -> None:
         """Takes over `handle`, the process's pidfd."""
@@ -121,26 +119,26 @@ class ForkedProcess:
 class _Channel:
     """The connection to one fork server, which answers in the order in which it is asked."""
 
-    def __init__(self) -> None:
-        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes over this end of the connection."""
+        self._connection = connection
         self._decoder = msgspec.json.Decoder(Forked | ForkRefused | ForkEnded)
         self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
         self._processes: dict[int, ForkedProcess] = {}
-        self.ours.setblocking(False)
-        asyncio.get_running_loop().add_reader(self.ours, self._hear)
+        connection.setblocking(False)
+        asyncio.get_running_loop().add_reader(connection, self._hear)
 
     async def fork(self, request: Fork, descriptors: list[int]) -> ForkedProcess:
         """Raises NotForked, and OSError if nobody listens."""
-        socket.send_fds(self.ours, [msgspec.json.encode(request)], descriptors)
+        socket.send_fds(self._connection, [msgspec.json.encode(request)], descriptors)
         answer: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
         return await answer
 
     def close(self) -> None:
         """Refuses what is not answered yet; the ends of processes are found out without the fork server."""
-        asyncio.get_running_loop().remove_reader(self.ours)
-        self.ours.close()
-        self.theirs.close()
+        asyncio.get_running_loop().remove_reader(self._connection)
+        self._connection.close()
         for answer in self._asked:
             if not answer.done():
                 answer.set_exception(NotForked("it has ended"))
@@ -151,13 +149,15 @@ class _Channel:
 
     def _hear(self) -> None:
         try:
-            message, handles, _, _ = socket.recv_fds(self.ours, LONGEST_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+            message, handles, _, _ = socket.recv_fds(
+                self._connection, LONGEST_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return
         except ConnectionError:
             message, handles = b"", []
         if not message:  # it has ended, which its process tells too
-            asyncio.get_running_loop().remove_reader(self.ours)
+            asyncio.get_running_loop().remove_reader(self._connection)
             return
         match self._decoder.decode(message):
             case Forked(pid):
@@ -180,8 +180,7 @@ class _Channel:
 
 
 class ForkServer:
-    """Keeps a fork server alive while `run` runs, and starts processes with its help; `spawn` satisfies
-    `Spawn`."""
+    """Keeps a fork server alive while `run` runs, and starts processes with its help."""
 
     def __init__(
         self,
@@ -189,18 +188,23 @@ class ForkServer:
         clock: Clock,
         log: Callable[[str, str], None],
         pause: float = FIRST_PAUSE,
-        server: str = MODULE,
+        *,
+        first: LaunchedForkServer | None = None,
+        launch: Callable[[], LaunchedForkServer] = launch,
     ) -> None:
         """modules: the modules that are forked, each with a `main` that takes its `Parent`; log: takes a name
-        and a line; pause: seconds before a second fork server is started; server: the module that it runs."""
+        and a line; pause: seconds before a second fork server is launched; first: the first one, if it was
+        launched already."""
         self._modules = modules
         self._clock = clock
         self._log = log
         self._pause = pause
+        self._first = first
+        self._launch = launch
+        self._began = clock.now()
         self._over = False
-        self._server = server
         self._channel: _Channel | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -212,83 +216,76 @@ class ForkServer:
         pause = 0.0
         try:
             while True:
-                began = self._clock.now()
-                how = await self._live()
-                healthy = self._clock.now() - began >= HEALTHY_SECONDS
+                self._began = self._clock.now()
+                try:
+                    how = await self._live()
+                except OSError as error:
+                    how = f"cannot be started: {error.strerror}"
+                healthy = self._clock.now() - self._began >= HEALTHY_SECONDS
                 pause = self._pause if healthy else min(max(self._pause, 2 * pause), LONGEST_PAUSE)
                 self._log(NAME, f"{how}; it starts again in {pause:g} s; engines start without it meanwhile")
                 await self._clock.sleep(pause)
         finally:
             self._over = True
-            self._close()
 
-    async def spawn(self, module: str, name: str, given: Descriptors) -> ComponentProcess:
-        """Forks the process, or starts it as a new interpreter if it cannot be forked. Raises OSError."""
-        if self._channel is not None and module in self._modules and not given.inherit:
-            request = Fork(module, name, os.environ | ENVIRONMENT)
+    async def start(self, name: str, module: str, inherit: Sequence[int] = ()) -> ChildProcess:
+        """Forks a process, or starts it as a new interpreter if it cannot be forked. Raises OSError."""
+        if self._channel is not None and module in self._modules and not inherit:
             try:
-                async with asyncio.timeout(FORK_SECONDS):
-                    return await self._channel.fork(request, [given.orders, given.output, given.reports])
-            except TimeoutError:
-                if self._process is not None and self._process.returncode is None:
-                    self._process.kill()
-                self._log(name, f"starts without the fork server: it gave no answer in {FORK_SECONDS:g} s")
+                return await ChildProcess.start(name, module, spawn=self._fork)
             except (NotForked, OSError) as error:
                 if not self._over:
                     self._log(name, f"starts without the fork server: {error}")
         if self._over:
             raise OSError(errno.ECANCELED, "the fleet ends")
-        return await execute(module, name, given)
+        return await ChildProcess.start(name, module, inherit)  # with other pipes than a stray fork's
 
-    def _close(self) -> None:
-        channel, self._channel, self._process = self._channel, None, None
-        if channel is not None:
-            channel.close()
+    async def _fork(self, module: str, name: str, given: Descriptors) -> ForkedProcess:
+        """Satisfies `Spawn`. Raises NotForked, too. A fork server that does not answer is killed, so that
+        another one takes its place."""
+        channel, process = self._channel, self._process
+        if channel is None:
+            raise NotForked("it has ended")
+        seconds = max(FORK_SECONDS, self._began + IMPORT_SECONDS - self._clock.now())
+        request = Fork(module, name, os.environ | ENVIRONMENT)
+        try:
+            async with asyncio.timeout(seconds):
+                return await channel.fork(request, [given.orders, given.output, given.reports])
+        except TimeoutError:
+            if process is not None:
+                process.kill()
+            raise NotForked(f"it gave no answer in {seconds:.3g} s") from None
 
     async def _live(self) -> str:
-        """Lets one fork server live from its start to its end. Returns how the end came."""
-        channel = self._channel = _Channel()  # at once, so that what starts beside it waits for its answer
+        """Lets one fork server live from its start to its end. Returns how the end came. Raises OSError if it
+        cannot be started."""
+        server, self._first = self._first or self._launch(), None
         try:
-            process, output = await self._start(channel)
-        except OSError as error:
-            self._close()
-            return f"cannot be started: {error.strerror}"
-        self._process = process
-        try:
+            self._process, self._channel = server.process, _Channel(server.connection)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._show(output))
-                return ending(await process.wait())
+                assert server.process.stdout is not None
+                group.create_task(self._show(server.process.stdout))
+                return ending(await _ended(server.process))
         finally:
-            self._over = process.returncode is None
-            self._close()
-            if self._over:
-                process.kill()
-                await process.wait()
+            self._over = server.process.returncode is None
+            if self._channel is not None:
+                self._channel.close()
+            self._channel, self._process = None, None
+            server.end()
 
-    async def _start(self, channel: _Channel) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-        read, write = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                self._server,
-                str(ORDERS),
-                NAME,
-                stdin=channel.theirs.fileno(),
-                stdout=write,
-                stderr=asyncio.subprocess.STDOUT,
-                process_group=0,
-                env=os.environ | ENVIRONMENT | SINGLE_THREADED,
-            )
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
-        channel.theirs.close()
-        return process, await reader(read)
+    async def _show(self, output: IO[bytes]) -> None:
+        with ExitStack() as ends:
+            async for line in lines(await reader(output, ends)):
+                self._log(NAME, line)
 
-    async def _show(self, output: asyncio.StreamReader) -> None:
-        async for line in lines(output):
-            self._log(NAME, line)
+
+async def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Waits for the end of a process, and returns its exit status."""
+    loop, over, handle = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
+    loop.add_reader(handle, over.set)
+    try:
+        await over.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+    return process.wait()

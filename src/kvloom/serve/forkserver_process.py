@@ -22,9 +22,9 @@ from typing import Final
 import msgspec
 from setproctitle import getproctitle, setproctitle
 
-from kvloom.serve.engine_process import preload
 from kvloom.serve.forkserver import LONGEST_MESSAGE, Fork, Forked, ForkEnded, ForkRefused
-from kvloom.serve.parent import ORDERS, run_child
+from kvloom.serve.parent import run_child
+from kvloom.serve.prefork import ORDERS
 
 TASKS: Final = Path("/proc/self/task")
 QUIET_MILLISECONDS: Final = 1000  # after which nobody seems to need the cores more
@@ -151,5 +151,12 @@ def serve_forks(prepare: Callable[[], Iterable[Callable[[], object]]]) -> None:
         run_child(importlib.import_module(module).main)
 
 
+def prepare() -> Iterable[Callable[[], object]]:
+    """Imports what any engine needs, and returns what may be done ahead of time besides."""
+    from kvloom.serve.engine import ahead  # noqa: PLC0415 -- for seconds, because it imports torch
+
+    return ahead()
+
+
 if __name__ == "__main__":
-    serve_forks(preload)
+    serve_forks(prepare)

@@ -1,4 +1,7 @@
-"""The process of one gateway: `python -m kvloom.serve.gateway_process FD NAME`. Never imports torch."""
+"""The process of one gateway: `python -m kvloom.serve.gateway_process FD NAME`. Never imports torch.
+
+It puts together the router and its units, what is asked of them, and the server before it all.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,104 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Final
 
 import uvloop
 
+from kvloom.api.admin import Admin
+from kvloom.api.app import create_app
+from kvloom.api.auth import Keys
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Snapshot
+from kvloom.cluster.mirror import Mirror
+from kvloom.cluster.orders import FleetOrders
+from kvloom.router.client import UNIX, HttpEngineClient
 from kvloom.router.program import Program, load_program
-from kvloom.serve.gateway import GatewayServer, gateway
-from kvloom.serve.orders import GatewayOrder, News, Report
+from kvloom.router.rescheduling import Rescheduler
+from kvloom.router.router import Router
+from kvloom.router.units import FleetLink
+from kvloom.serve.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
 from kvloom.serve.parent import Parent, run_child
+from kvloom.serve.server import ClientConnection, HttpServer
+from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError
 
+GRACE_SECONDS: Final = 2  # for running streams, once told to end; half of it by themselves
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayServer:
+    """Heeds its supervisor while it serves."""
+
+    mirror: Mirror
+    server: HttpServer
+    drain: float
+    """Seconds for streams when another gateway takes its place."""
+    ending: asyncio.Event
+    """Set once it is told to end."""
+
+    def heed(self, news: News) -> None:
+        if isinstance(news, RetireOrder):
+            self.server.retire(self.drain)
+        else:
+            self.mirror.heed(news)
+
+    def end(self) -> None:
+        self.mirror.give_up()
+        self.server.end()
+        self.ending.set()
+
+
+@asynccontextmanager
+async def gateway(
+    order: GatewayOrder, program: Program, snapshot: Snapshot, report: Callable[[Report], None]
+) -> AsyncIterator[GatewayServer]:
+    """Puts a gateway together. snapshot: the fleet that it is to serve; report: takes reports to the
+    supervisor."""
+    mirror, clock = Mirror(snapshot, report), WallClock()
+    async with AsyncExitStack() as stack:
+        clients = await stack.enter_async_context(AsyncExitStack())  # closed last: those below call engines
+
+        @cache
+        def connect(unit: str) -> HttpEngineClient:
+            """Returns the unit's client, whether it has a process or not. One that went and comes again has
+            the client that it had."""
+            client = HttpEngineClient(f"{UNIX}{order.sockets}/{unit}.sock", secret=order.secret).open()
+            clients.push_async_exit(client)
+            return client
+
+        link = FleetLink(mirror, connect, lambda unit: kept_cards(Path(order.sockets), unit))
+        router = await stack.enter_async_context(Router(link, program, clock, patience=order.patience))
+        orders = FleetOrders(mirror, router, seconds=order.drain, memory=order.memory, cores=order.cores)
+        rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        app = create_app(
+            router,
+            keys=Keys(order.api_keys, order.admin_keys, order.secret),
+            max_body=order.max_body,
+            admin=Admin(router, orders, rescheduler),
+            moves=lambda: rescheduler.moves,
+        )
+        server = HttpServer(
+            app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready())
+        )
+        ending = asyncio.Event()
+        last = tasks.create_task(end_streams(router, ending, clock))
+        yield GatewayServer(mirror, server, order.drain, ending)
+        last.cancel()
+
+
+async def end_streams(router: Router, ending: asyncio.Event, clock: Clock) -> None:
+    """Ends the streams of callers who still wait when half of the grace is over, so that they read why."""
+    await ending.wait()
+    await clock.sleep(GRACE_SECONDS / 2)
+    await router.abort_all()
 
 
 def main(parent: Parent) -> None:

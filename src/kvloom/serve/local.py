@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,8 @@ from kvloom.cluster.launcher import News as FleetNews
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, is_gateway
 from kvloom.config.config import Config
-from kvloom.serve.component import Component, Spawn, execute
-from kvloom.serve.orders import (
+from kvloom.serve.child import ChildProcess
+from kvloom.serve.messages import (
     EngineOrder,
     GatewayOrder,
     News,
@@ -37,6 +37,9 @@ ENGINE_MODULE: Final = "kvloom.serve.engine_process"
 GATEWAY_MODULE: Final = "kvloom.serve.gateway_process"
 SCHEDULER_MODULE: Final = "kvloom.serve.scheduler_process"
 _OK: Final = b"HTTP/1.1 200"
+
+StartChild = Callable[[str, str, Sequence[int]], Awaitable[ChildProcess]]
+"""Starts a process as `ChildProcess.start` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class _Child:
     role: Role
     generation: int
     phase: Phase = "starting"
-    component: Component | None = None
+    process: ChildProcess | None = None
     """None until it is started."""
     news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -128,13 +131,13 @@ class _Child:
     def end(self) -> None:
         """Tells the process to end, now or as soon as it is started."""
         self.phase = "ending"
-        if self.component is not None:
-            self.component.terminate()
+        if self.process is not None:
+            self.process.terminate()
 
     def kill(self) -> None:
         self.killed = True
-        if self.component is not None:
-            self.component.kill()
+        if self.process is not None:
+            self.process.kill()
 
 
 class LocalLauncher:
@@ -150,13 +153,13 @@ class LocalLauncher:
         log: Callable[[str, str], None],
         secret: str = "",
         timing: Timing = TIMING,
-        spawn: Spawn = execute,
+        start: StartChild = ChildProcess.start,
     ) -> None:
         """role: gives the role of a component; hear: called with a component and what is reported of it; log:
         called with a component's name and a line that it prints; secret: authenticates the health checks of
-        engines; spawn: starts a process."""
+        engines; start: starts a process."""
         self._role = role
-        self._spawn = spawn
+        self._start = start
         self._tasks = tasks
         self._clock = clock
         self._hear = hear
@@ -196,7 +199,7 @@ class LocalLauncher:
                 name,
                 child.generation,
                 child.phase,
-                pid=child.component.pid if child.component else None,
+                pid=child.process.pid if child.process else None,
                 endpoint=child.role.socket,
             )
             for name, child in self._children.items()
@@ -236,28 +239,29 @@ class LocalLauncher:
         """Runs a process, and returns how it ended and whether it refused its order. Raises OSError if it
         cannot be started."""
         role = child.role
-        component = child.component = await Component.start(role.name, role.module, role.inherit, self._spawn)
+        process = child.process = await self._start(role.name, role.module, role.inherit)
         try:
-            self._hear(name, Started(name, pid=component.pid))
+            self._hear(name, Started(name, pid=process.pid))
             if child.phase == "ending":
-                component.terminate()
+                process.terminate()
             if child.killed:
-                component.kill()
+                process.kill()
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._show(component))
-                telling = group.create_task(self._tell(child, component))
-                how, refused = await self._follow(name, child, component, group)
+                group.create_task(self._show(process))
+                telling = group.create_task(self._tell(child, process))
+                how, refused = await self._follow(name, child, process, group)
                 telling.cancel()
                 return how, refused
         finally:
-            component.kill()
+            process.kill()
 
     async def _follow(
-        self, name: str, child: _Child, component: Component, group: asyncio.TaskGroup
+        self, name: str, child: _Child, process: ChildProcess, group: asyncio.TaskGroup
     ) -> tuple[str, bool]:
+        end = group.create_task(process.ended())
         watch: asyncio.Task[None] | None = None
         refusal: str | None = None
-        async for report in component.reports():
+        async for report in process.reports():
             match report:
                 case OrderRefused(message):
                     refusal = message
@@ -269,19 +273,19 @@ class LocalLauncher:
                         watch = group.create_task(self._watch(name, child.role.socket))
                 case _:
                     self._hear(name, report)
-        how = await component.ended()
+        how = await end
         if watch is not None:
             watch.cancel()
         return refusal or how, refusal is not None
 
-    async def _tell(self, child: _Child, component: Component) -> None:
-        await component.order(child.role.order)
+    async def _tell(self, child: _Child, process: ChildProcess) -> None:
+        await process.order(child.role.order)
         while True:
-            await component.order(await child.news.get())
+            await process.order(await child.news.get())
 
-    async def _show(self, component: Component) -> None:
-        async for line in component.logs():
-            self._log(component.name, line)
+    async def _show(self, process: ChildProcess) -> None:
+        async for line in process.logs():
+            self._log(process.name, line)
 
     async def _watch(self, name: str, path: str) -> None:
         """Asks again and again whether it is well."""

@@ -16,11 +16,11 @@ from typing import Final, NoReturn, TypeVar
 
 import msgspec
 
-from kvloom.serve.orders import News, Order, OrderRefused, Report
+from kvloom.serve.messages import News, Order, OrderRefused, Report
+from kvloom.serve.prefork import ORDERS
 from kvloom.types.errors import ConfigError, Unavailable
 
 _log = logging.getLogger(__name__)
-ORDERS: Final = 0
 LAST_SECONDS: Final = 4.0
 PIECE: Final = 1 << 16  # bytes that are read at once
 

@@ -14,7 +14,7 @@ import msgspec
 
 from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.engine.freeness import Thresholds
-from kvloom.serve.orders import Ready, SchedulerOrder
+from kvloom.serve.messages import Ready, SchedulerOrder
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import Unavailable

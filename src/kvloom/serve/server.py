@@ -1,4 +1,8 @@
-"""uvicorn's server, as gateways and engines run it."""
+"""uvicorn's server, as gateways and engines run it, with bounds on a request's head and on the time that a
+caller may take.
+
+No setting of uvicorn bounds either with httptools, and a middleware is called only after the head has come.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,133 @@ import math
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp
-
-from kvloom.serve.connection import Connection
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 LINGER_SECONDS = 1.0  # By then, whatever was sent to a server that retires has been read.
+
+
+class Connection(HttpToolsProtocol):
+    """A connection that takes one request at a time, whose head is bounded.
+
+    uvicorn stops reading while a second request waits, and so would not notice that the caller hangs up. Here
+    what comes before the answer is complete is thrown away, and the connection ends with the answer.
+    """
+
+    HEAD_SECONDS: ClassVar[float] = 20.0
+    """Time for a head, from its first byte on; for the first head, from the connection's beginning on."""
+    MAX_HEAD: ClassVar[int] = 64 << 10
+    """Bytes of a head. A longer one is refused."""
+
+    _head_bytes = 0
+    _head_due: asyncio.TimerHandle | None = None  # runs while a head is on its way
+    _early = False  # Data came before the last answer was complete.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._has_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._early:
+            return
+        self._head_bytes += len(data)
+        super().data_received(data)
+        coming = self._head_due is not None and not self.transport.is_closing()
+        if coming and self._head_bytes > self.MAX_HEAD:
+            self._give_up(f"The request's head is larger than {self.MAX_HEAD} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._early = True
+            self.cycle.keep_alive = False
+        elif self._head_due is None:
+            self._await_head()
+            self._head_bytes = 1
+
+    def on_headers_complete(self) -> None:
+        if not self._early:
+            self._has_head()
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._early:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._early:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._early:  # The caller would take it for a part of the answer that is on its way.
+            super().send_400_response(msg)
+
+    def _await_head(self) -> None:
+        self._head_bytes = 0
+        late = f"The request's head took more than {self.HEAD_SECONDS:g} s to come."
+        self._head_due = self.loop.call_later(self.HEAD_SECONDS, self._give_up, late)
+
+    def _has_head(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
+    def _give_up(self, why: str) -> None:
+        self._has_head()
+        if self._head_bytes:
+            self.send_400_response(why)
+        else:  # Nothing was asked.
+            self.transport.close()
+
+
+class ClientConnection(Connection):
+    """A connection to a stranger, who must read the answer as well, or is cut off, which ends the request.
+
+    Between gateway and engine there is no such bound: a stream that is stuck there is one whose client reads
+    slowly enough.
+    """
+
+    READ_SECONDS: ClassVar[float] = 60.0
+    LEAST_READ: ClassVar[int] = 16 << 10
+    """Bytes of a stuck answer that the caller must take in each READ_SECONDS."""
+
+    _read_due: asyncio.TimerHandle | None = None  # runs while an answer is stuck
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._reads()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._reads()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._read_due = self.loop.call_later(self.READ_SECONDS, self._check_reader, unread)
+
+    def _check_reader(self, unread: int) -> None:
+        if unread - self.transport.get_write_buffer_size() < self.LEAST_READ:
+            self.transport.abort()
+        else:
+            self._await_reader()
+
+    def _reads(self) -> None:
+        if self._read_due is not None:
+            self._read_due.cancel()
+            self._read_due = None
 
 
 class HttpServer(uvicorn.Server):

@@ -5,51 +5,28 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
+
+from rich.console import Console
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended
 from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
-from kvloom.cluster.store import SpecFile
 from kvloom.config.config import Config
 from kvloom.serve.forkserver import ForkServer
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
-from kvloom.serve.orders import StartProgress
+from kvloom.serve.machine import listen, private_folder, raise_open_files
+from kvloom.serve.messages import StartProgress
+from kvloom.serve.prefork import LaunchedForkServer
 from kvloom.serve.screen import Screen
-from kvloom.types.clock import Clock
+from kvloom.types.clock import Clock, WallClock
 
 END_SECONDS: Final = 4.0  # for all processes to end by themselves
-FILE: Final = "fleet.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Turned:
-    """A component's phase has changed."""
-
-    component: str
-    before: ComponentStatus
-    process: ComponentStatus
-
-
-@dataclass(frozen=True, slots=True)
-class ComponentDoing:
-    """A component tells what it is doing now."""
-
-    component: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """The fleet is to end, by a signal."""
-
-    signal: signal.Signals
-
-
-Event = Turned | ComponentDoing | Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +43,25 @@ class Supervisor:
     is being replaced."""
 
     def __init__(
-        self, config: Config, screen: Screen, clock: Clock, listener: socket.socket, folder: Path
+        self,
+        config: Config,
+        screen: Screen,
+        clock: Clock,
+        listener: socket.socket,
+        folder: Path,
+        forks: LaunchedForkServer,
     ) -> None:
+        """listener: the socket at which clients connect; folder: the fleet's own, for sockets."""
         self._config = config
         self._screen = screen
         self._clock = clock
         self._listener = listener
         self._folder = folder
         self._roles = Roles(config, listener, folder)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
+        """What is still to be shown; who shows it returns why the fleet ends, if it does."""
         self._announced = False
-        self._forks = ForkServer([ENGINE_MODULE], clock, screen.log)
+        self._forks = ForkServer([ENGINE_MODULE], clock, screen.log, first=forks)
         self._refused: set[str] = set()  # Components that could not use their orders.
         self._controller: Controller
 
@@ -84,11 +69,12 @@ class Supervisor:
         """Serves until there is a reason to end, and then until no process is left."""
         self._screen.step("starting the fleet")
         for number in _heeded():
-            asyncio.get_running_loop().add_signal_handler(number, self._events.put_nowait, Told(number))
+            asyncio.get_running_loop().add_signal_handler(
+                number, self._events.put_nowait, partial(self._end, number)
+            )
         async with asyncio.TaskGroup() as group:
-            forks = group.create_task(
-                self._forks.run()
-            )  # First, so that engines that start now are its forks.
+            # first, so that engines that start now are its forks
+            forks = group.create_task(self._forks.run())
             launcher = LocalLauncher(
                 self._roles.of,
                 group,
@@ -96,14 +82,13 @@ class Supervisor:
                 hear=self._hear,
                 log=self._screen.log,
                 secret=self._roles.secret,
-                spawn=self._forks.spawn,
+                start=self._forks.start,
             )
             self._controller = Controller(
                 specified(self._config),
                 launcher,
                 self._clock,
-                store=SpecFile(self._folder / FILE),
-                watch=lambda name, before, process: self._events.put_nowait(Turned(name, before, process)),
+                watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
             )
             controlling = group.create_task(self._controller.run())
             try:
@@ -116,23 +101,15 @@ class Supervisor:
 
     async def _follow(self) -> Outcome:
         while True:
-            match await self._events.get():
-                case ComponentDoing(component, text) if self._announced:
-                    self._screen.log(_shown(component), text)
-                case ComponentDoing(component, text):
-                    self._screen.step(text, self._label(component))
-                case Turned(component, before, process):
-                    if outcome := self._show(component, before, process):
-                        return outcome
-                case Told(number):
-                    self._screen.step(f"ending the fleet ({number.name})")
-                    return Outcome(0, number.name)
+            show = await self._events.get()
+            if outcome := show():
+                return outcome
 
     def _hear(self, component: str, heard: Heard) -> None:
         """Takes in what a component reports, before anything else can happen to it."""
         match heard:
             case StartProgress(text):
-                self._events.put_nowait(ComponentDoing(component, text))
+                self._events.put_nowait(partial(self._show_step, component, text))
             case Edit():
                 self._controller.answer(component, heard)
             case Counted():
@@ -143,6 +120,16 @@ class Supervisor:
                 self._controller.hear(heard)
 
     # -- what a person sees -----------------------------------------------------------------------------
+
+    def _end(self, number: signal.Signals) -> Outcome:
+        self._screen.step(f"ending the fleet ({number.name})")
+        return Outcome(0, number.name)
+
+    def _show_step(self, component: str, text: str) -> None:
+        if self._announced:
+            self._screen.log(_shown(component), text)
+        else:
+            self._screen.step(text, self._label(component))
 
     def _show(self, component: str, before: ComponentStatus, process: ComponentStatus) -> Outcome | None:
         """Returns why the fleet ends, if it does."""
@@ -212,6 +199,19 @@ class Supervisor:
     def _label(self, component: str) -> str:
         """Returns the component whose step it is, if there are several to tell apart."""
         return _shown(component) if len(self._controller.spec.units) > 1 else ""
+
+
+def serve_fleet(config: Config, forks: LaunchedForkServer) -> Outcome:
+    """Serves until the fleet ends, and returns how it did. Raises ConfigError if nothing can be listened at,
+    or there is no place for sockets."""
+    clock = WallClock()
+    screen = Screen(Console(highlight=False), clock)
+    raise_open_files()
+    with listen(config.host, config.port) as listener, private_folder() as folder:
+        try:
+            return asyncio.run(Supervisor(config, screen, clock, listener, folder, forks).run())
+        finally:
+            screen.close()
 
 
 def specified(config: Config) -> FleetSpec:

@@ -24,6 +24,7 @@ from kvloom.kernels.driver import Driver, DriverError, read_struct, write_struct
 from kvloom.kv.arena import ArenaMemory
 from kvloom.transfer.fenced import FencedPlane, FencedTransfer, FencedTransport, Memory, PeerProcess
 from kvloom.transfer.ledger import ROW_BYTES
+from kvloom.transfer.plane import address_of
 from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable
@@ -237,39 +238,23 @@ class CudaIpcTransport(FencedTransport[CudaPeer]):
         """Raises ConfigError if the arena cannot be shared."""
         self._handle = device.export(arena.bytes)
         super().__init__(arena, slots)
-        self._device = device
+        self.device = device
         ledger = Memory.of(self._ledger.fd)
         where = CudaEndpoint(os.getpid(), self._handle, ledger, arena.blocks, arena.block_bytes, slots)
-        self._endpoint = Endpoint(unit=unit, kind="cuda", where=msgspec.msgpack.encode(where))
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._endpoint
-
-    @property
-    def device(self) -> DeviceMemory:
-        return self._device
+        self.endpoint = Endpoint(unit=unit, kind="cuda", where=msgspec.msgpack.encode(where))
 
     def peer(self, endpoint: Endpoint) -> CudaPeer:
-        return CudaPeer(endpoint, self._device, self._handle, self._arena.bytes)
+        return CudaPeer(endpoint, self.device, self._handle, self._arena.bytes)
 
     def _transfer(
         self, peer: CudaPeer, target: WriteTarget, address: KVAddress, begin: int, end: int
     ) -> CudaTransfer:
-        source, device = self._arena.bytes, self._device
+        source, device = self._arena.bytes, self.device
         return CudaTransfer(source, device, self._plane, peer, target, address, begin, end)
 
 
 def _decode(endpoint: Endpoint) -> CudaEndpoint:
-    if endpoint.kind != "cuda":
-        raise BadRequest(
-            f"peer: {endpoint.unit} moves K and V by {endpoint.kind}, this unit by cuda; units of one "
-            "kind of device are right"
-        )
-    try:
-        where = msgspec.msgpack.decode(endpoint.where, type=CudaEndpoint)
-    except msgspec.MsgspecError as error:
-        raise BadRequest(f"peer: the endpoint of {endpoint.unit} cannot be read: {error}") from error
+    where = address_of(endpoint, "cuda", CudaEndpoint)
     if where.ledger.size != where.slots * ROW_BYTES:
         raise BadRequest(f"peer: the endpoint of {endpoint.unit} contradicts itself")
     return where

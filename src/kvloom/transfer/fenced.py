@@ -16,8 +16,7 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from kvloom.kv import arena as memfd
-from kvloom.kv.arena import ArenaMemory
+from kvloom.kv.arena import ArenaMemory, memfd_link
 from kvloom.transfer.ledger import Ledger, PeerLedger
 from kvloom.transfer.plane import PlaneTransfer, TransferWorker
 from kvloom.transfer.target import WriteTarget
@@ -77,7 +76,7 @@ class PeerProcess:
         memfd, and of nothing else: `pid` may have become another process', and a process may hold what
         another one made. Raises Unavailable if it is another, OSError if there is none."""
         path = f"/proc/{pid}/fd/{memory.fd}"
-        if os.readlink(path) != memfd.link(what, pid):
+        if os.readlink(path) != memfd_link(what, pid):
             raise self._not_its(what, pid, memory)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, fd)
@@ -184,17 +183,14 @@ class FencedTransfer(PlaneTransfer):
 
 
 class FencedPlane(TransferWorker[PeerProcess]):
-    """Makes copies in the order in which they were put, whatever transfer they are of."""
+    """Makes copies in the order in which they were put, whatever transfer they are of. A peer that it is
+    given is prepared for copies while there is nothing else to do."""
 
     def __init__(self) -> None:
         super().__init__("kv-plane")
         self._ended: list[FencedTransfer] = []  # all put, but not told: what goes before is on its way
         self._new: list[PeerProcess] = []  # not yet wholly in the page table
         self._start()
-
-    def greet(self, peer: PeerProcess) -> None:
-        """Prepares for copies to this peer while there is nothing else to do."""
-        self.order(peer)
 
     def _step(self) -> None:
         """Does one task. No variable here holds a peer's memory while the thread waits."""
@@ -230,15 +226,13 @@ class FencedTransport(ABC, Generic[Peer]):
     """A `Transport` whose receivers keep a ledger that senders map, on one event loop. Peers are mapped once
     each, until the unit comes with another endpoint, is forgotten, or its process ends."""
 
+    endpoint: Endpoint
+
     def __init__(self, arena: ArenaMemory, slots: int) -> None:
         self._arena = arena
         self._ledger = Ledger(slots)
         self._plane = FencedPlane()
         self._peers: dict[str, tuple[Peer, asyncio.AbstractEventLoop]] = {}  # by unit
-
-    @property
-    @abstractmethod
-    def endpoint(self) -> Endpoint: ...
 
     @abstractmethod
     def peer(self, endpoint: Endpoint) -> Peer:
@@ -280,7 +274,7 @@ class FencedTransport(ABC, Generic[Peer]):
         self.forget(unit)
         loop.add_reader(peer.process, self.forget, unit)
         self._peers[unit] = peer, loop
-        self._plane.greet(peer)
+        self._plane.order(peer)
         return peer
 
     def forget(self, unit: str) -> None:

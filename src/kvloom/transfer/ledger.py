@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvloom.kv import arena as memfd
+from kvloom.kv.arena import create_memfd, seal_memfd
 from kvloom.types.address import Ticket, other_address
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from kvloom.types.geometry import I64
@@ -39,9 +39,9 @@ class Ledger:
 
     def __init__(self, slots: int = 4096) -> None:
         self.slots = slots
-        self.fd = memfd.create("ledger")
+        self.fd = create_memfd("ledger")
         os.ftruncate(self.fd, slots * ROW_BYTES)
-        memfd.seal(self.fd)
+        seal_memfd(self.fd)
         self._rows = _rows(self.fd, slots)
         self._free = deque(range(slots))
         self._generations = [0] * slots

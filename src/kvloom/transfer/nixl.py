@@ -11,9 +11,9 @@ from kvloom.kv.arena import ArenaMemory
 from kvloom.transfer.grants import Grants
 from kvloom.transfer.nixl_agent import Agent, ArenaPlace
 from kvloom.transfer.nixl_plane import Clock, NixlEndpoint, NixlPlane, NixlTransfer
+from kvloom.transfer.plane import address_of
 from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress, Ticket
-from kvloom.types.errors import BadRequest
 
 
 class NixlTransport:
@@ -41,14 +41,10 @@ class NixlTransport:
         where = NixlEndpoint(
             agent.name, agent.metadata, place.index, address, arena.blocks, arena.block_bytes
         )
-        self._endpoint = Endpoint(unit=unit, kind=place.kind, where=msgspec.msgpack.encode(where))
+        self.endpoint = Endpoint(unit=unit, kind=place.kind, where=msgspec.msgpack.encode(where))
         self._grants = Grants(unit, slots, grant)
         self._plane = NixlPlane(agent, place, address, self._grants, grant, clock)
         self._agents: dict[str, str] = {}  # by unit
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._endpoint
 
     def open(self, begin: int, digest: int) -> Ticket:
         self._plane.refuse_over()
@@ -59,12 +55,13 @@ class NixlTransport:
 
     def close(self, ticket: Ticket) -> bool:
         closed, letters = self._grants.close(ticket, self._clock())
-        self._plane.post(letters)
+        if letters:
+            self._plane.order(letters)
         return closed
 
     def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> NixlTransfer:
         self._plane.refuse_over()
-        where = self._read(peer)
+        where = address_of(peer, self.endpoint.kind, NixlEndpoint)
         target = WriteTarget.of(address, begin, end, own=self._arena, peer=where)
         if self._agents.get(peer.unit) != where.agent:
             self.forget(peer.unit)
@@ -72,24 +69,15 @@ class NixlTransport:
         transfer = NixlTransfer(
             self._plane.submit, self._place, peer, where, target, address, digest, begin, end
         )
-        self._plane.start(transfer)
+        self._plane.order(transfer)  # the peer is asked at once, before there is anything to write
         return transfer
 
     def forget(self, unit: str) -> None:
         """Parts from a unit's agent; its transfers fail."""
         agent = self._agents.pop(unit, None)
         if agent is not None:
-            self._plane.part(agent)
+            self._plane.order(agent)
 
     def close_all(self) -> None:
         """Fails what has not arrived, ends the thread and leaves NIXL."""
         self._plane.close()
-
-    def _read(self, peer: Endpoint) -> NixlEndpoint:
-        kind = self._endpoint.kind
-        if peer.kind != kind:
-            raise BadRequest(f"peer: {peer.unit} moves K and V by {peer.kind}, this unit by {kind}")
-        try:
-            return msgspec.msgpack.decode(peer.where, type=NixlEndpoint)
-        except msgspec.MsgspecError as error:
-            raise BadRequest(f"peer: the endpoint of {peer.unit} cannot be read: {error}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty
 from typing import get_args
 
@@ -134,12 +133,7 @@ class NixlTransfer(PlaneTransfer):
         return sides[0], sides[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Letters:
-    letters: list[Letter]
-
-
-Order = Letters | NixlTransfer | str  # letters to send, a transfer that begins, or an agent to part from
+Order = list[Letter] | NixlTransfer | str  # letters to send, a transfer that begins, or an agent to part from
 Task = tuple[PlaneTransfer, BlockCopies | None] | Order | None
 
 
@@ -157,17 +151,6 @@ class NixlPlane(TransferWorker[Order]):
         self._numbers = 0
         self._pause = _SHORTEST
         self._start()
-
-    def start(self, transfer: NixlTransfer) -> None:
-        """Asks the peer at once, before there is anything to write."""
-        self.order(transfer)
-
-    def post(self, letters: list[Letter]) -> None:
-        if letters:
-            self.order(Letters(letters))
-
-    def part(self, agent: str) -> None:
-        self.order(agent)
 
     def close(self) -> None:
         super().close()
@@ -215,8 +198,8 @@ class NixlPlane(TransferWorker[Order]):
                 transfer.ended = True
             case str():
                 self._agent.part(task)
-            case Letters():
-                self._answer(task.letters)
+            case list():
+                self._answer(task)
 
     # what peers say
 

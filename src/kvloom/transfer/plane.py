@@ -13,14 +13,31 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from kvloom.types.address import Endpoint, KVAddress
+import msgspec
+
+from kvloom.types.address import Endpoint, Kind, KVAddress
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.transfer import BlockCopies, DeviceEvent, Transfer, TransferState
 
 _log = logging.getLogger(__name__)
 
 Order = TypeVar("Order")
+Where = TypeVar("Where")
 Submit = Callable[["PlaneTransfer", BlockCopies | None], None]
+
+
+def address_of(endpoint: Endpoint, kind: Kind, form: type[Where]) -> Where:
+    """Returns what an endpoint of this kind says. Raises BadRequest if it is of another, or cannot be
+    read."""
+    if endpoint.kind != kind:
+        raise BadRequest(
+            f"peer: {endpoint.unit} moves K and V by {endpoint.kind}, this unit by {kind}; units of one kind "
+            "are right"
+        )
+    try:
+        return msgspec.msgpack.decode(endpoint.where, type=form)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(f"peer: the endpoint of {endpoint.unit} cannot be read: {error}") from error
 
 
 class PlaneTransfer(Transfer):
@@ -111,11 +128,13 @@ class TransferWorker(ABC, Generic[Order]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, transfer: PlaneTransfer, copies: BlockCopies | None) -> None:
-        self._put((transfer, copies))
+        self.order((transfer, copies))
 
-    def order(self, order: Order) -> None:
+    def order(self, order: tuple[PlaneTransfer, BlockCopies | None] | Order) -> None:
         """Queues an order. Once there is no thread any more nobody follows it."""
-        self._put(order)
+        self._queue.put(order)
+        if self._over is not None:
+            self._refuse_rest()
 
     def refuse_over(self) -> None:
         """Raises Unavailable if there is no thread any more."""
@@ -149,11 +168,6 @@ class TransferWorker(ABC, Generic[Order]):
         which nothing more would be submitted."""
 
     # private
-
-    def _put(self, task: tuple[PlaneTransfer, BlockCopies | None] | Order) -> None:
-        self._queue.put(task)
-        if self._over is not None:
-            self._refuse_rest()
 
     def _run(self) -> None:
         over = "this unit is stopping"

@@ -16,6 +16,7 @@ from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kv.arena import Arena
 from kvloom.transfer.fenced import FencedPlane, FencedTransfer, FencedTransport, Memory, PeerProcess
 from kvloom.transfer.ledger import ROW_BYTES
+from kvloom.transfer.plane import address_of
 from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest
@@ -110,12 +111,8 @@ class ShmTransport(FencedTransport[ShmPeer]):
         super().__init__(arena, slots)
         memory, ledger = Memory.of(arena.fd), Memory.of(self._ledger.fd)
         where = ShmEndpoint(os.getpid(), memory, ledger, arena.blocks, arena.block_bytes, slots)
-        self._endpoint = Endpoint(unit=unit, kind="shm", where=msgspec.msgpack.encode(where))
+        self.endpoint = Endpoint(unit=unit, kind="shm", where=msgspec.msgpack.encode(where))
         self._source = arena.bytes.numpy()
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._endpoint
 
     def peer(self, endpoint: Endpoint) -> ShmPeer:
         return ShmPeer(endpoint)
@@ -127,12 +124,7 @@ class ShmTransport(FencedTransport[ShmPeer]):
 
 
 def _decode(endpoint: Endpoint) -> ShmEndpoint:
-    if endpoint.kind != "shm":
-        raise BadRequest(f"peer: {endpoint.unit} moves K and V by {endpoint.kind}, this unit by shm")
-    try:
-        where = msgspec.msgpack.decode(endpoint.where, type=ShmEndpoint)
-    except msgspec.MsgspecError as error:
-        raise BadRequest(f"peer: the endpoint of {endpoint.unit} cannot be read: {error}") from error
+    where = address_of(endpoint, "shm", ShmEndpoint)
     if where.arena.size != where.blocks * where.block_bytes or where.ledger.size != where.slots * ROW_BYTES:
         raise BadRequest(f"peer: the endpoint of {endpoint.unit} contradicts itself")
     return where

@@ -199,6 +199,12 @@ class Transport(Protocol):
         reached, or nothing can be sent any more. What only the peer can tell, the transfer's `arrived` raises
         instead; nothing is written before."""
 
+    # at the end
+
+    def close_all(self) -> None:
+        """Fails what has not arrived, and gives all back that the transport holds. Nothing is called any
+        more."""
+
 
 class NoTransport:
     """The `Transport` of a tensor-parallel unit, whose K and V lie in several arenas: it takes none and sends

@@ -26,7 +26,7 @@ from kvloom.exec.cuda.streams import HostStream
 from kvloom.kernels.mailbox import BorrowerState, LenderState, LentArena, MailboxTensors, signed
 from kvloom.offload.cuda.backend import CudaOffloadBackend
 from kvloom.offload.terms import Borrow, Loan
-from kvloom.serve.engine_process import load_unit, open_offload, open_transport
+from kvloom.serve.engine import load_unit, open_offload, open_transport
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of

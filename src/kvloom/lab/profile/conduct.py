@@ -21,7 +21,7 @@ from kvloom.lab.profile.stepping import WatchedExecutor
 from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
-from kvloom.serve.machine import require_hub
+from kvloom.serve.engine import require_hub
 from kvloom.types.spec import EngineSpec
 
 POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer

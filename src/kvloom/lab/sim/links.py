@@ -120,6 +120,9 @@ class ModelledTransport:
         del self.ledger[ticket.slot]
         return True
 
+    def close_all(self) -> None:
+        self.plane.kill(self)
+
     def entry(self, ticket: Ticket) -> Entry:
         found = self.ledger.get(ticket.slot)
         if found is None or found.ticket != ticket or found.closing:

@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from kvloom.kernels.cpu.signals import SignalArguments, look, spin, swap, tell, try_take
 from kvloom.kernels.mailbox import HEAD, LINE, NOTE, WORDS, End
-from kvloom.kv import arena as memfd
+from kvloom.kv.arena import create_memfd, seal_memfd
 from kvloom.transfer.fenced import Count, Memory
 from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.geometry import I32, I64, AnyArray
@@ -260,7 +260,7 @@ class LenderMailbox:
     def __init__(self, form: MailboxForm, start: int = START) -> None:
         """start: what the counters begin with. Raises ConfigError if the system gives no memory."""
         refuse_slots(form)
-        self._fd = memfd.create(WHAT)
+        self._fd = create_memfd(WHAT)
         try:
             os.posix_fallocate(self._fd, 0, size_of(form))
         except OSError as error:
@@ -268,7 +268,7 @@ class LenderMailbox:
             raise ConfigError(
                 f"weave: the system gives no {size_of(form):,} bytes of shared memory ({error.strerror})"
             ) from error
-        memfd.seal(self._fd)
+        seal_memfd(self._fd)
         self.memory = OffloadMailbox(self._fd, form)
         self.memory.posted.set(start)
         self.memory.done.set(start)

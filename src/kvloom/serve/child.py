@@ -8,20 +8,21 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol, Self
+from typing import IO, Final, Protocol, Self
 
 import msgspec
 
-from kvloom.serve.orders import Order, Report
+from kvloom.serve.messages import Order, Report
+from kvloom.serve.prefork import ENVIRONMENT
 from kvloom.types.clock import ending
 
 _log = logging.getLogger(__name__)
 LONGEST_LINE: Final = 1 << 16
 LONGEST_REPORT: Final = 1 << 22  # of a unit that an admin has described in as many bytes as may be
 LINE_END: Final = re.compile(rb"\r\n|\n|\r")  # a lone return ends a state of a progress bar
-ENVIRONMENT: Final = {"PYTHONUNBUFFERED": "1", "TQDM_MININTERVAL": "3"}
+REST_SECONDS: Final = 1.0  # for what a process that has ended has said
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Descriptors:
     """Further descriptors, which have the same numbers in the process."""
 
 
-class ComponentProcess(Protocol):
+class StartedProcess(Protocol):
     """A process that was started here."""
 
     @property
@@ -61,10 +62,10 @@ class ComponentProcess(Protocol):
 class Spawn(Protocol):
     """Starts `python -m MODULE REPORTS NAME`, in a process group of its own. Raises OSError."""
 
-    async def __call__(self, module: str, name: str, given: Descriptors) -> ComponentProcess: ...
+    async def __call__(self, module: str, name: str, given: Descriptors) -> StartedProcess: ...
 
 
-async def execute(module: str, name: str, given: Descriptors) -> ComponentProcess:
+async def execute(module: str, name: str, given: Descriptors) -> StartedProcess:
     """Starts the process as a new interpreter."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -82,38 +83,41 @@ async def execute(module: str, name: str, given: Descriptors) -> ComponentProces
     )
 
 
-class Component:
+class ChildProcess:
     """Lives until it is told to end, or until this process has ended."""
 
     def __init__(
         self,
         name: str,
-        process: ComponentProcess,
+        process: StartedProcess,
+        pipes: ExitStack,
         orders: asyncio.StreamWriter,
         output: asyncio.StreamReader,
         reports: asyncio.StreamReader,
     ) -> None:
+        """pipes: closes the ends of pipes that the streams use."""
         self.name = name
         self._process = process
+        self._pipes = pipes
         self._orders = orders
         self._output = output
         self._reports = reports
 
     @classmethod
     async def start(cls, name: str, module: str, inherit: Sequence[int] = (), spawn: Spawn = execute) -> Self:
-        """Starts `module` as a process of its own. Raises OSError."""
-        (orders, order), (output, out), (reports, report) = os.pipe(), os.pipe(), os.pipe()
-        try:
-            process = await spawn(module, name, Descriptors(orders, out, report, tuple(inherit)))
-        except BaseException:
-            for end in (order, output, reports):
-                os.close(end)
-            raise
-        finally:
-            for end in (orders, out, report):
-                os.close(end)
-        writer = await _writer(order)
-        return cls(name, process, writer, await reader(output), await reader(reports, LONGEST_REPORT))
+        """Starts `module` as a process of its own. Raises what `spawn` raises, and OSError."""
+        with ExitStack() as ours, ExitStack() as theirs:
+            orders, order = _pipe(theirs, ours)
+            output, out = _pipe(ours, theirs)
+            reports, report = _pipe(ours, theirs)
+            streams = (
+                await _writer(order, ours),
+                await reader(output, ours),
+                await reader(reports, ours, LONGEST_REPORT),
+            )
+            given = Descriptors(orders.fileno(), out.fileno(), report.fileno(), tuple(inherit))
+            process = await spawn(module, name, given)
+            return cls(name, process, ours.pop_all(), *streams)
 
     @property
     def pid(self) -> int:
@@ -141,8 +145,10 @@ class Component:
         return lines(self._output)
 
     async def ended(self) -> str:
-        """Waits for the process's end, and returns how it came, in words."""
+        """Waits for the process's end, and returns how it came, in words. Its reports and its output end soon
+        after it, though a process that it has left behind may hold its pipes."""
         code = await self._process.wait()
+        asyncio.get_running_loop().call_later(REST_SECONDS, self._pipes.close)
         return "has ended" if code is None else ending(code)
 
     def terminate(self) -> None:
@@ -168,19 +174,25 @@ async def lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
         yield rest.decode(errors="replace")
 
 
-async def reader(descriptor: int, limit: int = LONGEST_LINE) -> asyncio.StreamReader:
-    """Returns a pipe's end to read from, which it closes with the last byte."""
+def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Returns both ends of a new pipe, which the stacks close."""
+    read, write = os.pipe()
+    return reading.enter_context(os.fdopen(read, "rb")), writing.enter_context(os.fdopen(write, "wb"))
+
+
+async def reader(pipe: IO[bytes], ends: ExitStack, limit: int = LONGEST_LINE) -> asyncio.StreamReader:
+    """Returns a pipe's end to read from, which is closed with the last byte, or by `ends`."""
     stream = asyncio.StreamReader(limit=limit)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb")
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
     )
+    ends.callback(transport.close)
     return stream
 
 
-async def _writer(descriptor: int) -> asyncio.StreamWriter:
-    """Returns a pipe's end to write to, which is closed once nobody reads it."""
+async def _writer(pipe: IO[bytes], ends: ExitStack) -> asyncio.StreamWriter:
+    """Returns a pipe's end to write to, which is closed once nobody reads it, or by `ends`."""
     loop = asyncio.get_running_loop()
-    transport, protocol = await loop.connect_write_pipe(
-        asyncio.streams.FlowControlMixin, os.fdopen(descriptor, "wb")
-    )
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
+    ends.callback(lambda: None if transport.is_closing() else transport.abort())
     return asyncio.StreamWriter(transport, protocol, None, loop)

@@ -1,4 +1,4 @@
-"""A process for the launcher's tests: `python -m tests.serve.child FD NAME`. Its option `lives` says what
+"""A process for the launcher's tests: `python -m tests.serve.launched FD NAME`. Its option `lives` says what
 each life does, the first start's first: `ready`, `held` until it is told what the fleet is, `refuse` or
 `die`. It ends when it is to retire."""
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvloom.cluster.launcher import Snapshot
-from kvloom.serve.orders import GatewayOrder, News, Ready, RetireOrder, StartProgress
+from kvloom.serve.messages import GatewayOrder, News, Ready, RetireOrder, StartProgress
 from kvloom.serve.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 

@@ -1,0 +1,183 @@
+"""An engine, put together: the executor on its device, its transport, its part in lending, and the server
+before it all."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, Protocol
+
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
+
+from kvloom.api.verbs import create_verbs
+from kvloom.engine.engine import Engine
+from kvloom.exec.cpu.executor import TorchExecutor
+from kvloom.exec.cpu.parallel import load_executor
+from kvloom.exec.huggingface import hide_progress
+from kvloom.kernels.cpu.warm import kernels
+from kvloom.kv.arena import Arena, ArenaMemory
+from kvloom.offload.cpu.backend import CpuOffloadBackend
+from kvloom.offload.loans import LoanKeeper
+from kvloom.offload.terms import OffloadBackend
+from kvloom.serve.messages import EngineOrder, Ready, StartProgress, keep_cards
+from kvloom.serve.parent import Parent, end_at_once
+from kvloom.serve.server import HttpServer
+from kvloom.transfer.shared_memory import ShmTransport
+from kvloom.types.clock import Clock, WallClock
+from kvloom.types.errors import ConfigError
+from kvloom.types.job import Executor
+from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
+from kvloom.types.transfer import NoTransport, Transport
+
+GRACE_SECONDS: Final = 1
+CONFIG: Final = "config.json"
+HUB_SECONDS: Final = 5.0
+
+
+class UnitExecutor(Executor, Protocol):
+    """The executor of a unit, on whichever device."""
+
+    @property
+    def arena(self) -> ArenaMemory: ...
+
+    async def lost(self) -> str:
+        """Waits until no job can run any more, and returns why."""
+
+    def close(self) -> None: ...
+
+
+def ahead() -> list[Callable[[], object]]:
+    """Returns what a fork server may do ahead of time for engines, step by step, once it has imported this
+    module."""
+    # for units that borrow; and what torch imports when modules are built without their weights
+    used = ("kvloom.router.client", "torch.fx.experimental.symbolic_shapes")
+    imports = [functools.partial(importlib.import_module, name) for name in used]
+    return [*(kernel.compile for kernel in kernels()), *imports]
+
+
+async def serve(parent: Parent, order: EngineOrder) -> None:
+    """Loads the models, then answers verbs until SIGTERM, which the parent's end brings too."""
+    spec = order.spec
+    require_hub(spec.models)
+    hide_progress()
+    folder = Path(order.socket).parent
+    executor = load_unit(spec, folder, lambda text: parent.report(StartProgress(text)))
+    transport = open_transport(spec, executor.arena)
+    clock = WallClock()
+    engine = Engine(executor, transport, spec, clock, open_offload(executor, transport))
+    cards = await engine.models()
+    keep_cards(folder, spec.unit, cards)
+    chat = tuple(card.name for card in cards if card.chat_template is not None)
+    server = HttpServer(
+        create_verbs(engine, secret=order.secret, lend=engine.lend),
+        unix=order.socket,
+        grace=GRACE_SECONDS,
+        ready=lambda: parent.report(Ready(chat)),
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.run())
+            beside = [group.create_task(_end_when_lost(executor))]
+            if spec.weave is not None:
+                beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
+            await server.serve()
+            await engine.stop()
+            for task in beside:
+                task.cancel()
+    finally:
+        transport.close_all()
+        executor.close()
+
+
+def require_hub(models: Iterable[ModelSpec]) -> None:
+    """Raises ConfigError for a model that is neither here nor to be had. The loaders would find that out too,
+    after half a minute of asking again; what the hub answers is left to them."""
+    for model in models:
+        if Path(model.path).is_dir():
+            continue
+        try:
+            known = isinstance(try_to_load_from_cache(model.path, CONFIG), str)
+        except ValueError as error:  # It is no id of the hub, and was meant to be a folder.
+            raise ConfigError(
+                f"models.{model.name}: {model.path}: there is no such folder; a checkpoint's folder, or an "
+                "id of the hub, is right"
+            ) from error
+        if known:
+            continue
+        try:
+            get_hf_file_metadata(hf_hub_url(model.path, CONFIG), timeout=HUB_SECONDS)
+        except HfHubHTTPError:
+            continue  # it answers
+        except Exception as error:  # whatever its HTTP client makes of a network
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ConfigError(
+                f"models.{model.name}: {model.path}: the hub at {constants.ENDPOINT} cannot be reached "
+                f"({reason}); a network, or the path of a checkpoint directory, is right"
+            ) from error
+
+
+def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> UnitExecutor:
+    """Returns the executor on the unit's device. Raises ConfigError, and Unavailable if a rank ends
+    meanwhile."""
+    if spec.device != "cpu" and spec.tensor_parallel > 1:
+        from kvloom.exec.cuda.parallel import load_parallel_gpu_executor  # noqa: PLC0415
+
+        return load_parallel_gpu_executor(spec, folder, progress)
+    if spec.device != "cpu":
+        from kvloom.exec.cuda.loader import load_gpu_executor  # noqa: PLC0415
+
+        return load_gpu_executor(spec, progress)
+    return load_executor(spec, folder, progress)
+
+
+async def _borrow(
+    engine: Engine, spec: EngineSpec, weave: WeaveSpec, order: EngineOrder, clock: Clock
+) -> None:
+    """Borrows from the unit whose socket lies beside this one's."""
+    from kvloom.router.client import UNIX, HttpEngineClient  # noqa: PLC0415 -- few units borrow
+
+    socket = Path(order.socket).with_name(f"{weave.cold}.sock")
+    async with HttpEngineClient(f"{UNIX}{socket}", secret=order.secret) as lender:
+        await LoanKeeper(engine.borrower, spec.models[0].name, weave, lender, clock).run()
+
+
+def open_offload(executor: UnitExecutor, transport: Transport) -> OffloadBackend | None:
+    """Returns the unit's part in lending and borrowing; None if its device, its ranks or its transport have
+    none."""
+    if isinstance(executor, TorchExecutor):
+        return CpuOffloadBackend(executor, transport) if isinstance(transport, ShmTransport) else None
+    from kvloom.exec.cuda.executor import GpuExecutor  # noqa: PLC0415
+    from kvloom.offload.cuda.backend import CudaOffloadBackend  # noqa: PLC0415
+    from kvloom.transfer.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
+
+    if isinstance(executor, GpuExecutor) and isinstance(transport, CudaIpcTransport):
+        return CudaOffloadBackend(executor, transport)
+    return None
+
+
+async def _end_when_lost(executor: UnitExecutor) -> None:
+    """Ends the process at once when no job can run any more: its streams break, so that the router goes on
+    with them."""
+    end_at_once(await executor.lost())
+
+
+def open_transport(spec: EngineSpec, arena: ArenaMemory) -> Transport:
+    """Returns the unit's transport for K and V, as the config chooses. Raises ConfigError."""
+    if spec.tensor_parallel > 1:
+        return NoTransport(spec.unit)
+    if spec.transport == "nixl":
+        from kvloom.transfer.nixl import NixlTransport  # noqa: PLC0415
+        from kvloom.transfer.nixl_agent import place_of  # noqa: PLC0415
+
+        return NixlTransport(spec.unit, arena, place_of(arena))
+    if not isinstance(arena, Arena):
+        from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory  # noqa: PLC0415
+
+        return CudaIpcTransport(spec.unit, arena, CudaMemory(arena.bytes.device))
+    return ShmTransport(spec.unit, arena)
