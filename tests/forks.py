@@ -11,7 +11,8 @@ _PRELOADED: Final[list[str]] = []
 
 
 def preload(*modules: str) -> None:
-    """Has the fork server import these too. Each test session has one fork server, which starts with the
-    first process, after all tests were collected; without this the process of every test would import torch."""
+    """Has the fork server import these too, and then compile the kernels. Each test session has one fork
+    server, which starts with the first process, after all tests were collected; without this the process of
+    every test would import torch."""
     _PRELOADED.extend(modules)
-    FORKS.set_forkserver_preload(_PRELOADED)
+    FORKS.set_forkserver_preload([*_PRELOADED, "tests.compiled"])
