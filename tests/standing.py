@@ -16,7 +16,8 @@ from kvloom.offload.memory.borrower import BorrowedBlocks
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.transfer.shared_memory import ShmPeer
 from kvloom.types.address import KVForm
-from tests.weaving import DEADLINE, FORKS
+from tests.forks import FORKS
+from tests.weaving import DEADLINE
 
 
 def _stand(end: Connection, point: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
@@ -24,12 +23,12 @@ from kvloom.serve.engine import open_transport
 from kvloom.types.errors import KvloomError, WireError
 from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of
+from tests.forks import FORKS, preload
 
 MODEL = "m"  # of the hot unit
 PAGES = 40  # that are lent
 DEADLINE = 60
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__, "tests.standing"])
+preload(__name__, "tests.standing")
 
 
 @asynccontextmanager
@@ -84,7 +83,7 @@ class ColdUnit:
 
 @contextmanager
 def cold_unit(path: Path) -> Iterator[ColdUnit]:
-    ours, theirs = multiprocessing.Pipe()
+    ours, theirs = FORKS.Pipe()
     process = FORKS.Process(target=_start, args=(theirs, str(path)))
     process.start()
     theirs.close()

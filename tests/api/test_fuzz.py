@@ -14,6 +14,7 @@ from kvloom.api.auth import Keys
 from kvloom.api.schemas import CompletionBody, ErrorAnswer
 from kvloom.api.schemas_chat import ChatBody
 from tests.api.fleet import administered
+from tests.examples import examples
 
 KEY = {"authorization": "Bearer admin"}
 APP = administered(keys=Keys(admin=frozenset({"admin"}))).app
@@ -21,7 +22,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
 
 
 @schema.parametrize()  # type: ignore[untyped-decorator]
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_described(case: schemathesis.Case) -> None:
     """What a schema cannot say (fields that need each other, the context length) may still be refused."""
     if isinstance(case.body, dict) and case.meta is not None and case.meta.generation.mode.is_positive:
@@ -29,7 +30,7 @@ def test_described(case: schemathesis.Case) -> None:
     case.call_and_validate(headers=KEY, excluded_checks=[positive_data_acceptance])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(75), deadline=None, derandomize=True)
 @given(st.sampled_from(["/v1/completions", "/v1/chat/completions"]), st.binary(max_size=60))
 def test_random_bytes(path: str, body: bytes) -> None:
     answer = TestClient(APP, raise_server_exceptions=False).post(path, content=body)
@@ -45,7 +46,7 @@ JSON = st.recursive(
 FIELDS = st.sampled_from(sorted(CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(
     st.sampled_from(["/v1/completions", "/v1/chat/completions"]), st.dictionaries(FIELDS, JSON, max_size=3)
 )

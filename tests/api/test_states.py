@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
 from kvloom.api.app import create_app
 from kvloom.api.metrics import Metrics
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.types.errors import Unavailable
 from kvloom.types.load import Waits
-from kvloom.types.service import NO_PROCESS
-from kvloom.types.service import Service
-from msgspec.structs import replace
+from kvloom.types.service import NO_PROCESS, Service
 from tests.api.fleet import Curt
 from tests.cluster.loads import unit
 from tests.router.fleets import ManualClock
-import asyncio
-import httpx
-import pytest
 
 GONE = Curt(fails=lambda _: Unavailable("the engine cannot be reached"))
 

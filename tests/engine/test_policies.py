@@ -15,7 +15,7 @@ from kvloom.engine.batching.view import Action, Decode, Preempt, Prefill, UnitVi
 from tests.engine.views import model, unit, views
 from tests.examples import examples
 
-_SETTINGS = settings(max_examples=examples(120), deadline=None, derandomize=True)
+_SETTINGS = settings(max_examples=examples(60), deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

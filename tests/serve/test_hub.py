@@ -71,3 +71,12 @@ def test_it_is_not_asked_when_that_was_forbidden(hub: Asked, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"^models\.m0: some/model: the hub at .* cannot be reached \("):
         require_hub(models("some/model"))
     assert not hub.paths
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
+def test_one_that_cannot_be_reached_is_told(hub: Asked, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with pytest.raises(ConfigError, match=r"^models\.m0: some/model: the hub at .* cannot be reached \("):
+        require_hub(models("some/model"))
+    assert not hub.paths

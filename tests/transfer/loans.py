@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +19,14 @@ from kvloom.offload.terms import Borrow, Loan
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.address import KVForm
 from kvloom.types.geometry import I32, Geometry
+from tests.forks import FORKS, preload
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=512)  # 8 tokens a page
 FORM = KVForm.of(GEOMETRY, "float32")
 HEADS, ROWS, WIDTH, PAGES = 4, 3, 4, 6
 BLOCKS = 64
 LENT: I32 = np.random.default_rng(5).permutation(BLOCKS)[: PAGES * GEOMETRY.blocks_per_page].astype(np.int32)
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__])
+preload(__name__)
 
 
 def asked(pid: int) -> Borrow:
@@ -104,8 +103,8 @@ def _serve(end: Connection, start: int, answers: int) -> None:
 @contextmanager
 def lender_elsewhere(start: int = 0, answers: int = 1 << 30) -> Iterator[tuple[Loan, Any]]:
     """The loan, and the process that lends."""
-    ours, theirs = multiprocessing.Pipe()
-    process = _FORKS.Process(target=_serve, args=(theirs, start, answers))
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=_serve, args=(theirs, start, answers))
     process.start()
     theirs.close()
     try:

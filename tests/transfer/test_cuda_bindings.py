@@ -10,6 +10,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ print(json.dumps(wrong))
 """
 
 
+@cache
 def _asked() -> tuple[set[tuple[str, int]], set[tuple[str, ...]]]:
     """The driver's calls in the source with the number of their arguments, and its types and constants."""
     calls: set[tuple[str, int]] = set()

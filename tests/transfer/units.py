@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 import socket
 from collections.abc import Iterator
@@ -16,12 +15,12 @@ import numpy.typing as npt
 
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import KvloomError
+from tests.forks import FORKS, preload
 from tests.transfer import peer_process
 from tests.transfer.wire import BLOCK_BYTES, BLOCKS, Answer, Call, Made
 
 DEADLINE = 60.0
-_FORKS = multiprocessing.get_context("forkserver")  # of a process that has torch, and no thread
-_FORKS.set_forkserver_preload([peer_process.__name__])
+preload(peer_process.__name__)
 
 
 class Unit:
@@ -30,7 +29,7 @@ class Unit:
 
     def __init__(self, kind: str, name: str) -> None:
         ours, theirs = socket.socketpair()
-        self.process = _FORKS.Process(target=peer_process.start, args=(theirs, kind, name))
+        self.process = FORKS.Process(target=peer_process.start, args=(theirs, kind, name))
         self.process.start()
         theirs.close()
         ours.settimeout(DEADLINE)

@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from kvloom.api.admin import Admin
-from kvloom.api.auth import Keys
-from kvloom.api.auth import RequireKey
-from kvloom.api.bodies import LimitBody
-from kvloom.api.catalog import Catalog
-from kvloom.api.catalog import ServedModel
-from kvloom.api.errors import error_response
-from kvloom.api.errors import on_disconnect
-from kvloom.api.errors import on_http_error
-from kvloom.api.errors import on_kvloom_error
-from kvloom.api.errors import on_unexpected
-from kvloom.api.metrics import CONTENT_TYPE
-from kvloom.api.metrics import Metrics
-from kvloom.api.openai.chat import ChatEndpoint
-from kvloom.api.openai.completions import CompletionEndpoint
-from kvloom.api.openai.generation import EndpointContext
-from kvloom.api.openapi import describe
-from kvloom.api.openapi import page
-from kvloom.api.routes import Handler
-from kvloom.api.routes import PUBLIC
-from kvloom.api.routes import asgi_routes
-from kvloom.types.client import ModelServer
-from kvloom.types.errors import KvloomError
-from kvloom.types.errors import Unavailable
-from kvloom.types.load import UnitLoad
+from typing import Any
+
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request
-from starlette.responses import HTMLResponse
-from starlette.responses import Response
-from typing import Any
-import asyncio
-import msgspec
-import time
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+
+from kvloom.api.admin import Admin
+from kvloom.api.auth import Keys, RequireKey
+from kvloom.api.bodies import LimitBody
+from kvloom.api.catalog import Catalog, ServedModel
+from kvloom.api.errors import error_response, on_disconnect, on_http_error, on_kvloom_error, on_unexpected
+from kvloom.api.metrics import CONTENT_TYPE, Metrics
+from kvloom.api.openai.chat import ChatEndpoint
+from kvloom.api.openai.completions import CompletionEndpoint
+from kvloom.api.openai.generation import EndpointContext
+from kvloom.api.openapi import describe, page
+from kvloom.api.routes import PUBLIC, Handler, asgi_routes
+from kvloom.types.client import ModelServer
+from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.load import UnitLoad
 
 DEFAULT_MAX_BODY = 8 << 20
 BODY_SECONDS = 30.0

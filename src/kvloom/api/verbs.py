@@ -2,54 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Coroutine
-from contextlib import aclosing
-from contextlib import suppress
+import hmac
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing, suppress
 from functools import partial
-from kvloom.api.bodies import decode
-from kvloom.api.bodies import read_body
-from kvloom.api.errors import JSON
-from kvloom.api.errors import MSGPACK
-from kvloom.api.errors import VERBS_PATH
-from kvloom.api.errors import answer
-from kvloom.api.errors import error_response
-from kvloom.api.errors import media
-from kvloom.api.errors import on_disconnect
-from kvloom.api.errors import on_http_error
-from kvloom.api.errors import on_kvloom_error
-from kvloom.api.stream import while_connected
-from kvloom.offload.terms import Borrow
-from kvloom.offload.terms import LEND
-from kvloom.offload.terms import Loan
-from kvloom.types.client import EngineClient
-from kvloom.types.client import Frames
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import KvloomError
-from kvloom.types.errors import Unauthorized
-from kvloom.types.request import Event
-from kvloom.types.request import PROTOCOL
-from kvloom.types.request import StartGenerate
-from kvloom.types.verbs import Done
-from kvloom.types.verbs import FrameEncoder
-from kvloom.types.verbs import VERBS
-from kvloom.types.verbs import Verb
+from typing import Any, ClassVar
+
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Mount
-from starlette.routing import Route
-from starlette.types import ASGIApp
-from starlette.types import Receive
-from starlette.types import Scope
-from starlette.types import Send
-from typing import Any
-from typing import ClassVar
-import hmac
-import msgspec
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvloom.api.bodies import decode, read_body
+from kvloom.api.errors import (
+    JSON,
+    MSGPACK,
+    VERBS_PATH,
+    answer,
+    error_response,
+    media,
+    on_disconnect,
+    on_http_error,
+    on_kvloom_error,
+)
+from kvloom.api.stream import while_connected
+from kvloom.offload.terms import LEND, Borrow, Loan
+from kvloom.types.client import EngineClient, Frames
+from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
+from kvloom.types.request import PROTOCOL, Event, StartGenerate
+from kvloom.types.verbs import VERBS, Done, FrameEncoder, Verb
+
 
 class GenerateVerb:
     """The verb start_generate as plain ASGI: what runs once a token is one encoding and one send."""

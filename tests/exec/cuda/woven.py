@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -30,12 +29,12 @@ from kvloom.serve.engine import load_unit, open_offload, open_transport
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of
+from tests.forks import FORKS, preload
 from tests.transfer.device_memory import SharedMemory
 
 COMPUTE = 8
 LOOKS = 100_000  # half a minute: the lender answers, or is gone
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
+preload(__name__)
 
 
 def one_lane() -> GpuDevice:
