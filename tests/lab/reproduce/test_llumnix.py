@@ -92,7 +92,7 @@ def test_curves_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Monk
 
 def run(system: str, rate: float, prefill: float, decode: float) -> Run:
     known = {one.name: one for one in (ROUND_ROBIN, BY_REPORTS, INFAAS, LLUMNIX)}
-    point = Point(Times(0.1, prefill), Times(0.04, decode), Times(9.0, 50.0), 5, 3, 1, 16.0)
+    point = Point(Times(0.1, prefill), Times(0.04, decode), Times(9.0, 50.0), 5, 3, 16.0)
     return Run(LONG, rate, known[system], point)
 
 

@@ -52,7 +52,7 @@ def test_both_systems_in_small() -> None:
 
 def run(load: Load, name: str, low: int, p99: float, units: float) -> Run:
     some = Times(1.0, 2.0)
-    point = Point(Times(0.1, p99), some, some, 5, 3, 1, units)
+    point = Point(Times(0.1, p99), some, some, 5, 3, units)
     return Run(load, {"i": INFAAS, "l": LLUMNIX}[name], point, low)
 
 

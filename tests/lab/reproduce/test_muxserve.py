@@ -9,21 +9,33 @@ from dataclasses import replace
 import pytest
 
 from kvloom.lab.reproduce.muxserve.ablation import figure_3
-from kvloom.lab.reproduce.muxserve.end_to_end import CHAT, GPUS, SYNTHETIC, figure_5
-from kvloom.lab.reproduce.muxserve.point import Load, Point, play_point
+from kvloom.lab.reproduce.muxserve.end_to_end import (
+    ATTAINED,
+    CHAT,
+    CHAT_RATES,
+    FIGURE_5,
+    FIGURE_7,
+    GPUS,
+    SYNTHETIC,
+    SYSTEMS,
+    figure_5,
+)
 from kvloom.lab.reproduce.muxserve.setup import (
     ALONE,
     DEVICE,
     HOST,
     MUXSERVE,
-    PUBLISHED,
+    SCALES,
     SPATIAL,
     TEMPORAL,
+    Load,
+    Point,
     Served,
     System,
     falling,
     host_seconds,
     make_units,
+    play_point,
     requests,
     served,
     together,
@@ -44,13 +56,11 @@ def quiet(_: float) -> None:
 
 
 def test_published_numbers_are_whole() -> None:
-    five, seven, three = PUBLISHED.figure_5, PUBLISHED.figure_7, PUBLISHED.figure_3
-    assert [len(rows) for rows in five.throughput.values()] == [len(five.scales)] * 5
-    assert {len(row) for rows in five.throughput.values() for row in rows} == {len(five.systems)}
-    assert set(five.attained) < set(five.throughput)
-    assert len(seven.rates) == len(CHAT)
-    assert sum(seven.rates) / len(CHAT) == pytest.approx(7.1, abs=0.05)
-    assert {len(row) for row in three.rows.values()} == {len(three.shares)}
+    loads = [row for rows in FIGURE_5.values() for row in rows.values()]
+    assert {len(row) for row in [*loads, *FIGURE_7.values(), *ATTAINED.values()]} == {len(SYSTEMS)}
+    assert {len(parts) for rows in ATTAINED.values() for parts in rows} == {len(SCALES)}
+    assert set(ATTAINED) < set(FIGURE_5)
+    assert sum(CHAT_RATES) / len(CHAT) == pytest.approx(7.1, abs=0.05)
 
 
 def test_rates_fall_by_a_power_law_and_20_percent_have_half_or_most() -> None:

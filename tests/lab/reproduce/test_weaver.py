@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvloom.lab.reproduce.weaver.point import Load, Point, play_point
 from kvloom.lab.reproduce.weaver.sensitivity import figure_5, figure_7
 from kvloom.lab.reproduce.weaver.serving import DEDICATED_BATCH, FILLED, figure_4
 from kvloom.lab.reproduce.weaver.setup import (
@@ -20,8 +19,11 @@ from kvloom.lab.reproduce.weaver.setup import (
     SHARES,
     TEMPORAL,
     WEAVER,
+    Load,
+    Point,
     System,
     Trace,
+    play_point,
     pool_bytes,
     requests,
 )

@@ -57,6 +57,11 @@ class Claim(Struct, frozen=True, kw_only=True):
         return "holds" if self.holds else "fails"
 
 
+def duration(seconds: float) -> str:
+    """Returns `2.50 s`, or `250 ms` if that is less than a second."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
 class Grid(Struct, frozen=True, kw_only=True):
     """Numbers of ours that are drawn in the paper, and not told: as text, a row each."""
 

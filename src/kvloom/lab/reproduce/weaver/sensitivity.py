@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Final
 
 from kvloom.lab.reproduce.report import NEAR, Cell, Claim, Grid, Report, Scale, Tell
-from kvloom.lab.reproduce.weaver.point import Load, Point, play_points
 from kvloom.lab.reproduce.weaver.serving import DEDICATED_MOST, seconds_of
 from kvloom.lab.reproduce.weaver.setup import (
     AZURE,
@@ -16,8 +15,11 @@ from kvloom.lab.reproduce.weaver.setup import (
     SHARE,
     TEMPORAL,
     WEAVER,
+    Load,
+    Point,
     System,
     Trace,
+    play_points,
     sharing,
     weave,
     woven,
