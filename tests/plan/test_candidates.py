@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.plan.candidates import CandidateCatalog, alone
 from kvloom.plan.cluster import CPU, MeshKind, Nodes, mesh_kinds
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Work
+from kvloom.plan.estimate import CandidateCatalog, alone
 from kvloom.plan.growth import BATCHES
 from kvloom.plan.plan import pool_bytes, request_bytes
 from kvloom.types.job import Phase

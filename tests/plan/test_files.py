@@ -57,30 +57,6 @@ def changed(**changes: Any) -> bytes:
     return json.dumps({**msgspec.to_builtins(PLAN), **changes}).encode()
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        (b"", "no plan"),
-        (msgspec.json.encode(PLAN)[:-200], "no plan"),
-        (b"\xff\xfe", "no plan"),
-        (b"{}", "missing required field `version`"),
-        (changed(version=2), "a plan of version 2; this kvloom reads version 1"),
-        (changed(units=[]), "units with names of their own"),
-        (changed(units=[msgspec.to_builtins(PLAN.units[0])] * 2), "units with names of their own"),
-        (changed(units=[{**msgspec.to_builtins(PLAN.units[0]), "models": []}]), "and with models"),
-        (changed(units=[{**msgspec.to_builtins(PLAN.units[0]), "gpus": 0}]), "$.units[0].gpus"),
-    ],
-)
-def test_files_that_are_no_plans(tmp_path: Path, text: bytes, part: str) -> None:
-    file = tmp_path / "plan.json"
-    file.write_bytes(text)
-    with pytest.raises(ConfigError) as error:
-        read_plan(file)
-    assert error.value.message.startswith(f"{file}: ")
-    assert part in error.value.message
-    assert "\n" not in error.value.message
-
-
 def test_a_config_is_no_plan(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
     file.write_text(json.dumps({"models": {"a": str(DEMO / "guide")}, "units": [{"models": ["a"]}]}))
@@ -148,9 +124,18 @@ def _shape(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (b"", "no plan"),
+        (msgspec.json.encode(PLAN)[:-200], "no plan"),
+        (b"\xff\xfe", "no plan"),
+        (b"{}", "missing required field `version`"),
+        (changed(version=2), "a plan of version 2; this kvloom reads version 1"),
+        (changed(units=[]), "units with names of their own"),
+        (changed(units=[msgspec.to_builtins(PLAN.units[0])] * 2), "units with names of their own"),
+        (_unit(models=[]), "and with models"),
+        (_unit(gpus=0), "$.units[0].gpus"),
+        (_unit(gpus=10**9), "gpus"),
         (_unit(kv_bytes=-5), "kv_bytes"),
         (_unit(kv_bytes=10**18), "kv_bytes"),
-        (_unit(gpus=10**9), "gpus"),
         (_unit(name=""), "name"),
         (_unit(colour="red"), "colour"),
         (_unit(models=[msgspec.to_builtins(PLAN.units[0].models[0])] * 2), "two models of one name"),
@@ -162,11 +147,13 @@ def _shape(**changes: Any) -> bytes:
         (_shape(active=9), "experts"),
     ],
 )
-def test_numbers_that_no_plan_has(tmp_path: Path, text: bytes, said: str) -> None:
+def test_a_file_that_is_no_plan_is_told_in_one_line(tmp_path: Path, text: bytes, said: str) -> None:
     file = tmp_path / "plan.json"
     file.write_bytes(text)
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError) as error:
         read_plan(file)
+    assert error.value.message.startswith(f"{file}: ")
+    assert said in error.value.message
     assert "\n" not in error.value.message
 
 

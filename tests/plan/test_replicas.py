@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.replicas import best_placement
-from kvloom.plan.search import SearchEffort
+from kvloom.plan.search import SearchEffort, best_placement
 from tests.plan.clusters import check, demand, muxserve, nodes, roofline
 
 

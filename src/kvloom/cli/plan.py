@@ -22,7 +22,6 @@ from kvloom.config.models import resolve_model
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS
-from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.board import BoardPlacement
 from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes
 from kvloom.plan.cost.devices import find_device
@@ -31,7 +30,7 @@ from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
 from kvloom.plan.plan import PlacementPlan, PlannedUnit, write_plan
-from kvloom.plan.planner import plan_placement, write_down
+from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number
 

@@ -26,7 +26,6 @@ from kvloom.lab.sim.fleet import SimulatedFleet
 from kvloom.lab.sim.unit import OVERLOAD, SimulatedUnit, planned_units
 from kvloom.lab.workload.lengths import STAND_INS, Tokens
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
-from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.board import Board
 from kvloom.plan.cluster import Costs, Demand, DeviceCosts, Nodes
 from kvloom.plan.cost.devices import find_device
@@ -35,7 +34,7 @@ from kvloom.plan.cost.shapes import ModelShape, find_shape
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.plan import PlacementPlan
-from kvloom.plan.planner import plan_placement, write_down
+from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.plan.search import SearchEffort
 from kvloom.types.geometry import I64
 from kvloom.types.spec import EngineSpec, Policy, Quotas
