@@ -4,12 +4,11 @@ python -m benchmarks.streaming. Three processes, as in a fleet: the real gateway
 over a device that takes no time (null_engine), and a client in a process of its own. First tokens: one
 request at a time, through the gateway and straight at the engine's verb, in turn. Streams: 64 at once, from
 an engine that makes a token for each every so often; a pace is kept if the client sees at least 95 % of it,
-each token in an event of its own. (benchmarks.gateway measures the gateway alone, with no engine behind.)
+each token in an event of its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import secrets
@@ -29,7 +28,7 @@ from rich.console import Console
 from benchmarks.load import Load
 from benchmarks.null_engine import Shape
 from benchmarks.procfs import cpu_seconds
-from benchmarks.report import Finding, Report, this_machine
+from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from benchmarks.workload import Ask
 from kvloom.api.app import DEFAULT_MAX_BODY
 from kvloom.cluster.launcher import Snapshot
@@ -237,9 +236,7 @@ async def measure(effort: Effort, console: Console) -> Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     usual = Effort()
     parser.add_argument("--rounds", type=int, default=usual.rounds)
     parser.add_argument("--paces", nargs="+", type=float, default=usual.paces)
@@ -248,9 +245,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     effort = Effort(options.rounds, options.paces, options.streams, options.tokens)
-    report = asyncio.run(measure(effort, console))
-    report.show(console)
-    console.print(report.save())
+    publish(asyncio.run(measure(effort, console)), console)
 
 
 if __name__ == "__main__":
