@@ -11,8 +11,7 @@ import pytest
 from kvloom.exec.cpu.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.lab.profile.beside import measure_pair
-from kvloom.lab.profile.jobs import Setting, Stage, decode, prefill
-from kvloom.lab.profile.stepping import WatchedExecutor, measure_steps
+from kvloom.lab.profile.jobs import Setting, Stage, WatchedExecutor, decode, measure_steps, prefill
 from kvloom.plan.cost.profile import JobMeasured
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.spec import ModelSpec

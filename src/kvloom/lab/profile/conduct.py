@@ -15,9 +15,9 @@ from rich.table import Table
 
 from kvloom.config.config import Config
 from kvloom.exec.huggingface import hide_progress
+from kvloom.lab.profile.jobs import WatchedExecutor
 from kvloom.lab.profile.serving import measure_serving, serving_loads
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
-from kvloom.lab.profile.stepping import WatchedExecutor
 from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
