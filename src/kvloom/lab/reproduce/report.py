@@ -45,6 +45,11 @@ class Cell(Struct, frozen=True, kw_only=True):
         return "agrees" if off <= AGREES else "near" if off <= NEAR else "differs"
 
 
+def cells(row: str, *told: tuple[str, float | None, float]) -> list[Cell]:
+    """Returns the cells of a row: for each its column, the paper's number and ours."""
+    return [Cell(row=row, column=column, paper=paper, ours=ours) for column, paper, ours in told]
+
+
 class Claim(Struct, frozen=True, kw_only=True):
     """A statement of the paper about its figure, and what is found here, in a few words."""
 

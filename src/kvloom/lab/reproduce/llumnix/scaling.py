@@ -31,7 +31,7 @@ from kvloom.lab.reproduce.llumnix.setup import (
     play_point,
     shown_times,
 )
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
 from kvloom.lab.reproduce.setup import VOCAB, TellPart, check_answered, play_all, tell_each
 from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
 from kvloom.lab.sim.run import play
@@ -152,10 +152,12 @@ def report_65(runs: Sequence[Run]) -> Report:
 def _cells(infaas: Run, llumnix: Run) -> Iterator[Cell]:
     paper = infaas.load.paper
     for at, one in enumerate((infaas, llumnix)):
-        row = f"{one.load}, {one.system.name}"
         p99, units = (column[at] for column in paper) if paper else (None, None)
-        yield Cell(row=row, column="P99 prefill, s", paper=p99, ours=one.point.prefill.p99)
-        yield Cell(row=row, column="instances", paper=units, ours=one.point.units)
+        yield from cells(
+            f"{one.load}, {one.system.name}",
+            ("P99 prefill, s", p99, one.point.prefill.p99),
+            ("instances", units, one.point.units),
+        )
 
 
 def _never(said: str, pairs: Sequence[tuple[Run, Run]], of: Callable[[Point], float]) -> Claim:

@@ -32,7 +32,7 @@ from kvloom.lab.reproduce.llumnix.setup import (
     read_curves,
     shown_times,
 )
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
 from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
 from kvloom.lab.workload.arrivals import gamma
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
@@ -106,15 +106,15 @@ def report_11(runs: Sequence[Run], curves: Curves) -> Report:
 
 
 def _cells(run: Run, curves: Curves) -> Iterator[Cell]:
-    measures = (
-        ("P99 prefill, s", "prefill_p99_s", run.point.prefill.p99, 1),
-        ("P99 decode, ms", "decode_p99_s", run.point.decode.p99, 1000),
+    name = CURVES.get(run.system.name, run.system.name)
+    prefill, decode = (
+        curves.at(run.traffic.name, measure, name, run.rate) for measure in ("prefill_p99_s", "decode_p99_s")
     )
-    for column, measure, ours, unit in measures:
-        name = CURVES.get(run.system.name, run.system.name)
-        paper = curves.at(run.traffic.name, measure, name, run.rate)
-        row = f"{run.traffic.name}, {run.rate:g} req/s, {run.system.name}"
-        yield Cell(row=row, column=column, paper=paper and paper * unit, ours=ours * unit)
+    yield from cells(
+        f"{run.traffic.name}, {run.rate:g} req/s, {run.system.name}",
+        ("P99 prefill, s", prefill, run.point.prefill.p99),
+        ("P99 decode, ms", decode and decode * 1000, run.point.decode.p99 * 1000),
+    )
 
 
 def _claims(name: str, runs: Sequence[Run]) -> Iterator[Claim]:
@@ -251,8 +251,9 @@ def _priority_cells(run: PriorityRun) -> Iterator[Cell]:
     old, new = PAPER[run.burst]
     ours = zip(run.plain.urgent, run.ranked.urgent, strict=True)
     for column, paper, (before, now) in zip(_PRIORITY_COLUMNS, zip(old, new, strict=True), ours, strict=True):
-        row = f"CV {run.burst}, urgent"
-        yield Cell(row=row, column=f"{column}: times as fast", paper=paper[0] / paper[1], ours=before / now)
+        yield from cells(
+            f"CV {run.burst}, urgent", (f"{column}: times as fast", paper[0] / paper[1], before / now)
+        )
 
 
 def _priority_rows(run: PriorityRun) -> Iterator[tuple[str, ...]]:

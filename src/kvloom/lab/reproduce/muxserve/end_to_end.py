@@ -21,7 +21,7 @@ from kvloom.lab.reproduce.muxserve.setup import (
     play_points,
     served,
 )
-from kvloom.lab.reproduce.report import Cell, Claim, Report, Scale, Tell, part_of
+from kvloom.lab.reproduce.report import Cell, Claim, Report, Scale, Tell, cells, part_of
 
 GPUS: Final = 32
 SYSTEMS: Final = (SPATIAL, TEMPORAL, MUXSERVE)
@@ -69,14 +69,12 @@ class Row:
 
     def cells(self) -> list[Cell]:
         """Throughputs, and MuxServe's over each of the others."""
-        own = zip(SYSTEMS, self.paper, self.ours, strict=True)
-        cells = [
-            Cell(row=self.name, column=system.name, paper=paper, ours=ours) for system, paper, ours in own
+        names = [system.name for system in SYSTEMS]
+        leads = [
+            (f"MuxServe over {name}", _over(self.paper, at), _over(self.ours, at) or 0.0)
+            for at, name in enumerate(names[:-1])
         ]
-        for at, system in enumerate(SYSTEMS[:-1]):
-            column, paper, ours = f"MuxServe over {system.name}", _over(self.paper, at), _over(self.ours, at)
-            cells.append(Cell(row=self.name, column=column, paper=paper, ours=ours or 0.0))
-        return cells
+        return cells(self.name, *zip(names, self.paper, self.ours, strict=True), *leads)
 
     @property
     def best(self) -> float:

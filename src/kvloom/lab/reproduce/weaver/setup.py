@@ -35,8 +35,8 @@ from kvloom.lab.workload.lengths import STAND_INS, Sides
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.devices import DeviceSpec, find_device
 from kvloom.plan.cost.roofline import Roofline
-from kvloom.plan.cost.shapes import ModelShape, find_shape
-from kvloom.plan.cost.work import Operated, Operator, Work
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.cost.work import Operator, Work
 from kvloom.types.geometry import I64
 from kvloom.types.job import Phase
 from kvloom.types.spec import Control, ModelSpec, Policy, Splitting, WeaveSpec
@@ -53,35 +53,18 @@ _PARTS: Final = 10  # that a GPU's compute is shared out in, as MuxServe does
 _LEAST: Final = 1 / _PARTS  # of the compute, for a prefill that computes nothing
 
 
-class Decoder:
-    """Satisfies `Operated`: of a GPU to which prompts come computed."""
-
-    def __init__(self, cost: Operated) -> None:
-        self._cost = cost
-
-    @property
-    def start(self) -> float:
-        return self._cost.start
-
-    @property
-    def poll(self) -> float:
-        return self._cost.poll
-
-    def shape(self, model: str) -> ModelShape:
-        return self._cost.shape(model)
+class Decoder(Roofline):
+    """A device to which prompts come computed, so that prefills take no time."""
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         decodes = [other for other in beside if other.phase is Phase.DECODE]
-        return self._cost.seconds(work, decodes) if work.phase is Phase.DECODE else 0.0
+        return super().seconds(work, decodes) if work.phase is Phase.DECODE else 0.0
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
-        return self._cost.operators(work) if work.phase is Phase.DECODE else ()
+        return super().operators(work) if work.phase is Phase.DECODE else ()
 
     def queued(self, work: Work) -> float:
-        return self._cost.queued(work) if work.phase is Phase.DECODE else 0.0
-
-    def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
-        return self._cost.attention(model, shape, rows, context)
+        return super().queued(work) if work.phase is Phase.DECODE else 0.0
 
 
 def pool_bytes(device: DeviceSpec, gpus: int, models: int) -> int:
@@ -119,7 +102,7 @@ def unit(
         overload=0.2,
         weave=weave,
     )
-    cost = Decoder(Roofline(sheet, gpus, dict.fromkeys(models, shape)))
+    cost = Decoder(sheet, gpus, dict.fromkeys(models, shape))
     return SimulatedUnit(spec, dict.fromkeys(models, page), _PARTS, cost, bandwidth=sheet.link / 2)
 
 
@@ -190,11 +173,6 @@ class System:
     units: MakeUnits
 
 
-def dedicated(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
-    """Gives each model a GPU."""
-    return [unit(HOT, device, [HOT]), unit(COLD, device, [COLD])]
-
-
 def temporal(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
     """Puts both models on both GPUs, by turns on the whole of them."""
     return [unit("both", device, [HOT, COLD], gpus=2, rates=(hot, cold))]
@@ -216,8 +194,8 @@ def in_muxserve(units: MakeUnits) -> MakeUnits:
     return made
 
 
-def woven(spec: WeaveSpec) -> MakeUnits:
-    """Gives each model a GPU, and offloads a part of the hot model's sequences."""
+def dedicated(spec: WeaveSpec | None = None) -> MakeUnits:
+    """Gives each model a GPU, and offloads a part of the hot model's sequences if there is a `spec`."""
 
     def units(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
         return [unit(HOT, device, [HOT], weave=spec), unit(COLD, device, [COLD])]
@@ -227,15 +205,15 @@ def woven(spec: WeaveSpec) -> MakeUnits:
 
 def sharing(share: float) -> System:
     """Returns Weaver with another share."""
-    return System(f"Weaver, {100 * share:.0f} %", woven(weave(share)))
+    return System(f"Weaver, {100 * share:.0f} %", dedicated(weave(share)))
 
 
-DEDICATED: Final = System("dedicated", dedicated)
+DEDICATED: Final = System("dedicated", dedicated())
 MUXSERVE: Final = System("MuxServe", in_muxserve(multiplexed))
 TEMPORAL: Final = System("Mux-Temporal", in_muxserve(temporal))
 BARE_MUXSERVE: Final = System("MuxServe, bare", multiplexed)
 BARE_TEMPORAL: Final = System("Mux-Temporal, bare", temporal)
-WEAVER: Final = System("Weaver", woven(weave(SHARE)))
+WEAVER: Final = System("Weaver", dedicated(weave(SHARE)))
 
 
 WARM: Final = 0.5  # the part of the time that is not counted
