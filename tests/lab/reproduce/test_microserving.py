@@ -26,12 +26,9 @@ from kvloom.lab.sim.unit import LATENCY
 from kvloom.lab.workload.lengths import Sides
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.shapes import find_shape
+from tests.lab.reproduce.played import quiet
 
 LAYER_BYTES = find_shape(MODEL).kv_bytes // find_shape(MODEL).layers  # of a token
-
-
-def quiet(_: str, __: float) -> None:
-    """Tells nobody."""
 
 
 @pytest.mark.parametrize(

@@ -46,13 +46,10 @@ from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
+from tests.lab.reproduce.played import played, quiet
 
 PAIR = (Served("7b", "7b", 2.0), Served("13b", "13b", 1.0))
 LIGHT = Load(PAIR, 4, 8.0, after=40.0)
-
-
-def quiet(_: float) -> None:
-    """Tells nobody."""
 
 
 def test_published_numbers_are_whole() -> None:
@@ -167,17 +164,14 @@ def test_who_is_not_answered_in_time_does_not_count() -> None:
 
 
 def test_figure_3_follows_the_papers_measurements() -> None:
-    report = figure_3("small", lambda what, part: None)
+    report = played(figure_3)
     assert {cell.verdict for cell in report.cells} <= {"agrees", "near"}
     assert [claim.verdict for claim in report.claims] == ["holds", "holds"]
 
 
 def test_figure_5_in_small_has_its_cells_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloom.lab.reproduce.muxserve.end_to_end.SECONDS", {"small": 1.5})
-    told: list[float] = []
-    report = figure_5("small", lambda what, part: told.append(part))
-    assert told == sorted(told)
-    assert told[-1] > 0.9
+    report = played(figure_5)
     (paper,) = (cell.paper for cell in report.cells if cell.column == "MuxServe over spatial")
     assert paper == pytest.approx(20.0 / 10.7)
     assert all(math.isfinite(cell.ours) and cell.paper is not None for cell in report.cells)
