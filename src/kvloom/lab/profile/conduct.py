@@ -61,7 +61,11 @@ def measured_jobs(
     )
     try:
         shapes = {model.name: shape_of(executor, model.name, model.path) for model in spec.models}
-        with _bar(console) as bar, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        columns = BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        with (
+            Progress(*columns, console=console) as bar,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
             task = bar.add_task("", total=1.0)
             return runner.run(
                 measure(
@@ -123,31 +127,27 @@ def shape_of(executor: WatchedExecutor, name: str, path: str) -> ModelShape:
 
 def errors(profile: Profile) -> Table:
     """Tells how far the fit is from jobs that it has not seen."""
-    table = Table(title="Error on jobs that a fit has not seen", title_justify="left")
-    for column in ("", "jobs", "median", "P90", "bias"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    for key, spread in cross_validate(profile).items():
-        numbers = (f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
-        table.add_row(key, str(spread.rows), *numbers)
-    return table
+    rows = [
+        (key, str(spread.rows), f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
+        for key, spread in cross_validate(profile).items()
+    ]
+    return _table("Error on jobs that a fit has not seen", ("", "jobs", "median", "P90", "bias"), rows)
 
 
 def upkeep(profile: Profile) -> Table:
     """Tells what each thread does besides jobs."""
-    table = Table(title="Microseconds of CPU besides jobs", title_justify="left")
-    for column in ("", "a request", "a token", "each time tokens come"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    for hosted in profile.hosted:
-        numbers = [f"{1e6 * seconds:,.0f}" for seconds in (hosted.request, hosted.token, hosted.turn)]
-        table.add_row(hosted.role, *numbers)
+    rows = [
+        (one.role, *(f"{1e6 * seconds:,.0f}" for seconds in (one.request, one.token, one.turn)))
+        for one in profile.hosted
+    ]
+    heads = ("", "a request", "a token", "each time tokens come")
+    return _table("Microseconds of CPU besides jobs", heads, rows)
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right" if head else "left")
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        BarColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-    )
