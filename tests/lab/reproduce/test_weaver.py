@@ -95,7 +95,7 @@ def test_figures_in_small_have_their_cells_and_progress(monkeypatch: pytest.Monk
     monkeypatch.setattr("kvloom.lab.reproduce.weaver.serving.SECONDS", {"small": 1.6})
     monkeypatch.setattr("kvloom.lab.reproduce.weaver.sensitivity.BATCH", 24)
     for figure in (figure_4, figure_5, figure_7):
-        report = played(figure)
+        report = played(figure, least=0.6)
         assert all(cell.ours == cell.ours and cell.paper is not None for cell in report.cells)
         assert report.claims
 
