@@ -15,7 +15,6 @@ moves: few rounds are few draws of `wait`, and the least and the most are told b
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,7 +28,7 @@ from rich.console import Console
 from benchmarks.engines import MODEL
 from benchmarks.migration import TOKEN_BYTES, bystander
 from benchmarks.moving_pair import QUIET, Pair, Reader, body_of, cold, pair, prompt_of
-from benchmarks.report import Cell, Finding, Report, this_machine
+from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.types.request import Made, StartGenerate
 from kvloom.types.verbs import PrepRecv, RemoteSend
 
@@ -276,18 +275,14 @@ def _findings(lived: list[Found], rows: list[list[Cell]]) -> list[Finding]:
 
 def main() -> None:
     usual = Effort()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", nargs="+", type=int, default=usual.lengths)
     parser.add_argument("--rounds", type=int, default=usual.rounds)
     parser.add_argument("--beside", type=int, default=usual.beside, help="requests at each engine")
     options = parser.parse_args()
     console = Console()
     effort = Effort(options.lengths, options.rounds, options.beside)
-    report = asyncio.run(measure(effort, console))
-    report.show(console)
-    console.print(report.save())
+    publish(asyncio.run(measure(effort, console)), console)
 
 
 if __name__ == "__main__":

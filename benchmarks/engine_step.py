@@ -7,17 +7,15 @@ runs while the device works: every event handed to a caller of the stream verb, 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
 from statistics import median
 
 import uvloop
-from rich.console import Console
 
 from benchmarks.null_executor import Clockwork, NullExecutor, NullTransport, null_spec
-from benchmarks.report import Finding, Report, this_machine
+from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from kvloom.engine.engine import Engine
 from kvloom.types.clock import WallClock
 from kvloom.types.request import SamplingParams, StartGenerate
@@ -72,13 +70,11 @@ async def _call(engine: Engine, body: StartGenerate) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
-    report = measure(options.sequences, options.steps)
-    report.show(Console())
-    report.save()
+    publish(measure(options.sequences, options.steps))
 
 
 def measure(sequences: int = 64, steps: int = 1000) -> Report:

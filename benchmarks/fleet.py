@@ -7,7 +7,6 @@ source chooses a request. Each unit serves two to four of 20 models.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Sequence
@@ -15,9 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-from rich.console import Console
 
-from benchmarks.report import Cell, Finding, Report, this_machine
+from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.cluster.scheduler import Period, decide
 from kvloom.engine.freeness import Thresholds
 from kvloom.engine.migration import MigrationCandidate, choose
@@ -140,13 +138,9 @@ def _row(run: Run) -> list[Cell]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--units", type=int, nargs="+", default=sorted(MOST))
-    report = measure(parser.parse_args().units)
-    report.show(Console())
-    report.save()
+    publish(measure(parser.parse_args().units))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ once; measured after some requests to every model.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import struct
@@ -24,7 +23,7 @@ from benchmarks.load import Load
 from benchmarks.places import LOGS, ROOT, checkpoint
 from benchmarks.process import Command, free_port, running
 from benchmarks.procfs import Memory, command_line, descendants, memory
-from benchmarks.report import Finding, Report, this_machine
+from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from benchmarks.servers import KVLOOM_PATIENCE
 from benchmarks.workload import Ask
 
@@ -123,15 +122,11 @@ async def measure(rounds: int, console: Console) -> Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="starts of the demo fleet")
     options = parser.parse_args()
     console = Console()
-    report = asyncio.run(measure(options.rounds, console))
-    report.show(console)
-    console.print(report.save())
+    publish(asyncio.run(measure(options.rounds, console)), console)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ behind the prefill that it follows layer by layer, and what a decode at the rece
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import random
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -21,7 +19,8 @@ from statistics import median
 from rich.console import Console
 
 from benchmarks.engines import MODEL, engines, spec_of
-from benchmarks.report import Finding, Report, this_machine
+from benchmarks.moving_pair import prompt_of
+from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.kv.arena import Arena
@@ -36,16 +35,11 @@ from kvloom.types.spec import EngineSpec
 from kvloom.types.verbs import Prefix, PrepRecv, RemoteSend, Sent
 
 WANTED = {500: 1.7, 1500: 4.0, 2500: 6.0}  # context tokens → how much faster with migration
-NEW, MOVED, VOCAB = 200, 2000, 8000
+NEW, MOVED = 200, 2000
 TOKEN_BYTES = 2 * 12 * 12 * 64 * 4  # K and V of a token of shape A
 AT_ONCE, APART = 4, 0.3  # contexts sent one after the other, and seconds of decoding before and after
 HIDDEN, SLOWER = 0.9, 1.05
 _names = itertools.count()
-_random = random.Random(0)
-
-
-def _prompt(length: int) -> list[int]:
-    return [_random.randrange(300, VOCAB) for _ in range(length)]
 
 
 def _body(prompt: list[int], tokens: int, begin: int = 0, request: str | None = None) -> StartGenerate:
@@ -96,16 +90,16 @@ async def resume(a: HttpEngineClient, b: HttpEngineClient, context: int, rounds:
     moved, again = [], []
     for _ in range(rounds + 1):
         await _clear(a, b)
-        prompt = _prompt(context)
+        prompt = prompt_of(context)
         await _first(a, _body(prompt, 1))
-        whole, request = prompt + _prompt(NEW), f"m{next(_names)}"
+        whole, request = prompt + prompt_of(NEW), f"m{next(_names)}"
         began = time.perf_counter()
         sent = await _move(a, b, prompt, request)
         await _first(b, _body(whole, 1, begin=context, request=request))
         moved.append(time.perf_counter() - began)
         if sent.computed > 1:
             raise RuntimeError(f"{sent.computed} tokens of a cached context were computed again")
-        fresh = _prompt(context + NEW)
+        fresh = prompt_of(context + NEW)
         began = time.perf_counter()
         await _first(b, _body(fresh, 1))
         again.append(time.perf_counter() - began)
@@ -139,7 +133,7 @@ async def overlap(rounds: int) -> tuple[float, float]:
     spec = spec_of("A", "unit-1", kv_bytes=1 << 30, threads=1)
     async with engines(1, "A") as (b,), in_this_process(spec) as (a, transport):
         for _ in range(rounds + 1):
-            prompt = _prompt(MOVED)
+            prompt = prompt_of(MOVED)
             for waits in (behind, alone):
                 await b.evict(Prefix(model=MODEL, prompt=[]))
                 request, before = f"o{next(_names)}", len(transport.waits)
@@ -170,7 +164,7 @@ async def beside(a: HttpEngineClient, b: HttpEngineClient, moves: int) -> tuple[
     """Seconds a token of a decode at b: alone, while contexts arrive from a one after the other, and while a
     process that has nothing to do with either copies as many bytes of its own."""
     await _clear(a, b)
-    prompt = _prompt(MOVED)
+    prompt = prompt_of(MOVED)
     await _first(a, _body(prompt, 1))
     times: list[float] = []
     arriving: list[tuple[float, float]] = []
@@ -178,7 +172,7 @@ async def beside(a: HttpEngineClient, b: HttpEngineClient, moves: int) -> tuple[
     under_way, stop = asyncio.Event(), asyncio.Event()
 
     async def decode() -> None:
-        async with aclosing(b.start_generate(_body(_prompt(64), 1600))) as frames:
+        async with aclosing(b.start_generate(_body(prompt_of(64), 1600))) as frames:
             async for frame in frames:
                 times.extend(time.perf_counter() for e in frame if isinstance(e, TokenEvent))
                 if len(times) > 20:
@@ -299,13 +293,11 @@ async def measure(rounds: int, console: Console, contexts: Sequence[int] = tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     console = Console()
-    report = asyncio.run(measure(options.rounds, console))
-    report.show(console)
-    console.print(report.save())
+    publish(asyncio.run(measure(options.rounds, console)), console)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ systems. kvloom is told neither rates nor shares of memory; each vLLM server get
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
@@ -24,9 +23,8 @@ from benchmarks.load import Load, Outcome, lone_latency
 from benchmarks.peers import versions
 from benchmarks.places import checkpoint
 from benchmarks.process import running
-from benchmarks.report import Cell, Finding, Report, this_machine
+from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from benchmarks.servers import BEST_SETUP, VLLM_SETUPS, Vllm, kvloom
-from benchmarks.slo import Lone, Objective, attained, slower
 from benchmarks.workload import PROMPTS, burst, poisson, power_law
 from benchmarks.workload import lone as lone_asks
 from kvloom.types.spec import Policy
@@ -36,6 +34,31 @@ ALPHA, SCALE, LEAST_RATIO = 2.1, 8.0, 2.0
 OUTPUTS = (32, 64, 128)
 POLICIES: tuple[Policy, ...] = ("adbs", "fcfs", "round-robin")
 VLLM = "4 × vLLM"
+
+
+# (shape, prompt tokens, output tokens) → seconds of such a request alone on a server
+Lone = Mapping[tuple[str, int, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A request is in time if it ends within `scale` times the latency it has alone, counted from when it
+    was due. The same for every system compared."""
+
+    lone: Lone
+    scale: float
+
+    def met(self, shape: str, outcome: Outcome) -> bool:
+        return outcome.error is None and outcome.latency <= self.scale * self.lone[shape, *outcome.ask.kind]
+
+
+def slower(one: Lone, other: Lone) -> Lone:
+    return {kind: max(seconds, other[kind]) for kind, seconds in one.items()}
+
+
+def attained(objective: Objective, shapes: Mapping[str, str], outcomes: Sequence[Outcome]) -> int:
+    """Requests in time. shapes: of each model."""
+    return sum(objective.met(shapes[outcome.ask.model], outcome) for outcome in outcomes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +205,7 @@ def _raw(record: Record) -> dict[str, object]:
 
 def main() -> None:
     usual = Effort()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rates", nargs="+", type=float, default=list(usual.rates))
     parser.add_argument("--seconds", type=float, default=usual.seconds, help="of arrivals, at each rate")
     parser.add_argument("--kv-mib", type=int, default=usual.kv_bytes >> 20, help="KV memory in all")
@@ -204,9 +225,7 @@ def main() -> None:
     systems = [*options.policies, *([] if without else [VLLM])]
     vllm = Vllm(setup=BEST_SETUP if without else options.vllm_setup)
     console = Console()
-    report = asyncio.run(measure(systems, effort, vllm, console))
-    report.show(console)
-    console.print(report.save())
+    publish(asyncio.run(measure(systems, effort, vllm, console)), console)
 
 
 if __name__ == "__main__":

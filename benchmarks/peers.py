@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks.load import Load, summarise
 from benchmarks.places import VLLM_VENV, checkpoint
 from benchmarks.process import running
-from benchmarks.report import Report, this_machine
+from benchmarks.report import Report, publish, this_machine
 from benchmarks.servers import VLLM_SETUPS, Vllm
 from benchmarks.workload import burst
 
@@ -104,8 +104,7 @@ def main() -> None:
         prepare(options.venv, console)
         if options.tune:
             report = asyncio.run(tune(options.venv, options.shape, options.setups, options.rounds, console))
-            report.show(console)
-            console.print(report.save())
+            publish(report, console)
         else:
             console.print(f"it answers, {asyncio.run(check(Vllm(options.venv))):.0f} s after its start")
     except (RuntimeError, subprocess.CalledProcessError) as error:

@@ -6,14 +6,11 @@ not count. Rates fall by a power law, the smallest models being the most popular
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-
-from benchmarks.report import Cell, Finding, Report, this_machine
+from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.plan.cluster import Demand, Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
@@ -104,13 +101,9 @@ def _row(run: Run) -> list[Cell]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", choices=sorted(SIZES), default=sorted(SIZES))
-    report = measure(parser.parse_args().gpus)
-    report.show(Console())
-    report.save()
+    publish(measure(parser.parse_args().gpus))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import time
@@ -89,6 +90,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             lines += [*_markdown_table(["", "measured", "target", ""], found), ""]
         lines += [f"{note}\n" for note in self.notes]
         return "\n".join(lines)
+
+
+def publish(report: Report, console: Console | None = None) -> None:
+    """Shows the report, with its notes, and saves it."""
+    console = console or Console()
+    report.show(console)
+    for note in report.notes:
+        console.print(note, markup=False, highlight=False, style="dim")
+    console.print(report.save())
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Returns a parser whose help is the module's docstring, line by line."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def this_machine(**more: str) -> Machine:

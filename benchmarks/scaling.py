@@ -10,7 +10,6 @@ at once, but where requests are to wait. Writes build/bench/scaling.svg beside t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import random
@@ -29,7 +28,7 @@ from benchmarks.null_engine import Shape
 from benchmarks.null_executor import Clockwork, NullExecutor, NullTransport, null_spec
 from benchmarks.places import BENCH
 from benchmarks.procfs import cpu_seconds, peak_memory
-from benchmarks.report import Finding, Report, this_machine
+from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from benchmarks.streaming import front
 from benchmarks.workload import Ask
 from kvloom.engine.engine import Engine
@@ -263,14 +262,10 @@ def picture(points: Sequence[Point], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, which prove that it runs")
     console = Console()
-    report = asyncio.run(measure(QUICK if parser.parse_args().quick else FULL, console))
-    report.show(console)
-    console.print(report.save())
+    publish(asyncio.run(measure(QUICK if parser.parse_args().quick else FULL, console)), console)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ with room for everything would compute.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
@@ -23,7 +22,7 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.engines import MODEL, engines
-from benchmarks.report import Finding, Report, this_machine
+from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
@@ -181,14 +180,12 @@ async def measure(trace: Path | None, console: Console, effort: Effort | None = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--pools", type=float, nargs="+", default=list(Effort().pools))
     options = parser.parse_args()
     console = Console()
-    report = asyncio.run(measure(options.trace, console, Effort(pools=tuple(options.pools))))
-    report.show(console)
-    console.print(report.save())
+    publish(asyncio.run(measure(options.trace, console, Effort(pools=tuple(options.pools)))), console)
 
 
 if __name__ == "__main__":

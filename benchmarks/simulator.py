@@ -6,13 +6,10 @@ do not count. Requests come by Poisson at 8 a second to all of them together, an
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass
 
-from rich.console import Console
-
-from benchmarks.report import Cell, Finding, Report, this_machine
+from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.run import simulate
 from kvloom.lab.sim.unit import planned_units
@@ -113,13 +110,9 @@ def _row(run: Run) -> list[Cell]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS)
-    report = measure(parser.parse_args().requests)
-    report.show(Console())
-    report.save()
+    publish(measure(parser.parse_args().requests))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,46 @@ python -m benchmarks.streaming. Three processes, as in a fleet: the real gateway
 over a device that takes no time (null_engine), and a client in a process of its own. First tokens: one
 request at a time, through the gateway and straight at the engine's verb, in turn. Streams: 64 at once, from
 an engine that makes a token for each every so often; a pace is kept if the client sees at least 95 % of it,
-each token in an event of its own. (benchmarks.gateway measures the gateway alone, with no engine behind.)
+each token in an event of its own.
 """
 
 from __future__ import annotations
 
-import argparse
+from benchmarks.load import Load
+from benchmarks.null_engine import Shape
+from benchmarks.procfs import cpu_seconds
+from benchmarks.report import Finding
+from benchmarks.report import Report
+from benchmarks.report import make_parser
+from benchmarks.report import publish
+from benchmarks.report import this_machine
+from benchmarks.workload import Ask
+from collections.abc import AsyncIterator
+from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import aclosing
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from kvloom.api.app import DEFAULT_MAX_BODY
+from kvloom.cluster.launcher import Snapshot
+from kvloom.cluster.state import ComponentStatus
+from kvloom.cluster.state import FleetSpec
+from kvloom.cluster.state import FleetStatus
+from kvloom.cluster.state import UnitSpec
+from kvloom.router.client import HttpEngineClient
+from kvloom.serve.child import ChildProcess
+from kvloom.serve.local import GATEWAY_MODULE
+from kvloom.serve.messages import GatewayOrder
+from kvloom.serve.messages import Ready
+from kvloom.types.request import SamplingParams
+from kvloom.types.request import StartGenerate
+from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import ModelSpec
+from kvloom.types.spec import ProgramSpec
+from msgspec.structs import replace
+from pathlib import Path
+from rich.console import Console
+from statistics import median
 import asyncio
 import json
 import secrets
@@ -17,29 +51,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
-
-from msgspec.structs import replace
-from rich.console import Console
-
-from benchmarks.load import Load
-from benchmarks.null_engine import Shape
-from benchmarks.procfs import cpu_seconds
-from benchmarks.report import Finding, Report, this_machine
-from benchmarks.workload import Ask
-from kvloom.api.app import DEFAULT_MAX_BODY
-from kvloom.cluster.launcher import Snapshot
-from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, UnitSpec
-from kvloom.router.client import HttpEngineClient
-from kvloom.serve.child import ChildProcess
-from kvloom.serve.local import GATEWAY_MODULE
-from kvloom.serve.messages import GatewayOrder, Ready
-from kvloom.types.request import SamplingParams, StartGenerate
-from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 MOST_MS, LEAST_PACE = 3.0, 5000.0
 KEPT = 0.95
@@ -237,9 +248,7 @@ async def measure(effort: Effort, console: Console) -> Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     usual = Effort()
     parser.add_argument("--rounds", type=int, default=usual.rounds)
     parser.add_argument("--paces", nargs="+", type=float, default=usual.paces)
@@ -248,9 +257,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     effort = Effort(options.rounds, options.paces, options.streams, options.tokens)
-    report = asyncio.run(measure(effort, console))
-    report.show(console)
-    console.print(report.save())
+    publish(asyncio.run(measure(effort, console)), console)
 
 
 if __name__ == "__main__":

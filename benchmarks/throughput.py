@@ -10,7 +10,6 @@ tokens. Medians of the rounds; every round has prompts of its own.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -25,7 +24,7 @@ from benchmarks.load import Load, Summary, summarise
 from benchmarks.peers import versions
 from benchmarks.places import checkpoint
 from benchmarks.process import running
-from benchmarks.report import Cell, Finding, Report, this_machine
+from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from benchmarks.servers import AS_IT_COMES, BEST_SETUP, VLLM_SETUPS, Served, Vllm, kvloom
 from benchmarks.workload import burst
 
@@ -143,9 +142,7 @@ def _findings(paces: dict[tuple[str, str], Pace]) -> list[Finding]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", nargs="+", choices=["A", "B"], default=["A", "B"])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--output", type=int, default=64)
@@ -158,9 +155,10 @@ def main() -> None:
     console = Console()
     effort = Effort(options.requests, options.output, min(ONE_OUTPUT, 2 * options.output), options.rounds)
     vllms = [Vllm(setup=setup) for setup in options.vllm_setup]
-    report = asyncio.run(measure(options.shape, vllms, effort, console, transformers=options.transformers))
-    report.show(console)
-    console.print(report.save())
+    publish(
+        asyncio.run(measure(options.shape, vllms, effort, console, transformers=options.transformers)),
+        console,
+    )
 
 
 if __name__ == "__main__":

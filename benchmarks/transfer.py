@@ -19,9 +19,8 @@ from statistics import median
 
 import msgspec
 import numpy as np
-from rich.console import Console
 
-from benchmarks.report import Finding, Report, this_machine
+from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from kvloom.kv.arena import Arena
 from kvloom.transfer.nixl import NixlTransport
 from kvloom.transfer.shared_memory import ShmPeer, ShmTransport
@@ -165,9 +164,7 @@ def measure(rounds: int = 30, nixl: bool = False) -> Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--nixl", action="store_true", help="NIXL too, where it is installed")
     parser.add_argument("--receive", nargs=2, metavar=("KIND", "SENDS"), help=argparse.SUPPRESS)
@@ -175,9 +172,7 @@ def main() -> None:
     if options.receive:
         receive(options.receive[0], int(options.receive[1]))
         return
-    report = measure(options.rounds, options.nixl)
-    report.show(Console())
-    report.save()
+    publish(measure(options.rounds, options.nixl))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ simulated one. Requests that were refused (429) are counted in both worlds, and 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import sys
@@ -21,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from benchmarks.places import BENCH, LOGS, checkpoint
 from benchmarks.process import Command, free_port, running
-from benchmarks.report import Cell, Finding, Report, this_machine
+from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from benchmarks.servers import KVLOOM_PATIENCE
 from kvloom.config.config import demo_settings
 from kvloom.lab.workload.results import Results, read_results
@@ -205,9 +203,7 @@ def _write(path: Path, settings: Settings) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--subject", nargs="+", choices=SUBJECTS, default=SUBJECTS)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.85], help="of the most")
@@ -217,10 +213,7 @@ def main() -> None:
     if options.quick:
         effort = QUICK
     report = asyncio.run(measure(options.subject, effort))
-    report.show(Console())
-    for note in report.notes:
-        print(note)
-    report.save()
+    publish(report)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ a socket file; `renew` of nothing would be an error, so the verb is `abort` of a
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import secrets
 import sys
@@ -16,9 +15,8 @@ from pathlib import Path
 from statistics import median
 
 import uvloop
-from rich.console import Console
 
-from benchmarks.report import Finding, Report, this_machine
+from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from kvloom.router.client import HttpEngineClient
 
 MOST_MS, LEAST_RATE, CALLERS = 1.0, 3000.0, 64
@@ -84,15 +82,13 @@ async def measure(calls: int, rounds: int) -> Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--calls", type=int, default=6400)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         report = runner.run(measure(options.calls, options.rounds))
-    console = Console()
-    report.show(console)
-    console.print(report.save())
+    publish(report)
 
 
 if __name__ == "__main__":

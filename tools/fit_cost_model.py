@@ -4,7 +4,7 @@ python -m tools.fit_cost_model PROFILE.csv
 
 The profile has a row for each model, GPUs, percentage of the multiprocessors, batch and length, with the
 milliseconds of a prefill of `batch` prompts of that length, and of a decode step after it; −1 was not
-measured. Prints the constants for src/kvloom/cost/constants.py, and tables for docs/cost-model.md: of all
+measured. Prints the constants for src/kvloom/plan/cost/devices.py, and tables for docs/cost-model.md: of all
 rows, of rows that a fit has not seen, and of other latencies that were published.
 """
 
@@ -23,15 +23,17 @@ import msgspec
 import numpy as np
 from tools.published_latencies import published
 
-from kvloom.plan.cost.devices import FITTED, SET, Constants, find_device
-from kvloom.plan.cost.fit import F64, Spread, fit_log
+from kvloom.plan.cost.devices import FITTED, Constants, find_device
+from kvloom.plan.cost.measured import Spread
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import SHAPES
 from kvloom.plan.cost.work import Work
+from kvloom.types.geometry import F64
 from kvloom.types.job import Phase
 
 DEVICE: Final = "A100-80"
 COLUMNS: Final = {Phase.PREFILL: "prefill_ms", Phase.DECODE: "decode_ms"}
+SET: Final = ("bandwidth", "attention", "poll")  # which the data cannot tell from the others
 FREE: Final = tuple(name for name in Constants.__struct_fields__ if name not in SET)
 SEED: Final = 4
 
@@ -73,6 +75,60 @@ def predict(rows: Sequence[Row], constants: Constants) -> F64:
     device = find_device(DEVICE)
     units = {gpus: Roofline(device, gpus, SHAPES, constants) for gpus in {row.gpus for row in rows}}
     return np.array([units[row.gpus].seconds(row.work) for row in rows])
+
+
+_EASY: Final = 0.05  # errors beyond it count by their size, not its square: outliers do not decide
+_STEP: Final = 1e-4  # of a logarithm, for slopes
+_MOST: Final = 0.5  # that a logarithm moves at once
+
+Predict = Callable[[F64], F64]  # constants [C] → seconds [R]
+
+
+def fit_log(predict: Predict, seconds: F64, start: F64, *, rounds: int = 100) -> F64:
+    """Returns the positive constants [C], from `start`, for which predict(constants) comes nearest to seconds
+    [R]: by the logarithm of their ratio, after Levenberg (1944) and Marquardt (1963), with weights that tame
+    outliers."""
+    point, damping = np.log(start), 1e-2
+    wrong = _wrong(predict, point, seconds)
+    for _ in range(rounds):
+        slopes = _slopes(predict, point, seconds, wrong)
+        weights = 1.0 / np.sqrt(wrong**2 + _EASY**2)
+        curve, down = slopes.T @ (slopes * weights[:, None]), slopes.T @ (weights * wrong)
+        better = None
+        while better is None and damping < 1e9:
+            steps = np.linalg.solve(curve + damping * np.diag(np.diag(curve) + 1e-9), -down)
+            moved = point + np.clip(steps, -_MOST, _MOST)
+            then = _wrong(predict, moved, seconds)
+            if _loss(then) < _loss(wrong):
+                better = then
+            else:
+                damping *= 4.0
+        if better is None:
+            break
+        gained = 1.0 - _loss(better) / _loss(wrong)
+        point, wrong, damping = moved, better, max(damping / 3.0, 1e-9)
+        if gained < 1e-7:
+            break
+    return np.exp(point)
+
+
+def _wrong(predict: Predict, point: F64, seconds: F64) -> F64:
+    wrong: F64 = np.log(predict(np.exp(point)) / seconds)
+    return wrong
+
+
+def _slopes(predict: Predict, point: F64, seconds: F64, wrong: F64) -> F64:
+    """Returns [R, C]: how each error changes with each logarithm."""
+    slopes = np.empty((len(wrong), len(point)))
+    for i in range(len(point)):
+        moved = point.copy()
+        moved[i] += _STEP
+        slopes[:, i] = (_wrong(predict, moved, seconds) - wrong) / _STEP
+    return slopes
+
+
+def _loss(wrong: F64) -> float:
+    return float(np.sum(np.sqrt(wrong**2 + _EASY**2) - _EASY))
 
 
 def fit(rows: Sequence[Row], start: Constants = FITTED, *, rounds: int = 100) -> Constants:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
 from kvloom.plan.cluster import Demand, Nodes, homes
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.planner import plan_placement
+from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_spatial
 from kvloom.types.errors import ConfigError
 from tests.plan.clusters import check, demand, muxserve, nodes, roofline, small_cases
 

@@ -49,9 +49,7 @@ def test_a_plan(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for part in ("unit-0", "node-0", "A100-80", "chat", "code", "8.5 of 8.5 requests/s are answered"):
         assert part in done.stdout
-    found = read_plan(tmp_path / "plan.json")
-    check_plan(found)
-    assert found.made_by == "kvloom plan"
+    assert read_plan(tmp_path / "plan.json").made_by == "kvloom plan"
 
 
 @pytest.mark.parametrize("baseline", ["spatial", "memory"])

@@ -1,4 +1,4 @@
-"""Plan files, and how `kvloom serve` takes them."""
+"""Plan files, how `kvloom serve` takes them, and the bytes that a plan counts with."""
 
 from __future__ import annotations
 
@@ -14,10 +14,25 @@ from kvloom.config.config import DEMO
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
 from kvloom.lab.sim.unit import planned_units
-from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, is_plan, read_plan, write_plan
+from kvloom.plan.cluster import CPU, Nodes
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.plan import (
+    PlacementPlan,
+    PlannedModel,
+    PlannedUnit,
+    activation_bytes,
+    fixed_bytes,
+    is_plan,
+    pool_bytes,
+    read_plan,
+    request_bytes,
+    token_bytes,
+    usable_bytes,
+    write_plan,
+)
 from kvloom.plan.planner import make_plan
 from kvloom.types.errors import ConfigError
-from tests.plan.clusters import check_plan, muxserve, nodes, roofline
+from tests.plan.clusters import check_plan, demand, muxserve, nodes, roofline
 
 MACHINE = Machine(cores=4, memory=3 << 30)
 PLAN = make_plan([nodes("A100-80", 8)], muxserve(0.9, 5.0)[::4], roofline)
@@ -55,30 +70,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def changed(**changes: Any) -> bytes:
     return json.dumps({**msgspec.to_builtins(PLAN), **changes}).encode()
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        (b"", "no plan"),
-        (msgspec.json.encode(PLAN)[:-200], "no plan"),
-        (b"\xff\xfe", "no plan"),
-        (b"{}", "missing required field `version`"),
-        (changed(version=2), "a plan of version 2; this kvloom reads version 1"),
-        (changed(units=[]), "units with names of their own"),
-        (changed(units=[msgspec.to_builtins(PLAN.units[0])] * 2), "units with names of their own"),
-        (changed(units=[{**msgspec.to_builtins(PLAN.units[0]), "models": []}]), "and with models"),
-        (changed(units=[{**msgspec.to_builtins(PLAN.units[0]), "gpus": 0}]), "$.units[0].gpus"),
-    ],
-)
-def test_files_that_are_no_plans(tmp_path: Path, text: bytes, part: str) -> None:
-    file = tmp_path / "plan.json"
-    file.write_bytes(text)
-    with pytest.raises(ConfigError) as error:
-        read_plan(file)
-    assert error.value.message.startswith(f"{file}: ")
-    assert part in error.value.message
-    assert "\n" not in error.value.message
 
 
 def test_a_config_is_no_plan(tmp_path: Path) -> None:
@@ -148,9 +139,18 @@ def _shape(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (b"", "no plan"),
+        (msgspec.json.encode(PLAN)[:-200], "no plan"),
+        (b"\xff\xfe", "no plan"),
+        (b"{}", "missing required field `version`"),
+        (changed(version=2), "a plan of version 2; this kvloom reads version 1"),
+        (changed(units=[]), "units with names of their own"),
+        (changed(units=[msgspec.to_builtins(PLAN.units[0])] * 2), "units with names of their own"),
+        (_unit(models=[]), "and with models"),
+        (_unit(gpus=0), "$.units[0].gpus"),
+        (_unit(gpus=10**9), "gpus"),
         (_unit(kv_bytes=-5), "kv_bytes"),
         (_unit(kv_bytes=10**18), "kv_bytes"),
-        (_unit(gpus=10**9), "gpus"),
         (_unit(name=""), "name"),
         (_unit(colour="red"), "colour"),
         (_unit(models=[msgspec.to_builtins(PLAN.units[0].models[0])] * 2), "two models of one name"),
@@ -162,11 +162,13 @@ def _shape(**changes: Any) -> bytes:
         (_shape(active=9), "experts"),
     ],
 )
-def test_numbers_that_no_plan_has(tmp_path: Path, text: bytes, said: str) -> None:
+def test_a_file_that_is_no_plan_is_told_in_one_line(tmp_path: Path, text: bytes, said: str) -> None:
     file = tmp_path / "plan.json"
     file.write_bytes(text)
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError) as error:
         read_plan(file)
+    assert error.value.message.startswith(f"{file}: ")
+    assert said in error.value.message
     assert "\n" not in error.value.message
 
 
@@ -175,3 +177,39 @@ def test_a_pool_that_holds_no_page(tmp_path: Path) -> None:
     file.write_bytes(_unit(kv_bytes=1))
     with pytest.raises(ConfigError, match="hold no page of"):
         planned_units(read_plan(file))
+
+
+ONE, FOUR, EIGHT = (nodes("A100-80", 8).mesh(n) for n in (1, 4, 8))
+
+
+def test_k_and_v_of_a_token() -> None:
+    assert [token_bytes(find_shape(f"llama-{size}"), ONE) for size in ("7b", "13b", "30b", "65b")] == [
+        524_288,
+        819_200,
+        1_597_440,
+        2_621_440,
+    ]
+    assert request_bytes(demand("a", "llama-7b", 1.0, 161, 338), ONE) == 499 * 524_288 + 1
+
+
+def test_more_devices_than_kv_heads_keep_copies() -> None:
+    shape = find_shape("llama3-8b")  # 8 KV heads
+    assert [token_bytes(shape, kind) for kind in (ONE, FOUR, EIGHT)] == [131_072] * 3
+    sixteen = nodes("A100-80", 16).mesh(16)
+    assert token_bytes(shape, sixteen) == 2 * 131_072
+    assert token_bytes(shape, Nodes(CPU, 1 << 30, 16, 1).mesh(16)) == 131_072
+
+
+def test_the_pool_is_what_weights_and_activations_leave() -> None:
+    seven, thirteen = find_shape("llama-7b"), find_shape("llama-13b")
+    left = pool_bytes(FOUR, [seven, thirteen])
+    assert left == usable_bytes(FOUR) - fixed_bytes(seven, FOUR) - fixed_bytes(thirteen, FOUR)
+    assert usable_bytes(FOUR) == 304 * 10**9
+    assert fixed_bytes(seven, FOUR) == seven.weight_bytes + activation_bytes(seven, FOUR)
+    assert pool_bytes(ONE, [find_shape("llama-65b")]) < 0
+
+
+@pytest.mark.parametrize("size", ["7b", "13b", "30b", "65b"])
+def test_activations_are_little_and_grow_with_copies(size: str) -> None:
+    shape = find_shape(f"llama-{size}")
+    assert 0 < activation_bytes(shape, ONE) < activation_bytes(shape, EIGHT) < 0.1 * shape.weight_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 
 import pytest
@@ -20,28 +20,38 @@ def named(*units: Placed) -> dict[str, Placed]:
     return {f"unit-{number}": one for number, one in enumerate(units)}
 
 
-def walked(
-    now: Mapping[str, Placed], plan: Sequence[Placed], steps: Sequence[Step], memory: int
-) -> tuple[list[Placed], bool]:
-    """What is there in the end, and whether each model that was served always had a unit. Fails where a step
-    takes more memory than there is, or tells wrongly who waits."""
-    there: dict[object, Placed] = {}
-    there.update(now)
+def states(
+    now: Mapping[str, Placed], plan: Sequence[Placed], steps: Sequence[Step]
+) -> Iterator[tuple[list[Placed], set[str]]]:
+    """Yields what is there after each step, and the models that were served and have no unit then."""
+    there: dict[object, Placed] = dict(now.items())
     served = {model for one in now.values() for model in one.models}
-    waiting: set[str] = set()
-    whole = True
     for step in steps:
         if isinstance(step, StartUnit):
             there[step.unit] = plan[step.unit]
-            assert sum(one.bytes for one in there.values()) <= memory
         else:
             del there[step.unit]
-        missing = served - {model for one in there.values() for model in one.models}
-        if isinstance(step, StopUnit):
+        yield sorted(there.values()), served - {model for one in there.values() for model in one.models}
+
+
+def keeps_all_served(
+    now: Mapping[str, Placed], plan: Sequence[Placed], steps: Sequence[Step], memory: int
+) -> bool:
+    """Whether these steps need no more memory than there is, and leave no model without a unit."""
+    after = states(now, plan, steps)
+    return all(sum(one.bytes for one in there) <= memory and not missing for there, missing in after)
+
+
+def check_way(now: Mapping[str, Placed], plan: Sequence[Placed], steps: Sequence[Step], memory: int) -> None:
+    """The steps lead to the plan, need no more memory than there is, and tell rightly who waits."""
+    there, waiting = sorted(now.values()), set[str]()
+    for step, (after, missing) in zip(steps, states(now, plan, steps), strict=True):
+        if isinstance(step, StartUnit):
+            assert sum(one.bytes for one in after) <= memory
+        else:
             assert set(step.waits) == missing - waiting
-        waiting = missing
-        whole = whole and not missing
-    return sorted(there.values()), whole
+        there, waiting = after, missing
+    assert there == sorted(plan)
 
 
 def test_a_unit_that_holds_both_takes_the_place_of_two() -> None:
@@ -96,32 +106,14 @@ def test_every_way_ends_at_the_plan(before: list[Placed], plan: list[Placed], me
     assume(sum(one.bytes for one in plan) <= memory and sum(one.bytes for one in before) <= memory)
     found = repair(now, plan, memory)
     assert len(found.steps) == len(now) + len(plan) - 2 * len(found.kept)
-    there, whole = walked(now, plan, found.steps, memory)
-    assert there == sorted(plan)
-    if not whole and len(found.steps) <= 6:
-        assert not any(_whole(now, plan, order, memory) for order in permutations(found.steps))
-
-
-def _whole(now: Mapping[str, Placed], plan: Sequence[Placed], order: Sequence[Step], memory: int) -> bool:
-    there: dict[object, Placed] = {}
-    there.update(now)
-    served = {model for one in now.values() for model in one.models}
-    for step in order:
-        if isinstance(step, StartUnit):
-            there[step.unit] = plan[step.unit]
-        else:
-            del there[step.unit]
-        if sum(one.bytes for one in there.values()) > memory:
-            return False
-        if not served <= {model for one in there.values() for model in one.models}:
-            return False
-    return True
+    check_way(now, plan, found.steps, memory)
+    if not keeps_all_served(now, plan, found.steps, memory) and len(found.steps) <= 6:
+        assert not any(keeps_all_served(now, plan, order, memory) for order in permutations(found.steps))
 
 
 def test_many_units_take_no_longer_than_they_may() -> None:
     now = named(*[unit("abcdefgh"[at % 8], 4, at) for at in range(40)])
     plan = [unit("abcdefgh"[at % 8], 4, 100 + at) for at in range(40)]
     found = repair(now, plan, 164)
-    there, whole = walked(now, plan, found.steps, 164)
-    assert whole
-    assert there == sorted(plan)
+    check_way(now, plan, found.steps, 164)
+    assert keeps_all_served(now, plan, found.steps, 164)

@@ -220,19 +220,31 @@ def worthwhile(found: Sequence[Group], most: int, needed: int) -> list[Group]:
     return [group for group, count in zip(sized, counts, strict=True) if count <= most]
 
 
+def each_node(cluster: Sequence[Nodes]) -> list[Nodes]:
+    """Returns every node by itself; its number is its place."""
+    return [nodes for nodes in cluster for _ in range(nodes.count)]
+
+
+def fullest(nodes: Sequence[Nodes], free: Sequence[int], kind: MeshKind) -> int | None:
+    """Returns the number of the fullest node that has room for such a mesh; None if none has.
+
+    free: the devices of each node that are free."""
+    rooms = [
+        (free[n], n) for n, one in enumerate(nodes) if one.mesh(kind.gpus) == kind and free[n] >= kind.gpus
+    ]
+    return min(rooms)[1] if rooms else None
+
+
 def homes(cluster: Sequence[Nodes], kinds: Sequence[MeshKind]) -> list[str]:
-    """The node of each mesh of a group that the cluster can be cut into, `node-0` being the first. The
-    largest first, each to the fullest node that has room: sizes divide each other, so nothing is wasted."""
-    left = [(nodes, nodes.gpus) for nodes in cluster for _ in range(nodes.count)]
+    """Returns the node of each mesh of a group that the cluster can be cut into, `node-0` being the first.
+    The largest goes first, each to the fullest node that has room: sizes divide each other, so nothing is
+    wasted."""
+    nodes = each_node(cluster)
+    free = [one.gpus for one in nodes]
     names = [""] * len(kinds)
     for at in sorted(range(len(kinds)), key=lambda at: -kinds[at].gpus):
-        kind = kinds[at]
-        rooms = [
-            (free, number)
-            for number, (nodes, free) in enumerate(left)
-            if nodes.mesh(kind.gpus) == kind and free >= kind.gpus
-        ]
-        free, number = min(rooms)
-        left[number] = left[number][0], free - kind.gpus
+        number = fullest(nodes, free, kinds[at])
+        assert number is not None
+        free[number] -= kinds[at].gpus
         names[at] = f"node-{number}"
     return names

@@ -11,7 +11,7 @@ from kvloom.plan.board import BoardPlacement
 from kvloom.plan.cluster import Demand, MeshKind, Nodes, mesh_kinds
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.plan import fixed_bytes, request_bytes, usable_bytes
-from kvloom.plan.replicas import MOST
+from kvloom.plan.search import MOST
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number
 

@@ -1,17 +1,19 @@
-"""Makes a plan for a cluster and demands (MuxServe, sections 3.1 to 3.3)."""
+"""Makes a plan for a cluster and demands (MuxServe, sections 3.1 to 3.3), and the placements to compare it
+with: spatial partitioning, and placement by free memory alone (sections 4.1 and 4.4)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
 
-from kvloom.plan.board import Board, BoardPlacement, Unit
-from kvloom.plan.cluster import Costs, Demand, MeshKind, Nodes, groups, homes, mesh_kinds, meshes
+from msgspec.structs import replace
+
+from kvloom.plan.board import Board, BoardPlacement
+from kvloom.plan.cluster import Costs, Demand, MeshKind, Nodes, each_node, fullest, homes, mesh_kinds, meshes
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.explain import check_each, check_left
 from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, quotas
-from kvloom.plan.replicas import best_placement
-from kvloom.plan.search import SearchEffort
+from kvloom.plan.search import SearchEffort, best_placement
+from kvloom.types.errors import ConfigError
 
 
 def plan_placement(
@@ -79,39 +81,123 @@ def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iter
         )
 
 
-_MOST = 1 << 12
+def spatial(
+    estimator: Estimator, cluster: Sequence[Nodes], sizes: Mapping[str, int] | None = None
+) -> BoardPlacement:
+    """Places each model on a mesh of its own. sizes: the devices of each; if they are left out, each model
+    begins with the smallest mesh that holds it, and the one that gains the most requests a device gets more
+    while there are any. Raises ConfigError."""
+    check_each(estimator, cluster)
+    items = [estimator.item(demand, 1) for demand in range(len(estimator.demands))]
+    options = [_options(estimator, cluster, item, sizes) for item in items]
+    nodes = each_node(cluster)
+    free = [one.gpus for one in nodes]
+    chosen: dict[Item, tuple[MeshKind, int]] = {}
+    for item in sorted(items, key=lambda item: -options[item][0].gpus):
+        homes = ((kind, fullest(nodes, free, kind)) for kind in options[item])
+        kind, home = next(((kind, home) for kind, home in homes if home is not None), (None, None))
+        if kind is None or home is None:
+            check_left(estimator, cluster, _placed(estimator, chosen, [item]))
+        assert kind is not None
+        assert home is not None
+        chosen[item] = kind, home
+        free[home] -= kind.gpus
+    while grown := _grown(estimator, nodes, chosen, options, free):
+        item, kind, node = grown
+        free[chosen[item][1]] += chosen[item][0].gpus
+        free[node] -= kind.gpus
+        chosen[item] = kind, node
+    return _placed(estimator, chosen, [])
 
 
-def exhaustive(estimator: Estimator, cluster: Sequence[Nodes], replicas: int = 1) -> BoardPlacement | None:
-    """Returns the best of all groups of meshes, all placements on them, and all numbers of replicas up to
-    `replicas`; None if some model fits nowhere. Its cost grows exponentially."""
-    found = groups(cluster, set(mesh_kinds(cluster)), _MOST)
-    if found is None:
-        raise ValueError("the cluster is too large for exhaustive search")
-    best: BoardPlacement | None = None
-    for counts in product(range(1, replicas + 1), repeat=len(estimator.demands)):
-        items = [estimator.item(demand, n) for demand, n in enumerate(counts) for _ in range(n)]
-        for group in found:
-            kinds = meshes(cluster, group)
-            for units in _assign(estimator, kinds, items, [frozenset()] * len(kinds)):
-                placement = Board(estimator, kinds, 1, units).placement(())
-                if best is None or placement.rank > best.rank:
-                    best = placement
-    return best
+def _options(
+    estimator: Estimator, cluster: Sequence[Nodes], item: Item, sizes: Mapping[str, int] | None
+) -> list[MeshKind]:
+    """Returns the kinds of meshes that the model may have, smallest first. Raises ConfigError if there is
+    none."""
+    name = estimator.demands[estimator.demand(item)].name
+    kinds = [kind for kind in mesh_kinds(cluster) if estimator.candidate(kind, item) is not None]
+    if sizes is not None:
+        kinds = [kind for kind in kinds if kind.gpus == sizes[name]]
+        if not kinds:
+            raise ConfigError(f"model {name!r} does not fit on {sizes[name]} devices of a node")
+    return kinds
 
 
-def _assign(
-    estimator: Estimator, kinds: Sequence[MeshKind], items: Sequence[Item], units: list[Unit]
-) -> Iterator[list[Unit]]:
-    if not items:
-        yield list(units)
-        return
-    seen: set[tuple[MeshKind, Unit]] = set()
-    for at, kind in enumerate(kinds):
-        unit = units[at]
-        if items[0] in unit or (kind, unit) in seen or estimator.unit(kind, unit | {items[0]}) is None:
-            continue
-        seen.add((kind, unit))  # another mesh like it leads to the same
-        units[at] = unit | {items[0]}
-        yield from _assign(estimator, kinds, items[1:], units)
-        units[at] = unit
+def _grown(
+    estimator: Estimator,
+    nodes: Sequence[Nodes],
+    chosen: Mapping[Item, tuple[MeshKind, int]],
+    options: Sequence[Sequence[MeshKind]],
+    free: Sequence[int],
+) -> tuple[Item, MeshKind, int] | None:
+    """Returns the model that gains the most requests a device from a larger mesh, and that mesh."""
+    best: tuple[float, tuple[Item, MeshKind, int]] | None = None
+    for item, (kind, node) in chosen.items():
+        now = estimator.known(kind, frozenset({item})).score
+        without = list(free)
+        without[node] += kind.gpus
+        for larger in options[item]:
+            gain = estimator.known(larger, frozenset({item})).score - now
+            more = larger.gpus - kind.gpus
+            home = fullest(nodes, without, larger) if more > 0 and gain > 0 else None
+            if home is not None and (best is None or gain / more > best[0]):
+                best = gain / more, (item, larger, home)
+    return best[1] if best else None
+
+
+def _placed(
+    estimator: Estimator, chosen: Mapping[Item, tuple[MeshKind, int]], left: Sequence[Item]
+) -> BoardPlacement:
+    kinds = [kind for kind, _ in chosen.values()]
+    return Board(estimator, kinds, 1, [frozenset({item}) for item in chosen]).placement(left)
+
+
+def memory_greedy(
+    estimator: Estimator, cluster: Sequence[Nodes], kinds: Sequence[MeshKind] | None = None
+) -> BoardPlacement:
+    """Places the most popular model first, each on the mesh with the least load, and the most free memory
+    among equals. kinds: the meshes; if they are left out, nodes are cut into equal ones, the smallest that
+    hold each model. Raises ConfigError."""
+    check_each(estimator, cluster)
+    items = [estimator.item(demand, 1) for demand in range(len(estimator.demands))]
+    board = Board(estimator, _equal(estimator, cluster, items) if kinds is None else kinds, 1)
+    left = []
+    for item in sorted(items, key=lambda item: -estimator.rate(item)):
+        rooms = [
+            (_load(estimator, board, at), -estimator.pool(kind, sorted(board.units[at])), at)
+            for at, kind in enumerate(board.kinds)
+            if board.gain(((at, board.units[at] | {item}),)) is not None
+        ]
+        if rooms:
+            at = min(rooms)[2]
+            board.do(((at, board.units[at] | {item}),))
+        else:
+            left.append(item)
+    check_left(estimator, cluster, board.placement(left))
+    return board.placement(left)
+
+
+def _load(estimator: Estimator, board: Board, at: int) -> float:
+    """Requests a second and device."""
+    return sum(map(estimator.rate, board.units[at])) / board.kinds[at].gpus
+
+
+def _equal(estimator: Estimator, cluster: Sequence[Nodes], items: Sequence[Item]) -> list[MeshKind]:
+    found: list[MeshKind] = []
+    for nodes in cluster:
+        sizes = sorted(nodes.sizes)
+        holds = [n for n in sizes if all(estimator.candidate(nodes.mesh(n), item) for item in items)]
+        size = holds[0] if holds else nodes.gpus
+        found += meshes([nodes], (((size, nodes.count * (nodes.gpus // size)),),))
+    return found
+
+
+def write_spatial(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardPlacement) -> PlacementPlan:
+    """Writes the plan. A model that is alone has all of the compute for each job."""
+    plan = write_down(estimator, cluster, placement, "kvloom plan --baseline spatial")
+    units = [
+        replace(unit, models=tuple(replace(m, prefill_share=1.0, decode_share=1.0) for m in unit.models))
+        for unit in plan.units
+    ]
+    return replace(plan, units=tuple(units))

@@ -103,28 +103,27 @@ State = tuple[frozenset[str], frozenset[int]]
 """Old units that are still there, and new ones that are there already."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Change:
-    """stays: units that keep each model, whatever happens to the others. room: bytes for all others."""
+    """What is to end and to begin, and the search for an order of it."""
 
-    def __init__(
-        self,
-        old: Mapping[str, Placed],
-        new: Mapping[int, Placed],
-        stays: Counter[str],
-        room: int,
-        served: frozenset[str],
-    ) -> None:
-        self._old, self._new, self._stays, self._room, self._served = old, new, stays, room, served
+    old: Mapping[str, Placed]
+    new: Mapping[int, Placed]
+    stays: Counter[str]
+    """The number of units that keep each model, whatever happens to the others."""
+    room: int
+    """Bytes for all other units."""
+    served: frozenset[str]
 
     def without_gap(self) -> tuple[Step, ...] | None:
         """Searches depth first, and takes what frees memory first. Returns None if there is no such order, or
         none was found among the first states."""
-        begin: State = (frozenset(self._old), frozenset())
+        begin: State = (frozenset(self.old), frozenset())
         came: dict[State, tuple[State, Step] | None] = {begin: None}
         open_ = [begin]
         while open_ and len(came) <= MOST_STATES:
             state = open_.pop()
-            if not state[0] and len(state[1]) == len(self._new):
+            if not state[0] and len(state[1]) == len(self.new):
                 return self._way(state, came)
             for step in self._safe(state):
                 after = _after(state, step)
@@ -136,9 +135,9 @@ class _Change:
     def with_gaps(self) -> tuple[Step, ...]:
         """Takes safe steps as long as there are any; then the stop that leaves the fewest models without a
         unit."""
-        state: State = (frozenset(self._old), frozenset())
+        state: State = (frozenset(self.old), frozenset())
         steps: list[Step] = []
-        while state[0] or len(state[1]) < len(self._new):
+        while state[0] or len(state[1]) < len(self.new):
             safe = self._safe(state)
             step = safe[-1] if safe else self._least_gap(state)
             steps.append(step)
@@ -156,33 +155,33 @@ class _Change:
         """Steps that leave no model without a unit; the best last: stops, the largest last, after starts, and
         of these the one that serves most models which wait."""
         old, new = state
-        free = self._room - self._taken(state)
-        missing = self._served - set(self._covers(state))
-        starts = [number for number in self._new.keys() - new if self._new[number].bytes <= free]
-        starts.sort(key=lambda number: (len(missing.intersection(self._new[number].models)), -number))
+        free = self.room - self._taken(state)
+        missing = self.served - set(self._covers(state))
+        starts = [number for number in self.new.keys() - new if self.new[number].bytes <= free]
+        starts.sort(key=lambda number: (len(missing.intersection(self.new[number].models)), -number))
         stops = [name for name in old if not self._waits(state, name)]
-        stops.sort(key=lambda name: (self._old[name].bytes, name))
+        stops.sort(key=lambda name: (self.old[name].bytes, name))
         return [*map(StartUnit, starts), *map(StopUnit, stops)]
 
     def _least_gap(self, state: State) -> StopUnit:
         gaps = {name: self._waits(state, name) for name in state[0]}
-        name = min(gaps, key=lambda name: (len(gaps[name]), -self._old[name].bytes, name))
+        name = min(gaps, key=lambda name: (len(gaps[name]), -self.old[name].bytes, name))
         return StopUnit(name, gaps[name])
 
     def _waits(self, state: State, name: str) -> tuple[str, ...]:
         """Models that only this old unit has."""
         covers = self._covers(state)
-        return tuple(model for model in self._old[name].models if covers[model] == 1)
+        return tuple(model for model in self.old[name].models if covers[model] == 1)
 
     def _covers(self, state: State) -> Counter[str]:
         """Units of each model, without those that have none."""
-        old = (model for name in state[0] for model in self._old[name].models)
-        new = (model for number in state[1] for model in self._new[number].models)
-        return self._stays + Counter(old) + Counter(new)
+        old = (model for name in state[0] for model in self.old[name].models)
+        new = (model for number in state[1] for model in self.new[number].models)
+        return self.stays + Counter(old) + Counter(new)
 
     def _taken(self, state: State) -> int:
-        old = sum(self._old[name].bytes for name in state[0])
-        return old + sum(self._new[number].bytes for number in state[1])
+        old = sum(self.old[name].bytes for name in state[0])
+        return old + sum(self.new[number].bytes for number in state[1])
 
 
 def _after(state: State, step: Step) -> State:

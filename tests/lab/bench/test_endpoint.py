@@ -30,6 +30,15 @@ async def asked(
         return outcome, seen.bodies[0]
 
 
+def streaming(*pieces: bytes, pause: float = 0.0) -> Answer:
+    """An answer of these pieces."""
+
+    async def answer(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        return await stream(request, *pieces, pause=pause)
+
+    return answer
+
+
 def test_a_whole_answer() -> None:
     outcome, body = asyncio.run(asked(whole))
     assert (outcome.tokens, outcome.cached, outcome.error) == (4, 1, "")
@@ -57,30 +66,19 @@ def test_text_prompts_and_openais_own_parameters() -> None:
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 50])
 def test_events_may_be_cut_anywhere(cut: int) -> None:
-    async def answer(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        data = b": ping\n\n" + b"".join(chunks(4)).replace(b"\n", b"\r\n")
-        return await stream(request, *(data[i : i + cut] for i in range(0, len(data), cut)))
-
-    outcome, _ = asyncio.run(asked(answer))
+    data = b": ping\n\n" + b"".join(chunks(4)).replace(b"\n", b"\r\n")
+    outcome, _ = asyncio.run(asked(streaming(*(data[i : i + cut] for i in range(0, len(data), cut)))))
     assert (outcome.tokens, outcome.error) == (4, "")
 
 
 def test_without_usage_chunks_are_counted() -> None:
-    async def answer(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        return await stream(request, *chunks(4)[:4], b"data:[DONE]\n\n")
-
-    outcome, _ = asyncio.run(asked(answer))
+    outcome, _ = asyncio.run(asked(streaming(*chunks(4)[:4], b"data:[DONE]\n\n")))
     assert (outcome.tokens, outcome.cached, outcome.error) == (4, 0, "")
 
 
 def test_the_first_token_is_not_the_last() -> None:
-    async def answer(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        first, *rest = chunks(4)
-        response = await stream(request, first, pause=0.2)
-        await response.write(b"".join(rest))
-        return response
-
-    outcome, _ = asyncio.run(asked(answer))
+    first, *rest = chunks(4)
+    outcome, _ = asyncio.run(asked(streaming(first, b"".join(rest), pause=0.2)))
     assert outcome.first is not None
     assert outcome.end is not None
     assert outcome.end - outcome.first > 0.1
@@ -99,10 +97,7 @@ def test_the_first_token_is_not_the_last() -> None:
     ],
 )
 def test_streams_that_go_wrong(pieces: list[bytes], said: str) -> None:
-    async def answer(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        return await stream(request, *pieces)
-
-    outcome, _ = asyncio.run(asked(answer))
+    outcome, _ = asyncio.run(asked(streaming(*pieces)))
     assert outcome.error.startswith(said)
     assert "\n" not in outcome.error
 
@@ -129,10 +124,7 @@ def test_refusals(status: int, text: str, said: str) -> None:
 
 
 def test_a_server_that_does_not_end_its_answer() -> None:
-    async def answer(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        return await stream(request, chunks(4)[0], pause=5)
-
-    outcome, _ = asyncio.run(asked(answer, seconds=0.3))
+    outcome, _ = asyncio.run(asked(streaming(chunks(4)[0], pause=5), seconds=0.3))
     assert outcome.error == "took too long"
 
 

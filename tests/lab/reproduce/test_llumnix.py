@@ -42,12 +42,9 @@ from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Work
 from kvloom.types.errors import ConfigError
+from tests.lab.reproduce.played import played
 
 CURVES = """{"source": "a test", "figures": {"ShareGPT": {"prefill_p99_s": {"Llumnix": [[7.0, 1.5]]}}}}"""
-
-
-def quiet(what: str, part: float) -> None:
-    """Tells nobody."""
 
 
 def test_an_instance_has_the_papers_room_in_pages_of_one_block() -> None:
@@ -92,7 +89,7 @@ def test_curves_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Monk
 
 def run(system: str, rate: float, prefill: float, decode: float) -> Run:
     known = {one.name: one for one in (ROUND_ROBIN, BY_REPORTS, INFAAS, LLUMNIX)}
-    point = Point(Times(0.1, prefill), Times(0.04, decode), Times(9.0, 50.0), 5, 3, 1, 16.0)
+    point = Point(Times(0.1, prefill), Times(0.04, decode), Times(9.0, 50.0), 5, 3, 16.0)
     return Run(LONG, rate, known[system], point)
 
 
@@ -151,10 +148,7 @@ def test_priorities_are_worth_it_only_where_the_others_hardly_lose() -> None:
 
 def test_figure_11_and_priorities_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVLOOM_DATA", raising=False)
-    told: list[float] = []
-    report = figure_11("small", lambda what, part: told.append(part))
-    assert told == sorted(told)
-    assert told[-1] == pytest.approx(1.0)
+    report = played(figure_11)
     assert {row[2] for row in report.grids[0].rows} == {
         "round-robin",
         "INFaaS++ by reports",
@@ -162,14 +156,11 @@ def test_figure_11_and_priorities_in_small(monkeypatch: pytest.MonkeyPatch) -> N
         "Llumnix",
     }
     assert all(cell.paper is None and cell.ours > 0 for cell in report.cells)
-    told.clear()
-    cells = section_64("small", lambda what, part: told.append(part)).cells
-    assert told == sorted(told)
-    assert len(cells) == 4
+    assert len(played(section_64).cells) == 4
 
 
 def test_a_move_is_shorter_than_a_step_whatever_the_length() -> None:
     for length in (256, 4096):
         wait, step = downtime(length)
         assert 0 < wait < step / 2
-    assert [claim.verdict for claim in figure_10("small", quiet).claims][1] == "holds"
+    assert [claim.verdict for claim in played(figure_10, least=0.6).claims][1] == "holds"

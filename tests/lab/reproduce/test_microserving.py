@@ -16,7 +16,6 @@ from kvloom.lab.reproduce.microserving.setup import (
     ONE_ONE,
     ONE_ONE_BALANCE,
     SHAREGPT,
-    Lengths,
     Pattern,
     balance,
     run_point,
@@ -24,21 +23,19 @@ from kvloom.lab.reproduce.microserving.setup import (
     units,
 )
 from kvloom.lab.sim.unit import LATENCY
+from kvloom.lab.workload.lengths import Sides
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.shapes import find_shape
+from tests.lab.reproduce.played import quiet
 
 LAYER_BYTES = find_shape(MODEL).kv_bytes // find_shape(MODEL).layers  # of a token
-
-
-def quiet(_: str, __: float) -> None:
-    """Tells nobody."""
 
 
 @pytest.mark.parametrize(
     ("lengths", "prompt", "output", "spread"),
     [(SHAREGPT, 200, 260, None), (synthetic(3000), 3000, 100, 5), (synthetic(5000), 5000, 100, 5)],
 )
-def test_lengths_are_the_papers(lengths: Lengths, prompt: int, output: int, spread: float | None) -> None:
+def test_lengths_are_the_papers(lengths: Sides, prompt: int, output: int, spread: float | None) -> None:
     rng = np.random.default_rng(7)
     prompts, outputs = lengths.prompt.draw(rng, 50_000), lengths.output.draw(rng, 50_000)
     assert math.isclose(prompts.mean(), prompt, rel_tol=0.03)

@@ -9,21 +9,33 @@ from dataclasses import replace
 import pytest
 
 from kvloom.lab.reproduce.muxserve.ablation import figure_3
-from kvloom.lab.reproduce.muxserve.end_to_end import CHAT, GPUS, SYNTHETIC, figure_5
-from kvloom.lab.reproduce.muxserve.point import Load, Point, play_point
+from kvloom.lab.reproduce.muxserve.end_to_end import (
+    ATTAINED,
+    CHAT,
+    CHAT_RATES,
+    FIGURE_5,
+    FIGURE_7,
+    GPUS,
+    SYNTHETIC,
+    SYSTEMS,
+    figure_5,
+)
 from kvloom.lab.reproduce.muxserve.setup import (
     ALONE,
     DEVICE,
     HOST,
     MUXSERVE,
-    PUBLISHED,
+    SCALES,
     SPATIAL,
     TEMPORAL,
+    Load,
+    Point,
     Served,
     System,
     falling,
     host_seconds,
     make_units,
+    play_point,
     requests,
     served,
     together,
@@ -34,23 +46,18 @@ from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
+from tests.lab.reproduce.played import played, quiet
 
 PAIR = (Served("7b", "7b", 2.0), Served("13b", "13b", 1.0))
 LIGHT = Load(PAIR, 4, 8.0, after=40.0)
 
 
-def quiet(_: float) -> None:
-    """Tells nobody."""
-
-
 def test_published_numbers_are_whole() -> None:
-    five, seven, three = PUBLISHED.figure_5, PUBLISHED.figure_7, PUBLISHED.figure_3
-    assert [len(rows) for rows in five.throughput.values()] == [len(five.scales)] * 5
-    assert {len(row) for rows in five.throughput.values() for row in rows} == {len(five.systems)}
-    assert set(five.attained) < set(five.throughput)
-    assert len(seven.rates) == len(CHAT)
-    assert sum(seven.rates) / len(CHAT) == pytest.approx(7.1, abs=0.05)
-    assert {len(row) for row in three.rows.values()} == {len(three.shares)}
+    loads = [row for rows in FIGURE_5.values() for row in rows.values()]
+    assert {len(row) for row in [*loads, *FIGURE_7.values(), *ATTAINED.values()]} == {len(SYSTEMS)}
+    assert {len(parts) for rows in ATTAINED.values() for parts in rows} == {len(SCALES)}
+    assert set(ATTAINED) < set(FIGURE_5)
+    assert sum(CHAT_RATES) / len(CHAT) == pytest.approx(7.1, abs=0.05)
 
 
 def test_rates_fall_by_a_power_law_and_20_percent_have_half_or_most() -> None:
@@ -157,17 +164,14 @@ def test_who_is_not_answered_in_time_does_not_count() -> None:
 
 
 def test_figure_3_follows_the_papers_measurements() -> None:
-    report = figure_3("small", lambda what, part: None)
+    report = played(figure_3)
     assert {cell.verdict for cell in report.cells} <= {"agrees", "near"}
     assert [claim.verdict for claim in report.claims] == ["holds", "holds"]
 
 
 def test_figure_5_in_small_has_its_cells_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloom.lab.reproduce.muxserve.end_to_end.SECONDS", {"small": 1.5})
-    told: list[float] = []
-    report = figure_5("small", lambda what, part: told.append(part))
-    assert told == sorted(told)
-    assert told[-1] > 0.9
+    report = played(figure_5, least=0.9)
     (paper,) = (cell.paper for cell in report.cells if cell.column == "MuxServe over spatial")
     assert paper == pytest.approx(20.0 / 10.7)
     assert all(math.isfinite(cell.ours) and cell.paper is not None for cell in report.cells)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvloom.lab.reproduce.weaver.point import Load, Point, play_point
 from kvloom.lab.reproduce.weaver.sensitivity import figure_5, figure_7
 from kvloom.lab.reproduce.weaver.serving import DEDICATED_BATCH, FILLED, figure_4
 from kvloom.lab.reproduce.weaver.setup import (
@@ -20,8 +19,11 @@ from kvloom.lab.reproduce.weaver.setup import (
     SHARES,
     TEMPORAL,
     WEAVER,
+    Load,
+    Point,
     System,
     Trace,
+    play_point,
     pool_bytes,
     requests,
 )
@@ -29,12 +31,9 @@ from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
+from tests.lab.reproduce.played import played, quiet
 
 A100 = "A100-40"
-
-
-def quiet(_: float) -> None:
-    """Tells nobody."""
 
 
 @pytest.mark.parametrize("trace", [AZURE, BURSTGPT])
@@ -95,12 +94,8 @@ def test_a_point_is_the_same_every_time(points: dict[str, Point]) -> None:
 def test_figures_in_small_have_their_cells_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloom.lab.reproduce.weaver.serving.SECONDS", {"small": 1.6})
     monkeypatch.setattr("kvloom.lab.reproduce.weaver.sensitivity.BATCH", 24)
-    told: list[float] = []
     for figure in (figure_4, figure_5, figure_7):
-        told.clear()
-        report = figure("small", lambda what, part: told.append(part))
-        assert told == sorted(told)
-        assert told[-1] > 0.6
+        report = played(figure, least=0.6)
         assert all(cell.ours == cell.ours and cell.paper is not None for cell in report.cells)
         assert report.claims
 

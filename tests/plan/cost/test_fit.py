@@ -10,10 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.fit_cost_model import FREE, Row, fit, held_out, predict, published_spreads, read_rows, spreads
+from tools.fit_cost_model import (
+    FREE,
+    Row,
+    fit,
+    fit_log,
+    held_out,
+    predict,
+    published_spreads,
+    read_rows,
+    spreads,
+)
 
 from kvloom.plan.cost.devices import FITTED
-from kvloom.plan.cost.fit import Spread, fit_log, fit_positive
+from kvloom.plan.cost.measured import Spread, fit_positive
 from kvloom.plan.cost.work import Work
 
 PROFILE = "muxserve_a100_profile.csv"

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from pathlib import Path
-
-import uvloop
 from huggingface_hub import try_to_load_from_cache
-from msgspec.structs import replace
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-
 from kvloom.config.config import Config
 from kvloom.exec.huggingface import hide_progress
-from kvloom.lab.profile.serving import measure_serving, serving_loads
-from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
-from kvloom.lab.profile.stepping import WatchedExecutor
-from kvloom.plan.cost.measured import Measured, cross_validate
-from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
-from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
+from kvloom.lab.profile.jobs import WatchedExecutor
+from kvloom.lab.profile.serving import measure_serving
+from kvloom.lab.profile.serving import serving_loads
+from kvloom.lab.profile.session import Effort
+from kvloom.lab.profile.session import QUICK
+from kvloom.lab.profile.session import measure
+from kvloom.lab.profile.session import this_computer
+from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.measured import cross_validate
+from kvloom.plan.cost.profile import Computer
+from kvloom.plan.cost.profile import HostedSeconds
+from kvloom.plan.cost.profile import Profile
+from kvloom.plan.cost.profile import write_profile
+from kvloom.plan.cost.shapes import CONFIG
+from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.shapes import read_shape
 from kvloom.serve.engine import require_hub
 from kvloom.types.spec import EngineSpec
+from msgspec.structs import replace
+from pathlib import Path
+from rich.console import Console
+from rich.progress import BarColumn
+from rich.progress import Progress
+from rich.progress import TextColumn
+from rich.progress import TimeElapsedColumn
+from rich.progress import TimeRemainingColumn
+from rich.table import Table
+import asyncio
+import uvloop
 
 POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
 QUIET = 0.5  # load average above which the machine is not
@@ -61,7 +73,11 @@ def measured_jobs(
     )
     try:
         shapes = {model.name: shape_of(executor, model.name, model.path) for model in spec.models}
-        with _bar(console) as bar, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        columns = BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        with (
+            Progress(*columns, console=console) as bar,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
             task = bar.add_task("", total=1.0)
             return runner.run(
                 measure(
@@ -123,31 +139,27 @@ def shape_of(executor: WatchedExecutor, name: str, path: str) -> ModelShape:
 
 def errors(profile: Profile) -> Table:
     """Tells how far the fit is from jobs that it has not seen."""
-    table = Table(title="Error on jobs that a fit has not seen", title_justify="left")
-    for column in ("", "jobs", "median", "P90", "bias"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    for key, spread in cross_validate(profile).items():
-        numbers = (f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
-        table.add_row(key, str(spread.rows), *numbers)
-    return table
+    rows = [
+        (key, str(spread.rows), f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
+        for key, spread in cross_validate(profile).items()
+    ]
+    return _table("Error on jobs that a fit has not seen", ("", "jobs", "median", "P90", "bias"), rows)
 
 
 def upkeep(profile: Profile) -> Table:
     """Tells what each thread does besides jobs."""
-    table = Table(title="Microseconds of CPU besides jobs", title_justify="left")
-    for column in ("", "a request", "a token", "each time tokens come"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    for hosted in profile.hosted:
-        numbers = [f"{1e6 * seconds:,.0f}" for seconds in (hosted.request, hosted.token, hosted.turn)]
-        table.add_row(hosted.role, *numbers)
+    rows = [
+        (one.role, *(f"{1e6 * seconds:,.0f}" for seconds in (one.request, one.token, one.turn)))
+        for one in profile.hosted
+    ]
+    heads = ("", "a request", "a token", "each time tokens come")
+    return _table("Microseconds of CPU besides jobs", heads, rows)
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right" if head else "left")
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        BarColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-    )

@@ -1,28 +1,39 @@
-"""The jobs that are measured, and the real executor on which they run."""
+"""The jobs that are measured, the real executor that runs them, and the engine's own work between steps."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 import numpy as np
 
+from kvloom.engine.engine import Engine
 from kvloom.engine.quotas import fitted
 from kvloom.exec.cpu.executor import TorchExecutor
+from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
+from kvloom.plan.cost.profile import Stepped
 from kvloom.plan.cost.work import Work
-from kvloom.types.job import Job, Phase, SampleRow
-from kvloom.types.request import SamplingParams
+from kvloom.transfer.shared_memory import ShmTransport
+from kvloom.types.clock import WallClock
+from kvloom.types.job import Job, JobResult, Phase, SampleRow
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import EngineSpec
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CONTEXTS: Final = (16, 128, 512, 2048)
 SPLITS: Final = (4, 16)  # prompts of a prefill job
 SEED: Final = 1
+MOST_SEQUENCES: Final = 1024
+PROMPT: Final = 8  # tokens of a sequence under the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +138,6 @@ def _doubling(begin: int, end: int) -> list[int]:
     return [begin << i for i in range(32) if begin << i < end]
 
 
-MOST_SEQUENCES: Final = 1024
-
-
 class Stage:
     """Jobs of a setting, again and again over the same sequences: none of them grows, and what they have is
     taken as computed, because time does not depend on what K and V are."""
@@ -201,3 +209,77 @@ class Stage:
         if setting.phase is Phase.PREFILL:
             what = f"{sum(setting.appends)} tokens after {context}"
         return f"{setting.model} {setting.phase.value} {what}, {setting.cores} cores"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A job that the executor has run."""
+
+    phase: Phase
+    batch: int
+    """The number of its sequences."""
+    gap: float
+    """Seconds from the result of the job before to its launch."""
+    span: float
+    """Seconds from its launch to its result."""
+
+
+class WatchedExecutor(TorchExecutor):
+    """Watches jobs that run one after the other."""
+
+    def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
+        super().__init__(models, arena, threads)
+        self.seen: list[Seen] = []
+        self._ended = time.perf_counter()
+
+    def launch(self, job: Job) -> asyncio.Future[JobResult]:
+        began = time.perf_counter()
+        gap = began - self._ended
+        future = super().launch(job)
+
+        def end(_: object) -> None:
+            self._ended = time.perf_counter()
+            self.seen.append(Seen(job.phase, len(job.plan.sequences), gap, self._ended - began))
+
+        future.add_done_callback(end)  # before the engine's own, which are added later
+        return future
+
+
+async def measure_steps(
+    executor: WatchedExecutor, spec: EngineSpec, model: str, sequences: int, steps: int
+) -> Stepped | None:
+    """Measures `steps` steps of that many sequences, whose callers are streamed each token. Returns None if
+    they never ran all together, because the pool does not hold them."""
+    executor.seen.clear()
+    transport = ShmTransport(spec.unit, executor.arena)
+    try:
+        async with asyncio.TaskGroup() as group:
+            engine = Engine(executor, transport, spec, WallClock())
+            group.create_task(engine.run())
+            await asyncio.gather(*[_call(engine, model, i, steps) for i in range(sequences)])
+            await engine.stop()
+    finally:
+        transport.close_all()
+    whole = [one for one in executor.seen if one.phase is Phase.DECODE and one.batch == sequences][1:]
+    if not whole:
+        return None
+    return Stepped(
+        model=model,
+        sequences=sequences,
+        between=median(one.gap for one in whole),
+        step=median(one.span for one in whole),
+    )
+
+
+async def _call(engine: Engine, model: str, number: int, steps: int) -> None:
+    rng = random.Random(number)
+    vocab = next(card.vocab_size for card in await engine.models() if card.name == model)
+    body = StartGenerate(
+        model=model,
+        request=f"profile-{number}",
+        prompt=[rng.randrange(vocab) for _ in range(PROMPT)],
+        sampling=SamplingParams(max_tokens=steps, seed=number),
+    )
+    async with aclosing(engine.start_generate(body)) as frames:
+        async for _ in frames:
+            pass

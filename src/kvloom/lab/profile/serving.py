@@ -18,10 +18,9 @@ import numpy as np
 
 from kvloom.lab.profile.session import Effort
 from kvloom.lab.workload.request import WorkloadRequest
-from kvloom.lab.workload.results import read_results
+from kvloom.lab.workload.results import Tally, read_results
 from kvloom.lab.workload.traces import VERSION, Header, write_workload
-from kvloom.plan.cost.fit import fit_positive
-from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.measured import Measured, fit_positive
 from kvloom.plan.cost.profile import HostedSeconds, Role
 from kvloom.plan.cost.work import Work
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
@@ -109,14 +108,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The requests and the answers of a measurement."""
-
-    requests: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Server:
     """gateway, engines: their processes."""
 
@@ -162,7 +153,7 @@ async def measure_serving(
                 cpu = {role: after - before[role] for role, after in server.cpu().items()}
                 turns = len(models) * load.output
                 cpu["engine"] -= turns * between(load.at_once)
-                found.append(Loaded(asked.requests, asked.tokens, turns, cpu))
+                found.append(Loaded(asked.requests, asked.output_tokens, turns, cpu))
     return parts(found[1:])
 
 
@@ -198,8 +189,8 @@ async def _ready(output: asyncio.StreamReader) -> str:
     raise ConfigError(f"`kvloom serve` with this config did not start: {last}; one that it serves is right")
 
 
-async def _ask(url: str, key: str | None, models: Sequence[str], load: Load, place: Path, seed: int) -> Asked:
-    """Sends all of the load at once."""
+async def _ask(url: str, key: str | None, models: Sequence[str], load: Load, place: Path, seed: int) -> Tally:
+    """Sends all of the load at once, and returns what came of it."""
     requests = [
         WorkloadRequest(at=0.0, model=model, prompt=PROMPT, output=load.output)
         for _ in range(load.at_once)
@@ -220,7 +211,7 @@ async def _ask(url: str, key: str | None, models: Sequence[str], load: Load, pla
     if total is None or total.errors:
         last = (told.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
         raise ConfigError(f"the served models did not answer all: {last}; a config that works is right")
-    return Asked(total.requests, total.output_tokens)
+    return total
 
 
 async def _kvloom(environment: Mapping[str, str], *arguments: str) -> asyncio.subprocess.Process:

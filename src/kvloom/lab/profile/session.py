@@ -13,8 +13,16 @@ from typing import Final
 
 from kvloom.config.machine import Machine
 from kvloom.lab.profile.beside import measure_pair, measure_pressed, measure_stalled, pairs, pressed_settings
-from kvloom.lab.profile.jobs import Limits, Setting, Stage, grid, shares
-from kvloom.lab.profile.stepping import PROMPT, WatchedExecutor, measure_steps
+from kvloom.lab.profile.jobs import (
+    PROMPT,
+    Limits,
+    Setting,
+    Stage,
+    WatchedExecutor,
+    grid,
+    measure_steps,
+    shares,
+)
 from kvloom.plan.cost.profile import Computer, JobMeasured, Profile, Stepped, Timed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.spec import EngineSpec

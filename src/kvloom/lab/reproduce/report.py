@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 from rich.console import Group
@@ -45,6 +45,11 @@ class Cell(Struct, frozen=True, kw_only=True):
         return "agrees" if off <= AGREES else "near" if off <= NEAR else "differs"
 
 
+def cells(row: str, *told: tuple[str, float | None, float]) -> list[Cell]:
+    """Returns the cells of a row: for each its column, the paper's number and ours."""
+    return [Cell(row=row, column=column, paper=paper, ours=ours) for column, paper, ours in told]
+
+
 class Claim(Struct, frozen=True, kw_only=True):
     """A statement of the paper about its figure, and what is found here, in a few words."""
 
@@ -55,6 +60,11 @@ class Claim(Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> str:
         return "holds" if self.holds else "fails"
+
+
+def duration(seconds: float) -> str:
+    """Returns `2.50 s`, or `250 ms` if that is less than a second."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 class Grid(Struct, frozen=True, kw_only=True):
@@ -88,28 +98,48 @@ _CELL_HEADS: Final = ("", "", "paper", "ours", "ratio", "verdict")
 _CLAIM_HEADS: Final = ("the paper says", "found here", "verdict")
 
 
+class _Tabular(NamedTuple):
+    """A table of a report, whichever way it is shown. right: the columns of numbers."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[tuple[str, ...]]
+    right: Sequence[int] = ()
+
+
+def _tables(report: Report) -> Iterator[_Tabular]:
+    if report.cells:
+        yield _Tabular("", _CELL_HEADS, [_cell(cell) for cell in report.cells], range(2, 5))
+    if report.claims:
+        claims = [(claim.said, claim.found, claim.verdict) for claim in report.claims]
+        yield _Tabular("", _CLAIM_HEADS, claims)
+    for grid in report.grids:
+        yield _Tabular(grid.title, grid.heads, grid.rows, _numbers(grid))
+
+
 def show_report(report: Report) -> Group:
     """Returns the report for a terminal."""
-    title = f"{report.name}: {report.title}"
-    parts: list[Table | Text] = [Text(""), Text(title, style="bold")]
-    if report.cells:
-        parts.append(_table(_CELL_HEADS, map(_cell, report.cells), right=range(2, 5)))
-    if report.claims:
-        parts.append(_table(_CLAIM_HEADS, map(_claim, report.claims)))
-    for grid in report.grids:
-        parts += [Text(grid.title), _table(grid.heads, grid.rows, right=_numbers(grid))]
+    parts: list[Table | Text] = [Text(""), Text(f"{report.name}: {report.title}", style="bold")]
+    for one in _tables(report):
+        if one.title:
+            parts.append(Text(one.title))
+        table = Table()
+        for i, head in enumerate(one.heads):
+            table.add_column(head, justify="right" if i in one.right else "left")
+        for row in one.rows:
+            table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in row))
+        parts.append(table)
     return Group(*parts)
 
 
 def markdown(report: Report) -> str:
     """Returns the report for a page."""
     parts = [f"### {report.name[0].upper()}{report.name[1:]}: {report.title}"]
-    if report.cells:
-        parts.append(_lines(_CELL_HEADS, map(_cell, report.cells), right=range(2, 5)))
-    if report.claims:
-        parts.append(_lines(_CLAIM_HEADS, map(_claim, report.claims)))
-    for grid in report.grids:
-        parts += [f"{grid.title}:", _lines(grid.heads, grid.rows, right=_numbers(grid))]
+    for one in _tables(report):
+        if one.title:
+            parts.append(f"{one.title}:")
+        rule = ["---:" if i in one.right else "---" for i in range(len(one.heads))]
+        parts.append("\n".join("| " + " | ".join(row) + " |" for row in (one.heads, rule, *one.rows)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -135,10 +165,6 @@ def _cell(cell: Cell) -> tuple[str, ...]:
     )
 
 
-def _claim(claim: Claim) -> tuple[str, ...]:
-    return claim.said, claim.found, claim.verdict
-
-
 def _numbers(grid: Grid) -> list[int]:
     """Columns of numbers, beside the first one."""
     return [i for i in range(1, len(grid.heads)) if all(row[i][:1].isdigit() for row in grid.rows)]
@@ -147,25 +173,3 @@ def _numbers(grid: Grid) -> list[int]:
 def _number(value: float) -> str:
     """Three digits, or all that stand before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], right: Sequence[int] = ()) -> Table:
-    table = Table()
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="right" if i in right else "left")
-    for row in rows:
-        table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in row))
-    return table
-
-
-def _lines(heads: Sequence[str], rows: Iterable[tuple[str, ...]], right: Sequence[int] = ()) -> str:
-    def lines() -> Iterator[str]:
-        yield _line(heads)
-        yield _line(["---:" if i in right else "---" for i in range(len(heads))])
-        yield from map(_line, rows)
-
-    return "\n".join(lines())
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -1,19 +1,28 @@
-"""What the papers' set-ups share: engines on whole GPUs, a runtime's part of jobs, Poisson requests, runs."""
+"""What the papers' experiments share: engines on whole GPUs, a runtime's part of jobs, requests, runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Final, TypeVar
 
 import numpy as np
 from msgspec import structs
 
 from kvloom.lab.reproduce.report import Tell
+from kvloom.lab.sim.fleet import SimulatedFleet, simulated
+from kvloom.lab.sim.run import play
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.arrivals import Steps, arrivals, poisson
-from kvloom.lab.workload.request import WorkloadRequest
+from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Work
+from kvloom.router.program import load_program
 from kvloom.types.job import Phase
 from kvloom.types.spec import EngineSpec, ModelSpec
 
@@ -22,9 +31,9 @@ AT_ONCE: Final = 1024  # lengths that are drawn together
 _MAX_RUNNING: Final = 256
 _MAX_WAITING: Final = 1 << 20  # nobody is turned away
 
-S = TypeVar("S")
-L = TypeVar("L")
+R = TypeVar("R")
 P = TypeVar("P")
+TellPart = Callable[[float], None]  # the part of a run that is over
 
 
 def engine_spec(unit: str, models: Iterable[ModelSpec], *, kv_bytes: int, block_bytes: int) -> EngineSpec:
@@ -102,17 +111,71 @@ def poisson_requests(
 
 
 def play_all(
-    runs: Sequence[tuple[S, L]],
-    play: Callable[[S, L, Callable[[float], None]], P],
-    name: Callable[[S, L], str],
+    runs: Sequence[R],
+    play: Callable[[R, TellPart], P],
+    name: Callable[[R], str],
     tell: Tell,
 ) -> list[P]:
-    """Plays each system under its load, one after the other, and returns their points.
+    """Plays the runs one after the other, and returns what `play` found in each.
 
-    play: hears which part of a run is over through its last argument. name: of a run, for the reader."""
+    name: of a run, for the reader."""
 
-    def played(at: int, system: S, load: L) -> P:
-        what = f"{name(system, load)}, {at + 1} of {len(runs)}"
-        return play(system, load, lambda part: tell(what, (at + part) / len(runs)))
+    def played(at: int, run: R) -> P:
+        what = f"{name(run)}, {at + 1} of {len(runs)}"
+        return play(run, lambda part: tell(what, (at + part) / len(runs)))
 
-    return [played(at, system, load) for at, (system, load) in enumerate(runs)]
+    return [played(at, run) for at, run in enumerate(runs)]
+
+
+def tell_each(tell: TellPart, whole: int) -> Callable[[object], None]:
+    """Returns what is to be called for each of so many answers: it tells which part of them has come."""
+    answered = count(1)
+    return lambda _: tell(next(answered) / whole)
+
+
+Look = Callable[[SimulatedFleet], Awaitable[None]]
+
+
+def play_watched(
+    units: Sequence[SimulatedUnit],
+    requests: Iterable[WorkloadRequest],
+    end: Callable[[RequestResult], None],
+    look: Look,
+    *,
+    seconds: float,
+    first: float,
+    every: float,
+    last: float = math.inf,
+    over: asyncio.Event | None = None,
+) -> None:
+    """Plays requests to a fleet that dispatches to the least loaded unit, for at most so many seconds; it
+    ends earlier once `over` is set or, if that is left out, once all are answered.
+
+    look: is called at `first` seconds and `every` so many from then on, before `last`."""
+
+    async def looking(fleet: SimulatedFleet, clock: LoopClock) -> None:
+        await clock.sleep(first)
+        while True:
+            await look(fleet)
+            if clock.now() >= last:
+                return
+            await clock.sleep(every)
+
+    async def main() -> None:
+        clock = LoopClock(asyncio.get_running_loop())
+        async with simulated(units, load_program("least_loaded", {})) as fleet:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+                    asking = play(fleet.router, requests, Prompts(VOCAB), clock, end)
+                    tasks = [group.create_task(looking(fleet, clock)), group.create_task(asking)]
+                    await (tasks[-1] if over is None else over.wait())
+                    for task in tasks:
+                        task.cancel()
+
+    run_virtual(main())
+
+
+def check_answered(result: RequestResult) -> None:
+    """Raises RuntimeError if the request failed."""
+    if result.error:
+        raise RuntimeError(f"a request at {result.request.at:.3f} s failed: {result.error}")

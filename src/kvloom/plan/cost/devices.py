@@ -70,42 +70,37 @@ def find_device(name: str) -> DeviceSpec:
 
 
 class Constants(Struct, frozen=True, kw_only=True):
-    """Fitted:
-
-    compute: part of the sheet's FLOP/s that matrix products reach.
-    full: share of the multiprocessors that reaches it; more of them gain nothing.
-    ease: the bandwidth that a share s reaches is s(1 + ease)/(s + ease) of what all reach.
-    link: part of the sheet's link that an all-reduce reaches.
-    hop: seconds that an all-reduce takes however little it carries.
-    kernels: seconds a layer in which the device neither computes nor reads: starts and ends of kernels.
-    host: seconds in which the host issues a layer's decode step; the device waits where it has done before.
-    host_parallel, host_prefill: times as long for tensor parallelism, and for a prefill.
-    sequence: each decoded sequence takes attention as long as so many cached tokens more.
-
-    Set, because the data cannot tell them from the others:
-
-    bandwidth: part of the sheet's bandwidth that is reached; long reads reach 80 to 90 % on such devices.
-    attention: operations of a prefill's attention take as long as so many of a product.
-    poll: seconds of an operator that looks for another unit's task: 1.8 ms over the 387 operators of a step
-    (Weaver, sections 3.1 and 5.3).
-    """
+    """The constants of the roofline. Those with a value here are set, because the data cannot tell them from
+    the others, which are fitted."""
 
     compute: float
+    """The part of the sheet's FLOP/s that matrix products reach."""
     full: float
+    """The share of the multiprocessors that reaches it; more of them gain nothing."""
     ease: float
+    """The bandwidth that a share s reaches is s(1 + ease)/(s + ease) of what all reach."""
     link: float
+    """The part of the sheet's link that an all-reduce reaches."""
     hop: float
+    """Seconds that an all-reduce takes however little it carries."""
     kernels: float
+    """Seconds a layer in which the device neither computes nor reads: starts and ends of kernels."""
     host: float
+    """Seconds in which the host issues a layer's decode step; the device waits if it is done before."""
     host_parallel: float
+    """Times as long for tensor parallelism."""
     host_prefill: float
+    """Times as long for a prefill."""
     sequence: float
+    """Each decoded sequence takes attention as long as so many cached tokens more."""
     bandwidth: float = 0.85
+    """The part of the sheet's bandwidth that is reached; long reads reach 80 to 90 % on such devices."""
     attention: float = 2.0
+    """Operations of a prefill's attention take as long as so many of a product."""
     poll: float = 1.8e-3 / 387
+    """Seconds of an operator that looks for another unit's task: 1.8 ms over the 387 operators of a step
+    (Weaver, sections 3.1 and 5.3)."""
 
-
-SET: Final = ("bandwidth", "attention", "poll")
 
 # Fitted by tools.fit_cost_model to all rows of the A100 profile that was published with MuxServe.
 FITTED: Final = Constants(

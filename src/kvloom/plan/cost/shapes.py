@@ -91,40 +91,14 @@ _ACTIVE: Final = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts
 _DTYPES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 # What a config.json does not say: its family does.
-_TWO_MATRICES: Final = frozenset(
-    (
-        "bloom",
-        "codegen",
-        "falcon",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "mpt",
-        "nemotron",
-        "opt",
-        "persimmon",
-        "phi",
-        "starcoder2",
-    )
-)
-_TIED: Final = frozenset(
-    (
-        "bloom",
-        "cohere",
-        "cohere2",
-        "falcon",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt2",
-        "gpt_bigcode",
-        "mpt",
-        "opt",
-        "starcoder2",
-    )
-)
+_TWO_MATRICES: Final = frozenset((
+    "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron",
+    "opt", "persimmon", "phi", "starcoder2",
+))  # fmt: skip
+_TIED: Final = frozenset((
+    "bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "mpt",
+    "opt", "starcoder2",
+))  # fmt: skip
 
 
 def _llama(layers: int, hidden: int, ffn: int, *, kv_heads: int = 0, vocab: int = 32000) -> ModelShape:

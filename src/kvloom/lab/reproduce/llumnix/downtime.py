@@ -10,7 +10,7 @@ from statistics import median
 from typing import Final
 
 from kvloom.lab.reproduce.llumnix.setup import LINK, MODEL, make_units
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
 from kvloom.lab.reproduce.setup import VOCAB
 from kvloom.lab.sim.fleet import SimulatedFleet, simulated
 from kvloom.lab.sim.virtual_time import run_virtual
@@ -32,15 +32,15 @@ _AFTER: Final = 200
 def figure_10(scale: Scale, tell: Tell) -> Report:
     """Moves one request from an instance to another; nothing else is asked."""
     lengths = LENGTHS if scale == "full" else LENGTHS[:3]
-    found, cells = [], []
+    found, told = [], list[Cell]()
     for at, length in enumerate(lengths):
         tell(f"{length} tokens", at / len(lengths))
         found.append(downtime(length))
-        row, recomputed = f"{length:,} tokens", _recomputed(length) * 1e3
-        cells += [
-            Cell(row=row, column="downtime, ms", paper=DOWNTIME[at], ours=found[-1][0] * 1e3),
-            Cell(row=row, column="recomputed, ms", paper=RECOMPUTED[at], ours=recomputed),
-        ]
+        told += cells(
+            f"{length:,} tokens",
+            ("downtime, ms", DOWNTIME[at], found[-1][0] * 1e3),
+            ("recomputed, ms", RECOMPUTED[at], _recomputed(length) * 1e3),
+        )
     waits, steps = [wait for wait, _ in found], [step for _, step in found]
     rows = tuple(
         (f"{length:,}", f"{wait * 1e3:.1f}", f"{step * 1e3:.1f}", f"{_copied(length) * 1e3:.0f}", str(paper))
@@ -50,7 +50,7 @@ def figure_10(scale: Scale, tell: Tell) -> Report:
     return Report(
         name="figure 10",
         title="the downtime of a request that moves, LLaMA-7B",
-        cells=tuple(cells),
+        cells=tuple(told),
         claims=(
             Claim(
                 said="downtime is about the same whatever the length",

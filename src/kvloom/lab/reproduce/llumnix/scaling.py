@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from time import thread_time
 from typing import Final
 
@@ -30,9 +29,10 @@ from kvloom.lab.reproduce.llumnix.setup import (
     System,
     make_units,
     play_point,
+    shown_times,
 )
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, part_of
-from kvloom.lab.reproduce.setup import VOCAB
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
+from kvloom.lab.reproduce.setup import VOCAB, TellPart, check_answered, play_all, tell_each
 from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
 from kvloom.lab.sim.run import play
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
@@ -107,22 +107,18 @@ def section_65(scale: Scale, tell: Tell) -> Report:
     plan = [(load, system, LOW) for load in loads for system in (INFAAS, LLUMNIX)]
     if scale == "full":
         plan += [(SWEPT, system, low) for low in LOWS if low != LOW for system in (INFAAS, LLUMNIX)]
-    return report_65(
-        [run(*one, scale, part_of(tell, at, len(plan))) for at, one in enumerate(plan)],
-    )
+    instances, count = SIZES[scale]
 
+    def play(run: tuple[Load, System, int], part: TellPart) -> Run:
+        load, system, low = run
+        traffic = replace(LONG, gaps=poisson if load.cv is None else gamma(load.cv))
+        requests = traffic.requests(load.rate * instances / INSTANCES, count)
+        point = play_point(
+            elastic(system, low, instances), make_units(instances), requests, tell_each(part, count)
+        )
+        return Run(load, system, point, low)
 
-def run(load: Load, system: System, low: int, scale: Scale, tell: Tell) -> Run:
-    instances, requests = SIZES[scale]
-    traffic = replace(LONG, gaps=poisson if load.cv is None else gamma(load.cv))
-    over = count(1)
-    point = play_point(
-        elastic(system, low, instances),
-        make_units(instances),
-        traffic.requests(load.rate * instances / INSTANCES, requests),
-        lambda _: tell(f"{load}, {system.name}", next(over) / requests),
-    )
-    return Run(load, system, point, low)
+    return report_65(play_all(plan, play, lambda run: f"{run[0]}, {run[1].name}", tell))
 
 
 def elastic(system: System, low: int, instances: int) -> System:
@@ -156,10 +152,12 @@ def report_65(runs: Sequence[Run]) -> Report:
 def _cells(infaas: Run, llumnix: Run) -> Iterator[Cell]:
     paper = infaas.load.paper
     for at, one in enumerate((infaas, llumnix)):
-        row = f"{one.load}, {one.system.name}"
         p99, units = (column[at] for column in paper) if paper else (None, None)
-        yield Cell(row=row, column="P99 prefill, s", paper=p99, ours=one.point.prefill.p99)
-        yield Cell(row=row, column="instances", paper=units, ours=one.point.units)
+        yield from cells(
+            f"{one.load}, {one.system.name}",
+            ("P99 prefill, s", p99, one.point.prefill.p99),
+            ("instances", units, one.point.units),
+        )
 
 
 def _never(said: str, pairs: Sequence[tuple[Run, Run]], of: Callable[[Point], float]) -> Claim:
@@ -191,11 +189,7 @@ def _savings(runs: Sequence[Run]) -> Iterator[float]:
 
 def _row(one: Run) -> tuple[str, ...]:
     point = one.point
-    times = (
-        f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
-        for measure in (point.prefill, point.decode)
-        for seconds in (measure.mean, measure.p99)
-    )
+    times = shown_times(point.prefill, point.decode)
     counts = f"{point.units:.1f}", f"{point.preemptions:,}"
     moved = f"{point.moved:,}" if one.system is LLUMNIX else "–"
     return (str(one.load), f"{one.low}", one.system.name, *times, *counts, moved)
@@ -274,24 +268,22 @@ class Watched:
 def section_66(scale: Scale, tell: Tell) -> Report:
     """64 instances at rising rates."""
     rates, requests = (RATES, REQUESTS) if scale == "full" else (RATES[:1], 60)
-    found = []
-    for at, rate in enumerate(rates):
-        part = part_of(tell, at, len(rates))
-        found.append(stress(rate, requests, part))
+    found = play_all(
+        rates, lambda rate, part: stress(rate, requests, part), lambda rate: f"{rate:g} req/s", tell
+    )
     return report_66(found)
 
 
-def stress(rate: float, requests: int, tell: Tell) -> Stress:
+def stress(rate: float, requests: int, tell: TellPart) -> Stress:
     """Raises RuntimeError if a request is not answered."""
     return run_virtual(_Stress(rate, requests, tell).main())
 
 
 class _Stress:
-    def __init__(self, rate: float, requests: int, tell: Tell) -> None:
+    def __init__(self, rate: float, requests: int, tell: TellPart) -> None:
         self._rate = rate
         self._requests = requests
-        self._tell = tell
-        self._over = count(1)
+        self._tell = tell_each(tell, requests)
         self._dispatch, self._period, self._report = Meter(), Meter(), Meter()
         self._steps: list[float] = []
 
@@ -335,11 +327,10 @@ class _Stress:
             await clock.sleep(1.0)
 
     def _add(self, result: RequestResult) -> None:
-        if result.error:
-            raise RuntimeError(f"a request at {result.request.at:.3f} s failed: {result.error}")
+        check_answered(result)
         if result.per_token is not None:
             self._steps.append(result.per_token)
-        self._tell(f"{self._rate:g} req/s", next(self._over) / self._requests)
+        self._tell(result)
 
 
 def report_66(found: Sequence[Stress]) -> Report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from msgspec import structs
@@ -28,11 +28,12 @@ from kvloom.lab.reproduce.llumnix.setup import (
     Traffic,
     latencies,
     make_units,
-    play_outcomes,
     play_point,
     read_curves,
+    shown_times,
 )
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, part_of
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
+from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
 from kvloom.lab.workload.arrivals import gamma
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.types.request import Level
@@ -49,6 +50,8 @@ EQUAL: Final = 0.02  # of it two latencies count as equal
 BETTER: Final = 3.0  # times as short as under INFaaS++ at its best rate, in every curve of the paper
 MUCH_BETTER: Final = 9.0  # than under round-robin
 
+_PREFILL: Final = attrgetter("prefill.p99")
+_DECODE: Final = attrgetter("decode.p99")
 _HEADS: Final = (
     "", "req/s", "system", "prefill", "P99", "decode", "P99", "request", "P99", "preempted", "moved",
 )  # fmt: skip
@@ -72,22 +75,19 @@ def figure_11(scale: Scale, tell: Tell) -> Report:
         for rate in (traffic.rates if scale == "full" else traffic.rates[-1:])
         for system in SYSTEMS[traffic.name]
     ]
-    runs = []
-    for at, (traffic, rate, system) in enumerate(plan):
-        runs.append(_run(traffic, rate, system, scale, part_of(tell, at, len(plan))))
-    return report_11(runs, curves)
+    instances, count = SIZES[scale]
 
+    def play(run: tuple[Traffic, float, System], part: TellPart) -> Run:
+        traffic, rate, system = run
+        requests = traffic.requests(rate * instances / INSTANCES, count)
+        point = play_point(system, make_units(instances), requests, tell_each(part, count))
+        return Run(traffic, rate, system, point)
 
-def _run(traffic: Traffic, rate: float, system: System, scale: Scale, tell: Tell) -> Run:
-    instances, requests = SIZES[scale]
-    over = count(1)
-    point = play_point(
-        system,
-        make_units(instances),
-        traffic.requests(rate * instances / INSTANCES, requests),
-        lambda _: tell(f"{traffic.name}, {rate:g} req/s, {system.name}", next(over) / requests),
-    )
-    return Run(traffic, rate, system, point)
+    def name(run: tuple[Traffic, float, System]) -> str:
+        traffic, rate, system = run
+        return f"{traffic.name}, {rate:g} req/s, {system.name}"
+
+    return report_11(play_all(plan, play, name, tell), curves)
 
 
 def report_11(runs: Sequence[Run], curves: Curves) -> Report:
@@ -106,32 +106,24 @@ def report_11(runs: Sequence[Run], curves: Curves) -> Report:
 
 
 def _cells(run: Run, curves: Curves) -> Iterator[Cell]:
-    measures = (
-        ("P99 prefill, s", "prefill_p99_s", run.point.prefill.p99, 1),
-        ("P99 decode, ms", "decode_p99_s", run.point.decode.p99, 1000),
+    name = CURVES.get(run.system.name, run.system.name)
+    prefill, decode = (
+        curves.at(run.traffic.name, measure, name, run.rate) for measure in ("prefill_p99_s", "decode_p99_s")
     )
-    for column, measure, ours, unit in measures:
-        name = CURVES.get(run.system.name, run.system.name)
-        paper = curves.at(run.traffic.name, measure, name, run.rate)
-        row = f"{run.traffic.name}, {run.rate:g} req/s, {run.system.name}"
-        yield Cell(row=row, column=column, paper=paper and paper * unit, ours=ours * unit)
+    yield from cells(
+        f"{run.traffic.name}, {run.rate:g} req/s, {run.system.name}",
+        ("P99 prefill, s", prefill, run.point.prefill.p99),
+        ("P99 decode, ms", decode and decode * 1000, run.point.decode.p99 * 1000),
+    )
 
 
 def _claims(name: str, runs: Sequence[Run]) -> Iterator[Claim]:
     for over in (INFAAS, BY_REPORTS):
-        yield _no_worse(f"{name}: P99 prefill is never longer", runs, over, prefill_p99)
-        yield _no_worse(f"{name}: P99 decode is never longer", runs, over, decode_p99)
+        yield _no_worse(f"{name}: P99 prefill is never longer", runs, over, _PREFILL)
+        yield _no_worse(f"{name}: P99 decode is never longer", runs, over, _DECODE)
         yield _at_best(name, runs, over, BETTER)
     if any(run.system is ROUND_ROBIN for run in runs):
         yield _at_best(name, runs, ROUND_ROBIN, MUCH_BETTER)
-
-
-def prefill_p99(point: Point) -> float:
-    return point.prefill.p99
-
-
-def decode_p99(point: Point) -> float:
-    return point.decode.p99
 
 
 def _gains(runs: Sequence[Run], over: System, of: Callable[[Point], float]) -> list[tuple[float, float]]:
@@ -151,7 +143,7 @@ def _no_worse(said: str, runs: Sequence[Run], over: System, of: Callable[[Point]
 
 
 def _at_best(name: str, runs: Sequence[Run], over: System, times: float) -> Claim:
-    most, rate = max(_gains(runs, over, prefill_p99))
+    most, rate = max(_gains(runs, over, _PREFILL))
     return Claim(
         said=f"{name}: at the best rate P99 prefill is {times:g}× as short as under {over.name}, or shorter",
         holds=most >= times,
@@ -161,11 +153,7 @@ def _at_best(name: str, runs: Sequence[Run], over: System, times: float) -> Clai
 
 def _row(run: Run) -> tuple[str, ...]:
     point = run.point
-    times = (
-        f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
-        for measure in (point.prefill, point.decode, point.request)
-        for seconds in (measure.mean, measure.p99)
-    )
+    times = shown_times(point.prefill, point.decode, point.request)
     counts = f"{point.preemptions:,}", f"{point.moved:,}" if run.system.rescheduling else "–"
     return (run.traffic.name, f"{run.rate:g}", run.system.name, *times, *counts)
 
@@ -219,11 +207,14 @@ class PriorityRun:
 def section_64(scale: Scale, tell: Tell) -> Report:
     """S-S in bursts; a tenth of the requests is urgent."""
     bursts = BURSTS if scale == "full" else BURSTS[1:2]
-    runs = []
-    for at, cv in enumerate(bursts):
-        plain, ranked = (_played(cv, known, scale, part_of(tell, at, len(bursts))) for known in (False, True))
-        runs.append(PriorityRun(cv, plain, ranked))
-    return report_64(runs)
+
+    def name(run: tuple[int, bool]) -> str:
+        cv, ranked = run
+        return f"CV {cv}, {'with' if ranked else 'without'} priorities"
+
+    plan = [(cv, ranked) for cv in bursts for ranked in (False, True)]
+    found = play_all(plan, lambda run, part: _played(*run, scale, part), name, tell)
+    return report_64([PriorityRun(*run) for run in zip(bursts, found[::2], found[1::2], strict=True)])
 
 
 def report_64(runs: Sequence[PriorityRun]) -> Report:
@@ -260,8 +251,9 @@ def _priority_cells(run: PriorityRun) -> Iterator[Cell]:
     old, new = PAPER[run.burst]
     ours = zip(run.plain.urgent, run.ranked.urgent, strict=True)
     for column, paper, (before, now) in zip(_PRIORITY_COLUMNS, zip(old, new, strict=True), ours, strict=True):
-        row = f"CV {run.burst}, urgent"
-        yield Cell(row=row, column=f"{column}: times as fast", paper=paper[0] / paper[1], ours=before / now)
+        yield from cells(
+            f"CV {run.burst}, urgent", (f"{column}: times as fast", paper[0] / paper[1], before / now)
+        )
 
 
 def _priority_rows(run: PriorityRun) -> Iterator[tuple[str, ...]]:
@@ -276,19 +268,14 @@ def _priority_rows(run: PriorityRun) -> Iterator[tuple[str, ...]]:
             yield (str(run.burst), who, known, *shown)
 
 
-def _played(cv: float, ranked: bool, scale: Scale, tell: Tell) -> Found:
+def _played(cv: int, ranked: bool, scale: Scale, tell: TellPart) -> Found:
     """ranked: whether anybody knows what is urgent."""
-    instances, requests = SIZES[scale]
-    asked = list(
-        replace(SHORT, gaps=gamma(cv), urgent=URGENT).requests(RATE * instances / INSTANCES, requests)
-    )
-    over = count(1)
-
-    def told(_: RequestResult) -> None:
-        tell(f"CV {cv:g}, {'with' if ranked else 'without'} priorities", (ranked + next(over) / requests) / 2)
-
-    played = asked if ranked else [_plain(request) for request in asked]
-    results = play_outcomes(LLUMNIX, make_units(instances, LEVELS if ranked else ()), played, told)
+    instances, count = SIZES[scale]
+    bursts = replace(SHORT, gaps=gamma(cv), urgent=URGENT)
+    asked = list(bursts.requests(RATE * instances / INSTANCES, count))
+    played = asked if ranked else [structs.replace(request, priority=0) for request in asked]
+    units = make_units(instances, LEVELS if ranked else ())
+    results = play_point(LLUMNIX, units, played, tell_each(tell, count)).results
     return told_apart(results, [one for one, request in zip(played, asked, strict=True) if request.priority])
 
 
@@ -297,7 +284,3 @@ def told_apart(results: Sequence[RequestResult], urgent: Sequence[WorkloadReques
     known = {id(request) for request in urgent}
     first, others = ([one for one in results if (id(one.request) in known) is own] for own in (True, False))
     return Found(Seconds.of(first), Seconds.of(others))
-
-
-def _plain(request: WorkloadRequest) -> WorkloadRequest:
-    return structs.replace(request, priority=0)

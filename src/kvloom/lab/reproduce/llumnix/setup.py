@@ -17,15 +17,16 @@ import numpy as np
 from msgspec import Struct, structs
 
 from kvloom.cluster.dispatch import infaas
-from kvloom.lab.reproduce.report import Scale
-from kvloom.lab.reproduce.setup import VOCAB, Hosted, engine_spec, in_one_layer
+from kvloom.lab.reproduce.report import Scale, duration
+from kvloom.lab.reproduce.setup import VOCAB, Hosted, check_answered, engine_spec, in_one_layer
 from kvloom.lab.sim.fleet import Rescheduling, simulated
-from kvloom.lab.sim.run import play
+from kvloom.lab.sim.run import play, upheaval
 from kvloom.lab.sim.unit import SimulatedUnit, start_seconds
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.arrivals import Gaps, Steps, arrivals, poisson
 from kvloom.lab.workload.lengths import STAND_INS, Sides, coupled
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
+from kvloom.lab.workload.results import Upheaval
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import find_shape
@@ -156,19 +157,28 @@ class Times:
         return Times(float(seconds.mean()), float(np.quantile(seconds, 0.99)))
 
 
+def shown_times(*measures: Times) -> tuple[str, ...]:
+    """Returns the mean and the P99 of each, for the reader."""
+    return tuple(duration(seconds) for one in measures for seconds in (one.mean, one.p99))
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
-    """prefill: to the first token. decode: between tokens, of the requests that had two. request: to the
-    last. preemptions: in all; moved, stayed: moves that were made, and that came to nothing. units: instances
-    that there were, in the mean until the last answer."""
+    """What a system makes of its requests."""
 
     prefill: Times
+    """To the first token."""
     decode: Times
+    """Between tokens, of the requests that had two."""
     request: Times
+    """To the last token."""
     preemptions: int
     moved: int
-    stayed: int
+    """Requests that went over to another instance."""
     units: float
+    """Instances that there were, in the mean until the last answer."""
+    results: tuple[RequestResult, ...] = ()
+    """The results of all requests, as they ended."""
 
 
 def play_point(
@@ -178,49 +188,27 @@ def play_point(
     tell: Callable[[RequestResult], None],
 ) -> Point:
     """Raises RuntimeError if a request is not answered."""
-    return _Play(tell).run(system, units, requests)
+    results: list[RequestResult] = []
 
+    def end(result: RequestResult) -> None:
+        check_answered(result)
+        results.append(result)
+        tell(result)
 
-def play_outcomes(
-    system: System,
-    units: list[SimulatedUnit],
-    requests: Iterable[WorkloadRequest],
-    tell: Callable[[RequestResult], None],
-) -> list[RequestResult]:
-    """Returns the results of all requests, as they ended. Raises RuntimeError if one is not answered."""
-    playing = _Play(tell)
-    playing.run(system, units, requests)
-    return playing.results
-
-
-class _Play:
-    def __init__(self, tell: Callable[[RequestResult], None]) -> None:
-        self._tell = tell
-        self.results: list[RequestResult] = []
-
-    def run(self, system: System, units: list[SimulatedUnit], requests: Iterable[WorkloadRequest]) -> Point:
-        return run_virtual(self._main(system, units, requests))
-
-    async def _main(
-        self, system: System, units: list[SimulatedUnit], requests: Iterable[WorkloadRequest]
-    ) -> Point:
+    async def main() -> Upheaval:
         clock = LoopClock(asyncio.get_running_loop())
         async with simulated(units, system.program, rescheduling=system.rescheduling) as fleet:
-            await play(fleet.server, requests, Prompts(VOCAB), clock, self._add, interval=INTERVAL)
-            mover, processes = fleet.rescheduler, fleet.processes
-            return Point(
-                *latencies(self.results),
-                preemptions=await processes.preemptions(),
-                moved=mover.moved if mover else 0,
-                stayed=mover.stayed if mover else 0,
-                units=processes.census.mean,
-            )
+            await play(fleet.server, requests, Prompts(VOCAB), clock, end, interval=INTERVAL)
+            return await upheaval(fleet)
 
-    def _add(self, result: RequestResult) -> None:
-        if result.error:
-            raise RuntimeError(f"a request at {result.request.at:.3f} s failed: {result.error}")
-        self.results.append(result)
-        self._tell(result)
+    found = run_virtual(main())
+    return Point(
+        *latencies(results),
+        preemptions=found.preempted,
+        moved=found.moved or 0,
+        units=found.units,
+        results=tuple(results),
+    )
 
 
 def latencies(results: Iterable[RequestResult]) -> tuple[Times, Times, Times]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from operator import attrgetter
 from typing import Final
 
 from kvloom.lab.reproduce.microserving.setup import (
@@ -12,14 +14,15 @@ from kvloom.lab.reproduce.microserving.setup import (
     ONE_TWO,
     REQUESTS,
     SHAREGPT,
-    Lengths,
     Pattern,
     Point,
     balance,
     run_point,
     synthetic,
 )
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, duration, part_of
+from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
+from kvloom.lab.workload.lengths import Sides
 
 # Requests a second for each GPU. The paper's text tells 2.5 of figure 11; the others are ours.
 SHAREGPT_RATES: Final = (2.0, 4.0, 6.0, 8.0)
@@ -36,26 +39,27 @@ EQUAL: Final = 0.02  # of it two latencies count as equal
 
 _HEADS: Final = ("req/s a GPU", "pattern", "TTFT", "TTFT P99", "TPOT", "TPOT P99", "JCT", "JCT P99")
 
+Measure = Callable[[Point], float]
+ttft: Final[Measure] = attrgetter("first.mean")
+tpot: Final[Measure] = attrgetter("per_token.mean")
+jct: Final[Measure] = attrgetter("end.mean")
+jct_p99: Final[Measure] = attrgetter("end.p99")
+
 Points = Mapping[tuple[float, str], Point]  # by rate and pattern
 
 
 def sweep(
-    patterns: Sequence[Pattern], lengths: Lengths, rates: Sequence[float], requests: int, tell: Tell
+    patterns: Sequence[Pattern], lengths: Sides, rates: Sequence[float], requests: int, tell: Tell
 ) -> Points:
     """Plays each pattern at each rate."""
-    points: dict[tuple[float, str], Point] = {}
-    runs = len(rates) * len(patterns) * requests
-    over = 0
 
-    def one(_: object) -> None:
-        nonlocal over
-        over += 1
-        tell(f"{pattern.name}, {rate:g} req/s a GPU", over / runs)
+    def play(run: tuple[float, Pattern], part: TellPart) -> Point:
+        rate, pattern = run
+        return run_point(pattern, lengths, rate, requests, tell_each(part, requests))
 
-    for rate in rates:
-        for pattern in patterns:
-            points[rate, pattern.name] = run_point(pattern, lengths, rate, requests, one)
-    return points
+    plan = list(product(rates, patterns))
+    points = play_all(plan, play, lambda run: f"{run[1].name}, {run[0]:g} req/s a GPU", tell)
+    return {(rate, pattern.name): point for (rate, pattern), point in zip(plan, points, strict=True)}
 
 
 def figure_10(scale: Scale, tell: Tell) -> Report:
@@ -107,8 +111,8 @@ def figure_13(scale: Scale, tell: Tell) -> Report:
     """Finds how much of a prompt the decoder should compute."""
     ratios, requests = [balance(ratio) for ratio in RATIOS], REQUESTS[scale]
     short_rates, long_rates = (RATES_3000, RATES_5000) if scale == "full" else ((2.0,), (1.5,))
-    short = sweep(ratios, synthetic(3000), short_rates, requests, lambda what, part: tell(what, part / 2))
-    long = sweep(ratios, synthetic(5000), long_rates, requests, lambda what, part: tell(what, 0.5 + part / 2))
+    short = sweep(ratios, synthetic(3000), short_rates, requests, part_of(tell, 0, 2))
+    long = sweep(ratios, synthetic(5000), long_rates, requests, part_of(tell, 1, 2))
     top = long_rates[-1]
     best = min(ratios, key=lambda pattern: jct_p99(long[top, pattern.name]))
     quicker = [(ratios[i + 1], ratios[i], ttft) for i in range(len(ratios) - 1)]
@@ -144,26 +148,10 @@ def _lowest_ratio(points: Points, rates: Sequence[float], ratios: Sequence[Patte
     )
 
 
-def ttft(point: Point) -> float:
-    return point.first.mean
-
-
-def tpot(point: Point) -> float:
-    return point.per_token.mean
-
-
-def jct(point: Point) -> float:
-    return point.end.mean
-
-
-def jct_p99(point: Point) -> float:
-    return point.end.p99
-
-
 def _gain(
     what: str,
     paper: float,
-    of: Callable[[Point], float],
+    of: Measure,
     points: Points,
     rates: Sequence[float],
     patterns: Sequence[Pattern],
@@ -184,7 +172,7 @@ def _no_worse(
     said: str,
     points: Points,
     rates: Sequence[float],
-    pairs: Sequence[tuple[Pattern, Pattern, Callable[[Point], float]]],
+    pairs: Sequence[tuple[Pattern, Pattern, Measure]],
 ) -> Claim:
     """The first of each pair has the smaller number, or nearly so, at every rate."""
     found = [
@@ -206,7 +194,7 @@ def _grid(points: Points, what: str = "") -> Grid:
             f"{rate:g}",
             name,
             *(
-                f"{seconds * 1e3:,.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+                duration(seconds)
                 for latency in (point.first, point.per_token, point.end)
                 for seconds in (latency.mean, latency.p99)
             ),

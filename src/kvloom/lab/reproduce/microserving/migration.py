@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvloom.lab.reproduce.microserving.setup import DATA_PARALLEL, MODEL, units
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
 from kvloom.lab.reproduce.setup import VOCAB
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.links import Link
@@ -143,22 +143,22 @@ def figure_12(_: Scale, tell: Tell) -> Report:
 
 def table_3(_: Scale, tell: Tell) -> Report:
     """Measures for each layer, with the context cached, what is computed and what is moved meanwhile."""
-    cells: list[Cell] = []
+    told: list[Cell] = []
     after = 0.0  # layers' times from the last layer's computing to the last byte's arrival, at most
     for i, (tokens, (layer, transfer)) in enumerate(TABLE_3.items()):
         tell(f"{tokens} tokens", i / len(TABLE_3))
-        found, row = move(tokens - UNIQUE, cached=True), f"{tokens:,} tokens"
+        found = move(tokens - UNIQUE, cached=True)
         after = max(after, found.seconds / found.layer - find_shape(MODEL).layers)
-        for column, paper, ours in (
+        told += cells(
+            f"{tokens:,} tokens",
             ("computing, ms a layer", layer, found.layer * 1e3),
             ("moving, ms a layer", transfer, found.transfer * 1e3),
             ("moving over computing, %", transfer / layer * 100, found.transfer / found.layer * 100),
-        ):
-            cells.append(Cell(row=row, column=column, paper=paper, ours=ours))
+        )
     return Report(
         name="table 3",
         title="a layer's prefill and its transfer",
-        cells=tuple(cells),
+        cells=tuple(told),
         claims=(
             Claim(
                 said="moving is hidden behind computing while it takes less time",

@@ -16,7 +16,7 @@ from kvloom.lab.reproduce.setup import VOCAB, engine_spec
 from kvloom.lab.sim.run import simulate
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.workload.arrivals import Steps, arrivals, poisson
-from kvloom.lab.workload.lengths import LogNormal, Normal, Tokens
+from kvloom.lab.workload.lengths import LogNormal, Normal, Sides
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.lab.workload.results import Latency
 from kvloom.lab.workload.summary import Summary
@@ -56,21 +56,13 @@ ONE_ONE_BALANCE: Final = Pattern("1P1D-balance", 2, balance(0.2).program)
 ONE_TWO: Final = Pattern("1P2D", 3, ProgramSpec("disaggregate", {"prefill": 1}))
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Lengths of prompts and of answers."""
-
-    prompt: Tokens
-    output: Tokens
-
-
 # Means of about 200 and 260 tokens; the spread is that of kvloom's other stand-ins of ShareGPT.
-SHAREGPT: Final = Lengths(LogNormal(132, 1.4, 4, 1024), LogNormal(167, 1.0, 4, 2044))
+SHAREGPT: Final = Sides(LogNormal(132, 1.4, 4, 1024), LogNormal(167, 1.0, 4, 2044))
 
 
-def synthetic(prompt: int) -> Lengths:
+def synthetic(prompt: int) -> Sides:
     """Around `prompt` and 100 tokens, with a standard deviation of 5."""
-    return Lengths(Normal(prompt, 5), Normal(100, 5))
+    return Sides(Normal(prompt, 5), Normal(100, 5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +93,7 @@ def units(count: int) -> list[SimulatedUnit]:
 
 
 def run_point(
-    pattern: Pattern, lengths: Lengths, rate: float, requests: int, tell: Callable[[RequestResult], None]
+    pattern: Pattern, lengths: Sides, rate: float, requests: int, tell: Callable[[RequestResult], None]
 ) -> Point:
     """rate: requests a second for each GPU, Poisson. The same requests come to every pattern, only faster
     where it has more GPUs."""
@@ -120,7 +112,7 @@ def run_point(
     return Point(total.first, total.per_token, total.end)
 
 
-def _requests(lengths: Lengths, rate: float, requests: int) -> Iterator[WorkloadRequest]:
+def _requests(lengths: Sides, rate: float, requests: int) -> Iterator[WorkloadRequest]:
     timing, sizing = np.random.default_rng([0, 1]), np.random.default_rng([0, 2])
     prompts: I64 = lengths.prompt.draw(sizing, requests)
     outputs: I64 = lengths.output.draw(sizing, requests)

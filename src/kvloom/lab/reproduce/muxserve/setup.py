@@ -1,23 +1,31 @@
-"""MuxServe's set-up (section 4): LLaMAs on nodes of A100-80, what is compared, and the paper's numbers."""
+"""MuxServe's set-up (section 4): LLaMAs on nodes of A100-80, the systems, and what one has of a load."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge
 from operator import attrgetter
-from pathlib import Path
 from typing import Final, Literal
 
-import msgspec
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import structs
 
-from kvloom.lab.reproduce.setup import AT_ONCE, Hosted, UnderMPS, poisson_requests
+from kvloom.lab.reproduce.report import Scale, Tell
+from kvloom.lab.reproduce.setup import (
+    AT_ONCE,
+    Hosted,
+    TellPart,
+    UnderMPS,
+    play_all,
+    play_watched,
+    poisson_requests,
+)
+from kvloom.lab.sim.fleet import SimulatedFleet
 from kvloom.lab.sim.unit import OVERLOAD, SimulatedUnit, planned_units
 from kvloom.lab.workload.lengths import STAND_INS, Tokens
-from kvloom.lab.workload.request import WorkloadRequest
-from kvloom.plan.baselines import memory_greedy, spatial, write_spatial
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.board import Board
 from kvloom.plan.cluster import Costs, Demand, DeviceCosts, Nodes
 from kvloom.plan.cost.devices import find_device
@@ -26,7 +34,7 @@ from kvloom.plan.cost.shapes import ModelShape, find_shape
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.plan import PlacementPlan
-from kvloom.plan.planner import plan_placement, write_down
+from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.plan.search import SearchEffort
 from kvloom.types.geometry import I64
 from kvloom.types.spec import EngineSpec, Policy, Quotas
@@ -241,76 +249,114 @@ def _configured(system: System, unit: SimulatedUnit, sizes: Mapping[str, str]) -
     return replace(unit, spec=spec, cost=cost)
 
 
-Numbers = tuple[float, ...]
+SECONDS: Final[Mapping[Scale, float]] = {"full": 60.0, "small": 10.0}  # for which requests come
+SCALES: Final = (5, 8, 10, 20)  # of the SLO
+WARM: Final = 0.5  # the part of the time that is not counted as throughput
+_LOOK: Final = 1.0  # seconds
 
 
-class Figure3(Struct, frozen=True, forbid_unknown_fields=True):
-    """Milliseconds by share of the multiprocessors: LLaMA-7B, 128 tokens a sequence."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests come for `seconds`; the run ends `after` seconds later. Judged by the SLO are those whose time
+    is over then."""
 
-    shares: Numbers
-    rows: dict[str, Numbers]
+    models: tuple[Served, ...]
+    gpus: int
+    seconds: float
+    after: float = 0.0
 
-
-class Figure5(Struct, frozen=True, forbid_unknown_fields=True):
-    """By α, then by rate scale, then by system: the sum of whole rates times throughputs over 19, as it is
-    plotted; None if the published logs are incomplete. attained: percent, by α, system and SLO scale, at
-    rate scale 1."""
-
-    systems: tuple[str, ...]
-    scales: Numbers
-    throughput: dict[str, tuple[tuple[float | None, ...], ...]]
-    slo_scales: tuple[int, ...]
-    attained: dict[str, tuple[Numbers, ...]]
+    @property
+    def end(self) -> float:
+        return self.seconds + self.after
 
 
-class Figure7(Struct, frozen=True, forbid_unknown_fields=True):
-    """Throughput weighted with rates, by average rate and system. rates: of each model, at 7.1."""
+@dataclass(frozen=True, slots=True)
+class Point:
+    """throughput: answers a second by model. attained: the part of the requests that were answered within
+    each scale of the SLO. blocks: the part of all used blocks that each model has, in the mean."""
 
-    systems: tuple[str, ...]
-    averages: Numbers
-    throughput: tuple[Numbers, ...]
-    rates: Numbers
+    throughput: Mapping[str, float]
+    attained: Mapping[int, float]
+    blocks: Mapping[str, float]
 
+    @property
+    def total(self) -> float:
+        return sum(self.throughput.values())
 
-class Figure8(Struct, frozen=True, forbid_unknown_fields=True):
-    """Times as much throughput."""
-
-    gain: float
-
-
-class Figure9(Struct, frozen=True, forbid_unknown_fields=True):
-    """Times as much throughput by each step, and as many requests in time by the second one."""
-
-    separation: float
-    unified: float
-    attained: float
+    def weighted(self, models: Sequence[Served]) -> float:
+        """Throughput, weighted with the rates."""
+        whole = sum(model.rate for model in models)
+        return sum(model.rate * self.throughput[model.name] for model in models) / whole
 
 
-class Setting10(Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers by policy. `blocks` are percent of those in use, by model."""
+def play_points(runs: Sequence[tuple[System, Load]], tell: Tell) -> list[Point]:
+    """Plays each system under its load. Raises ConfigError if models have no place."""
 
-    weighted: Numbers
-    blocks: tuple[Numbers, ...] = ()
+    def name(run: tuple[System, Load]) -> str:
+        system, load = run
+        return f"{system.name}, {len(load.models)} models on {load.gpus} GPUs"
 
-
-class Figure10(Struct, frozen=True, forbid_unknown_fields=True):
-    policies: tuple[str, ...]
-    a: Setting10
-    b: Setting10
+    return play_all(runs, lambda run, part: play_point(*run, part), name, tell)
 
 
-class Published(Struct, frozen=True, forbid_unknown_fields=True):
-    """source: where the numbers are from."""
-
-    source: str
-    figure_3: Figure3
-    figure_5: Figure5
-    figure_7: Figure7
-    figure_8: Figure8
-    figure_9: Figure9
-    figure_10: Figure10
+def play_point(system: System, load: Load, tell: TellPart) -> Point:
+    """tell: hears which part of the load has come. Raises ConfigError if the models have no place."""
+    return _Play(load, tell).run(make_units(system, load.models, load.gpus))
 
 
-PUBLISHED: Final = msgspec.json.decode(
-    Path(__file__).with_name("published.json").read_bytes(), type=Published
-)
+class _Play:
+    def __init__(self, load: Load, tell: TellPart) -> None:
+        self._load, self._tell = load, tell
+        self._alone = Alone(load.models)
+        self._answered: Counter[str] = Counter()
+        self._judged: Counter[int] = Counter()
+        self._met: Counter[int] = Counter()
+        self._used: Counter[str] = Counter()
+
+    def run(self, units: Sequence[SimulatedUnit]) -> Point:
+        load = self._load
+        play_watched(
+            units,
+            self._requests(),
+            self._end,
+            self._look,
+            seconds=load.end,
+            first=_LOOK,
+            every=_LOOK,
+            last=load.seconds,
+        )
+        used, seconds = sum(self._used.values()) or 1, load.seconds * (1 - WARM)
+        return Point(
+            throughput={model.name: self._answered[model.name] / seconds for model in load.models},
+            attained={
+                scale: self._met[scale] / self._judged[scale] for scale in SCALES if self._judged[scale]
+            },
+            blocks={model.name: self._used[model.name] / used for model in load.models},
+        )
+
+    async def _look(self, fleet: SimulatedFleet) -> None:
+        """Adds up who has how many blocks."""
+        for engine in fleet.engines.values():
+            load = await engine.load()
+            self._used.update({name: model.used_blocks for name, model in load.models.items()})
+
+    def _requests(self) -> Iterator[WorkloadRequest]:
+        for request in requests(self._load.models, self._load.seconds):
+            alone = self._alone.seconds(request)
+            self._judged.update(scale for scale in SCALES if self._is_judged(request, alone, scale))
+            self._tell(request.at / self._load.seconds)
+            yield request
+
+    def _is_judged(self, request: WorkloadRequest, alone: float, scale: int) -> bool:
+        return request.at + scale * alone <= self._load.end
+
+    def _end(self, result: RequestResult) -> None:
+        request, end = result.request, result.end
+        if result.error or end is None:
+            return
+        if WARM * self._load.seconds <= request.at + end <= self._load.seconds:
+            self._answered[request.model] += 1
+        alone = self._alone.seconds(request)
+        self._met.update(
+            scale for scale in SCALES if end <= scale * alone and self._is_judged(request, alone, scale)
+        )

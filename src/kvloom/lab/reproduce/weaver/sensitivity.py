@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from kvloom.lab.reproduce.report import NEAR, Cell, Claim, Grid, Report, Scale, Tell
-from kvloom.lab.reproduce.weaver.point import Load, Point, play_points
+from kvloom.lab.reproduce.report import NEAR, Cell, Claim, Grid, Report, Scale, Tell, cells
 from kvloom.lab.reproduce.weaver.serving import DEDICATED_MOST, seconds_of
 from kvloom.lab.reproduce.weaver.setup import (
     AZURE,
@@ -16,11 +15,14 @@ from kvloom.lab.reproduce.weaver.setup import (
     SHARE,
     TEMPORAL,
     WEAVER,
+    Load,
+    Point,
     System,
     Trace,
+    dedicated,
+    play_points,
     sharing,
     weave,
-    woven,
 )
 
 # What the paper tells: figure 5, read off: milliseconds a token, over the ratios, from and to
@@ -79,15 +81,14 @@ def figure_5(scale: Scale, tell: Tell) -> Report:
 
 def _ratio_cells(found: Found) -> list[Cell]:
     """The ends of the paper's ranges are those of its ratios, whichever they are."""
-    cells = []
+    told = []
     for system in (WEAVER, MUXSERVE, TEMPORAL):
         points = [point for (name, _), point in found.items() if name == system.name]
         for model, papers in zip(("hot", "cold"), PAPER_RATIOS[system.name], strict=True):
             times = [1e3 * (point.hot if model == "hot" else point.cold).tpot for point in points]
             for end, paper, ours in zip(("least", "most"), papers, (min(times), max(times)), strict=True):
-                column = f"{model}, {end} ms"
-                cells.append(Cell(row=f"(a) {system.name}", column=column, paper=paper, ours=ours))
-    return cells
+                told += cells(f"(a) {system.name}", (f"{model}, {end} ms", paper, ours))
+    return told
 
 
 def _ratio_claims(found: Found) -> list[Claim]:
@@ -110,11 +111,11 @@ def _ratio_claims(found: Found) -> list[Claim]:
 def _share_cells(found: dict[float, Point]) -> list[Cell]:
     none, half = found[0.0], found[0.5]
     quicker, longer = 100 * (1 - half.hot.tpot / none.hot.tpot), 1e3 * (half.cold.tpot - none.cold.tpot)
-    row = "(b) 50 % away"
-    return [
-        Cell(row=row, column="hot, % shorter", paper=HALF_QUICKER, ours=quicker),
-        Cell(row=row, column="cold, ms longer", paper=HALF_LONGER, ours=longer),
-    ]
+    return cells(
+        "(b) 50 % away",
+        ("hot, % shorter", HALF_QUICKER, quicker),
+        ("cold, ms longer", HALF_LONGER, longer),
+    )
 
 
 def _share_claims(found: dict[float, Point]) -> list[Claim]:
@@ -155,9 +156,9 @@ LONGEST: Final = 400.0  # seconds
 GAIN: Final = 1.05
 
 CONTROLLED: Final = (
-    System("CPU control", woven(weave(SHARE, "iterations", "none"))),
-    System("+ GPU control", woven(weave(SHARE, split="none"))),
-    System("+ operator splitting", woven(weave(SHARE))),
+    System("CPU control", dedicated(weave(SHARE, "iterations", "none"))),
+    System("+ GPU control", dedicated(weave(SHARE, split="none"))),
+    System("+ operator splitting", dedicated(weave(SHARE))),
 )
 
 
@@ -173,10 +174,13 @@ def figure_7(scale: Scale, tell: Tell) -> Report:
         name="figure 7",
         title=f"(a) who looks for tasks: {BATCH} sequences of the hot model",
         cells=(
-            Cell(row="hot", column="CPU control, ms", paper=CPU_CONTROL, ours=cpu),
-            Cell(row="hot", column="GPU control, times as quick", paper=GPU_CONTROL, ours=cpu / gpu),
-            Cell(row="hot", column="splitting, % quicker", paper=SPLITTING, ours=quicker),
-            Cell(row="cold", column="splitting, ms longer", paper=SPLITTING_COLD, ours=longer),
+            *cells(
+                "hot",
+                ("CPU control, ms", CPU_CONTROL, cpu),
+                ("GPU control, times as quick", GPU_CONTROL, cpu / gpu),
+                ("splitting, % quicker", SPLITTING, quicker),
+            ),
+            *cells("cold", ("splitting, ms longer", SPLITTING_COLD, longer)),
         ),
         claims=(
             Claim(

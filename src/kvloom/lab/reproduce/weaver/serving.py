@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell
-from kvloom.lab.reproduce.weaver.point import Load, Point, play_points
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
 from kvloom.lab.reproduce.weaver.setup import (
     AZURE,
     BARE_MUXSERVE,
@@ -18,8 +17,11 @@ from kvloom.lab.reproduce.weaver.setup import (
     MUXSERVE,
     TEMPORAL,
     WEAVER,
+    Load,
+    Point,
     System,
     Trace,
+    play_points,
 )
 
 # What the paper tells in numbers: figure 4, Azure-Conv on A100
@@ -71,7 +73,7 @@ class Run:
 
     @property
     def where(self) -> str:
-        return f"{self.load.device}, {self.load.trace.name}"
+        return self.load.where
 
 
 Plan = list[tuple[System, Load, float | None]]
@@ -122,21 +124,22 @@ def figure_4(scale: Scale, tell: Tell) -> Report:
 def _azure(most: Mapping[tuple[str, str], Run], steady: Mapping[tuple[float, str], Point]) -> list[Cell]:
     where = f"A100-40, {AZURE.name}"
     dedicated, weaver = (most[where, system.name].point for system in (DEDICATED, WEAVER))
-    at_most, high, woven = "at most", steady[HIGH, DEDICATED.name], steady[HIGH, WEAVER.name]
-    told = (
-        (at_most, "dedicated, req/s", DEDICATED_MOST, dedicated.hot.rate),
-        (at_most, "Weaver, req/s", WEAVER_MOST, weaver.hot.rate),
-        (at_most, "Weaver over dedicated", WEAVER_MOST / DEDICATED_MOST,
-         weaver.hot.rate / dedicated.hot.rate),
-        (at_most, "Weaver, batch", WEAVER_BATCH, weaver.hot.batch),
-        (f"{HIGH:g} req/s", "dedicated, batch", DEDICATED_BATCH, high.hot.batch),
-        (f"{HIGH:g} req/s", "Weaver, % of the hot pool", FILLED["hot"], 100 * woven.filled["hot"]),
-        (f"{HIGH:g} req/s", "Weaver, % of the cold pool lent", FILLED["lent"],
-         100 * woven.filled.get("lent", 0.0)),
-    )  # fmt: skip
+    high, woven = steady[HIGH, DEDICATED.name], steady[HIGH, WEAVER.name]
+    most_ratio, lent = weaver.hot.rate / dedicated.hot.rate, 100 * woven.filled.get("lent", 0.0)
     return [
-        Cell(row=f"{where}, {row}", column=column, paper=paper, ours=ours)
-        for row, column, paper, ours in told
+        *cells(
+            f"{where}, at most",
+            ("dedicated, req/s", DEDICATED_MOST, dedicated.hot.rate),
+            ("Weaver, req/s", WEAVER_MOST, weaver.hot.rate),
+            ("Weaver over dedicated", WEAVER_MOST / DEDICATED_MOST, most_ratio),
+            ("Weaver, batch", WEAVER_BATCH, weaver.hot.batch),
+        ),
+        *cells(
+            f"{where}, {HIGH:g} req/s",
+            ("dedicated, batch", DEDICATED_BATCH, high.hot.batch),
+            ("Weaver, % of the hot pool", FILLED["hot"], 100 * woven.filled["hot"]),
+            ("Weaver, % of the cold pool lent", FILLED["lent"], lent),
+        ),
     ]
 
 
@@ -148,20 +151,15 @@ def _best(most: Mapping[tuple[str, str], Run]) -> list[Cell]:
     """The paper tells the best of its traces."""
     places = list(dict.fromkeys(where for where, _ in most))
     best = max(ratio(most, where, DEDICATED) for where in places)
-    cells = [Cell(row="the best case", column="Weaver over dedicated", paper=OVER_DEDICATED, ours=best)]
-    muxserve = (
-        ("A100-40", MUXSERVE),
-        ("A100-40", BARE_MUXSERVE),
-        ("L40S", TEMPORAL),
-        ("L40S", BARE_TEMPORAL),
-    )
-    for device, system in muxserve:
-        found = [ratio(most, where, system) for where in places if where.startswith(device)]
-        if found:
-            paper = OVER_MUXSERVE[device]
-            column = f"Weaver over {system.name}"
-            cells.append(Cell(row=f"the best case, {device}", column=column, paper=paper, ours=max(found)))
-    return cells
+    told = cells("the best case", ("Weaver over dedicated", OVER_DEDICATED, best))
+    muxserve = (("A100-40", (MUXSERVE, BARE_MUXSERVE)), ("L40S", (TEMPORAL, BARE_TEMPORAL)))
+    for device, systems in muxserve:
+        here = [where for where in places if where.startswith(device)]
+        for system in systems if here else ():
+            found = max(ratio(most, where, system) for where in here)
+            cell = f"Weaver over {system.name}", OVER_MUXSERVE[device], found
+            told += cells(f"the best case, {device}", cell)
+    return told
 
 
 def _orders(most: Mapping[tuple[str, str], Run]) -> list[Claim]:
@@ -227,13 +225,15 @@ def figure_6(scale: Scale, tell: Tell) -> Report:
     most = {(run.where, run.system.name): run for run in runs}
     where, cold = runs[0].where, {run.system.name: run.point.cold.tpot for run in runs}
     more = 1e3 * (cold[WEAVER.name] - cold[DEDICATED.name])
-    paper = LONG_OVER_MUXSERVE
     return Report(
         name="figure 6",
         title="512 tokens in, 1,024 out",
-        cells=(
-            Cell(row=where, column="Weaver over MuxServe", paper=paper, ours=ratio(most, where, MUXSERVE)),
-            Cell(row=where, column="cold, ms longer at the most", paper=LONG_COLD, ours=more),
+        cells=tuple(
+            cells(
+                where,
+                ("Weaver over MuxServe", LONG_OVER_MUXSERVE, ratio(most, where, MUXSERVE)),
+                ("cold, ms longer at the most", LONG_COLD, more),
+            )
         ),
         claims=tuple(_orders(most)),
         grids=(Grid(title="All points", heads=_HEADS, rows=tuple(map(row, runs))),),

@@ -1,13 +1,15 @@
 """Weaver's set-up (section 5): two Llama-3-8B, a hot and a cold one, on two GPUs that decode.
 
 Prefills are done by GPUs of their own, as in the paper, and are not simulated: prompts come computed. What
-the paper does not tell is set once, for all of its figures. What is compared stands at the end.
+the paper does not tell is set once, for all of its figures. The systems, and what one has of a load, stand at
+the end.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import merge
 from operator import attrgetter
 from typing import Final
@@ -16,14 +18,25 @@ import numpy as np
 from msgspec import structs
 
 from kvloom.lab.reproduce.muxserve.setup import in_runtime
-from kvloom.lab.reproduce.setup import AT_ONCE, engine_spec, in_one_layer, poisson_requests
+from kvloom.lab.reproduce.report import Tell
+from kvloom.lab.reproduce.setup import (
+    AT_ONCE,
+    TellPart,
+    check_answered,
+    engine_spec,
+    in_one_layer,
+    play_all,
+    play_watched,
+    poisson_requests,
+)
+from kvloom.lab.sim.fleet import SimulatedFleet
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.workload.lengths import STAND_INS, Sides
-from kvloom.lab.workload.request import WorkloadRequest
+from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.devices import DeviceSpec, find_device
 from kvloom.plan.cost.roofline import Roofline
-from kvloom.plan.cost.shapes import ModelShape, find_shape
-from kvloom.plan.cost.work import Operated, Operator, Work
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.cost.work import Operator, Work
 from kvloom.types.geometry import I64
 from kvloom.types.job import Phase
 from kvloom.types.spec import Control, ModelSpec, Policy, Splitting, WeaveSpec
@@ -40,35 +53,18 @@ _PARTS: Final = 10  # that a GPU's compute is shared out in, as MuxServe does
 _LEAST: Final = 1 / _PARTS  # of the compute, for a prefill that computes nothing
 
 
-class Decoder:
-    """Satisfies `Operated`: of a GPU to which prompts come computed."""
-
-    def __init__(self, cost: Operated) -> None:
-        self._cost = cost
-
-    @property
-    def start(self) -> float:
-        return self._cost.start
-
-    @property
-    def poll(self) -> float:
-        return self._cost.poll
-
-    def shape(self, model: str) -> ModelShape:
-        return self._cost.shape(model)
+class Decoder(Roofline):
+    """A device to which prompts come computed, so that prefills take no time."""
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         decodes = [other for other in beside if other.phase is Phase.DECODE]
-        return self._cost.seconds(work, decodes) if work.phase is Phase.DECODE else 0.0
+        return super().seconds(work, decodes) if work.phase is Phase.DECODE else 0.0
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
-        return self._cost.operators(work) if work.phase is Phase.DECODE else ()
+        return super().operators(work) if work.phase is Phase.DECODE else ()
 
     def queued(self, work: Work) -> float:
-        return self._cost.queued(work) if work.phase is Phase.DECODE else 0.0
-
-    def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
-        return self._cost.attention(model, shape, rows, context)
+        return super().queued(work) if work.phase is Phase.DECODE else 0.0
 
 
 def pool_bytes(device: DeviceSpec, gpus: int, models: int) -> int:
@@ -106,7 +102,7 @@ def unit(
         overload=0.2,
         weave=weave,
     )
-    cost = Decoder(Roofline(sheet, gpus, dict.fromkeys(models, shape)))
+    cost = Decoder(sheet, gpus, dict.fromkeys(models, shape))
     return SimulatedUnit(spec, dict.fromkeys(models, page), _PARTS, cost, bandwidth=sheet.link / 2)
 
 
@@ -165,47 +161,41 @@ def weave(share: float, control: Control = "operators", split: Splitting = "auto
     return WeaveSpec(COLD, share, PART, control=control, split=split, waits=WAITS)
 
 
+MakeUnits = Callable[[str, float, float], list[SimulatedUnit]]
+"""The units on GPUs of a kind, for requests a second of the hot and of the cold model."""
+
+
 @dataclass(frozen=True, slots=True)
 class System:
-    """units: on GPUs of a kind, for requests a second of the hot and of the cold model."""
+    """A system that is compared."""
 
     name: str
-    units: Callable[[str, float, float], list[SimulatedUnit]]
-
-
-def dedicated(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
-    """Gives each model a GPU."""
-    return [unit(HOT, device, [HOT]), unit(COLD, device, [COLD])]
-
-
-def bare_temporal(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
-    """Returns the units of `temporal`, in a runtime that adds nothing to the device's time."""
-    return [unit("both", device, [HOT, COLD], gpus=2, rates=(hot, cold))]
-
-
-def bare_multiplexed(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
-    """Returns the units of `multiplexed`, in a runtime that adds nothing to the device's time."""
-    return [unit("both", device, [HOT, COLD], gpus=2, policy="adbs", shares=SHARES, rates=(hot, cold))]
+    units: MakeUnits
 
 
 def temporal(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
     """Puts both models on both GPUs, by turns on the whole of them."""
-    return [_in_muxserve(one) for one in bare_temporal(device, hot, cold)]
+    return [unit("both", device, [HOT, COLD], gpus=2, rates=(hot, cold))]
 
 
 def multiplexed(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
     """Puts both models on both GPUs, side by side, with MuxServe's batching, quotas and processes of fixed
     shares."""
-    return [_in_muxserve(one) for one in bare_multiplexed(device, hot, cold)]
+    return [unit("both", device, [HOT, COLD], gpus=2, policy="adbs", shares=SHARES, rates=(hot, cold))]
 
 
-def _in_muxserve(made: SimulatedUnit) -> SimulatedUnit:
+def in_muxserve(units: MakeUnits) -> MakeUnits:
     """Adds what MuxServe's runtime adds to a step, as in the experiments of its own paper."""
-    return replace(made, cost=in_runtime(made.cost, made.spec, {HOT: SIZE, COLD: SIZE}))
+
+    def made(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
+        sizes = {HOT: SIZE, COLD: SIZE}
+        return [replace(one, cost=in_runtime(one.cost, one.spec, sizes)) for one in units(device, hot, cold)]
+
+    return made
 
 
-def woven(spec: WeaveSpec) -> Callable[[str, float, float], list[SimulatedUnit]]:
-    """Gives each model a GPU, and offloads a part of the hot model's sequences."""
+def dedicated(spec: WeaveSpec | None = None) -> MakeUnits:
+    """Gives each model a GPU, and offloads a part of the hot model's sequences if there is a `spec`."""
 
     def units(device: str, hot: float, cold: float) -> list[SimulatedUnit]:
         return [unit(HOT, device, [HOT], weave=spec), unit(COLD, device, [COLD])]
@@ -215,12 +205,147 @@ def woven(spec: WeaveSpec) -> Callable[[str, float, float], list[SimulatedUnit]]
 
 def sharing(share: float) -> System:
     """Returns Weaver with another share."""
-    return System(f"Weaver, {100 * share:.0f} %", woven(weave(share)))
+    return System(f"Weaver, {100 * share:.0f} %", dedicated(weave(share)))
 
 
-DEDICATED: Final = System("dedicated", dedicated)
-MUXSERVE: Final = System("MuxServe", multiplexed)
-TEMPORAL: Final = System("Mux-Temporal", temporal)
-BARE_MUXSERVE: Final = System("MuxServe, bare", bare_multiplexed)
-BARE_TEMPORAL: Final = System("Mux-Temporal, bare", bare_temporal)
-WEAVER: Final = System("Weaver", woven(weave(SHARE)))
+DEDICATED: Final = System("dedicated", dedicated())
+MUXSERVE: Final = System("MuxServe", in_muxserve(multiplexed))
+TEMPORAL: Final = System("Mux-Temporal", in_muxserve(temporal))
+BARE_MUXSERVE: Final = System("MuxServe, bare", multiplexed)
+BARE_TEMPORAL: Final = System("Mux-Temporal, bare", temporal)
+WEAVER: Final = System("Weaver", dedicated(weave(SHARE)))
+
+
+WARM: Final = 0.5  # the part of the time that is not counted
+_LOOK: Final = 0.5  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests come for `seconds`, then it ends. hot, cold: requests a second. at_once: so many of the hot
+    model come at the start instead, and it ends with the last of them."""
+
+    device: str
+    trace: Trace
+    hot: float
+    seconds: float
+    cold: float = COLD_RATE
+    at_once: int = 0
+
+    @property
+    def where(self) -> str:
+        """The device and the trace, for the reader."""
+        return f"{self.device}, {self.trace.name}"
+
+    @property
+    def counted(self) -> float:
+        """The time from which on it is counted, in seconds."""
+        return 0.0 if self.at_once else WARM * self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Means of one model in the counted time. rate: answers a second, by their tokens. tpot: seconds a token
+    of those that ended, the mean of their means; p99. batch: sequences that run, in the mean."""
+
+    rate: float
+    tpot: float
+    p99: float
+    batch: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """filled: by unit, the part of its pool that is in use, with what others have of it, in the mean."""
+
+    hot: Course
+    cold: Course
+    filled: dict[str, float]
+
+
+def play_point(system: System, load: Load, tell: TellPart) -> Point:
+    """tell: hears which part of the time is over."""
+    return _Play(load, tell).run(system.units(load.device, load.hot, load.cold))
+
+
+def play_points(plan: Sequence[tuple[System, Load]], tell: Tell) -> list[Point]:
+    """Plays each system under its load."""
+
+    def name(run: tuple[System, Load]) -> str:
+        system, load = run
+        return f"{system.name}, {load.where}"
+
+    return play_all(plan, lambda run, part: play_point(*run, part), name, tell)
+
+
+@dataclass
+class _Seen:
+    """tokens: made so far, at each look."""
+
+    tpots: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def course(self, answer: int) -> Course:
+        """answer: its tokens, in the mean."""
+        times = np.array(self.tpots or [0.0])
+        batch = float(np.mean(self.running or [0]))
+        made = self.tokens[-1] - self.tokens[0] if self.tokens else 0
+        rate = made / (_LOOK * max(1, len(self.tokens) - 1)) / answer
+        return Course(rate, float(times.mean()), float(np.quantile(times, 0.99)), batch)
+
+
+class _Play:
+    def __init__(self, load: Load, tell: TellPart) -> None:
+        self._load, self._tell = load, tell
+        self._seen = {HOT: _Seen(), COLD: _Seen()}
+        self._filled: dict[str, list[float]] = {}
+        self._over = asyncio.Event()  # of what came at once
+
+    def run(self, units: Sequence[SimulatedUnit]) -> Point:
+        load = self._load
+        play_watched(
+            units,
+            self._requests(),
+            self._end,
+            self._look,
+            seconds=load.seconds,
+            first=load.counted,
+            every=_LOOK,
+            over=self._over,
+        )
+        hot, cold = (self._seen[model].course(load.trace.output) for model in (HOT, COLD))
+        return Point(hot, cold, {name: float(np.mean(parts)) for name, parts in self._filled.items()})
+
+    async def _look(self, fleet: SimulatedFleet) -> None:
+        """Notes how full all pools are."""
+        for name, engine in fleet.engines.items():
+            load = await engine.load()
+            for model, told in load.models.items():
+                self._seen[model].running.append(told.running)
+                self._seen[model].tokens.append(told.output_tokens_total)
+            used = sum(told.used_blocks for told in load.models.values())
+            self._filled.setdefault(name, []).append(used / load.total_blocks)
+            loan = engine.borrower.loan(HOT) if name == HOT else None
+            if loan is not None:
+                away = loan.pool.total - loan.pool.available
+                self._filled.setdefault("lent", []).append(away / load.total_blocks)
+
+    def _requests(self) -> Iterator[WorkloadRequest]:
+        load = self._load
+        for n in range(load.at_once):
+            yield WorkloadRequest(
+                at=0.0, model=HOT, prompt=load.trace.prompt + n % 16, output=load.trace.output
+            )
+        for request in requests(load.trace, load.hot, load.cold, load.seconds):
+            self._tell(request.at / load.seconds)
+            yield request
+
+    def _end(self, result: RequestResult) -> None:
+        check_answered(result)
+        request, end = result.request, result.end
+        seen = self._seen[request.model].tpots
+        if end is not None and result.per_token is not None and request.at + end >= self._load.counted:
+            seen.append(result.per_token)
+        if request.model == HOT and 0 < len(seen) == self._load.at_once:
+            self._over.set()
