@@ -9,41 +9,6 @@ each token in an event of its own.
 
 from __future__ import annotations
 
-from benchmarks.load import Load
-from benchmarks.null_engine import Shape
-from benchmarks.procfs import cpu_seconds
-from benchmarks.report import Finding
-from benchmarks.report import Report
-from benchmarks.report import make_parser
-from benchmarks.report import publish
-from benchmarks.report import this_machine
-from benchmarks.workload import Ask
-from collections.abc import AsyncIterator
-from collections.abc import Iterable
-from collections.abc import Sequence
-from contextlib import aclosing
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from kvloom.api.app import DEFAULT_MAX_BODY
-from kvloom.cluster.launcher import Snapshot
-from kvloom.cluster.state import ComponentStatus
-from kvloom.cluster.state import FleetSpec
-from kvloom.cluster.state import FleetStatus
-from kvloom.cluster.state import UnitSpec
-from kvloom.router.client import HttpEngineClient
-from kvloom.serve.child import ChildProcess
-from kvloom.serve.local import GATEWAY_MODULE
-from kvloom.serve.messages import GatewayOrder
-from kvloom.serve.messages import Ready
-from kvloom.types.request import SamplingParams
-from kvloom.types.request import StartGenerate
-from kvloom.types.spec import EngineSpec
-from kvloom.types.spec import ModelSpec
-from kvloom.types.spec import ProgramSpec
-from msgspec.structs import replace
-from pathlib import Path
-from rich.console import Console
-from statistics import median
 import asyncio
 import json
 import secrets
@@ -51,6 +16,29 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from msgspec.structs import replace
+from rich.console import Console
+
+from benchmarks.load import Load
+from benchmarks.null_engine import Shape
+from benchmarks.procfs import cpu_seconds
+from benchmarks.report import Finding, Report, make_parser, publish, this_machine
+from benchmarks.workload import Ask
+from kvloom.api.app import DEFAULT_MAX_BODY
+from kvloom.cluster.launcher import Snapshot
+from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, UnitSpec
+from kvloom.router.client import HttpEngineClient
+from kvloom.serve.child import ChildProcess
+from kvloom.serve.local import GATEWAY_MODULE
+from kvloom.serve.messages import GatewayOrder, Ready
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 MOST_MS, LEAST_PACE = 3.0, 5000.0
 KEPT = 0.95

@@ -10,47 +10,31 @@ in turn, round by round, in one run.
 
 from __future__ import annotations
 
-from benchmarks.engines import MODEL
-from benchmarks.engines import ending
-from benchmarks.engines import ready
-from benchmarks.engines import spec_of
-from benchmarks.report import Cell
-from benchmarks.report import Finding
-from benchmarks.report import Report
-from benchmarks.report import make_parser
-from benchmarks.report import publish
-from benchmarks.report import this_machine
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
-from contextlib import aclosing
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace as replace_fields
-from itertools import count
-from kvloom.router.client import HttpEngineClient
-from kvloom.serve.child import ChildProcess
-from kvloom.serve.local import ENGINE_MODULE
-from kvloom.serve.messages import EngineOrder
-from kvloom.types.load import ModelLoad
-from kvloom.types.load import UnitLoad
-from kvloom.types.load import Waits
-from kvloom.types.request import SamplingParams
-from kvloom.types.request import StartGenerate
-from kvloom.types.spec import EngineSpec
-from kvloom.types.spec import WeaveSpec
-from msgspec.structs import replace
-from pathlib import Path
-from rich.console import Console
-from statistics import median
 import asyncio
 import os
 import secrets
 import tempfile
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
+from itertools import count
+from pathlib import Path
+from statistics import median
+
+from msgspec.structs import replace
+from rich.console import Console
+
+from benchmarks.engines import MODEL, ending, ready, spec_of
+from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
+from kvloom.router.client import HttpEngineClient
+from kvloom.serve.child import ChildProcess
+from kvloom.serve.local import ENGINE_MODULE
+from kvloom.serve.messages import EngineOrder
+from kvloom.types.load import ModelLoad, UnitLoad, Waits
+from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import EngineSpec, WeaveSpec
 
 HOT, COLD = "hot", "cold"
 SHARE = 0.45  # the paper's best

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from kvloom.cli.app import CommandFailed
-from kvloom.cli.gateway import AdminClient
-from kvloom.cli.gateway import AdminError
-from kvloom.cli.replan import replan
-from kvloom.plan.cost.shapes import find_shape
-from kvloom.plan.plan import PlacementPlan
-from kvloom.plan.plan import PlannedModel
-from kvloom.plan.plan import PlannedUnit
-from kvloom.plan.plan import write_plan
-from kvloom.plan.target import PROCESS_BYTES
-from kvloom.plan.target import new_names
-from kvloom.types.errors import ConfigError
-from kvloom.types.service import Admit
-from kvloom.types.service import Drain
-from kvloom.types.service import Placement
-from kvloom.types.service import Service
-from kvloom.types.service import UnitState
-from kvloom.types.spec import EngineSpec
-from kvloom.types.spec import ModelSpec
-from kvloom.types.spec import WeaveSpec
-from msgspec.structs import replace
 from pathlib import Path
 from typing import Any
+
 import pytest
+from msgspec.structs import replace
+
+from kvloom.cli.app import CommandFailed
+from kvloom.cli.gateway import AdminClient, AdminError
+from kvloom.cli.replan import replan
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, write_plan
+from kvloom.plan.target import PROCESS_BYTES, new_names
+from kvloom.types.errors import ConfigError
+from kvloom.types.service import Admit, Drain, Placement, Service, UnitState
+from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
 
 GIB = 1 << 30
 SHAPE = find_shape("llama-7b")

@@ -3,67 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from cyclopts import App
-from cyclopts import Parameter
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from cyclopts import App, Parameter
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
 from kvloom.cli.app import interruptible
 from kvloom.cli.tables import console_for
-from kvloom.config.fields import ConfigSection
-from kvloom.config.fields import Size
-from kvloom.config.fields import Some
-from kvloom.config.fields import explain
-from kvloom.config.fields import nearest
-from kvloom.config.fields import no_bool
+from kvloom.config.fields import ConfigSection, Size, Some, explain, nearest, no_bool
 from kvloom.config.file import read_yaml
 from kvloom.config.units import resolve_model
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS
 from kvloom.plan.board import BoardPlacement
-from kvloom.plan.cluster import CPU
-from kvloom.plan.cluster import Demand
-from kvloom.plan.cluster import DeviceCosts
-from kvloom.plan.cluster import Nodes
+from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes
 from kvloom.plan.cost.devices import find_device
-from kvloom.plan.cost.profile import Profile
-from kvloom.plan.cost.profile import read_profile
-from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.cost.shapes import find_shape
-from kvloom.plan.cost.shapes import read_shape
+from kvloom.plan.cost.profile import Profile, read_profile
+from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.explain import Shortfall
-from kvloom.plan.explain import gigabytes
-from kvloom.plan.explain import more_devices
-from kvloom.plan.explain import shortfalls
-from kvloom.plan.plan import PlacementPlan
-from kvloom.plan.plan import PlannedUnit
-from kvloom.plan.plan import write_plan
-from kvloom.plan.planner import memory_greedy
-from kvloom.plan.planner import plan_placement
-from kvloom.plan.planner import spatial
-from kvloom.plan.planner import write_down
-from kvloom.plan.planner import write_spatial
+from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
+from kvloom.plan.plan import PlacementPlan, PlannedUnit, write_plan
+from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number
-from pathlib import Path
-from pydantic import BeforeValidator
-from pydantic import Field
-from pydantic import ValidationError
-from pydantic import model_validator
-from rich.console import Console
-from rich.progress import Progress
-from rich.progress import SpinnerColumn
-from rich.progress import TextColumn
-from rich.progress import TimeElapsedColumn
-from rich.table import Table
-from typing import Annotated
-from typing import Final
-from typing import Literal
 
 MOST_DEVICES: Final = 4096
 _CPU_ITEMSIZE: Final = 4  # kvloom computes in float32 on a CPU

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
 from huggingface_hub import try_to_load_from_cache
+from msgspec.structs import replace
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
 from kvloom.config.config import Config
 from kvloom.exec.huggingface import hide_progress
 from kvloom.lab.profile.jobs import WatchedExecutor
-from kvloom.lab.profile.serving import measure_serving
-from kvloom.lab.profile.serving import serving_loads
-from kvloom.lab.profile.session import Effort
-from kvloom.lab.profile.session import QUICK
-from kvloom.lab.profile.session import measure
-from kvloom.lab.profile.session import this_computer
-from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.measured import cross_validate
-from kvloom.plan.cost.profile import Computer
-from kvloom.plan.cost.profile import HostedSeconds
-from kvloom.plan.cost.profile import Profile
-from kvloom.plan.cost.profile import write_profile
-from kvloom.plan.cost.shapes import CONFIG
-from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.cost.shapes import read_shape
+from kvloom.lab.profile.serving import measure_serving, serving_loads
+from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
+from kvloom.plan.cost.measured import Measured, cross_validate
+from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
+from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
 from kvloom.serve.engine import require_hub
 from kvloom.types.spec import EngineSpec
-from msgspec.structs import replace
-from pathlib import Path
-from rich.console import Console
-from rich.progress import BarColumn
-from rich.progress import Progress
-from rich.progress import TextColumn
-from rich.progress import TimeElapsedColumn
-from rich.progress import TimeRemainingColumn
-from rich.table import Table
-import asyncio
-import uvloop
 
 POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
 QUIET = 0.5  # load average above which the machine is not
