@@ -68,11 +68,10 @@ def triton_operations() -> Operations:
     imported."""
     from kvloom.kernels.cuda.copy import copy_pages
     from kvloom.kernels.cuda.decode import Workspace, decode_attention, splits_for
-    from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate
+    from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
     from kvloom.kernels.cuda.offload_ask import collect, post
     from kvloom.kernels.cuda.offload_serve import serve
     from kvloom.kernels.cuda.prefill import prefill_attention
-    from kvloom.kernels.cuda.write import write_kv
 
     def workspace(
         batch: int,
