@@ -1,12 +1,28 @@
-"""Plain torch twins of the kernels: they define what the kernels compute, in any dtype, at any speed."""
+"""Plain torch twins of the kernels: they define what the kernels compute, in any dtype, at any speed. And the
+check of a tensor that all kernels share."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+def check(name: str, tensor: Tensor, *shape: int, dtypes: tuple[Any, ...] = ()) -> None:
+    """Raises ValueError if a tensor has another shape (-1: any size) or dtype, or gaps in its last
+    dimension."""
+    have = tensor.shape
+    fits = len(have) == len(shape) and (not dtypes or tensor.dtype in dtypes)
+    if fits and have != shape:
+        fits = all(want in (-1, n) for want, n in zip(shape, have, strict=True))
+    if not fits or (tensor.stride(-1) != 1 and have[-1] > 1):
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "values"
+        raise ValueError(
+            f"{name}: want {kinds} {list(shape)}, the last dimension without gaps, "
+            f"got {tensor.dtype} {list(have)} with strides {list(tensor.stride())}"
+        )
 
 
 def block_view(arena: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:

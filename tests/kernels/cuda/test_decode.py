@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvloom.kernels import reference
 from kvloom.kernels.cuda.decode import Workspace, decode_attention, merge, splits_for
-from tests.kernels.cuda.paged import Paged, paged
+from tests.kernels.paged import Paged, paged
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3}
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvloom.kernels import reference
 from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
-from tests.kernels.cuda.paged import paged
+from tests.kernels.paged import paged
 
 DTYPES = torch.float32, torch.float16
 
@@ -76,7 +76,8 @@ def test_write(head_dim: int, kv_heads: int, rows: int, kind: torch.dtype) -> No
     fused = torch.randn(rows, 4 * kv_heads, head_dim).to(kind)
     k, v = fused[:, : 2 * kv_heads : 2], fused[:, -kv_heads:]
     slots = torch.randperm(rows + 5)[:rows]
-    slot_page, slot_offset = p.tables[0][slots // 8], (slots % 8).int()
+    tokens = p.arena.shape[2]
+    slot_page, slot_offset = p.tables[0][slots // tokens], (slots % tokens).int()
     slot_page[::3] = -1
     whole = p.arena.as_strided((p.arena.shape[0], p.arena.stride(0)), (p.arena.stride(0), 1))
     before = whole.nan_to_num_().clone()

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvloom.kernels import reference
 from kvloom.kernels.cuda.decode import decode_attention
 from kvloom.kernels.cuda.prefill import prefill_attention
-from tests.kernels.cuda.paged import Paged, paged
+from tests.kernels.paged import Paged, paged
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3}
 FILL = 7.0

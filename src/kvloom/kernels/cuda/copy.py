@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, check
+from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher
+from kvloom.kernels.reference import check
 
 _WORDS = 4096  # of 4 bytes, a program: four loads of 16 bytes a thread
 _WARPS = 8

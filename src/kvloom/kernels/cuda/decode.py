@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, check, power_of_two
+from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, power_of_two
 from kvloom.kernels.cuda.tile import LN2, LOWEST, AttentionForm, attend_tile
+from kvloom.kernels.reference import check
 
 _VALUES = 4096  # held by a program at once
 

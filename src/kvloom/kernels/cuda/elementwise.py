@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, check, power_of_two
-from kvloom.kernels.reference import Activation
+from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, power_of_two
+from kvloom.kernels.reference import Activation, check
 
 _WRITE_VALUES = 2048  # of K, and of V, a program: two loads of 16 bytes a thread each
 

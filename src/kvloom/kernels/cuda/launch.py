@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, Generic, ParamSpec
 
-from torch import Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -56,18 +54,3 @@ CHANGING = (
 def power_of_two(n: int) -> int:
     """Returns the least power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def check(name: str, tensor: Tensor, *shape: int, dtypes: tuple[Any, ...] = ()) -> None:
-    """Raises ValueError if a tensor has another shape (-1: any size) or dtype, or gaps in its last
-    dimension."""
-    sizes = tensor.dim() == len(shape) and all(
-        want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True)
-    )
-    dense = sizes and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
-    if not dense or (dtypes and tensor.dtype not in dtypes):
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "values"
-        raise ValueError(
-            f"{name}: want {kinds} {list(shape)}, the last dimension without gaps, "
-            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-        )

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import Launch, Launcher, check, power_of_two
+from kvloom.kernels.cuda.launch import Launch, Launcher, power_of_two
 from kvloom.kernels.cuda.poll import MASK, after, ahead, blame, is_last, look, look_here, tell, tell_here
 from kvloom.kernels.cuda.tile import DTYPES
 from kvloom.kernels.mailbox import BorrowerState, MailboxTensors, Trouble
+from kvloom.kernels.reference import check
 
 _PROGRAMS = 16
 _CHANGING = ("posted", "done", "over", "state", "step", "layer", "window", "looks")

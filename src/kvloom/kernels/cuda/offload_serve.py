@@ -16,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kvloom.kernels.cuda.launch import Launch, Launcher, check, power_of_two
+from kvloom.kernels.cuda.launch import Launch, Launcher, power_of_two
 from kvloom.kernels.cuda.poll import MASK, ahead, blame, look, look_here, tell, tell_here
 from kvloom.kernels.cuda.tile import DTYPES, LOWEST, attend_tokens
 from kvloom.kernels.mailbox import WORDS, End, LenderState, LentArena, MailboxTensors
+from kvloom.kernels.reference import check
 
 
 @triton.jit

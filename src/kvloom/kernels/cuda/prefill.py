@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, check, power_of_two
+from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, power_of_two
 from kvloom.kernels.cuda.tile import LOWEST, AttentionForm, attend_tile
+from kvloom.kernels.reference import check
 
 
 @triton.jit(do_not_specialize=CHANGING)
