@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kvloom.exec.cpu.executor import TorchExecutor
-from kvloom.exec.cpu.loader import load_model
+from kvloom.exec.cpu.executor import CPU, TorchExecutor
+from kvloom.exec.loader import load_model
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import SamplingDefaults
 from kvloom.types.spec import ModelSpec
@@ -135,7 +135,7 @@ def test_code_in_a_checkpoint_is_never_run(qwen: Path, kind: str, capfd: pytest.
 
 def test_a_block_too_small_for_a_token(qwen: Path) -> None:
     with pytest.raises(ConfigError, match=r"models\.mine: block_bytes: 64 holds no token of head size 16"):
-        load_model(ModelSpec(name="mine", path=str(qwen)), 64)
+        load_model(ModelSpec(name="mine", path=str(qwen)), 64, CPU)
 
 
 def test_a_pool_too_small_for_a_page(qwen: Path) -> None:

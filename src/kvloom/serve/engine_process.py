@@ -45,7 +45,7 @@ def preload() -> list[Callable[[], object]]:
     step by step."""
     from kvloom.api.verbs import create_verbs  # noqa: F401, PLC0415
     from kvloom.engine.engine import Engine  # noqa: F401, PLC0415
-    from kvloom.exec.cpu.parallel import load_executor  # noqa: F401, PLC0415
+    from kvloom.exec.cpu.executor import load_executor  # noqa: F401, PLC0415
     from kvloom.kernels.cpu.warm import kernels  # noqa: PLC0415
     from kvloom.offload.cpu.backend import CpuOffloadBackend  # noqa: F401, PLC0415
     from kvloom.offload.loans import Borrower  # noqa: F401, PLC0415
@@ -114,7 +114,7 @@ def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -
         from kvloom.exec.cuda.loader import load_gpu_executor  # noqa: PLC0415
 
         return load_gpu_executor(spec, progress)
-    from kvloom.exec.cpu.parallel import load_executor  # noqa: PLC0415
+    from kvloom.exec.cpu.executor import load_executor  # noqa: PLC0415
 
     return load_executor(spec, folder, progress)
 

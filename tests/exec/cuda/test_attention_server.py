@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, HostEvent, HostStream, PartitionLane, Partitions
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
-from kvloom.exec.cuda.streams import HostEvent, HostStream
 from kvloom.kernels import mailbox_reference
 from kvloom.kernels.mailbox import End
 from kvloom.offload.cuda.attention_server import CudaAttentionServer

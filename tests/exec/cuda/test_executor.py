@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, HostStream, PartitionLane, Partitions, Recording
 from kvloom.exec.cuda.executor import GpuExecutor
-from kvloom.exec.cuda.streams import HostStream, Recording
 from kvloom.types.job import Job
 from kvloom.types.request import StartGenerate
 from kvloom.types.spec import EngineSpec

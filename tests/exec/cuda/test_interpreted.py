@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, HostStream, PartitionLane, Partitions
 from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm
 from kvloom.exec.cuda.operations import triton_operations
-from kvloom.exec.cuda.streams import HostStream
 from tests import interpreter
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of

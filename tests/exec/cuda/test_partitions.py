@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.exec.cuda.device import PartitionLane, Partitions
-from kvloom.exec.cuda.streams import HostStream
+from kvloom.exec.cuda.device import HostStream, PartitionLane, Partitions
 
 COMPUTE = 132
 SMALLER = (16, 32, 48, 64)

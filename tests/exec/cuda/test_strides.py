@@ -14,12 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, HostEvent, HostStream, PartitionLane, Partitions
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.graphs import DecodeSteps
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
-from kvloom.exec.cuda.streams import HostEvent, HostStream
 from kvloom.types.job import Job, Phase
 from kvloom.types.request import StartGenerate
 from tests.checkpoints import make_checkpoint

@@ -19,10 +19,9 @@ from msgspec import structs
 from torch import Tensor
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, HostStream, PartitionLane, Partitions
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
-from kvloom.exec.cuda.streams import HostStream
 from kvloom.kernels.mailbox import BorrowerState, LenderState, LentArena, MailboxTensors, signed
 from kvloom.offload.cuda.backend import CudaOffloadBackend
 from kvloom.offload.terms import Borrow, Loan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.lab.profile.beside import measure_pair
 from kvloom.lab.profile.jobs import Setting, Stage, decode, prefill

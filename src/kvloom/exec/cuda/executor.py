@@ -4,6 +4,7 @@ the GPU's partitions."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, StreamEvent
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, buckets_up_to
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, ask_prefill, rehearse
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
-from kvloom.exec.cuda.streams import StepProgress, StreamEvent
 from kvloom.exec.sampler import prompt_logprobs
 from kvloom.kv.arena import ArenaMemory
 from kvloom.offload.cuda.attention_server import Serve
@@ -29,6 +29,27 @@ from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
 
 STRIDE: Final = 32  # steps of a decode job: each takes a row's next page at once, of about as many tokens
+
+
+class StepProgress:
+    """The progress of a job of several steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.begun = 1  # steps that the device has been asked for
+        self._most = steps
+        self._lock = threading.Lock()
+
+    def goes_on(self) -> bool:
+        """Returns whether there is to be another step, which has begun then."""
+        with self._lock:
+            more = self.begun < self._most
+            self.begun += more
+            return more
+
+    def cut(self) -> None:
+        """Lets no other step begin."""
+        with self._lock:
+            self._most = self.begun
 
 
 class GpuExecutor:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvloom.kernels import mailbox_reference, reference
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+from kvloom.kernels.reference import Activation
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,13 @@ from typing import Any, Self
 import torch
 
 from kvloom.exec.cuda.device import GpuDevice, uncut
-from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.executor import GpuExecutor, StepProgress
 from kvloom.exec.cuda.loader import load_pool, open_gpu, rehearse
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.staging import Staging
-from kvloom.exec.cuda.streams import StepProgress
 from kvloom.exec.parallel.group import SECONDS, RankGroup
-from kvloom.exec.parallel.member import Member, check
-from kvloom.exec.parallel.ranks import Ranks, Start, start_process
+from kvloom.exec.parallel.ranks import Member, Ranks, Start, check, start_process
 from kvloom.exec.parallel.wire import StartRank, Step, ToldMap, ids_of
 from kvloom.kv.arena import ArenaMemory
 from kvloom.types.errors import Unavailable

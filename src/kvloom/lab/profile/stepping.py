@@ -11,7 +11,7 @@ from statistics import median
 
 from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import TorchExecutor
-from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.plan.cost.profile import Stepped
 from kvloom.transfer.shared_memory import ShmTransport
