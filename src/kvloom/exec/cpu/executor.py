@@ -19,7 +19,7 @@ from kvloom.exec.cpu.fuse import fuse_on_cpu
 from kvloom.exec.loader import Forward, LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.ranks import Member, Ranks, check
-from kvloom.exec.parallel.wire import StartRank, Step, ToldMap, ids_of
+from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
 from kvloom.exec.sampler import prompt_logprobs, sample
 from kvloom.kv.arena import Arena
 from kvloom.offload.cpu.attention import CpuLoans
@@ -222,10 +222,9 @@ class CpuWorker:
     def _run(self, step: Step, state: ForwardState) -> None:
         torch.set_num_threads(step.share)
         self._group.enter(step.slot)
-        tokens, kept = ids_of(step)
         with torch.inference_mode():
             state.copy_pages(state.plan.copies)
-            self._models[step.model].forward(tokens, kept, state)
+            self._models[step.model].forward(step.array("tokens"), step.array("kept"), state)
 
 
 def load_executor(
