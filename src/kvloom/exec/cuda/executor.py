@@ -18,13 +18,13 @@ from kvloom.exec.cuda.device import GpuDevice, PartitionLane, StreamEvent
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, buckets_up_to
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
-from kvloom.exec.cuda.prefill import Draws, ask_prefill, rehearse
+from kvloom.exec.cuda.prefill import Draws, prefill_inputs, rehearse, run_prefill
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
 from kvloom.exec.sampler import prompt_logprobs
 from kvloom.kv.arena import ArenaMemory
 from kvloom.offload.cuda.attention_server import Serve
 from kvloom.types.errors import Unavailable
-from kvloom.types.geometry import Geometry
+from kvloom.types.geometry import AnyArray, Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
 
@@ -262,6 +262,15 @@ class GpuExecutor:
         """Returns the steps of a job in a turn of the lane, in which loans stay what they are."""
         return self.loans.steps(job, lane) or self._steps[job.model, lane]
 
+    def _send(
+        self, model: DeviceModel, job: Job, lane: PartitionLane, staging: Staging, arrays: dict[str, AnyArray]
+    ) -> SentInputs:
+        """Sends a job's inputs, and does its copies on write."""
+        arrays |= model.copies(job.plan.copies)
+        sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
+        model.copy_pages(sent)
+        return sent
+
     def _decode(
         self,
         model: DeviceModel,
@@ -272,9 +281,8 @@ class GpuExecutor:
         steps: DecodeSteps,
     ) -> tuple[Tensor, SentInputs]:
         """Asks for the first step. Returns logits [samples and prompts, V], and what was sent."""
-        arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays | model.copies(job.plan.copies)
-        sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
-        model.copy_pages(sent)
+        arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays
+        sent = self._send(model, job, lane, staging, arrays)
         logits = steps.run(sent)
         for send in job.plan.sends:
             send.put_all(job.plan.page_map)
@@ -283,7 +291,14 @@ class GpuExecutor:
     def _prefill(
         self, model: DeviceModel, job: Job, lane: PartitionLane, staging: Staging, draws: Draws
     ) -> tuple[Tensor, SentInputs]:
-        return ask_prefill(model, job, lane, staging, draws, self.loans.poll)
+        """Asks for a prefill. Returns what `_decode` does."""
+        sent = self._send(model, job, lane, staging, prefill_inputs(job) | draws.arrays)
+
+        def written(layer: int) -> None:
+            for send in job.plan.sends:
+                send.put(job.plan.page_map, layer)
+
+        return run_prefill(model, sent.arrays, written, self.loans.poll), sent
 
 
 def _settle(lane: PartitionLane) -> None:

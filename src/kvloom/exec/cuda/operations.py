@@ -66,23 +66,11 @@ def triton_operations() -> Operations:
     """Returns Triton's kernels. They are imported here alone: triton reads its environment when it is
     imported."""
     from kvloom.kernels.cuda.copy import copy_pages
-    from kvloom.kernels.cuda.decode import Workspace, decode_attention, splits_for
+    from kvloom.kernels.cuda.decode import decode_attention, workspace
     from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
     from kvloom.kernels.cuda.offload_ask import collect, post
     from kvloom.kernels.cuda.offload_serve import serve
     from kvloom.kernels.cuda.prefill import prefill_attention
-
-    def workspace(
-        batch: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        multiprocessors: int,
-        longest: int,
-        device: torch.device,
-    ) -> Workspace:
-        splits = splits_for(batch, kv_heads, multiprocessors, longest)
-        return Workspace.make(splits, batch, heads, head_dim, device)
 
     return Operations(
         write_kv,

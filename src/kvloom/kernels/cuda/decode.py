@@ -192,6 +192,20 @@ def splits_for(batch: int, kv_heads: int, multiprocessors: int, longest: int) ->
     return max(1, min(room, _MOST_SPLITS, longest // 64))
 
 
+def workspace(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    multiprocessors: int,
+    longest: int,
+    device: torch.device,
+) -> Workspace:
+    """Returns the room that decode steps of up to `longest` tokens need on so many multiprocessors."""
+    splits = splits_for(batch, kv_heads, multiprocessors, longest)
+    return Workspace.make(splits, batch, heads, head_dim, device)
+
+
 @Launcher
 def decode_attention(
     out: Tensor,

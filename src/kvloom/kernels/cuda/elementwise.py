@@ -61,11 +61,7 @@ def _write(  # type: ignore[no-untyped-def]
 def write_kv(
     arena: Tensor, page_map: Tensor, layer: int, k: Tensor, v: Tensor, slot_page: Tensor, slot_offset: Tensor
 ) -> Launch:
-    """Stores k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
-
-    page_map [pages, layers, kv_heads], slot_page [n] and slot_offset [n] are int32 on the device. A row whose
-    page is negative, a graph's padding, is stored nowhere.
-    """
+    """Stores new K and V in the pool, as `reference.write_kv` says; the lists are on the device."""
     (rows, kv_heads, head_dim), tokens = k.shape, arena.shape[2]
     check("arena", arena, -1, 2, tokens, head_dim)
     check("page_map", page_map, -1, -1, kv_heads, dtypes=(torch.int32,))
@@ -297,12 +293,8 @@ def advance(
     tables: Tensor,
     page_tokens: int,
 ) -> Launch:
-    """Appends in place to each of the first B rows the token that it has drawn, ids [B] int64, one position
-    on.
-
-    tokens, positions int64 and lengths, slot_page, slot_offset int32 have B rows or more, of which the rest,
-    a graph's padding, stays; tables [B, P] int32 has the page of the new position, of page_tokens tokens.
-    """
+    """Appends the tokens that were drawn, as `reference.advance` says: ids, tokens and positions are int64,
+    the others int32. Rows past those of ids, a graph's padding, stay."""
     rows = ids.shape[0]
     check("ids", ids, rows, dtypes=(torch.int64,))
     check("tables", tables, rows, -1, dtypes=(torch.int32,))

@@ -117,10 +117,7 @@ def post(
     softcap: float = 0.0,
     programs: int = _PROGRAMS,
 ) -> Launch:
-    """Asks for attention of those rows of q [N, heads, D], k and v [N, kv_heads, D] that
-    `borrower_state.step` names as offloaded. If as many tasks as there are slots are not collected, or the
-    mailbox takes fewer rows, the status becomes `Trouble.FULL`; while there is a status, nothing is
-    posted."""
+    """Posts a task, as `mailbox_reference.post` says."""
     slots, rows, heads, head_dim = mailbox.out.shape
     check("q", q, -1, heads, head_dim, dtypes=DTYPES)
     check("k", k, -1, mailbox.kv_heads, head_dim, dtypes=DTYPES)
@@ -144,10 +141,7 @@ def post(
 def collect(
     mailbox: MailboxTensors, borrower_state: BorrowerState, out: Tensor, looks: int, programs: int = _PROGRAMS
 ) -> Launch:
-    """Waits for the first task that is not collected, and takes its output into the offloaded rows of out [N,
-    heads, D]. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; if the lender
-    has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. If there is a
-    status, those rows are 0."""
+    """Collects a task's output, as `mailbox_reference.collect` says."""
     slots, _, heads, head_dim = mailbox.out.shape
     check("out", out, -1, heads, head_dim, dtypes=DTYPES)
     arguments: dict[str, Any] = {

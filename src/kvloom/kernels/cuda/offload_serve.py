@@ -266,14 +266,7 @@ def serve(
     looks: int = 0,
     programs: int = _PROGRAMS,
 ) -> Launch:
-    """Does the task that waits in a lender's mailbox, if there is one: k and v of its rows are appended to
-    lent blocks, the output is written, `done` counts on. If none waits, looks for `looks` times more.
-
-    If a task names what is not lent, or what cannot be, `over` becomes `End.FORGED` in the lender's state and
-    the mailbox, and no task is taken from then on; nor while `over` is anything else, or the borrower has
-    left. Launches on several streams may run at the same time; a task that comes while one is at its start
-    may be done by it in part, and by the next one to its end.
-    """
+    """Does the task that waits in a lender's mailbox, if there is one, as `mailbox_reference.serve` says."""
     (pages, layers, kv_heads), (slots, rows, heads, head_dim) = mailbox.map.shape, mailbox.out.shape
     tokens, dims = lent.arena.shape[2], max(16, power_of_two(head_dim))
     check("arena", lent.arena, -1, 2, tokens, head_dim, dtypes=DTYPES)
