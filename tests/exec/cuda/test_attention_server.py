@@ -51,7 +51,7 @@ def attending(
     borrower: int | None = None,
     ended: Callable[[str], None] = lambda why: None,
     stream: HostStream | None = None,
-    **how: float,
+    **how: Any,
 ) -> Iterator[CudaAttentionServer]:
     """The lender's end of a loan; nobody waits long for its idle thread."""
     lanes, idle = device.partitions.lanes, PartitionLane(COMPUTE, stream or _Slow())

@@ -144,7 +144,8 @@ class SentMaps:
     def step(self, slot: int, job: Job, kept: I64) -> Step:
         plan = job.plan
         pages = self._changed(job.model, plan)
-        arrays = {"tokens": job.tokens, "kept": kept, "pages": pages, "blocks": plan.page_map[pages]}
+        arrays: dict[str, AnyArray] = {"tokens": job.tokens, "kept": kept}
+        arrays |= {"pages": pages, "blocks": plan.page_map[pages]}
         arrays |= {name: getattr(plan, name) for name in _KINDS if name not in arrays}
         return Step(
             slot=slot,
