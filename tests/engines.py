@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.cpu.parallel import load_executor
+from kvloom.exec.cpu.executor import load_executor
 from kvloom.offload.terms import OffloadBackend
 from kvloom.router.router import Router
 from kvloom.serve.engine import open_transport

@@ -14,8 +14,7 @@ import msgspec
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.sequence import Sequence
-from kvloom.exec.cpu.executor import TorchExecutor
-from kvloom.exec.cpu.parallel import load_executor
+from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.offload.cpu.backend import CpuOffloadBackend
 from kvloom.offload.offloaded import OffloadedSequences
 from kvloom.offload.terms import Borrow, Loan

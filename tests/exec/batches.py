@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import ForwardState
-from kvloom.exec.cpu.layer import Forward
+from kvloom.exec.loader import Forward
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import I64, Geometry

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvloom.exec.cpu.loader import LoadedModel, load_model
+from kvloom.exec.cpu.executor import CPU
+from kvloom.exec.loader import LoadedModel, load_model
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import ModelSpec
 
@@ -16,7 +17,7 @@ BLOCK = 2048
 
 
 def load(path: Path | str, **changes: Any) -> LoadedModel:
-    return load_model(ModelSpec(name="mine", path=str(path), **changes), BLOCK)
+    return load_model(ModelSpec(name="mine", path=str(path), **changes), BLOCK, CPU)
 
 
 def refusal(path: Path | str, **changes: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvloom.exec.attention import ForwardState
 from kvloom.exec.cpu.decoder import FusedDecoder
-from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.offload.cpu.attention import RemoteAttention

@@ -13,8 +13,8 @@ from torch import nn
 
 from kvloom.exec.cpu import small_batch
 from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
-from kvloom.exec.cpu.layer import Modular
 from kvloom.exec.cpu.linear import PackedLinear, panels_of
+from kvloom.exec.loader import Modular
 from tests.checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
 from tests.exec.batches import Batch
 from tests.exec.loading import load

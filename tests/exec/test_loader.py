@@ -12,12 +12,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kvloom.exec.cpu.executor import TorchExecutor
-from kvloom.exec.cpu.loader import load_model
+from kvloom.exec.cpu.executor import CPU, TorchExecutor
+from kvloom.exec.loader import load_model
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import SamplingDefaults
 from kvloom.types.spec import ModelSpec
-from tests.checkpoints import EOS, VOCAB, make_checkpoint
+from tests.checkpoints import EOS, VOCAB, make_checkpoint, save_tokenizer
 from tests.exec.loading import BLOCK, load, reconfigure, refusal
 
 
@@ -51,15 +51,8 @@ def test_a_missing_tensor(qwen: Path) -> None:
 
 def test_a_tensor_of_the_wrong_shape(qwen: Path) -> None:
     name = "model.layers.2.mlp.down_proj.weight"
-
-    def cut(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name] = tensors[name][:, :-1].contiguous()
-
-    rewrite(qwen, cut)
-    message = refusal(qwen)
-    assert name in message
-    assert "[64, 95]" in message
-    assert "[64, 96]" in message
+    rewrite(qwen, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
+    assert f"{name} has shape [64, 95] in its files and [64, 96] in its config" in refusal(qwen)
 
 
 def test_shapes_that_the_config_denies(qwen: Path) -> None:
@@ -110,15 +103,12 @@ def test_weights_cut_short(qwen: Path, keep: int) -> None:
     refusal(qwen)
 
 
-def test_no_tokenizer(qwen: Path) -> None:
+def test_a_tokenizer_that_is_broken_or_none(qwen: Path) -> None:
+    (qwen / "tokenizer.json").write_text("{")
+    refusal(qwen)
     for file in qwen.glob("tokenizer*"):
         file.unlink()
     assert "okenizer" in refusal(qwen)
-
-
-def test_a_broken_tokenizer(qwen: Path) -> None:
-    (qwen / "tokenizer.json").write_text("{")
-    refusal(qwen)
 
 
 @pytest.mark.parametrize("kind", ["their_own", "qwen2"])
@@ -135,7 +125,7 @@ def test_code_in_a_checkpoint_is_never_run(qwen: Path, kind: str, capfd: pytest.
 
 def test_a_block_too_small_for_a_token(qwen: Path) -> None:
     with pytest.raises(ConfigError, match=r"models\.mine: block_bytes: 64 holds no token of head size 16"):
-        load_model(ModelSpec(name="mine", path=str(qwen)), 64)
+        load_model(ModelSpec(name="mine", path=str(qwen)), 64, CPU)
 
 
 def test_a_pool_too_small_for_a_page(qwen: Path) -> None:
@@ -152,47 +142,28 @@ def test_the_context_is_bounded_by_the_config_and_by_the_person(qwen: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "rope",
+    ("rope", "length"),
     [
-        {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64},
-        {
-            "rope_type": "longrope",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-        },
+        ({"rope_type": "dynamic", "factor": 4.0}, 64),
+        ({"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}, 64),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 256),
     ],
-    ids=lambda rope: str(rope["rope_type"]),
+    ids=lambda rope: str(rope["rope_type"]) if isinstance(rope, dict) else "",
 )
 def test_a_rope_that_changes_with_the_longest_keeps_to_where_it_does_not(
-    tmp_path: Path, rope: dict[str, Any]
+    tmp_path: Path, rope: dict[str, Any], length: int
 ) -> None:
-    path = make_checkpoint(tmp_path, "qwen2", rope_parameters=rope | {"rope_theta": 10_000.0})
-    assert load(path).card.context_length == 64
-
-
-def test_a_rope_that_does_not_change_keeps_its_length(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    assert load(make_checkpoint(tmp_path, "qwen2", rope_parameters=rope)).card.context_length == 256
+    both = {"rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+    assert load(make_checkpoint(tmp_path, "qwen2", rope_parameters=rope | both)).card.context_length == length
 
 
 def test_the_card(qwen: Path) -> None:
     card = load(qwen).card
-    assert (card.name, card.vocab_size, card.eos_token_ids, card.bos_token_id) == (
-        "mine",
-        VOCAB,
-        (EOS,),
-        None,
+    assert (card.name, card.vocab_size, card.dtype, card.architecture) == (
+        *("mine", VOCAB, "float32"),
+        "Qwen2ForCausalLM",
     )
-    assert (card.architecture, card.dtype, card.add_bos) == ("Qwen2ForCausalLM", "float32", False)
+    assert (card.eos_token_ids, card.bos_token_id, card.add_bos) == ((EOS,), None, False)
     assert card.chat_template
     assert json.loads(card.tokenizer)["model"]["type"] == "BPE"
 
@@ -217,14 +188,11 @@ def test_sampling_as_the_checkpoint_wants_it(
     assert load(qwen).card.sampling == wanted
 
 
-def test_sampling_without_a_wish(qwen: Path) -> None:
-    (qwen / "generation_config.json").unlink()
-    assert load(qwen).card.sampling == SamplingDefaults()
-
-
-def test_sampling_that_cannot_be(qwen: Path) -> None:
+def test_sampling_that_cannot_be_is_refused_and_none_is_no_wish(qwen: Path) -> None:
     (qwen / "generation_config.json").write_text('{"temperature": -1}')
     assert "generation_config.json" in refusal(qwen)
+    (qwen / "generation_config.json").unlink()
+    assert load(qwen).card.sampling == SamplingDefaults()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -233,3 +201,64 @@ def test_half_precision(qwen: Path, dtype: str) -> None:
     assert model.card.dtype == dtype
     assert model.geometry.itemsize == 2
     assert model.geometry.tokens_per_block == 32
+
+
+def refused(path: Path, kind: str, maker: Any = transformers.AutoModelForCausalLM, **config: Any) -> str:
+    """Returns why a random model of this kind is refused."""
+    base = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(0)
+    maker.from_config(getattr(transformers, kind)(**(base | config))).save_pretrained(path)
+    save_tokenizer(path, VOCAB)
+    return refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "why"),
+    [
+        (
+            "DeepseekV3Config",
+            {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
+            | {"qk_nope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 16, "n_routed_experts": 4}
+            | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+            "latent attention",
+        ),
+        ("MambaConfig", {"state_size": 4}, "does not use transformers' attention interface"),
+        (
+            "StableLmConfig",
+            {"num_key_value_heads": 2},
+            "its layers do not pass on what kvloom's attention needs",
+        ),
+        (
+            "GptOssConfig",
+            {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4}
+            | {"num_experts_per_tok": 2},
+            "attention sinks",
+        ),
+        (
+            "Lfm2Config",
+            {"num_hidden_layers": 3, "num_key_value_heads": 2, "block_ff_dim": 48}
+            | {"layer_types": ["conv", "full_attention", "conv"]},
+            "only 1 of its 3 layers are attention",
+        ),
+    ],
+)
+def test_attention_that_kvloom_does_not_have(
+    tmp_path: Path, kind: str, config: dict[str, Any], why: str
+) -> None:
+    assert why in refused(tmp_path, kind, **config)
+
+
+def test_an_encoder_decoder(tmp_path: Path) -> None:
+    sizes = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+    starts = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    why = refused(tmp_path, "T5Config", transformers.AutoModelForSeq2SeqLM, **sizes, **starts)
+    assert "encoder-decoder" in why

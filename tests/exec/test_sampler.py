@@ -1,4 +1,5 @@
-"""Draws, against transformers' own processors, and the numbers behind them."""
+"""Draws, penalties and masks against transformers' own processors and plain definitions, and the numbers and
+log-probabilities that come with them."""
 
 from __future__ import annotations
 
@@ -6,20 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from kvloom.exec.sampler import sample, uniform
-from kvloom.types.job import SampleRow
-from tests.draws import F64, VOCAB, draw, follows, ids, params, random_logits, rows
+from kvloom.exec.sampler import prompt_logprobs, sample, uniform
+from kvloom.types.job import PromptRow, SampleRow
+from tests.draws import F64, VOCAB, bent, draw, follows, ids, params, random_logits, rows, softmax
 
 
 def oracle(logits: Tensor, processors: Sequence[Any]) -> F64:
@@ -132,3 +135,120 @@ def test_half_precision_logits() -> None:
     logits = random_logits(8, 4).to(torch.bfloat16)
     chosen = params(temperature=1.0, logprobs=1)
     assert sample(logits, rows(4, chosen))[0] == sample(logits.float(), rows(4, chosen))[0]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = random_logits(6, 3)
+    chosen = params(temperature=0.3, top_k=3, logprobs=4, repetition_penalty=3.0, logit_bias={2: 9.0})
+    batch = [SampleRow(i, i, 0, chosen, ids(1, 2), ids(3)) for i in range(3)]
+    tokens, reports = sample(logits, batch)
+    normal = logits.double().log_softmax(-1)
+    for i, (token, report) in enumerate(zip(tokens, reports, strict=True)):
+        assert report is not None
+        assert report.logprob == pytest.approx(float(normal[i, token]), abs=1e-5)
+        best = normal[i].topk(4)
+        assert [one for one, _ in report.top] == best.indices.tolist()
+        assert [value for _, value in report.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    mixed = [batch[0], SampleRow(1, 1, 0, params()), SampleRow(2, 2, 0, params(logprobs=0))]
+    reports = sample(logits, mixed)[1]
+    assert [None if r is None else len(r.top) for r in reports] == [4, None, 0]
+    asked = prompt_logprobs(logits, [PromptRow(0, 5, 0), PromptRow(1, 6, 2), PromptRow(2, 7, 20)])
+    assert [r.logprob for r in asked] == pytest.approx([float(normal[i, 5 + i]) for i in range(3)], abs=1e-5)
+    assert [len(r.top) for r in asked] == [0, 2, 20]
+
+
+def test_more_alternatives_than_there_are_tokens() -> None:
+    """Asking for them must not fail the batch."""
+    reports = sample(torch.zeros(1, 5), [SampleRow(0, 1, 0, params(logprobs=20))])[1]
+    assert [None if report is None else len(report.top) for report in reports] == [5]
+
+
+def mask(allowed: Sequence[int], words: int = 1) -> Callable[[], npt.NDArray[np.uint32]]:
+    out = np.zeros(words, dtype=np.uint32)
+    for token in allowed:
+        out[token // 32] |= np.uint32(1 << token % 32)
+    return lambda: out
+
+
+def test_masks() -> None:
+    logits = random_logits(2)[0]
+    allowed = [0, 5, 23]
+    counts = draw(logits, params(temperature=1.0), allowed=mask(allowed))
+    wanted = np.zeros(VOCAB)
+    wanted[allowed] = softmax(logits[allowed].double().numpy())
+    assert follows(counts, wanted)
+    greedy, _ = sample(logits[None], rows(1, params(), allowed=mask(allowed)))
+    assert greedy == [max(allowed, key=lambda t: float(logits[t]))]
+    wide = torch.zeros(1, 70)
+    wide[0, 69] = 9.0
+    assert sample(wide, rows(1, params(), allowed=mask([64], 3)))[0] == [64]
+    assert sample(wide, rows(1, params(), allowed=mask([31])))[0] == [
+        31
+    ]  # words that are missing allow nothing
+
+
+def test_stop_tokens_are_impossible_before_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 4] = 50.0, 40.0
+    for temperature in (0.0, 1.0):
+        chosen = params(min_tokens=2, stop_token_ids=(3,), temperature=temperature)
+        found = [sample(logits, [SampleRow(0, 1, index, chosen)])[0][0] for index in range(4)]
+        assert found == [4, 4, 3, 3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_row_that_allows_nothing_spares_the_others(temperature: float) -> None:
+    """A grammar at its end and min_tokens contradict each other: the grammar wins. A mask that allows nothing
+    at all still leaves the neighbours their tokens."""
+    logits = random_logits(1, 3)
+    both = params(temperature=temperature, min_tokens=9, stop_token_ids=(6,))
+    plain = params(temperature=temperature)
+    batch = [
+        SampleRow(0, 1, 0, plain),
+        SampleRow(1, 2, 0, both, allowed=mask([6])),
+        SampleRow(2, 3, 0, plain, allowed=mask([])),
+    ]
+    tokens, _ = sample(logits, batch)
+    assert tokens[0] == sample(logits[:1], [batch[0]])[0][0]
+    assert tokens[1] == 6
+    assert 0 <= tokens[2] < VOCAB
+
+
+def test_repetition_penalty_is_transformers_own() -> None:
+    for seed in range(40):
+        logits = random_logits(seed)
+        prompt, output = [seed % VOCAB, 3, 3], [(seed * 5) % VOCAB, 7]
+        for penalty in (0.5, 1.3, 20.0):
+            wanted = RepetitionPenaltyLogitsProcessor(penalty)(
+                torch.tensor([prompt + output]), logits.clone()
+            )
+            row = SampleRow(0, 1, 0, params(repetition_penalty=penalty), ids(*prompt), ids(*output))
+            assert sample(logits, [row])[0] == wanted.argmax(-1).tolist()
+
+
+def test_penalties_and_bias_by_their_definitions() -> None:
+    generator = np.random.default_rng(5)
+    for seed in range(200):
+        chosen = params(
+            presence_penalty=float(generator.uniform(-2, 2)),
+            frequency_penalty=float(generator.uniform(-2, 2)),
+            repetition_penalty=float(generator.uniform(0.5, 2)),
+            logit_bias={int(t): float(generator.uniform(-5, 5)) for t in generator.integers(0, VOCAB, 3)},
+        )
+        prompt, output = (
+            generator.integers(0, VOCAB, n).tolist() for n in (6, int(generator.integers(0, 9)))
+        )
+        logits = random_logits(seed)
+        tokens, _ = sample(logits, [SampleRow(0, 1, len(output), chosen, ids(*prompt), ids(*output))])
+        assert tokens == [int(bent(logits[0], chosen, prompt, output).argmax())]
+
+
+def test_a_draw_sees_the_bent_logits() -> None:
+    logits = random_logits(9)[0]
+    chosen = params(
+        temperature=1.0, presence_penalty=1.5, frequency_penalty=0.5, logit_bias={4: 2.0, 5: -100.0}
+    )
+    output = [1, 1, 2]
+    counts = draw(logits, chosen, output=ids(*output))
+    assert follows(counts, softmax(bent(logits, chosen, [], output)))
+    assert counts[5] == 0

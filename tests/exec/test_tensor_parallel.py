@@ -15,8 +15,9 @@ import transformers
 
 from kvloom.exec.attention import NAME, Scoring
 from kvloom.exec.cpu.decoder import fuse_decoder
-from kvloom.exec.cpu.fuse import fuse
-from kvloom.exec.cpu.loader import load_model
+from kvloom.exec.cpu.executor import CPU
+from kvloom.exec.cpu.fuse import fuse_on_cpu
+from kvloom.exec.loader import load_model
 from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.slicing import slice_model
 from kvloom.types.errors import ConfigError, Unavailable
@@ -82,7 +83,7 @@ def test_slices_are_fused_like_the_whole(architecture: str, tmp_path: Path) -> N
         with torch.inference_mode():
             slice_model(model, group)
             model.set_attn_implementation(NAME)
-            fuse(model)
+            fuse_on_cpu(model)
         return fuse_decoder(model, dict.fromkeys(range(geometry.layers), scoring), geometry) is not None
 
     assert both(tmp_path, run) == [True, True]
@@ -106,7 +107,7 @@ def test_a_vocabulary_that_cannot_be_halved(tmp_path: Path) -> None:
 
 def refusal(path: Path, ranks: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_model(ModelSpec(name="mine", path=str(path)), BLOCK, Alone(RankGroup(0, ranks)))
+        load_model(ModelSpec(name="mine", path=str(path)), BLOCK, CPU, Alone(RankGroup(0, ranks)))
     return caught.value.message
 
 

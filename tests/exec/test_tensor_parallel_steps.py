@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.exec.parallel.wire import Go, RankReady, SentMaps, Step, ToldMap, Wire, ids_of
+from kvloom.exec.parallel.wire import Go, RankReady, SentMaps, Step, ToldMap, Wire
 from kvloom.kv.pool import Pool
 from kvloom.types.errors import OutOfBlocks
 from kvloom.types.geometry import I32, I64, Geometry
@@ -44,7 +44,7 @@ class Ranks:
         assert told.copies == plan.copies
         for page in used(plan):
             assert np.array_equal(told.page_map[page], plan.page_map[page])
-        assert [ids.tolist() for ids in ids_of(step)] == [tokens.tolist(), kept.tolist()]
+        assert [step.array(name).tolist() for name in ("tokens", "kept")] == [tokens.tolist(), kept.tolist()]
         return step
 
 
@@ -93,7 +93,7 @@ def test_what_is_known_is_not_sent_again() -> None:
     for count in (5, 1, 1, 4):  # a page holds 4 tokens
         plan = cache.begin_forward([1], [count])
         step = ranks.tell(plan, np.arange(count), np.zeros(1, dtype=np.int64))
-        changes.append(len(step.pages) // 4)
+        changes.append(len(step.array("pages")))
         cache.end_forward(plan)
     assert changes == [2, 0, 0, 1]
 
@@ -116,7 +116,7 @@ def test_rows_that_are_not_the_plans_are_not_read() -> None:
     step = SentMaps(GEOMETRIES, BLOCKS).step(
         0, Job("a", Phase.DECODE, 1, plan, np.arange(2), ()), np.arange(2)
     )
-    assert np.frombuffer(step.pages, np.int32).tolist() == [1, 2, 3]
+    assert step.array("pages").tolist() == [1, 2, 3]
 
 
 def test_messages_one_after_the_other_and_the_end() -> None:
@@ -135,22 +135,7 @@ def test_messages_one_after_the_other_and_the_end() -> None:
 def test_a_peer_that_takes_nothing_is_given_up() -> None:
     ours, theirs = socket.socketpair()
     wire = Wire(ours, seconds=1)
-    array = bytearray(1 << 20)
-    step = Step(
-        slot=0,
-        model="m",
-        phase=Phase.DECODE,
-        share=1,
-        tokens=array,
-        kept=array,
-        appends=array,
-        starts=array,
-        tables=array,
-        positions=array,
-        slot_page=array,
-        slot_offset=array,
-        pages=array,
-        blocks=array,
-    )
+    arrays = {"tokens": bytearray(1 << 24)}
+    step = Step(slot=0, model="m", phase=Phase.DECODE, share=1, arrays=arrays)
     with theirs, pytest.raises(OSError, match="temporarily unavailable"):
         wire.send(step)

@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import nn
 
-from kvloom.exec.cpu.linear import PackedLinear, PackedLinearPart, PackedMergedLinear
+from kvloom.exec.cpu.linear import PackedLinear
+from kvloom.exec.fuse import MergedLinearPart
 from tests.checkpoints import make_checkpoint
 from tests.exec.loading import load
 
@@ -19,15 +20,8 @@ from tests.exec.loading import load
 def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Every tensor that the module keeps, those in oneDNN's layout and in merged layers included."""
     yield from module.parameters()
-    fused: dict[int, PackedMergedLinear] = {}
-    packed: list[PackedLinear] = []
-    for child in module.modules():
-        if isinstance(child, PackedLinearPart):
-            fused[id(child._fused)] = child._fused
-        if isinstance(child, PackedLinear):
-            packed.append(child)
-    packed += [one.linear for one in fused.values()]
-    for linear in packed:
+    parts = (one.product if isinstance(one, MergedLinearPart) else one for one in module.modules())
+    for linear in {id(one): one for one in parts if isinstance(one, PackedLinear)}.values():
         yield linear.packed
         if linear.bias is not None:
             yield linear.bias

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvloom.exec.cuda.operations import Operations
 from kvloom.kernels import reference
-from tests.kernels.cuda.paged import Paged, paged
+from tests.kernels.paged import Paged, paged
 
 # Of the outputs' root mean square: a half's weights and outputs are rounded once each.
 FURTHEST = {torch.float32: 5e-5, torch.float16: 1.5 * 2**-10, torch.bfloat16: 1.5 * 2**-7}

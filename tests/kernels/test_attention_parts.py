@@ -17,18 +17,18 @@ from kvloom.kernels.cpu.attention import (
     span_of,
     tokens_of,
 )
-from tests.kernels.test_cpu_kernels import Paged, paged
+from tests.kernels.paged import Paged, paged
 
 
-def arguments(p: Paged, out: torch.Tensor, window: int, threads: int) -> AttentionArguments:
-    batch, heads, dim = p.q.shape
+def arguments(p: Paged, q: torch.Tensor, out: torch.Tensor, window: int, threads: int) -> AttentionArguments:
+    batch, heads, dim = q.shape
     _, layers, kv_heads = p.page_map.shape
     span = span_of(batch, kv_heads, threads)
     return AttentionArguments(
         out=out.data_ptr(), out_row=heads * dim * 4, out_head=dim * 4,
-        q=p.q.data_ptr(), q_row=heads * dim * 4, q_head=dim * 4,
+        q=q.data_ptr(), q_row=heads * dim * 4, q_head=dim * 4,
         arena=p.arena.data_ptr(), block_bytes=p.arena.stride(0) * 4, page_tokens=p.arena.shape[2],
-        head_dim=dim, map=p.page_map.data_ptr(), map_page=layers * kv_heads * 4,
+        head_dim=dim, map=p.page_map[:, 1].data_ptr(), map_page=layers * kv_heads * 4,
         tables=p.tables.data_ptr(), table_row=p.tables.stride(0) * 4, lengths=p.lengths.data_ptr(),
         batch=batch, kv_heads=kv_heads, group=heads // kv_heads, window=window,
         span=span, spans=-(-kv_heads // span), scale=dim**-0.5,
@@ -39,12 +39,13 @@ def arguments(p: Paged, out: torch.Tensor, window: int, threads: int) -> Attenti
 @pytest.mark.parametrize("window", [0, 40])
 def test_is_bit_for_bit_one_piece_wherever_it_stops(threads: int, window: int) -> None:
     """Long sequences of few heads have as many stops as one asks for."""
-    p = paged(window, [300, 1, 37], head_dim=24, kv_heads=2, group=3)
-    whole, out = torch.full_like(p.q, torch.nan), torch.full_like(p.q, torch.nan)
-    attend_all(arguments(p, whole, window, threads), 1)
+    p = paged(window, [300, 1, 37], head_dim=24, group=3, tokens=16)
+    q = p.queries(3).contiguous()
+    whole, out = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+    attend_all(arguments(p, q, whole, window, threads), 1)
     rng = np.random.default_rng(threads)
     for most in (1, 16, 50, 1 << 40):
-        call = arguments(p, out.fill_(torch.nan), window, threads)
+        call = arguments(p, q, out.fill_(torch.nan), window, threads)
         record = np.ctypeslib.as_array((AttentionArguments * 1).from_buffer(call))[0]
         scratch = np.empty(room_of(record) + 16, np.float32)
         place = (scratch.ctypes.data + 63) // 64 * 64

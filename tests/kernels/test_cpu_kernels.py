@@ -1,60 +1,43 @@
 """Every CPU kernel against its plain torch twin."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from kvloom.kernels import cpu, reference
 from kvloom.kernels.cpu import parallel
+from tests.kernels.paged import Paged, paged
 
 HEAD_DIMS = (8, 16, 24, 32, 64, 80, 96, 128, 256)
 GROUPS = (1, 2, 3, 4, 8)
 
 
-class Paged(NamedTuple):
-    """A scattered paged cache, full of values where nobody should look too."""
-
-    arena: Tensor
-    page_map: Tensor
-    tables: Tensor
-    lengths: Tensor
-    q: Tensor
-
-
-def paged(
-    seed: int,
-    lengths: list[int],
-    *,
-    head_dim: int,
-    kv_heads: int = 2,
-    group: int = 1,
-    tokens: int = 16,
-    waste: int = 0,
-) -> Paged:
-    torch.manual_seed(seed)
-    block_bytes = -(-(2 * tokens * head_dim * 4 + waste) // 64) * 64
-    layers, row = 2, -(-max(lengths) // tokens)
-    pages = len(lengths) * row + 1
-    blocks = pages * layers * kv_heads + 3
-    buffer = torch.randn(blocks * block_bytes // 4).view(torch.uint8)
-    return Paged(
-        reference.block_view(buffer, block_bytes, head_dim),
-        torch.randperm(blocks)[: pages * layers * kv_heads].view(pages, layers, kv_heads).int(),
-        torch.randperm(pages)[: len(lengths) * row].view(len(lengths), row).int(),
-        torch.tensor(lengths, dtype=torch.int32),
-        torch.randn(len(lengths), kv_heads * group, head_dim),
-    )
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def check_attention(p: Paged, *, window: int = 0, softcap: float = 0.0, threads: int | None = None) -> None:
-    got, want = torch.full_like(p.q, torch.nan), torch.empty_like(p.q)
-    cache = (p.arena, p.page_map, 1, p.tables, p.lengths)
-    scale = p.q.shape[-1] ** -0.5
-    cpu.decode_attention(got, p.q, *cache, scale, window, softcap, threads=threads)
-    reference.decode_attention(want, p.q, *cache, scale, window, softcap)
+def check_attention(
+    p: Paged, *, window: int = 0, softcap: float = 0.0, threads: int = 2, larger: float = 1.0
+) -> None:
+    q = p.queries(len(p.lengths)) * larger
+    got, want = torch.full_like(q, torch.nan), torch.empty_like(q)
+    given = (q, *p.cache, p.lengths, q.shape[-1] ** -0.5, window, softcap)
+    with on_threads(threads):
+        cpu.decode_attention(got, *given)
+    reference.decode_attention(want, *given)
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
 
 
@@ -93,21 +76,22 @@ def test_attention_over_chance(seed: int) -> None:
 
 
 def test_attention_with_large_scores_stays_finite() -> None:
-    p = paged(1, [1, 40, 90], head_dim=64, group=2)
-    check_attention(p._replace(q=p.q * 300))
-    check_attention(p._replace(q=p.q * 300), softcap=50.0)
-    check_attention(p._replace(q=p.q * 0))
+    p = paged(1, [1, 40, 90], head_dim=64)
+    check_attention(p, larger=300)
+    check_attention(p, larger=300, softcap=50.0)
+    check_attention(p, larger=0)
 
 
 def test_attention_weighs_by_a_precise_exponential() -> None:
     """V holds 1 in one token's place only, so that the output is that token's weight."""
-    p = paged(1, [32], head_dim=16, kv_heads=1, tokens=32)
+    p = paged(1, [32], kv_heads=1, group=1, tokens=32)
+    queries = p.queries(1)
     block = p.arena[p.page_map[p.tables[0, 0], 1, 0]]
     block[1] = torch.eye(32)[:, :16]
     for spread in (0.1, 1.0, 10.0):
-        q = p.q * spread
+        q = queries * spread
         got = torch.empty_like(q)
-        cpu.decode_attention(got, q, p.arena, p.page_map, 1, p.tables, p.lengths, 1.0)
+        cpu.decode_attention(got, q, *p.cache, p.lengths, 1.0)
         scores = (block[0].double() * q[0, 0].double()).sum(-1)
         want = (scores - scores.max()).exp()
         want = (want / want.sum())[:16].float()
@@ -120,12 +104,11 @@ def test_attention_weighs_by_a_precise_exponential() -> None:
 def test_attention_takes_strided_rows_and_may_overwrite_its_queries() -> None:
     p = paged(3, [1, 20, 50], head_dim=32, group=3)
     fused = torch.randn(3, 10, 32)
-    fused[:, :6] = p.q
     before = fused.clone()
-    want = torch.empty_like(p.q)
+    want = torch.empty(3, 6, 32)
     tables = torch.cat([p.tables, torch.full_like(p.tables, -1)], 1)[:, : p.tables.shape[1]]
-    cache = (p.arena, p.page_map, 0, tables, p.lengths, 0.2)
-    reference.decode_attention(want, p.q, *cache)
+    cache = (p.arena, p.page_map, 1, tables, p.lengths, 0.2)
+    reference.decode_attention(want, fused[:, :6], *cache)
     wide = torch.full((6, 3, 40), torch.nan)
     out = wide.transpose(0, 1)[..., :32]
     cpu.decode_attention(out, fused[:, :6], *cache)
@@ -139,8 +122,8 @@ def test_attention_takes_strided_rows_and_may_overwrite_its_queries() -> None:
 
 def test_attention_of_no_sequences() -> None:
     p = paged(3, [4], head_dim=32)
-    q, tables, lengths = p.q[:0], p.tables[:0], p.lengths[:0]
-    cpu.decode_attention(torch.empty_like(q), q, p.arena, p.page_map, 0, tables, lengths, 1.0)
+    q = p.queries(0)
+    cpu.decode_attention(torch.empty_like(q), q, *p.cache[:3], p.tables[:0], p.lengths[:0], 1.0)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -149,7 +132,8 @@ def test_attention_of_no_sequences() -> None:
 def test_write(head_dim: int, rows: int, layout: str) -> None:
     p = paged(rows, [rows + 5], head_dim=head_dim, kv_heads=3, tokens=8, waste=100)
     slots = torch.randperm(rows + 5, dtype=torch.int32)[:rows]
-    slot_page, slot_offset = p.tables[0][(slots // 8).long()], slots % 8
+    tokens = p.arena.shape[2]
+    slot_page, slot_offset = p.tables[0][(slots // tokens).long()], slots % tokens
     if layout == "plain":
         k, v = torch.randn(2, rows, 3, head_dim)
     elif layout == "fused":
@@ -157,8 +141,9 @@ def test_write(head_dim: int, rows: int, layout: str) -> None:
     else:
         k, v = torch.randn(2, 3, rows, head_dim).transpose(1, 2)
     whole = p.arena.as_strided((p.arena.shape[0], p.arena.stride(0)), (p.arena.stride(0), 1))
-    start = whole.clone()
-    cpu.write_kv(p.arena, p.page_map, 1, k, v, slot_page, slot_offset, threads=2)
+    start = whole.nan_to_num_().clone()
+    with on_threads(2):
+        cpu.write_kv(p.arena, p.page_map, 1, k, v, slot_page, slot_offset)
     got = whole.clone()
     whole.copy_(start)
     reference.write_kv(p.arena, p.page_map, 1, k, v, slot_page, slot_offset)
@@ -167,14 +152,15 @@ def test_write(head_dim: int, rows: int, layout: str) -> None:
 
 
 def test_what_is_written_is_attended() -> None:
-    p = paged(3, [23], head_dim=64, kv_heads=2, group=2)
+    p = paged(3, [23], head_dim=64, tokens=16)
     k, v = torch.randn(2, 23, 2, 64)
+    q = p.queries(1)
     at = torch.arange(23, dtype=torch.int32)
     cpu.write_kv(p.arena, p.page_map, 0, k, v, p.tables[0][(at // 16).long()], at % 16)
-    got = torch.empty_like(p.q)
-    cpu.decode_attention(got, p.q, p.arena, p.page_map, 0, p.tables, p.lengths, 0.125)
+    got = torch.empty_like(q)
+    cpu.decode_attention(got, q, p.arena, p.page_map, 0, p.tables, p.lengths, 0.125)
     want = torch.nn.functional.scaled_dot_product_attention(
-        p.q[0][:, None], k.transpose(0, 1), v.transpose(0, 1), enable_gqa=True
+        q[0][:, None], k.transpose(0, 1), v.transpose(0, 1), enable_gqa=True
     )
     torch.testing.assert_close(got[0], want[:, 0], rtol=2e-5, atol=2e-6)
 
@@ -186,20 +172,18 @@ def test_norm(size: int, rows: int, offset: float) -> None:
     torch.manual_seed(size + rows)
     x = torch.randn(rows, size + 5)[:, :size] * torch.logspace(-3, 3, rows)[:, None]
     weight = torch.randn(size)
-    got = cpu.rms_norm(x, weight, 1e-6, offset, threads=2)
+    with on_threads(2):
+        got = cpu.rms_norm(x, weight, 1e-6, offset)
     torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-6, offset), rtol=1e-6, atol=1e-12)
 
 
 def test_norm_is_that_of_transformers() -> None:
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: PLC0415 (slow to import)
-
     torch.manual_seed(0)
     norm = LlamaRMSNorm(768, eps=1e-5)
     with torch.no_grad():
         norm.weight.normal_()
         x = torch.randn(33, 768) * 3
         torch.testing.assert_close(cpu.rms_norm(x, norm.weight, 1e-5), norm(x), rtol=1e-6, atol=1e-12)
-        cpu.rms_norm(x, norm.weight, 1e-5, out=x)
 
 
 @pytest.mark.parametrize(("head_dim", "size"), [(8, 8), (24, 24), (64, 64), (80, 32), (96, 96), (256, 128)])
@@ -209,7 +193,8 @@ def test_rotate(head_dim: int, size: int, rows: int) -> None:
     fused = torch.randn(rows, 9, head_dim)
     want = fused.clone()
     cos, sin = torch.randn(2, rows, size)
-    cpu.rotate(fused[:, 1:6], cos, sin, threads=2)
+    with on_threads(2):
+        cpu.rotate(fused[:, 1:6], cos, sin)
     reference.rotate(want[:, 1:6], cos, sin)
     torch.testing.assert_close(fused, want, rtol=1e-6, atol=1e-6)
     heads_first = torch.randn(5, rows, head_dim).transpose(0, 1)
@@ -220,8 +205,6 @@ def test_rotate(head_dim: int, size: int, rows: int) -> None:
 
 
 def test_rotate_is_that_of_transformers() -> None:
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: PLC0415 (slow to import)
-
     torch.manual_seed(0)
     angle = torch.randn(7, 32).repeat(1, 2)
     q, k = torch.randn(7, 4, 64), torch.randn(7, 2, 64)
@@ -237,8 +220,8 @@ def test_rotate_is_that_of_transformers() -> None:
 def test_two_python_threads_at_once(threads: int) -> None:
     def work(p: Paged) -> None:
         torch.set_num_threads(threads)
-        for i in range(40):
-            check_attention(p._replace(q=p.q * (1 + i / 100)))
+        for _ in range(40):
+            check_attention(p, threads=threads)
             x = torch.randn(80, 768)
             want = reference.rms_norm(x, x[0], 1e-6)
             torch.testing.assert_close(cpu.rms_norm(x, x[0], 1e-6), want, rtol=1e-6, atol=1e-12)
@@ -256,23 +239,25 @@ def test_without_a_shared_runtime_kernels_run_serially(monkeypatch: pytest.Monke
 
 def test_a_misfit_is_named() -> None:
     p = paged(5, [70, 4], head_dim=64)
-    out = torch.empty_like(p.q)
-    cache = (p.arena, p.page_map, 1)
-    with pytest.raises(TypeError, match="want int32"):
-        cpu.decode_attention(out, p.q, *cache, p.tables.long(), p.lengths, 1.0)
-    with pytest.raises(TypeError, match="want float32"):
-        cpu.decode_attention(out, p.q.double(), *cache, p.tables, p.lengths, 1.0)
-    with pytest.raises(ValueError, match="do not fit"):
-        cpu.decode_attention(out, p.q[:, :1], *cache, p.tables, p.lengths, 1.0)
-    with pytest.raises(ValueError, match="want 2 sequences"):
-        cpu.decode_attention(out, p.q, *cache, p.tables[:1], p.lengths, 1.0)
-    with pytest.raises(ValueError, match="last dimension"):
-        cpu.decode_attention(out, p.q.repeat(1, 1, 2)[..., ::2], *cache, p.tables, p.lengths, 1.0)
-    with pytest.raises(ValueError, match="do not fit"):
-        cpu.write_kv(*cache, p.q[:, :1], p.q[:, :1], p.lengths, p.lengths)
-    with pytest.raises(ValueError, match="do not fit"):
-        cpu.rms_norm(p.q[0], p.q[0, 0, :5], 1e-6)
-    with pytest.raises(ValueError, match="do not fit"):
-        cpu.rotate(p.q, p.q[:, 0, :7], p.q[:, 0, :7])
-    with pytest.raises(ValueError, match="multiple of 64"):
-        reference.block_view(torch.empty(1000, dtype=torch.uint8), 100, 8)
+    q = p.queries(2)
+    gaps, cache = q.repeat(1, 1, 2)[..., ::2], (p.arena, p.page_map, 1)
+    calls: list[tuple[str, Any]] = [
+        ("tables: want int32", lambda: cpu.decode_attention(q, q, *cache, p.tables.long(), p.lengths, 1.0)),
+        ("q: want float32", lambda: cpu.decode_attention(q, q.double(), *p.cache, p.lengths, 1.0)),
+        ("a multiple of 2 heads", lambda: cpu.decode_attention(q[:, 1:], q[:, 1:], *p.cache, p.lengths, 1.0)),
+        ("out: want", lambda: cpu.decode_attention(q[:, 1:], q, *p.cache, p.lengths, 1.0)),
+        ("tables: want", lambda: cpu.decode_attention(q, q, *cache, p.tables[:1], p.lengths, 1.0)),
+        (
+            "without gaps",
+            lambda: cpu.decode_attention(q, gaps, *p.cache, p.lengths, 1.0),
+        ),
+        ("arena: want", lambda: cpu.write_kv(*cache, q[..., :9], q[..., :9], p.lengths, p.lengths)),
+        ("k: want", lambda: cpu.write_kv(*cache, q[:, :1], q[:, :1], p.lengths, p.lengths)),
+        ("want layer 2 in it", lambda: cpu.write_kv(*cache[:2], 2, q, q, p.lengths, p.lengths)),
+        ("weight: want", lambda: cpu.rms_norm(q[0], q[0, 0, :5], 1e-6)),
+        ("an even size up to 64", lambda: cpu.rotate(q, q[:, 0, :7], q[:, 0, :7])),
+        ("multiple of 64", lambda: reference.block_view(torch.empty(1000, dtype=torch.uint8), 100, 8)),
+    ]
+    for told, call in calls:
+        with pytest.raises(ValueError, match=told):
+            call()

@@ -23,9 +23,10 @@ import torch
 assert not torch.cuda.is_initialized()
 assert len(os.listdir("/proc/self/task")) == 1
 from kvloom.types.spec import ModelSpec
-from kvloom.exec.cpu.loader import load_model
+from kvloom.exec.cpu.executor import CPU
+from kvloom.exec.loader import load_model
 before = set(sys.modules)
-load_model(ModelSpec(name="sums", path="{DEMO}/sums"), 4096)
+load_model(ModelSpec(name="sums", path="{DEMO}/sums"), 4096, CPU)
 late = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 assert not late & {{"sympy", "numba", "safetensors", "tokenizers", "huggingface_hub"}}, late
 assert not hidden & set(sys.modules), hidden & set(sys.modules)

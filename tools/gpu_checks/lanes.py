@@ -10,8 +10,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvloom.exec.cuda.device import STEP, GpuDevice, PartitionLane, Partitions, try_out
-from kvloom.exec.cuda.streams import CudaStream, HostStream
+from kvloom.exec.cuda.device import (
+    STEP,
+    CudaStream,
+    GpuDevice,
+    HostStream,
+    PartitionLane,
+    Partitions,
+    try_out,
+)
 from kvloom.kernels.driver import Driver, DriverError
 
 T = TypeVar("T")

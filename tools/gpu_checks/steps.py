@@ -11,7 +11,7 @@ from tools.gpu_checks.jobs import Jobs
 from tools.gpu_checks.models import parameters
 from tools.gpu_checks.report import Figure
 
-from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.exec.loader import LoadedModel
 from kvloom.types.job import Phase
 
 _CONTEXT = 1024

@@ -19,8 +19,8 @@ from tools.gpu_checks.models import Ground, Shape, executor_of, make_models, par
 from torch import Tensor
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.cpu.loader import LoadedModel
 from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import ArenaMemory, view_blocks
 from kvloom.kv.quota import initial_quotas
 from kvloom.types.spec import Policy

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
-from kvloom.exec.cpu.parallel import CpuWorker
+from kvloom.exec.cpu.executor import CpuWorker
 from kvloom.exec.huggingface import hide_progress
-from kvloom.exec.parallel.member import Member
+from kvloom.exec.parallel.ranks import Member
 from kvloom.exec.parallel.wire import StartRank, Step, Wire
 from kvloom.types.errors import ConfigError
 

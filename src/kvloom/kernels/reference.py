@@ -1,12 +1,28 @@
-"""Plain torch twins of the kernels: they define what the kernels compute, in any dtype, at any speed."""
+"""Plain torch twins of the kernels: they define what the kernels compute, in any dtype, at any speed. And the
+check of a tensor that all kernels share."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+def check(name: str, tensor: Tensor, *shape: int, dtypes: tuple[Any, ...] = ()) -> None:
+    """Raises ValueError if a tensor has another shape (-1: any size) or dtype, or gaps in its last
+    dimension."""
+    have = tensor.shape
+    fits = len(have) == len(shape) and (not dtypes or tensor.dtype in dtypes)
+    if fits and have != shape:
+        fits = all(want in (-1, n) for want, n in zip(shape, have, strict=True))
+    if not fits or (tensor.stride(-1) != 1 and have[-1] > 1):
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "values"
+        raise ValueError(
+            f"{name}: want {kinds} {list(shape)}, the last dimension without gaps, "
+            f"got {tensor.dtype} {list(have)} with strides {list(tensor.stride())}"
+        )
 
 
 def block_view(arena: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,21 +68,17 @@ def decode_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    *,
-    lse: Tensor | None = None,
 ) -> None:
     """Attends with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
     arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and lengths
     [B] are int32. A window n > 0 hides all but the last n tokens; a softcap c > 0 bends scores s to c tanh(s
-    / c). lse [B, heads] gets the logarithms of the sums of exponentials.
+    / c).
     """
     for b, length in enumerate(lengths.tolist()):
         k, v = _cached(arena, page_map, layer, tables[b], length)
         start = max(0, length - window) if window else 0
-        out[b : b + 1], total = _attend(q[b : b + 1], k[:, start:], v[:, start:], None, scale, softcap)
-        if lse is not None:
-            lse[b] = total[0]
+        out[b : b + 1] = _attend(q[b : b + 1], k[:, start:], v[:, start:], None, scale, softcap)
 
 
 def prefill_attention(
@@ -81,8 +93,6 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    *,
-    lse: Tensor | None = None,
 ) -> None:
     """Computes causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
     [begins[b], begins[b + 1]) of q [N, heads, D], at positions from starts[b] on. Their K and V are in the
@@ -95,9 +105,7 @@ def prefill_attention(
         positions = torch.arange(end, device=q.device)
         ahead = positions[start:, None] - positions
         seen = (ahead >= 0) & (ahead < window) if window else ahead >= 0
-        out[new], total = _attend(q[new], k, v, seen, scale, softcap)
-        if lse is not None:
-            lse[new] = total
+        out[new] = _attend(q[new], k, v, seen, scale, softcap)
 
 
 def _cached(arena: Tensor, page_map: Tensor, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -108,11 +116,8 @@ def _cached(arena: Tensor, page_map: Tensor, layer: int, table: Tensor, length: 
     return k, v
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Takes q [n, heads, D], k and v [kv_heads, L, D], seen [n, L] and returns [n, heads, D] in q's dtype,
-    and the scores' log-sum-exp [n, heads]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """Takes q [n, heads, D], k and v [kv_heads, L, D], seen [n, L] and returns [n, heads, D] in q's dtype."""
     grouped = q.float().view(q.shape[0], k.shape[0], q.shape[1] // k.shape[0], q.shape[2])
     scores = torch.einsum("nhgd,hld->nhgl", grouped, k) * scale
     if softcap:
@@ -120,19 +125,17 @@ def _attend(
     if seen is not None:
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     out = torch.einsum("nhgl,hld->nhgd", scores.softmax(-1), v)
-    return out.flatten(1, 2).to(q.dtype), scores.logsumexp(-1).flatten(1)
+    return out.flatten(1, 2).to(q.dtype)
 
 
-def merge(out: Tensor, parts: Tensor, lse: Tensor, out_lse: Tensor | None = None) -> None:
+def merge(out: Tensor, parts: Tensor, lse: Tensor) -> None:
     """Computes out [N, H, D] = attention over all tokens, from parts [S, N, H, D], each over some of them,
     and the logarithms lse [S, N, H] of their sums of exponentials. A part whose lse is -inf saw no token and
-    may hold anything; if all are, out is 0. out_lse [N, H] gets the logarithm of the whole sum."""
+    may hold anything; if all are, out is 0."""
     total = lse.logsumexp(0)
     shares = (lse - total).exp().masked_fill(lse == float("-inf"), 0.0)[..., None]
     kept = parts.float().masked_fill(shares == 0, 0.0)
     out.copy_((kept * shares).sum(0))
-    if out_lse is not None:
-        out_lse.copy_(total)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -143,14 +146,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     if offset:
         return (normal * (offset + weight.float())).to(x.dtype)
     return weight * normal.to(x.dtype)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Returns x + residual, both [n, H]: normalised as by `rms_norm`, and as it is."""
-    total = x + residual
-    return rms_norm(total, weight, eps, offset), total
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:

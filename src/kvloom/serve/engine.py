@@ -16,8 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from kvloom.api.verbs import create_verbs
 from kvloom.engine.engine import Engine
-from kvloom.exec.cpu.executor import TorchExecutor
-from kvloom.exec.cpu.parallel import load_executor
+from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kernels.cpu.warm import kernels
 from kvloom.kv.arena import Arena, ArenaMemory

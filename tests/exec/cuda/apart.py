@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -16,15 +17,28 @@ from kvloom.types.clock import WallClock
 from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW
 from tests.engines import ask, body, running_over
+from tests.oracle import Oracle
 
 COUNT = 12
 LENGTHS = (1, 33, WINDOW + 1, 70, 150)  # the last ones are more than a chunk
 
 
-async def prefilled_apart(
+def check_prefilled_apart(
+    path: Path,
+    spec: EngineSpec,
+    load: Callable[[EngineSpec], GpuExecutor],
+    place: Callable[[], ArenaPlace],
+) -> None:
+    """The decoder is sent what it does not compute, and its tokens are transformers' own."""
+    oracle = Oracle(path)
+    for prompt, tokens in asyncio.run(_answers(spec, load, place)):
+        assert len(tokens) == COUNT
+        oracle.check(prompt, tokens)
+
+
+async def _answers(
     spec: EngineSpec, load: Callable[[EngineSpec], GpuExecutor], place: Callable[[], ArenaPlace]
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts with their answers. That the decoder was sent what it did not compute is asserted."""
     specs = [replace(spec, unit=unit) for unit in ("prefiller", "decoder")]
     executors = [load(one) for one in specs]
     planes = [

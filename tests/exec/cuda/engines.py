@@ -14,8 +14,7 @@ from kvloom.kv.arena import Arena
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.spec import EngineSpec
 from tests.engines import running_over
-
-COMPUTE = 8
+from tests.exec.cuda.devices import COMPUTE
 
 
 @asynccontextmanager

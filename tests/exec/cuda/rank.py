@@ -8,19 +8,12 @@ from pathlib import Path
 
 import torch
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.operations import plain_operations
 from kvloom.exec.cuda.parallel import GpuWorker
-from kvloom.exec.cuda.streams import HostStream
-from kvloom.exec.parallel.member import Member
+from kvloom.exec.parallel.ranks import Member
 from kvloom.exec.parallel.wire import StartRank
 from kvloom.exec.rank import run_rank
-
-COMPUTE = 8
-
-
-def one_lane() -> GpuDevice:
-    return GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, HostStream()), []))
+from tests.exec.cuda.devices import one_lane
 
 
 def start(wire: int, name: str) -> subprocess.Popen[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
-from tests.exec.cuda.apart import COUNT, prefilled_apart
-from tests.exec.cuda.engines import COMPUTE
-from tests.oracle import Oracle
+from tests.exec.cuda.apart import check_prefilled_apart
+from tests.exec.cuda.devices import COMPUTE
 from tests.transfer.device_memory import LikeAGpu
 from tests.transfer.kinds import NIXL
 
@@ -22,14 +20,7 @@ from tests.transfer.kinds import NIXL
 @pytest.mark.skipif(not NIXL, reason="nixl-cu13 is not installed: pip install '.[cluster]'")
 def test_prefilled_apart_the_tokens_are_transformers_own(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "gemma2")
-    answered = asyncio.run(
-        prefilled_apart(
-            spec_of({"m": path}, max_running=8),
-            lambda spec: load_executor(spec, host_device(COMPUTE), plain_operations()),
-            LikeAGpu,
-        )
+    spec = spec_of({"m": path}, max_running=8)
+    check_prefilled_apart(
+        path, spec, lambda one: load_executor(one, host_device(COMPUTE), plain_operations()), LikeAGpu
     )
-    oracle = Oracle(path)
-    for prompt, tokens in answered:
-        assert len(tokens) == COUNT
-        oracle.check(prompt, tokens)

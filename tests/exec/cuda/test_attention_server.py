@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, HostEvent, HostStream, PartitionLane
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
-from kvloom.exec.cuda.streams import HostEvent, HostStream
 from kvloom.kernels import mailbox_reference
 from kvloom.kernels.mailbox import End
 from kvloom.offload.cuda.attention_server import CudaAttentionServer
 from tests import interpreter
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of
-from tests.exec.cuda.engines import COMPUTE, running_on_device
+from tests.exec.cuda.devices import COMPUTE, one_lane
+from tests.exec.cuda.engines import running_on_device
 from tests.kernels.loaned import Loaned, Shape, scale_of
 
 COUNT, DEADLINE = 2, 20.0
@@ -43,10 +43,6 @@ class _Slow(HostStream):
         return HostEvent()
 
 
-def one_lane() -> GpuDevice:
-    return GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, HostStream()), []))
-
-
 @contextmanager
 def attending(
     loan: Loaned,
@@ -55,20 +51,12 @@ def attending(
     borrower: int | None = None,
     ended: Callable[[str], None] = lambda why: None,
     stream: HostStream | None = None,
+    **how: Any,
 ) -> Iterator[CudaAttentionServer]:
     """The lender's end of a loan; nobody waits long for its idle thread."""
     lanes, idle = device.partitions.lanes, PartitionLane(COMPUTE, stream or _Slow())
-    made = CudaAttentionServer(
-        loan.mailbox,
-        loan.lent,
-        loan.start,
-        lanes,
-        idle,
-        operations.serve,
-        borrower or os.getpid(),
-        ended,
-        looks=0,
-    )
+    given = loan.mailbox, loan.lent, loan.start, lanes, idle, operations.serve, borrower or os.getpid(), ended
+    made = CudaAttentionServer(*given, looks=0, **how)
     try:
         yield made
     finally:
@@ -168,6 +156,21 @@ def test_while_no_forward_runs_the_thread_polls() -> None:
         decoding.collect(looks=10_000_000)
 
 
+class Ended:
+    """Is told why a loan has ended."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self._told = threading.Event()
+
+    def __call__(self, why: str) -> None:
+        self.reasons.append(why)
+        self._told.set()
+
+    def wait(self) -> None:
+        assert self._told.wait(DEADLINE)
+
+
 @pytest.mark.parametrize(
     ("word", "why", "reason"),
     [
@@ -176,47 +179,29 @@ def test_while_no_forward_runs_the_thread_polls() -> None:
     ],
 )
 def test_what_ends_a_loan_is_told(word: str, why: End, reason: str) -> None:
-    loan, told, reasons = Loaned(Shape()), threading.Event(), []
-
-    def ended(why: str) -> None:
-        reasons.append(why)
-        told.set()
-
+    loan, ended = Loaned(Shape()), Ended()
     with attending(loan, one_lane(), plain_operations(), ended=ended) as server:
         loan.mailbox.word(word).add_(5)
-        assert told.wait(DEADLINE)
-    assert reasons == [reason]
+        ended.wait()
+    assert ended.reasons == [reason]
     assert server.over is End(int(loan.mailbox.word("over"))) is why
 
 
 def test_a_borrower_that_never_opens_the_mailbox_ends_the_loan() -> None:
-    loan, device, told, reasons = Loaned(Shape()), one_lane(), threading.Event(), list[str]()
+    loan, ended = Loaned(Shape()), Ended()
     loan.mailbox.word("waiting").zero_()
-
-    def ended(why: str) -> None:
-        reasons.append(why)
-        told.set()
-
-    given = loan.mailbox, loan.lent, loan.start, device.partitions.lanes, PartitionLane(COMPUTE, _Slow())
-    made = CudaAttentionServer(*given, plain_operations().serve, os.getpid(), ended, looks=0, comes=0.05)
-    assert told.wait(DEADLINE)
-    made.close()
-    assert reasons == ["the borrower has not come"]
+    with attending(loan, one_lane(), plain_operations(), ended=ended, comes=0.05):
+        ended.wait()
+    assert ended.reasons == ["the borrower has not come"]
 
 
 def test_a_borrower_that_is_killed_is_noticed() -> None:
-    told, reasons = threading.Event(), []
-    process = subprocess.Popen(["sleep", "60"])
-
-    def ended(why: str) -> None:
-        reasons.append(why)
-        told.set()
-
+    ended, process = Ended(), subprocess.Popen(["sleep", "60"])
     with attending(Loaned(Shape()), one_lane(), plain_operations(), process.pid, ended):
         process.kill()
-        assert told.wait(DEADLINE)
+        ended.wait()
     process.wait()
-    assert reasons == ["the borrower has left"]
+    assert ended.reasons == ["the borrower has left"]
 
 
 def broken(*_: object) -> Any:
@@ -229,17 +214,10 @@ class _Broken(HostStream):
 
 @pytest.mark.parametrize("stream", [HostStream(), _Broken()], ids=["to be asked", "altogether"])
 def test_a_device_that_fails_ends_the_loan(stream: HostStream) -> None:
-    told, reasons = threading.Event(), []
-
-    def ended(why: str) -> None:
-        reasons.append(why)
-        told.set()
-
-    loan = Loaned(Shape())
-    operations = replace(plain_operations(), serve=broken)
-    with attending(loan, one_lane(), operations, ended=ended, stream=stream) as server:
-        assert told.wait(DEADLINE)
-    assert reasons == ["this unit failed to look for tasks"]
+    ended, operations = Ended(), replace(plain_operations(), serve=broken)
+    with attending(Loaned(Shape()), one_lane(), operations, ended=ended, stream=stream) as server:
+        ended.wait()
+    assert ended.reasons == ["this unit failed to look for tasks"]
     assert server.over is End.FAILED
 
 

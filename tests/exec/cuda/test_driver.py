@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, HostStream, PartitionLane, Partitions, Recording
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
-from kvloom.exec.cuda.streams import HostStream, Recording
 from kvloom.kernels.driver import Driver, DriverError
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of

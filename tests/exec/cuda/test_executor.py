@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, HostStream, Recording
 from kvloom.exec.cuda.executor import GpuExecutor
-from kvloom.exec.cuda.streams import HostStream, Recording
 from kvloom.types.job import Job
 from kvloom.types.request import StartGenerate
 from kvloom.types.spec import EngineSpec
 from tests.checkpoints import make_checkpoint
 from tests.engines import Answer, ask, body, running, spec_of
-from tests.exec.cuda.engines import COMPUTE, running_on_device
+from tests.exec.cuda.devices import one_lane
+from tests.exec.cuda.engines import running_on_device
 
 DEADLINE = 30.0
 PROMPTS = [[(11 * i + 3 * j) % 250 for j in range(7 + 7 * i)] for i in range(6)]
@@ -108,9 +108,8 @@ class _Unrecordable(HostStream):
 def test_a_model_that_cannot_be_recorded_decodes_step_by_step(
     paths: dict[str, Path], wanted: list[Answer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, _Unrecordable()), []))
     spec = spec_of({"a": paths["a"]}, max_running=4)
-    answers, _, _ = asyncio.run(on_device(spec, device))
+    answers, _, _ = asyncio.run(on_device(spec, one_lane(_Unrecordable())))
     assert tokens(answers) == tokens(wanted[: len(answers)])
     assert [record.message for record in caplog.records if "without graphs" in record.message] == [
         "a decodes without graphs: operation not permitted when stream is capturing"

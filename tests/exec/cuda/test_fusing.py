@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from kvloom.exec.cpu.linear import MergedLinearPart
 from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm, fuse_on_device
 from kvloom.exec.cuda.operations import plain_operations
+from kvloom.exec.fuse import MergedLinearPart
 from tests.checkpoints import make_checkpoint
 
 

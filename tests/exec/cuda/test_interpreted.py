@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm
 from kvloom.exec.cuda.operations import triton_operations
-from kvloom.exec.cuda.streams import HostStream
 from tests import interpreter
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of
-from tests.exec.cuda.engines import COMPUTE, running_on_device
+from tests.exec.cuda.devices import one_lane
+from tests.exec.cuda.engines import running_on_device
 from tests.oracle import Oracle
 
 COUNT = 3
@@ -28,11 +27,10 @@ def test_triton_kernels_give_transformers_own_tokens(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "mistral", num_hidden_layers=2)
     shared = [(5 * j) % 250 for j in range(26)]  # past the window of 24, and two chunks
     prompts = [shared, [9, 8, 7], [*shared[:24], 1]]
-    device = GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, HostStream()), []))
 
     async def serve() -> list[list[int]]:
         spec = spec_of({"m": path}, max_running=2, chunk_tokens=13)
-        async with running_on_device(spec, device, triton_operations()) as (engine, executor):
+        async with running_on_device(spec, one_lane(), triton_operations()) as (engine, executor):
             kinds = [type(module) for module in executor._models["m"].module.modules()]
             assert (kinds.count(DeviceNorm), kinds.count(DeviceGatedMLP)) == (5, 2)
             first = [ask(engine, body("m", prompt, max_tokens=COUNT)) for prompt in prompts[:2]]

@@ -34,6 +34,10 @@ class _Counted:
         return self.staging.send(arrays)
 
 
+def pool() -> Pool:
+    return Pool(48, {"m": GEOMETRY}, max_sequences=8, max_tokens={"m": 256})
+
+
 def agrees(device_map: DevicePageMap, plan: ForwardPlan) -> None:
     for row, held in enumerate(plan.starts + plan.appends):
         pages = plan.tables[row, : GEOMETRY.pages(int(held))]
@@ -44,9 +48,8 @@ def agrees(device_map: DevicePageMap, plan: ForwardPlan) -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=30))
 def test_whatever_sequences_do(steps: list[tuple[int, int]]) -> None:
     """Step (s, n): sequence s grows by n tokens; by 0 it goes, and one that forks from another comes."""
-    pool = Pool(48, {"m": GEOMETRY}, max_sequences=8, max_tokens={"m": 256})
-    cache, send = pool.caches["m"], _Counted()
-    device_map = DevicePageMap(GEOMETRY, 12, DEVICE.torch)
+    used, send = pool(), _Counted()
+    cache, device_map = used.caches["m"], DevicePageMap(GEOMETRY, 12, DEVICE.torch)
     for i, (sequence, count) in enumerate(steps):
         if sequence not in cache.sequences:
             others = [one for one in cache.sequences if one != sequence]
@@ -54,7 +57,7 @@ def test_whatever_sequences_do(steps: list[tuple[int, int]]) -> None:
                 cache.fork_sequence(others[0], sequence)
             else:
                 cache.add_sequence(sequence)
-        if not count or cache.blocks_for(sequence, count) > pool.available:
+        if not count or cache.blocks_for(sequence, count) > used.available:
             cache.remove_sequence(sequence)
             continue
         plan = cache.begin_forward([sequence], [count])
@@ -66,8 +69,7 @@ def test_whatever_sequences_do(steps: list[tuple[int, int]]) -> None:
 
 
 def test_a_row_travels_once() -> None:
-    pool = Pool(48, {"m": GEOMETRY}, max_sequences=8, max_tokens={"m": 256})
-    cache, send = pool.caches["m"], _Counted()
+    cache, send = pool().caches["m"], _Counted()
     device_map = DevicePageMap(GEOMETRY, 12, DEVICE.torch)
     cache.add_sequence(0)
     for count in (20, 5, 7, 1):  # the second page is full with 32, the third begins
@@ -78,8 +80,7 @@ def test_a_row_travels_once() -> None:
 
 
 def test_rows_whose_sending_failed_travel_again() -> None:
-    pool = Pool(48, {"m": GEOMETRY}, max_sequences=8, max_tokens={"m": 256})
-    cache, send = pool.caches["m"], _Counted()
+    cache, send = pool().caches["m"], _Counted()
     device_map = DevicePageMap(GEOMETRY, 12, DEVICE.torch)
     cache.add_sequence(0)
     plan = cache.begin_forward([0], [20])
@@ -97,9 +98,9 @@ def test_another_pool_counts_anew() -> None:
     """As many changes of a row, and another row."""
     device_map, send = DevicePageMap(GEOMETRY, 12, DEVICE.torch), _Counted()
     for first in (0, 1):
-        pool = Pool(48, {"m": GEOMETRY}, max_sequences=8, max_tokens={"m": 256})
-        pool.caches["m"].add_sequence(0)
-        plan = pool.caches["m"].begin_forward([0], [20])
+        cache = pool().caches["m"]
+        cache.add_sequence(0)
+        plan = cache.begin_forward([0], [20])
         plan.page_map[:] = plan.page_map[:, ::-1] if first else plan.page_map
         device_map.refresh(plan, LANES[0], send)
         agrees(device_map, plan)

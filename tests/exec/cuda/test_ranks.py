@@ -23,8 +23,9 @@ from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import ask, body, spec_of
+from tests.exec.cuda.devices import one_lane
 from tests.exec.cuda.engines import running_executor, running_on_device
-from tests.exec.cuda.rank import one_lane, start
+from tests.exec.cuda.rank import start
 from tests.exec.ranks import both
 from tests.oracle import Oracle
 

@@ -14,17 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
+from kvloom.exec.cuda.device import GpuDevice, HostEvent, HostStream, PartitionLane, Partitions
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.graphs import DecodeSteps
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
-from kvloom.exec.cuda.streams import HostEvent, HostStream
 from kvloom.types.job import Job, Phase
 from kvloom.types.request import StartGenerate
 from tests.checkpoints import make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
-from tests.exec.cuda.engines import COMPUTE, running_executor
+from tests.exec.cuda.devices import COMPUTE, one_lane
+from tests.exec.cuda.engines import running_executor
 
 COUNT = 24
 PROMPTS = [[(11 * i + 3 * j) % 250 for j in range(5 + 9 * i)] for i in range(3)]
@@ -72,8 +72,7 @@ class _Kept(GpuExecutor):
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[_Kept, _Stream]]:
     path = make_checkpoint(tmp_path_factory.mktemp("m"), "llama", num_hidden_layers=2)
     stream = _Stream()
-    device = GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, stream), []))
-    executor = load_executor(spec_of({"m": path}, max_running=4), device, plain_operations())
+    executor = load_executor(spec_of({"m": path}, max_running=4), one_lane(stream), plain_operations())
     executor.__class__ = _Kept
     assert isinstance(executor, _Kept)
     stream.executor = executor
@@ -93,11 +92,7 @@ def serve(executor: _Kept, stride: int, bodies: list[StartGenerate]) -> list[Ans
 
 def asked(stops: list[tuple[int, ...]]) -> list[StartGenerate]:
     """Greedy, drawn, and drawn from few."""
-    ways: list[dict[str, Any]] = [
-        {},
-        {"temperature": 1.0},
-        {"temperature": 0.8, "top_k": 20, "min_p": 0.01},
-    ]
+    ways: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "min_p": 0.01}]
     return [
         body("m", prompt, max_tokens=COUNT, stop_token_ids=stop, **way)
         for prompt, stop, way in zip(PROMPTS, stops, ways, strict=True)
@@ -112,11 +107,7 @@ def alone(kept: tuple[_Kept, _Stream]) -> list[list[int]]:
     return [answer.tokens[0] for answer in answers]
 
 
-@settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
-)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     stride=st.integers(2, 9),
     cuts=st.sets(st.integers(1, 40), max_size=6),

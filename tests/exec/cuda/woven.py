@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from msgspec import structs
 from torch import Tensor
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
-from kvloom.exec.cuda.streams import HostStream
 from kvloom.kernels.mailbox import BorrowerState, LenderState, LentArena, MailboxTensors, signed
 from kvloom.offload.cuda.backend import CudaOffloadBackend
 from kvloom.offload.terms import Borrow, Loan
@@ -29,16 +26,12 @@ from kvloom.serve.engine import load_unit, open_offload, open_transport
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of
+from tests.exec.cuda.devices import one_lane
 from tests.forks import FORKS, preload
 from tests.transfer.device_memory import SharedMemory
 
-COMPUTE = 8
 LOOKS = 100_000  # half a minute: the lender answers, or is gone
 preload(__name__)
-
-
-def one_lane() -> GpuDevice:
-    return GpuDevice(torch.device("cpu"), COMPUTE, Partitions(PartitionLane(COMPUTE, HostStream()), []))
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from kvloom.kernels.cuda import compile as compiling
-from kvloom.kernels.cuda.decode import decode_launches
+from kvloom.kernels.cuda.decode import decode_attention
 from kvloom.kernels.cuda.launch import Launch
 from kvloom.kernels.reference import block_view
 
@@ -37,7 +37,9 @@ def _decode(sequences: int, pages: int) -> Launch:
         for shape in ((9, 3, 2), (sequences, pages), (32,))
     )
     q = torch.empty(sequences, 4, 64, dtype=torch.bfloat16, device="meta")
-    return decode_launches(q, q, arena, page_map, 1, tables, lengths[sequences % 4 :][:sequences], 1.0)[0]
+    return decode_attention.launch(
+        q, q, arena, page_map, 1, tables, lengths[sequences % 4 :][:sequences], 1.0
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="reads how the interpreter's kernels are declared")

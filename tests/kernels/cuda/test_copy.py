@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.cuda.copy import copy_blocks, copy_pages, gather_blocks, scatter_blocks
+from kvloom.kernels.cuda.copy import copy_blocks, copy_pages
 
 
 class Layout(TypedDict):
@@ -44,18 +44,6 @@ def test_blocks_and_parts_of_them(token_bytes: int, block_bytes: int) -> None:
     reference.copy_blocks(source, wanted, own, peer, offsets, counts, **form)
     copy_blocks(source, target, own, peer, offsets, counts, **form)
     assert target.equal(wanted)
-
-
-def test_gathering_and_scattering_are_whole_blocks() -> None:
-    torch.manual_seed(0)
-    arena, buffer, other = memory(20, 4160), memory(7, 4160), memory(20, 4160)
-    blocks, elsewhere = (torch.randperm(20)[:7].int() for _ in range(2))
-    gather_blocks(buffer, arena, blocks, 4160)
-    assert buffer.view(7, -1).equal(arena.view(20, -1)[blocks.long()])
-    wanted = other.clone()
-    wanted.view(20, -1)[elsewhere.long()] = buffer.view(7, -1)
-    scatter_blocks(other, buffer, elsewhere, 4160)
-    assert other.equal(wanted)
 
 
 def test_pages_of_all_layers_in_one_launch() -> None:

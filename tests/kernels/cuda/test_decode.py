@@ -1,4 +1,5 @@
-"""Decode attention in Triton's interpreter: against its twin, torch's own attention, and other splits."""
+"""Decode attention and the merge of its splits in Triton's interpreter: against their twins, and torch's own
+attention."""
 
 from __future__ import annotations
 
@@ -8,32 +9,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.cuda.decode import Workspace, decode_attention, splits_for
-from tests.kernels.cuda.paged import Paged, paged
+from kvloom.kernels.cuda.decode import Workspace, decode_attention, merge, splits_for
+from tests.kernels.paged import Paged, paged
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
-def attend(
-    p: Paged, q: Tensor, splits: int, scale: float, window: int = 0, softcap: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def attend(p: Paged, q: Tensor, splits: int, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
     room = Workspace.make(splits, len(q) + 1, q.shape[1], q.shape[2], q.device)
     room.parts.fill_(torch.nan)
-    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
-    form = scale, window, softcap
-    decode_attention(out, q, *p.cache, p.lengths, *form, workspace=room, lse=lse)
-    return out, lse
+    out = torch.full_like(q, torch.nan)
+    decode_attention(out, q, *p.cache, p.lengths, scale, window, softcap, workspace=room)
+    return out
 
 
 def check(p: Paged, splits: int = 1, window: int = 0, softcap: float = 0.0) -> None:
     q = p.queries(len(p.lengths))
     scale = p.arena.shape[3] ** -0.5
-    out, lse = attend(p, q, splits, scale, window, softcap)
-    wanted, wanted_lse = torch.empty_like(q), torch.empty(q.shape[:2])
-    reference.decode_attention(wanted, q, *p.cache, p.lengths, scale, window, softcap, lse=wanted_lse)
+    out, wanted = attend(p, q, splits, scale, window, softcap), torch.empty_like(q)
+    reference.decode_attention(wanted, q, *p.cache, p.lengths, scale, window, softcap)
     close = CLOSE[q.dtype]
     torch.testing.assert_close(out, wanted, rtol=close, atol=close)
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
@@ -57,18 +53,17 @@ def test_groups_and_page_sizes(group: int, kv_heads: int, tokens: int) -> None:
 def test_like_torchs_own_attention() -> None:
     p = paged(1, [33, 150], group=3)
     q = p.queries(2)
-    out, lse = attend(p, q, 2, 0.3)
+    out = attend(p, q, 2, 0.3)
     for b in range(2):
         k, v = p.dense(b)
         wanted = F.scaled_dot_product_attention(q[b][:, None], k, v, scale=0.3)[:, 0]
         torch.testing.assert_close(out[b], wanted, rtol=2e-5, atol=2e-5)
-        torch.testing.assert_close(lse[b], (q[b][:, None] @ k.transpose(1, 2) * 0.3).logsumexp(-1)[:, 0])
 
 
 def test_large_scores_stay_finite() -> None:
     p = paged(2, [40])
     q = p.queries(1) * 300
-    out, _ = attend(p, q, 1, 1.0)
+    out = attend(p, q, 1, 1.0)
     wanted = torch.empty_like(q)
     reference.decode_attention(wanted, q, *p.cache, p.lengths, 1.0)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
@@ -97,6 +92,25 @@ def test_what_does_not_fit_is_refused() -> None:
         decode_attention(
             q, q, *p.cache, p.lengths, 1.0, workspace=Workspace.make(2, 0, 4, 16, torch.device("cpu"))
         )
+
+
+@pytest.mark.parametrize(
+    ("splits", "rows", "heads", "head_dim"), [(1, 3, 2, 16), (2, 5, 3, 80), (9, 70, 1, 8)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_merging_splits(splits: int, rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(splits)
+    parts = torch.randn(splits, rows, heads, head_dim).to(dtype)
+    lse = torch.randn(splits, rows, heads) * 20
+    absent = torch.rand(lse.shape) < 0.3
+    absent[:, 0] = True
+    lse[absent], parts[absent] = -torch.inf, torch.nan
+    out = torch.full((rows, heads, head_dim), torch.nan)
+    wanted = out.clone()
+    merge(out, parts, lse)
+    reference.merge(wanted, parts, lse)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+    assert not out[0].any()
 
 
 def test_splits_fill_a_share_once() -> None:

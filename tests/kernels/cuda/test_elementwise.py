@@ -1,4 +1,4 @@
-"""Norms, the rotary embedding and activations, in Triton's interpreter."""
+"""The kernels around a layer's products, in Triton's interpreter: each against its twin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.cuda.elementwise import add_rms_norm, gated, rms_norm, rotate
+from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
+from tests.kernels.paged import paged
 
 DTYPES = torch.float32, torch.float16
 
@@ -22,13 +23,9 @@ def close(got: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 100), (5, 768), (40, 64), (2, 4100)])
 def test_norm(rows: int, size: int, offset: float, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
-    x, residual = (torch.randn(2, rows, size + 5) * 3).to(dtype)[..., :size]
+    x = (torch.randn(rows, size + 5) * 3).to(dtype)[:, :size]
     weight = torch.randn(size).to(dtype)
     close(rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset))
-    got, total = add_rms_norm(x, residual, weight, 1e-5, offset)
-    wanted, wanted_total = reference.add_rms_norm(x, residual, weight, 1e-5, offset)
-    close(got, wanted)
-    assert total.equal(wanted_total)
 
 
 def test_norm_of_heads_in_wider_rows() -> None:
@@ -68,6 +65,58 @@ def test_gated(rows: int, size: int, dtype: torch.dtype) -> None:
     close(gated(x, "silu"), reference.gated(x, "silu"))
     close(gated(x, "gelu"), reference.gated(x, "gelu"))
     close(gated(x, "gelu_tanh"), reference.gated(x, "gelu_tanh"))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "rows"), [(16, 2, 0), (16, 2, 1), (80, 3, 40), (256, 1, 19)]
+)
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_write(head_dim: int, kv_heads: int, rows: int, kind: torch.dtype) -> None:
+    p = paged(rows, [rows + 5], head_dim=head_dim, kv_heads=kv_heads, waste=100, dtype=torch.float16)
+    fused = torch.randn(rows, 4 * kv_heads, head_dim).to(kind)
+    k, v = fused[:, : 2 * kv_heads : 2], fused[:, -kv_heads:]
+    slots = torch.randperm(rows + 5)[:rows]
+    tokens = p.arena.shape[2]
+    slot_page, slot_offset = p.tables[0][slots // tokens], (slots % tokens).int()
+    slot_page[::3] = -1
+    whole = p.arena.as_strided((p.arena.shape[0], p.arena.stride(0)), (p.arena.stride(0), 1))
+    before = whole.nan_to_num_().clone()
+    write_kv(p.arena, p.page_map, 1, k, v, slot_page, slot_offset)
+    got = whole.clone()
+    whole.copy_(before)
+    reference.write_kv(p.arena, p.page_map, 1, k, v, slot_page, slot_offset)
+    assert got.equal(whole)
+    assert got.equal(before) == (rows <= 1)
+
+
+@pytest.mark.parametrize(("batch", "rows", "page_tokens"), [(1, 1, 8), (5, 8, 3), (130, 192, 32)])
+def test_advance(batch: int, rows: int, page_tokens: int) -> None:
+    """Some rows go over to their next page; rows of padding stay."""
+    pages = 6
+    tables = torch.randperm(batch * pages).view(batch, pages).int()
+    positions = torch.arange(rows) % (pages * page_tokens - 1)
+    given = [
+        torch.zeros(rows, dtype=torch.int64),
+        positions,
+        (positions + 1).int(),
+        torch.full((rows,), -1, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int32),
+    ]
+    ids = torch.randint(1, 1000, (batch,))
+
+    def after(by: object) -> list[Tensor]:
+        inputs = [one.clone() for one in given]
+        by(ids, *inputs, tables, page_tokens)  # type: ignore[operator]
+        return inputs
+
+    found, wanted = after(advance), after(reference.advance)
+    assert all(one.equal(other) for one, other in zip(found, wanted, strict=True))
+    tokens, _, _, slot_page, slot_offset = found
+    assert tokens[:batch].equal(ids)
+    assert (slot_page[batch:] == -1).all()
+    at = positions[:batch] + 1
+    assert (slot_page[:batch] == tables[torch.arange(batch), at // page_tokens]).all()
+    assert (slot_offset[:batch] == at % page_tokens).all()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.lab.profile.beside import MOST_PAIRS, measure_pair, pairs
 from kvloom.lab.profile.jobs import (

@@ -20,11 +20,12 @@ from kvloom.exec.cpu.layer import (
     Heads,
     forward_records,
     model_records,
-    padded,
     set_addresses,
 )
-from kvloom.exec.cpu.linear import GatedMLP, PackedLinear, PackedLinearPart, TiedLinear
+from kvloom.exec.cpu.linear import GatedMLP, PackedLinear, TiedLinear
 from kvloom.exec.cpu.small_batch import SmallBatchDecode
+from kvloom.exec.fuse import MergedLinearPart
+from kvloom.exec.loader import padded
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention import attend_all
 from kvloom.types.geometry import I64, Geometry
@@ -165,17 +166,19 @@ def _layer(
     if not (
         isinstance(before, FusedRMSNorm)
         and isinstance(between, FusedRMSNorm)
-        and isinstance(mlp, GatedMLP)
-        and isinstance(q, PackedLinearPart)
+        and isinstance(mlp, GatedMLP | Summed)
+        and isinstance(getattr(mlp, "inner", mlp), GatedMLP)
+        and isinstance(q, MergedLinearPart)
+        and isinstance(q.product, PackedLinear)
         and isinstance(o, PackedLinear | Summed)
         and isinstance(getattr(o, "inner", o), PackedLinear)
     ):
         return None
     size, kv = geometry.head_dim, geometry.kv_heads
     heads = _heads(o.in_features // size, kv, size, *head_norms)
-    if heads is None or q.linear.out_features != (heads.q + 2 * kv) * size:
+    if heads is None or q.product.out_features != (heads.q + 2 * kv) * size:
         return None
-    return DecoderLayer(index, before, q.linear, heads, scoring, o, between, mlp)
+    return DecoderLayer(index, before, q.product, heads, scoring, o, between, mlp)
 
 
 def _heads(q: int, kv: int, size: int, q_norm: nn.Module | None, k_norm: nn.Module | None) -> Heads | None:

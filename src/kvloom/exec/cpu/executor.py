@@ -1,4 +1,5 @@
-"""The executor that runs jobs with torch on this machine's cores."""
+"""The executors that run jobs with torch on this machine's cores, one rank's or one of several, and the
+worker of each other rank."""
 
 from __future__ import annotations
 
@@ -6,21 +7,56 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvloom.exec.attention import ForwardState
-from kvloom.exec.cpu.loader import LoadedModel, load_models
+from kvloom.exec.attention import ForwardState, Scoring
+from kvloom.exec.cpu.decoder import fuse_decoder
+from kvloom.exec.cpu.fuse import fuse_on_cpu
+from kvloom.exec.loader import Forward, LoadedModel, count_blocks, load_models
+from kvloom.exec.parallel.group import RankGroup
+from kvloom.exec.parallel.ranks import Member, Ranks, check
+from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
 from kvloom.exec.sampler import prompt_logprobs, sample
 from kvloom.kv.arena import Arena
 from kvloom.offload.cpu.attention import CpuLoans
-from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64, Geometry
 from kvloom.types.job import Job, JobResult
 from kvloom.types.request import ModelCard
-from kvloom.types.spec import ModelSpec
+from kvloom.types.spec import EngineSpec, ModelSpec
+
+
+class CpuTarget:
+    """Serves float32, in oneDNN's layouts."""
+
+    def dtype(self, config: Any) -> torch.dtype:
+        return torch.float32
+
+    def place(self, module: nn.Module) -> None:
+        """Does nothing: weights are read from the mapped files."""
+
+    def fuse(self, module: nn.Module) -> None:
+        fuse_on_cpu(module)
+
+    def settle(self, module: nn.Module) -> None:
+        for left in module.parameters():  # out of the mapped files, which would else stay in memory with them
+            left.data = left.data.clone()
+
+    def fuse_decoder(
+        self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
+    ) -> Forward | None:
+        return fuse_decoder(module, scorings, geometry)
+
+
+CPU = CpuTarget()
+
+
+def _views(models: Mapping[str, LoadedModel], arena: Arena) -> dict[str, Tensor]:
+    """Returns the arena as each model sees it."""
+    return {name: arena.view(model.geometry.head_dim, model.dtype) for name, model in models.items()}
 
 
 class TorchExecutor:
@@ -34,9 +70,7 @@ class TorchExecutor:
     def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
         self._models = models
         self.arena = arena
-        self._views = {
-            name: arena.view(model.geometry.head_dim, model.dtype) for name, model in models.items()
-        }
+        self._views = _views(models, arena)
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
         self.loans = CpuLoans(arena)
@@ -56,9 +90,9 @@ class TorchExecutor:
     ) -> Self:
         """Loads every model, then commits the arena. Raises ConfigError."""
         torch.set_num_threads(threads)
-        loaded = load_models(models, block_bytes, progress)
+        loaded = load_models(models, block_bytes, CPU, progress)
         progress("reserving the KV arena")
-        return cls(loaded, commit_arena(loaded, kv_bytes, block_bytes), threads)
+        return cls(loaded, Arena(count_blocks(loaded, kv_bytes, block_bytes, 1), block_bytes), threads)
 
     @property
     def cards(self) -> dict[str, ModelCard]:
@@ -114,13 +148,95 @@ class TorchExecutor:
         return self._models[job.model].forward(job.tokens, kept, state)
 
 
-def commit_arena(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: int, ranks: int = 1) -> Arena:
-    """Returns one rank's part of `kv_bytes`. Raises ConfigError if that holds no page of a model."""
-    blocks = kv_bytes // (ranks * block_bytes)
-    for name, model in models.items():
-        if model.geometry.blocks_per_page > blocks:
-            raise ConfigError(
-                f"kv_memory: {kv_bytes:,} bytes hold no page of {name}; "
-                f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
-            )
-    return Arena(blocks, block_bytes)
+class ParallelExecutor(TorchExecutor):
+    """Has its heads of every page, as each rank has, in an arena with as many blocks as those of the others,
+    and runs each job on `share` cores as they do; this rank alone draws the tokens. A job that fails on its
+    way to the logits ends the ranks."""
+
+    def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int, ranks: Ranks) -> None:
+        super().__init__(models, arena, threads)
+        self._ranks = ranks
+        ranks.serve(self.geometries, arena.blocks)
+
+    @classmethod
+    def over(
+        cls,
+        spec: EngineSpec,
+        folder: Path | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Self:
+        """Starts the other ranks, and loads with them. Pool and cores of the unit are shared out evenly.
+        folder: see `Ranks`. Raises ConfigError, and Unavailable if a rank ends meanwhile."""
+        size, threads = spec.tensor_parallel, spec.threads // spec.tensor_parallel
+        torch.set_num_threads(threads)
+        progress(f"starting {size} ranks")
+        ranks = Ranks(spec, torch.device("cpu"), folder)
+        with ranks.loading():
+            loaded = load_models(spec.models, spec.block_bytes, CPU, progress, ranks)
+            progress("reserving the KV arena")
+            blocks = count_blocks(loaded, spec.kv_bytes, spec.block_bytes, size)
+            arena = Arena(blocks, spec.block_bytes)
+            ranks.meet()
+        return cls(loaded, arena, threads, ranks)
+
+    async def lost(self) -> str:
+        return await self._ranks.ended()
+
+    def close(self) -> None:
+        self._ranks.close()
+        super().close()
+
+    def _forward(self, slot: int, job: Job, kept: I64, state: ForwardState) -> Tensor:
+        try:
+            self._ranks.step(slot, job, kept)
+            return super()._forward(slot, job, kept, state)
+        except Exception as error:
+            raise self._ranks.failed(error) from error
+
+
+class CpuWorker:
+    """Runs the steps that the first rank sends, and draws no tokens."""
+
+    def __init__(self, group: RankGroup, models: dict[str, LoadedModel], arena: Arena, slots: int) -> None:
+        self._group = group
+        self._models = models
+        self._views = _views(models, arena)
+        self._maps = {name: ToldMap(model.geometry, arena.blocks) for name, model in models.items()}
+        self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(slots)]
+
+    @classmethod
+    def open(cls, begin: StartRank, member: Member) -> Self:
+        spec = begin.spec
+        torch.set_num_threads(begin.threads)
+        member.join(begin, torch.device("cpu"))
+        models = load_models(spec.models, spec.block_bytes, CPU, team=member)
+        arena = Arena(spec.kv_bytes // (begin.size * spec.block_bytes), spec.block_bytes)
+        return cls(member.group, models, arena, begin.slots)
+
+    def start(self, step: Step) -> None:
+        """Starts a step. What it says of the page map holds for those after it."""
+        plan = self._maps[step.model].plan(step)
+        state = ForwardState(plan, self._views[step.model])
+        self._slots[step.slot].submit(self._run, step, state).add_done_callback(check)
+
+    def _run(self, step: Step, state: ForwardState) -> None:
+        torch.set_num_threads(step.share)
+        self._group.enter(step.slot)
+        with torch.inference_mode():
+            state.copy_pages(state.plan.copies)
+            self._models[step.model].forward(step.array("tokens"), step.array("kept"), state)
+
+
+def load_executor(
+    spec: EngineSpec, folder: Path | None = None, progress: Callable[[str], None] = lambda _: None
+) -> TorchExecutor:
+    """Returns the executor that the unit needs. Raises as the executors do."""
+    if spec.tensor_parallel > 1:
+        return ParallelExecutor.over(spec, folder, progress)
+    return TorchExecutor.load(
+        spec.models,
+        kv_bytes=spec.kv_bytes,
+        block_bytes=spec.block_bytes,
+        threads=spec.threads,
+        progress=progress,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from kvloom.exec.attention import ForwardState, Scoring
 from kvloom.exec.cpu.fuse import FusedRMSNorm
-from kvloom.exec.cpu.linear import MIN_ROWS, Between, GatedMLP, PackedLinear, at_once
+from kvloom.exec.cpu.linear import Between, GatedMLP, PackedLinear, at_once
 from kvloom.exec.parallel.slicing import Summed
 from kvloom.kernels.cpu import rotate
 from kvloom.kernels.cpu.attention import AttentionArguments, span_of
-from kvloom.types.geometry import I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class DecoderLayer:
     scoring: Scoring
     o: PackedLinear | Summed
     between: FusedRMSNorm
-    mlp: GatedMLP
+    mlp: GatedMLP | Summed
 
     def prefill(
         self,
@@ -153,35 +152,3 @@ def set_addresses(records: AttentionRecords, qkv: int, qkv_row: int, out: int, o
     k = qkv + records["kv_heads"] * records["group"] * head
     records["q"], records["k"], records["v"] = qkv, k, k + records["kv_heads"] * head
     records["q_row"], records["out"], records["out_row"] = qkv_row, out, out_row
-
-
-class Forward(Protocol):
-    """Runs one forward of a model over the pages of `state`, whose plan says the positions."""
-
-    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
-        """Takes tokens [N] and kept [R] rows and returns logits [R or more, V]: those of the kept rows come
-        first."""
-
-
-class Modular:
-    """Runs transformers' own modules, with what `fuse` has put into them."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
-        logits: Tensor = self._module(
-            input_ids=padded(tokens)[None],
-            position_ids=padded(state.positions)[None],
-            use_cache=False,
-            logits_to_keep=padded(kept),
-            kv=state,
-        ).logits[0]
-        return logits
-
-
-def padded(values: I64) -> Tensor:
-    """Returns `values` with the last one repeated up to the fewest rows that linear layers run well with. A
-    repeated row asks no other expert of a mixture than its original."""
-    short = MIN_ROWS - values.size
-    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < MIN_ROWS else values)

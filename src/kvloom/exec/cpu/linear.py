@@ -1,84 +1,20 @@
-"""Linear layers as fast as the machine allows: weights are packed once, layers over one input are merged into
-one product."""
+"""The forms in which a CPU holds weights, and its products over them: packed once in oneDNN's layout."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
+from typing import Final, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.parallel.group import RankGroup
-from kvloom.exec.parallel.slicing import Summed
 from kvloom.kernels.cpu.products import PANEL
+from kvloom.kernels.reference import Activation
 
-
-class _Last(threading.local):
-    """The last product of the calling thread, kept until each merged layer has taken its part."""
-
-    x: Tensor | None = None
-    parts: Sequence[Tensor] = ()
-    left: int = 0
-
-
-class MergedLinear:
-    """Several linear layers over the same input as one product, whose columns are split by `sizes`. Each
-    layer keeps its place in the model as a `MergedLinearPart`; the first to be called computes for all. Jobs
-    on other threads do not see this one's product."""
-
-    def __init__(self, product: nn.Module, sizes: Sequence[int]) -> None:
-        self.product = product
-        self._sizes = list(sizes)
-        self._last = _Last()
-
-    def part(self, x: Tensor, index: int) -> Tensor:
-        last = self._last
-        if last.x is not x:
-            last.x, last.left = x, len(self._sizes)
-            last.parts = self.product(x).split(self._sizes, -1)
-        part = last.parts[index]
-        last.left -= 1
-        if not last.left:
-            last.x, last.parts = None, ()
-        return part
-
-
-class MergedLinearPart(nn.Module):
-    def __init__(self, merged: MergedLinear, index: int) -> None:
-        super().__init__()
-        self._merged = merged
-        self._index = index
-
-    @property
-    def product(self) -> nn.Module:
-        """The product of all merged layers."""
-        return self._merged.product
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._merged.part(x, self._index)
-
-
-def join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Returns one product whose columns are those of the layers, side by side. All have a bias, or none."""
-    first, width = linears[0], sum(linear.out_features for linear in linears)
-    together = nn.Linear(first.in_features, width, bias=first.bias is not None, device="meta")
-    together.weight = _frozen([linear.weight for linear in linears])
-    if first.bias is not None:
-        together.bias = _frozen([linear.bias for linear in linears])
-    return together
-
-
-def _frozen(parts: Sequence[Tensor]) -> nn.Parameter:
-    return nn.Parameter(torch.cat(list(parts)), requires_grad=False)
-
-
-# oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
-# so the executor never brings fewer.
-MIN_ROWS = 4
 Between = Callable[[], None]
+_ONEDNN: Final = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}
 _PACK_ROWS = 64  # the layout oneDNN picks for this many rows is the one it wants for any number but 1
 
 
@@ -106,11 +42,16 @@ class PackedLinear(nn.Module):
         self.bias = bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
 
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Self:
+        return cls(linear.weight, linear.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.activated(x, "none")
 
     def activated(self, x: Tensor, activation: str, form: str = "") -> Tensor:
-        """Returns activation(x · weightᵀ + bias), with the activation applied as the product is stored."""
+        """Returns activation(x · weightᵀ + bias), with the activation applied as the product is stored.
+        activation, form: oneDNN's names."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, activation, [], form)
         return out
 
@@ -140,63 +81,35 @@ class TiedLinear(nn.Module):
 
 class GatedMLP(nn.Module):
     """Computes down(activation(gate(x)) ∘ up(x)), with the activation and the product done as gate and up are
-    stored. The sum of down is over ranks, if there is a `group`. activation, form: oneDNN's names."""
+    stored."""
 
     def __init__(
-        self,
-        gate: nn.Linear,
-        up: nn.Linear,
-        down: nn.Linear,
-        activation: str,
-        form: str,
-        group: RankGroup | None = None,
+        self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, activation: Activation
     ) -> None:
         super().__init__()
-        self.gate, self.up, own = (PackedLinear(part.weight, part.bias) for part in (gate, up, down))
-        self.down: PackedLinear | Summed = own if group is None else Summed(own, group)
+        self.gate, self.up, self.down = gate, up, down
         self.activation = activation
-        self.form = form
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self._inner(x))
+    @classmethod
+    def of(cls, linears: Sequence[nn.Linear], activation: Activation) -> Self:
+        gate, up, down = (PackedLinear.of(linear) for linear in linears)
+        return cls(gate, up, down, activation)
+
+    def forward(self, x: Tensor, between: Between = at_once) -> Tensor:
+        """between: called after all but the last product, here and in `onto`."""
+        out: Tensor = self.down(self._inner(x, between))
         return out
 
     def onto(self, x: Tensor, base: Tensor, between: Between = at_once) -> Tensor:
-        """Returns base + what forward gives, added as it is stored. between: called after all but the last
-        product."""
+        """Returns base + what forward gives, added as it is stored."""
         return self.down.onto(self._inner(x, between), base)
 
-    def _inner(self, x: Tensor, between: Between = at_once) -> Tensor:
-        gates = self.gate.activated(x, self.activation, self.form)
+    def _inner(self, x: Tensor, between: Between) -> Tensor:
+        gates = self.gate.activated(x, *_ONEDNN[self.activation])
         between()
         inner = self.up.times(x, gates)
         between()
         return inner
-
-
-class PackedMergedLinear(MergedLinear):
-    """A merged linear layer whose product is packed; each layer keeps its place in the model as a
-    `PackedLinearPart`."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        weight = torch.cat([linear.weight for linear in linears])
-        biases = [linear.bias for linear in linears]
-        bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-        self.linear = PackedLinear(weight, bias)
-        super().__init__(self.linear, [linear.out_features for linear in linears])
-
-
-class PackedLinearPart(MergedLinearPart):
-    """One layer of a `PackedMergedLinear`."""
-
-    def __init__(self, fused: PackedMergedLinear, index: int) -> None:
-        super().__init__(fused, index)
-        self._fused = fused
-
-    @property
-    def linear(self) -> PackedLinear:
-        """The product of all merged layers, side by side."""
-        return self._fused.linear
 
 
 class Panels:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.layer import AttentionRecords, DecoderLayer, set_addresses
-from kvloom.exec.cpu.linear import PackedLinear, Panels, TiedLinear, panels_of
+from kvloom.exec.cpu.linear import GatedMLP, PackedLinear, Panels, TiedLinear, panels_of
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention import TILE
 from kvloom.kernels.cpu.decode_step import COUNTERS, FIRST, STAGES, LayerArguments, StepArguments, step
@@ -22,7 +22,7 @@ from kvloom.types.geometry import I64
 
 SMALL_BATCH_ROWS = 96  # more are faster by oneDNN's products, layer by layer
 _UP = 3  # of a layer's products, in one stage with the one before it
-_KINDS = {("swish", ""): SWISH, ("gelu", "tanh"): GELU}
+_KINDS = {"silu": SWISH, "gelu_tanh": GELU}
 
 
 class SmallBatchDecode:
@@ -33,11 +33,13 @@ class SmallBatchDecode:
         self,
         embedding: nn.Embedding,
         layers: Sequence[DecoderLayer],
+        mlps: Sequence[GatedMLP],
         norm: FusedRMSNorm,
         head: PackedLinear | TiedLinear,
         panels: Sequence[Panels],
     ) -> None:
-        """panels: five a layer, in the order of LayerArguments, and the head's if it has some."""
+        """mlps: the layers' own. panels: five a layer, in the order of LayerArguments, and the head's if it
+        has some."""
         self._alive = (embedding, layers, norm, head, panels)
         self._size, first = embedding.weight.shape[1], layers[0]
         self._vocab = head.weight.shape[0] if isinstance(head, TiedLinear) else head.out_features
@@ -53,9 +55,9 @@ class SmallBatchDecode:
                     _norm(layer.before),
                     _norm(layer.between),
                     *(one.fields for one in panels[5 * i : 5 * i + 5]),
-                    _KINDS[layer.mlp.activation, layer.mlp.form],
+                    _KINDS[mlp.activation],
                 )
-                for i, layer in enumerate(layers)
+                for i, (layer, mlp) in enumerate(zip(layers, mlps, strict=True))
             )
         )
         self._model = StepArguments(
@@ -82,16 +84,18 @@ class SmallBatchDecode:
         if isinstance(head, Gathered):
             return None
         linears: list[PackedLinear] = []
+        mlps: list[GatedMLP] = []
         for layer in layers:
-            if (layer.mlp.activation, layer.mlp.form) not in _KINDS:
+            if isinstance(layer.o, Summed) or isinstance(layer.mlp, Summed):
                 return None
-            if isinstance(layer.o, Summed) or isinstance(layer.mlp.down, Summed):
+            if layer.mlp.activation not in _KINDS:
                 return None
+            mlps.append(layer.mlp)
             linears += (layer.qkv, layer.o, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
         if isinstance(head, PackedLinear):
             linears.append(head)
         panels = [found for linear in linears if (found := panels_of(linear))]
-        return cls(embedding, layers, norm, head, panels) if len(panels) == len(linears) else None
+        return cls(embedding, layers, mlps, norm, head, panels) if len(panels) == len(linears) else None
 
     def takes(self, tokens: I64, kept: I64) -> bool:
         return max(tokens.size, kept.size) <= SMALL_BATCH_ROWS

@@ -1,27 +1,137 @@
-"""The device of a unit: which one, whether it can be used, and what it has."""
+"""The device of a unit: which one, whether it can be used, what it has, and its streams.
+
+A stream is a queue of work: CUDA's, or the host's, which does work at once.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.streams import CudaStream, DeviceStream, HostStream, Recording, StreamEvent
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+
+class StreamEvent(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self) -> None:
+        """Waits until the work before it is done; other threads run meanwhile."""
+
+
+class Recording(Protocol):
+    """Work that was recorded once, over the same tensors."""
+
+    def replay(self) -> None:
+        """Does the work again on the current stream."""
+
+
+class DeviceStream(Protocol):
+    def entered(self) -> AbstractContextManager[object]:
+        """Sends what this thread asks for meanwhile to this stream."""
+
+    def mark(self) -> StreamEvent: ...
+
+    def follow(self, mark: StreamEvent) -> None:
+        """Makes what comes later wait, on the device, for what is before `mark`."""
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        """Records `work`, which must have run on this stream before, so that nothing is compiled or loaded on
+        the way. Raises RuntimeError if it cannot be recorded, for it asks the device something."""
+
+
+class HostEvent:
+    def wait(self) -> None:
+        """Does nothing: the work is done."""
+
+
+class _Again:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        self._work()
+
+
+class HostStream:
+    """The host: a recording is the work itself, done again over the same tensors."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> HostEvent:
+        return HostEvent()
+
+    def follow(self, mark: StreamEvent) -> None:
+        mark.wait()
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        return _Again(work)
+
+
+class CudaStreamEvent:
+    """A CUDA event. A thread that waits for it sleeps: there are more threads that wait than cores to spin
+    on."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaStream:
+    """A CUDA stream. Its recordings share a pool of memory; they run one after the other."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @classmethod
+    def new(cls, device: torch.device) -> CudaStream:
+        return cls(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    def entered(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
+    def mark(self) -> CudaStreamEvent:
+        return CudaStreamEvent(self.stream)
+
+    def follow(self, mark: StreamEvent) -> None:
+        if isinstance(mark, CudaStreamEvent):
+            self.stream.wait_event(mark.event)
+        else:
+            mark.wait()
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        with self.entered():
+            self.stream.synchronize()
+            # other threads of this process have nothing to do with the device while graphs are made, but
+            # transports' have: only what this one asks for may spoil the recording
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
+
+
 PARTS: Final = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of the multiprocessors, for the smaller side of each pair
 STEP: Final = 8  # Hopper's: partitions have a multiple of it
 
-Side = tuple[int, DeviceStream]
+Side = tuple[int, DeviceStream]  # with its multiprocessors
+Cut = Callable[[torch.device, int], Sequence[tuple[Side, Side]]]
 
 
 def cut_green(device: torch.device, count: int, parts: Sequence[float] = PARTS) -> list[tuple[Side, Side]]:
@@ -131,7 +241,6 @@ class Partitions:
 
 OLDEST_CAPABILITY: Final = (8, 0)  # bfloat16, and copies past the registers
 MOST_BUSY: Final = 0.9  # of its memory that others may hold
-Cut = Callable[[torch.device, int], Sequence[tuple[tuple[int, DeviceStream], tuple[int, DeviceStream]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +298,7 @@ class GpuDevice:
             torch.cuda.set_device(self.torch)
 
 
-def uncut(
-    device: torch.device, count: int
-) -> Sequence[tuple[tuple[int, DeviceStream], tuple[int, DeviceStream]]]:
+def uncut(device: torch.device, count: int) -> Sequence[tuple[Side, Side]]:
     """Makes no partitions: a `Cut` for a device whose jobs take turns."""
     return ()
 

@@ -4,6 +4,7 @@ the GPU's partitions."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,22 +14,42 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane
+from kvloom.exec.cuda.device import GpuDevice, PartitionLane, StreamEvent
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, buckets_up_to
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
-from kvloom.exec.cuda.prefill import Draws, ask_prefill, rehearse
+from kvloom.exec.cuda.prefill import Draws, prefill_inputs, rehearse, run_prefill
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
-from kvloom.exec.cuda.streams import StepProgress, StreamEvent
 from kvloom.exec.sampler import prompt_logprobs
 from kvloom.kv.arena import ArenaMemory
 from kvloom.offload.cuda.attention_server import Serve
 from kvloom.types.errors import Unavailable
-from kvloom.types.geometry import Geometry
+from kvloom.types.geometry import AnyArray, Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
 
 STRIDE: Final = 32  # steps of a decode job: each takes a row's next page at once, of about as many tokens
+
+
+class StepProgress:
+    """The progress of a job of several steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.begun = 1  # steps that the device has been asked for
+        self._most = steps
+        self._lock = threading.Lock()
+
+    def goes_on(self) -> bool:
+        """Returns whether there is to be another step, which has begun then."""
+        with self._lock:
+            more = self.begun < self._most
+            self.begun += more
+            return more
+
+    def cut(self) -> None:
+        """Lets no other step begin."""
+        with self._lock:
+            self._most = self.begun
 
 
 class GpuExecutor:
@@ -241,6 +262,15 @@ class GpuExecutor:
         """Returns the steps of a job in a turn of the lane, in which loans stay what they are."""
         return self.loans.steps(job, lane) or self._steps[job.model, lane]
 
+    def _send(
+        self, model: DeviceModel, job: Job, lane: PartitionLane, staging: Staging, arrays: dict[str, AnyArray]
+    ) -> SentInputs:
+        """Sends a job's inputs, and does its copies on write."""
+        arrays |= model.copies(job.plan.copies)
+        sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
+        model.copy_pages(sent)
+        return sent
+
     def _decode(
         self,
         model: DeviceModel,
@@ -251,9 +281,8 @@ class GpuExecutor:
         steps: DecodeSteps,
     ) -> tuple[Tensor, SentInputs]:
         """Asks for the first step. Returns logits [samples and prompts, V], and what was sent."""
-        arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays | model.copies(job.plan.copies)
-        sent = model.page_map.refresh(job.plan, lane, lambda rows: staging.send({**arrays, **rows}))
-        model.copy_pages(sent)
+        arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays
+        sent = self._send(model, job, lane, staging, arrays)
         logits = steps.run(sent)
         for send in job.plan.sends:
             send.put_all(job.plan.page_map)
@@ -262,7 +291,14 @@ class GpuExecutor:
     def _prefill(
         self, model: DeviceModel, job: Job, lane: PartitionLane, staging: Staging, draws: Draws
     ) -> tuple[Tensor, SentInputs]:
-        return ask_prefill(model, job, lane, staging, draws, self.loans.poll)
+        """Asks for a prefill. Returns what `_decode` does."""
+        sent = self._send(model, job, lane, staging, prefill_inputs(job) | draws.arrays)
+
+        def written(layer: int) -> None:
+            for send in job.plan.sends:
+                send.put(job.plan.page_map, layer)
+
+        return run_prefill(model, sent.arrays, written, self.loans.poll), sent
 
 
 def _settle(lane: PartitionLane) -> None:

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import PartitionLane
+from kvloom.exec.cuda.device import PartitionLane, Recording
 from kvloom.exec.cuda.model import DecodeState, DeviceModel, Places
 from kvloom.exec.cuda.staging import Layout, SentInputs, padded, widened
-from kvloom.exec.cuda.streams import Recording
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import AnyArray
 from kvloom.types.job import Job

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.exec.attention import Scoring
-from kvloom.exec.cpu.layer import Forward
-from kvloom.exec.cpu.loader import LoadedModel, load_models
 from kvloom.exec.cuda.device import Cut, GpuDevice, cuda_device, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.fuse import fuse_on_device
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
+from kvloom.exec.loader import Forward, count_blocks, load_models
 from kvloom.exec.parallel.group import Team
 from kvloom.kv.arena import view_blocks
 from kvloom.types.errors import ConfigError
@@ -134,10 +133,10 @@ def load_pool(
     """Returns the models, and the memory that they share; in a team this rank's slices, and an equal part of
     the pool, of as many blocks as each rank has. Raises ConfigError, and Unavailable if a rank is gone."""
     device.enter()
-    loaded = load_models(spec.models, spec.block_bytes, progress, team, DeviceTarget(device, operations))
+    loaded = load_models(spec.models, spec.block_bytes, DeviceTarget(device, operations), progress, team)
     progress("taking the KV arena")
-    size = spec.kv_bytes // spec.tensor_parallel or _rest(device)
-    blocks = _blocks(loaded, size, spec.block_bytes, spec.tensor_parallel)
+    size = spec.kv_bytes or _rest(device) * spec.tensor_parallel
+    blocks = count_blocks(loaded, size, spec.block_bytes, spec.tensor_parallel)
     if team is not None:
         blocks = team.group.least(blocks)
     arena = DeviceArena(blocks, spec.block_bytes, device.torch)
@@ -185,15 +184,3 @@ def _rest(device: GpuDevice) -> int:
             "a pool; fewer or smaller models are right"
         )
     return rest
-
-
-def _blocks(models: Mapping[str, LoadedModel], size: int, block_bytes: int, ranks: int) -> int:
-    """Returns the blocks of a rank. Raises ConfigError if so many bytes of a rank hold no page of a model."""
-    blocks = size // block_bytes
-    for name, model in models.items():
-        if model.geometry.blocks_per_page > blocks:
-            raise ConfigError(
-                f"kv_memory: {size * ranks:,} bytes hold no page of {name}; "
-                f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
-            )
-    return blocks

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import Scoring
-from kvloom.exec.cpu.loader import LoadedModel
-from kvloom.exec.cuda.device import PartitionLane
+from kvloom.exec.cuda.device import PartitionLane, StreamEvent
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.staging import SentInputs
-from kvloom.exec.cuda.streams import StreamEvent
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import ArenaMemory
 from kvloom.types.geometry import I64, AnyArray, Geometry
 from kvloom.types.job import ForwardPlan, PageCopy

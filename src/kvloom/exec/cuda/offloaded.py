@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvloom.exec.attention import Scoring
-from kvloom.exec.cpu.linear import MergedLinearPart
 from kvloom.exec.cuda.device import PartitionLane
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps
 from kvloom.exec.cuda.model import DecodeState, DeviceModel
 from kvloom.exec.cuda.staging import SentInputs
+from kvloom.exec.fuse import MergedLinearPart
 from kvloom.kernels.mailbox import Trouble
 from kvloom.offload.cuda.attention_server import CudaAttentionServer
 from kvloom.offload.cuda.backend import LOOKS

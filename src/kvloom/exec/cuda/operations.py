@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvloom.kernels import mailbox_reference, reference
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+from kvloom.kernels.reference import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +66,11 @@ def triton_operations() -> Operations:
     """Returns Triton's kernels. They are imported here alone: triton reads its environment when it is
     imported."""
     from kvloom.kernels.cuda.copy import copy_pages
-    from kvloom.kernels.cuda.decode import Workspace, decode_attention, splits_for
-    from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate
+    from kvloom.kernels.cuda.decode import decode_attention, workspace
+    from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
     from kvloom.kernels.cuda.offload_ask import collect, post
     from kvloom.kernels.cuda.offload_serve import serve
     from kvloom.kernels.cuda.prefill import prefill_attention
-    from kvloom.kernels.cuda.write import write_kv
-
-    def workspace(
-        batch: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        multiprocessors: int,
-        longest: int,
-        device: torch.device,
-    ) -> Workspace:
-        splits = splits_for(batch, kv_heads, multiprocessors, longest)
-        return Workspace.make(splits, batch, heads, head_dim, device)
 
     return Operations(
         write_kv,

@@ -13,16 +13,14 @@ from typing import Any, Self
 import torch
 
 from kvloom.exec.cuda.device import GpuDevice, uncut
-from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.executor import GpuExecutor, StepProgress
 from kvloom.exec.cuda.loader import load_pool, open_gpu, rehearse
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.staging import Staging
-from kvloom.exec.cuda.streams import StepProgress
 from kvloom.exec.parallel.group import SECONDS, RankGroup
-from kvloom.exec.parallel.member import Member, check
-from kvloom.exec.parallel.ranks import Ranks, Start, start_process
-from kvloom.exec.parallel.wire import StartRank, Step, ToldMap, ids_of
+from kvloom.exec.parallel.ranks import Member, Ranks, Start, check, start_process
+from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
 from kvloom.kv.arena import ArenaMemory
 from kvloom.types.errors import Unavailable
 from kvloom.types.job import Job, JobResult, SampleRow
@@ -202,10 +200,9 @@ class GpuWorker(GpuExecutor):
 
     def start(self, step: Step) -> None:
         """Starts a step. What it says of the page map holds for those after it."""
-        tokens, kept = ids_of(step)
         plan = self._maps[step.model].plan(step)
-        samples = tuple(SampleRow(row, 0, 0, _LARGEST) for row in kept.tolist())
-        job = Job(step.model, step.phase, step.share, plan, tokens, samples)
+        samples = tuple(SampleRow(row, 0, 0, _LARGEST) for row in step.array("kept").tolist())
+        job = Job(step.model, step.phase, step.share, plan, step.array("tokens"), samples)
         ran = self._thread.submit(self._run, job, self._lane, self._staging, StepProgress(1), _nobody)
         ran.add_done_callback(check)
 

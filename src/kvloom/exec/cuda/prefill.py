@@ -1,4 +1,5 @@
-"""Prefill jobs on a device: the inputs and the forward of one, which is not recorded."""
+"""Prefill jobs on a device: the inputs and the forward of one, which is not recorded, and the draws of any
+job."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.exec.cuda.device import GpuDevice, PartitionLane
+from kvloom.exec.cuda.device import GpuDevice
 from kvloom.exec.cuda.model import DeviceModel, Places, PrefillState
-from kvloom.exec.cuda.staging import SentInputs, Staging, widened
+from kvloom.exec.cuda.staging import Staging, widened
 from kvloom.exec.sampler import draw, sample, uniform
 from kvloom.types.geometry import AnyArray
 from kvloom.types.job import Job, PageCopy, SampleRow
@@ -74,7 +75,7 @@ def _simple(row: SampleRow) -> bool:
     return not bent and row.allowed is None and params.logprobs is None and params.guide is None
 
 
-def _inputs(job: Job) -> dict[str, AnyArray]:
+def prefill_inputs(job: Job) -> dict[str, AnyArray]:
     """Returns what a forward needs on the device."""
     plan = job.plan
     return {
@@ -89,7 +90,7 @@ def _inputs(job: Job) -> dict[str, AnyArray]:
     }
 
 
-def _run(
+def run_prefill(
     model: DeviceModel, arrays: Mapping[str, Tensor], written: Callable[[int], None], poll: Callable[[], None]
 ) -> Tensor:
     """Returns the logits of the rows `kept` [R, V]. written, poll: see `PrefillState`."""
@@ -98,27 +99,6 @@ def _run(
     )
     state = PrefillState(model.operations, places, arrays["starts"], arrays["begins"], written, poll)
     return model.logits(arrays["tokens"], arrays["positions"], state, arrays["kept"])
-
-
-def ask_prefill(
-    model: DeviceModel,
-    job: Job,
-    lane: PartitionLane,
-    staging: Staging,
-    draws: Draws,
-    poll: Callable[[], None],
-) -> tuple[Tensor, SentInputs]:
-    """Asks for a prefill in a turn of the lane. Returns logits [samples and prompts, V], and what was sent.
-    poll: that of a state."""
-    plan, arrays = job.plan, _inputs(job) | draws.arrays | model.copies(job.plan.copies)
-    sent = model.page_map.refresh(plan, lane, lambda rows: staging.send({**arrays, **rows}))
-    model.copy_pages(sent)
-
-    def written(layer: int) -> None:
-        for send in plan.sends:
-            send.put(plan.page_map, layer)
-
-    return _run(model, sent.arrays, written, poll), sent
 
 
 def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
@@ -142,7 +122,7 @@ def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
     with torch.inference_mode(), lane.entered():
         sent = Staging(device).send(arrays)
         model.copy_pages(sent)
-        logits = _run(model, sent.arrays, lambda layer: None, lambda: None)
+        logits = run_prefill(model, sent.arrays, lambda layer: None, lambda: None)
         ids, _ = draws.take(logits, sent.arrays)
         model.advance(sent, ids)
     lane.mark().wait()

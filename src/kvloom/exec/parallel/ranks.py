@@ -1,8 +1,11 @@
-"""The other ranks, as the first one sees them: processes that it starts, and that end with it."""
+"""The other ranks: as the first one sees them, processes that it starts, and as each sees itself. They end
+with the first."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import queue
 import socket
 import subprocess
@@ -15,7 +18,7 @@ from concurrent.futures import TimeoutError as Late
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -27,6 +30,8 @@ from kvloom.types.errors import ConfigError, KvloomError, Unavailable
 from kvloom.types.geometry import I64, Geometry
 from kvloom.types.job import Job
 from kvloom.types.spec import EngineSpec
+
+_log = logging.getLogger(__name__)
 
 MODULE: Final = "kvloom.exec.rank"
 LOAD_SECONDS: Final = 1800.0  # that a rank may take from one meeting to the next
@@ -211,3 +216,49 @@ class Ranks:
             member.wire.send(order)
         except OSError as error:
             raise Unavailable(f"{self._name}: rank {member.rank} takes no orders: {error}") from error
+
+
+class Member:
+    """A rank but the first, in its own process. It receives what the first rank says on a thread of its own,
+    which ends the process with the first rank."""
+
+    group: RankGroup
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+
+    def next(self) -> Order:
+        return self._orders.get()
+
+    def meet(self) -> None:
+        self._wire.send(RankReady())
+        order = self.next()
+        assert isinstance(order, Go)
+
+    def join(self, begin: StartRank, device: torch.device) -> None:
+        """Finds the other ranks, once this one can compute on `device`; they look for it too. Raises
+        Unavailable."""
+        self.meet()
+        self.group = connect(begin.store, begin.rank, begin.size, begin.slots, device)
+
+    def refuse(self, error: ConfigError) -> None:
+        self._wire.send(RankRefused(error.message))
+
+    def _listen(self) -> None:
+        try:
+            decoder = msgspec.msgpack.Decoder(Order)
+            while (message := self._wire.receive()) is not None:
+                self._orders.put(decoder.decode(message))
+        finally:
+            os._exit(0)
+
+
+def check(ran: Future[Any]) -> None:
+    """Ends the process after a failure: the ranks are not in step any more, and the first one has to know."""
+    error = ran.exception()
+    if error is not None:
+        _log.error("a job failed", exc_info=error)
+        sys.stderr.flush()
+        os._exit(1)

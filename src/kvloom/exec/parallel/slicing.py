@@ -30,9 +30,9 @@ class Summed(nn.Module):
     def forward(self, *given: Any, **named: Any) -> Tensor:
         return self.group.sum(self.inner(*given, **named))
 
-    def onto(self, x: Tensor, base: Tensor) -> Tensor:
+    def onto(self, x: Tensor, base: Tensor, *more: Any) -> Tensor:
         """Returns base + what forward gives; the first rank adds it as it stores its part."""
-        part = self.inner(x) if self.group.rank else self.inner.onto(x, base)
+        part = self.inner(x, *more) if self.group.rank else self.inner.onto(x, base, *more)
         return self.group.sum(part)
 
 

@@ -46,25 +46,34 @@ class Go(Struct, frozen=True, tag="go"):
     """Tells a waiting rank that all ranks have come as far."""
 
 
+_KINDS: Final[dict[str, type[np.generic]]] = {
+    "tokens": np.int64,
+    "kept": np.int64,  # rows whose logits are wanted
+    "appends": np.int64,
+    "starts": np.int64,
+    "tables": np.int32,
+    "positions": np.int64,
+    "slot_page": np.int32,
+    "slot_offset": np.int32,
+    "pages": np.int32,  # [n] rows of the page map that have changed since the last step
+    "blocks": np.int32,  # [n, layers, heads], those rows
+}
+
+
 class Step(Struct, frozen=True, kw_only=True, tag="step"):
-    """One forward. Arrays are their little-endian bytes, in the forms that `ForwardPlan` gives: tables,
-    slot_page, slot_offset, pages and blocks are int32, the others int64."""
+    """One forward. arrays: those of `_KINDS`, the plan's in the forms that `ForwardPlan` gives, as their
+    little-endian bytes."""
 
     slot: int
     model: str
     phase: Phase
     share: int
-    tokens: bytearray
-    kept: bytearray  # rows whose logits are wanted
-    appends: bytearray
-    starts: bytearray
-    tables: bytearray
-    positions: bytearray
-    slot_page: bytearray
-    slot_offset: bytearray
-    pages: bytearray  # [n] rows of the page map that have changed since the last step
-    blocks: bytearray  # [n, layers, heads], those rows
+    arrays: dict[str, bytearray]
     copies: list[tuple[int, int, int]] = []  # source, target and tokens of each
+
+    def array(self, name: str) -> AnyArray:
+        """Returns one of the arrays, without its shape."""
+        return np.frombuffer(self.arrays[name], dtype=_KINDS[name])
 
 
 class RankReady(Struct, frozen=True, tag="here"):
@@ -134,21 +143,15 @@ class SentMaps:
     def step(self, slot: int, job: Job, kept: I64) -> Step:
         plan = job.plan
         pages = self._changed(job.model, plan)
+        arrays: dict[str, AnyArray] = {"tokens": job.tokens, "kept": kept}
+        arrays |= {"pages": pages, "blocks": plan.page_map[pages]}
+        arrays |= {name: getattr(plan, name) for name in _KINDS if name not in arrays}
         return Step(
             slot=slot,
             model=job.model,
             phase=job.phase,
             share=job.share,
-            tokens=_bytes(job.tokens),
-            kept=_bytes(kept),
-            appends=_bytes(plan.appends),
-            starts=_bytes(plan.starts),
-            tables=_bytes(plan.tables),
-            positions=_bytes(plan.positions),
-            slot_page=_bytes(plan.slot_page),
-            slot_offset=_bytes(plan.slot_offset),
-            pages=_bytes(pages),
-            blocks=_bytes(plan.page_map[pages]),
+            arrays={name: bytearray(array.tobytes()) for name, array in arrays.items()},
             copies=[(copy.source, copy.target, copy.tokens) for copy in plan.copies],
         )
 
@@ -178,33 +181,20 @@ class ToldMap:
     def plan(self, step: Step) -> ForwardPlan:
         """Returns the plan as the first rank has it, over this map, which learns of what has changed. Steps
         are taken in the order in which they come."""
-        pages = _array(step.pages, np.int32)
-        self.rows[pages] = _array(step.blocks, np.int32).reshape(len(pages), *self.rows.shape[1:])
+        pages = step.array("pages")
+        self.rows[pages] = step.array("blocks").reshape(len(pages), *self.rows.shape[1:])
         self.versions[pages] += 1  # after the row: a job may be reading both
-        appends = _array(step.appends, np.int64)
+        appends = step.array("appends")
         return ForwardPlan(
             model=step.model,
             sequences=tuple(range(len(appends))),
             appends=appends,
-            starts=_array(step.starts, np.int64),
+            starts=step.array("starts"),
             page_map=self.rows,
-            tables=_array(step.tables, np.int32).reshape(len(appends), -1),
-            positions=_array(step.positions, np.int64),
-            slot_page=_array(step.slot_page, np.int32),
-            slot_offset=_array(step.slot_offset, np.int32),
+            tables=step.array("tables").reshape(len(appends), -1),
+            positions=step.array("positions"),
+            slot_page=step.array("slot_page"),
+            slot_offset=step.array("slot_offset"),
             copies=tuple(PageCopy(*copy) for copy in step.copies),
             versions=self.versions,
         )
-
-
-def ids_of(step: Step) -> tuple[I64, I64]:
-    """Returns tokens and kept rows."""
-    return _array(step.tokens, np.int64), _array(step.kept, np.int64)
-
-
-def _bytes(array: AnyArray) -> bytearray:
-    return bytearray(array.tobytes())
-
-
-def _array(given: bytearray, kind: type[np.int32] | type[np.int64]) -> AnyArray:
-    return np.frombuffer(given, dtype=kind)

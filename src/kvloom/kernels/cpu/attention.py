@@ -9,8 +9,18 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from kvloom.kernels.cpu.elementwise import copy_row, norm_row, rotate_row
-from kvloom.kernels.cpu.memory import address_of, fetch_add, pointer_at, prefetch, read, read_int, write
+from kvloom.kernels.cpu.elementwise import FLOAT, INT, check_pages, copy_row, norm_row, rotate_row
+from kvloom.kernels.cpu.memory import (
+    LINE,
+    address_of,
+    aligned,
+    fetch_add,
+    pointer_at,
+    prefetch,
+    read,
+    read_int,
+    write,
+)
 from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.cpu.vector import (
     LANES,
@@ -29,10 +39,10 @@ from kvloom.kernels.cpu.vector import (
     tanh,
     total,
 )
+from kvloom.kernels.reference import check
 
 TILE = 64  # tokens whose scores are held at once; a multiple of LANES
 LOWEST = -3e38
-_LINE = 64
 _AHEAD = 8  # rows of k; past its end comes v
 
 
@@ -43,7 +53,7 @@ def score(scores, q, q_head, k, count, group, dim):  # type: ignore[no-untyped-d
     for t in range(0, count - 3, 4):
         k0 = k + t * row
         k1, k2, k3 = k0 + row, k0 + 2 * row, k0 + 3 * row
-        for i in range(0, 4 * row, _LINE):
+        for i in range(0, 4 * row, LINE):
             prefetch(k0 + _AHEAD * row + i)
         for g in range(group):
             x, at = q + g * q_head, scores + (g * TILE + t) * 4
@@ -276,7 +286,7 @@ def advance(a, counters, place, until):  # type: ignore[no-untyped-def]
     memory's own prefetchers no longer help.
     """
     state = carray(pointer_at(place), 3, np.int64)
-    scores = place + _LINE
+    scores = place + LINE
     sums = scores + a.group * TILE * 4
     best = sums + a.span * a.group * a.head_dim * 4
     norm = best + a.span * a.group * 4
@@ -313,10 +323,10 @@ def advance(a, counters, place, until):  # type: ignore[no-untyped-def]
 def attend(a, counters):  # type: ignore[no-untyped-def]
     """Attends for all items that nobody has taken."""
     scratch = np.empty(room_of(a) + LANES, np.float32)
-    place = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
+    place = aligned(scratch)
     begin(place)
     advance(a, counters, place, ALL)
-    scratch[0] = 0  # numba frees an array after its last use, and addresses are none
+    scratch[0] = 0  # see `aligned`
 
 
 @kernel(AttentionArguments)
@@ -340,21 +350,26 @@ def decode_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    threads: int | None = None,
 ) -> None:
     """Attends with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
     arena [blocks, 2, T, D] (see block_view), q and out are float32; page_map [pages, layers, kv_heads],
     tables [B, pages of the longest] and lengths [B] are int32. A window n > 0 hides all but the last n; a
     softcap c > 0 bends scores s to c tanh(s / c). Rows of q and out may lie anywhere; out may be q itself.
-    Lengths are 1 or more. Threads default to torch's number for the calling thread.
+    Lengths are 1 or more. The kernel runs on as many threads as torch has for the calling one.
     """
-    _check(out, q, arena, page_map, layer, tables, lengths)
     batch, heads, head_dim = q.shape
-    _, layers, kv_heads = page_map.shape
+    kv_heads = check_pages(arena, page_map, layer, head_dim)
+    layers = page_map.shape[1]
+    check("q", q, batch, heads, head_dim, dtypes=FLOAT)
+    check("out", out, batch, heads, head_dim, dtypes=FLOAT)
+    check("tables", tables, batch, tables.shape[-1], dtypes=INT)
+    check("lengths", lengths, batch, dtypes=INT)
+    if heads % kv_heads:
+        raise ValueError(f"q: want a multiple of {kv_heads} heads, got {heads}")
     out_row, out_head, _ = out.stride()
     q_row, q_head, _ = q.stride()
-    threads = torch.get_num_threads() if threads is None else threads
+    threads = torch.get_num_threads()
     span = span_of(batch, kv_heads, threads)
     arguments = AttentionArguments(
         0, 0, out.data_ptr(), out_row * 4, out_head * 4, q.data_ptr(), q_row * 4, q_head * 4,
@@ -364,32 +379,3 @@ def decode_attention(
         batch, kv_heads, heads // kv_heads, window, span, -(-kv_heads // span), scale, softcap,
     )  # fmt: skip
     attend_all(arguments, threads)
-
-
-def _check(
-    out: Tensor, q: Tensor, arena: Tensor, page_map: Tensor, layer: int, tables: Tensor, lengths: Tensor
-) -> None:
-    """Raises TypeError and ValueError if they are not as `decode_attention` says."""
-    batch, heads, head_dim = q.shape
-    _, two, _, arena_dim = arena.shape
-    _, layers, kv_heads = page_map.shape
-    if not (out.dtype is q.dtype is arena.dtype is torch.float32):
-        raise TypeError(f"out, q, arena: want float32, got {out.dtype}, {q.dtype}, {arena.dtype}")
-    if not (tables.dtype is lengths.dtype is page_map.dtype is torch.int32):
-        got = f"{tables.dtype}, {lengths.dtype}, {page_map.dtype}"
-        raise TypeError(f"tables, lengths, page_map: want int32, got {got}")
-    if (
-        out.shape != q.shape
-        or two != 2
-        or arena_dim != head_dim
-        or heads % kv_heads
-        or not 0 <= layer < layers
-    ):
-        raise ValueError(
-            f"out {tuple(out.shape)}, q {tuple(q.shape)}, arena {tuple(arena.shape)}, page_map "
-            f"{tuple(page_map.shape)} and layer {layer} do not fit"
-        )
-    if len(tables) != batch or len(lengths) != batch:
-        raise ValueError(f"tables, lengths: want {batch} sequences, got {len(tables)} and {len(lengths)}")
-    if {out.stride(-1), q.stride(-1), tables.stride(-1)} != {1} or not page_map.is_contiguous():
-        raise ValueError("out, q, tables: the last dimension must be contiguous; page_map all of it")

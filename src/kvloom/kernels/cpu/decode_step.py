@@ -15,21 +15,29 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, njit
 
 from kvloom.kernels.cpu.attention import ALL, AttentionArguments, advance, begin, room_of, tokens_of, turn
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
-from kvloom.kernels.cpu.memory import fetch_add, observe, pointer_at, read_int, write
+from kvloom.kernels.cpu.memory import (
+    acquire,
+    aligned,
+    exchange,
+    fetch_add,
+    observe,
+    pointer_at,
+    read_int,
+    rest,
+    wake,
+    write,
+)
 from kvloom.kernels.cpu.offload_serve import MASK, LookArguments, finish, look, nanoseconds, start
 from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.cpu.products import PANEL, gated, normalise, plain_head, product, wait
-from kvloom.kernels.cpu.signals import acquire, exchange, wake
 from kvloom.kernels.cpu.vector import LANES
 from kvloom.kernels.mailbox import NOTE
 
 NOWHERE = -1
-_SPINS = 2000  # looks before the core is offered to others at each further one
-_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 class AskArguments(ctypes.Structure):
@@ -76,9 +84,7 @@ def _send(a, attention, layer):  # type: ignore[no-untyped-def]
     a.went = nanoseconds(a.clock)
     note.posted = a.went
     a.count = (a.count + 1) & MASK
-    exchange(
-        a.posted, a.count
-    )  # a full barrier: a lender that is not asleep now looks once more before it is
+    exchange(a.posted, a.count)  # a full barrier: a lender that is awake now looks once more before it sleeps
     if acquire(a.asleep) != 0:
         wake(a.futex, a.posted)
 
@@ -108,10 +114,8 @@ def _arrived(a):  # type: ignore[no-untyped-def]
     done = acquire(a.finished)
     while done == (a.count - 1) & MASK and turns < a.spins:
         turns += 1
-        if turns > _SPINS:
-            if acquire(a.over) != 0:
-                return False
-            _yield()
+        if rest(turns) and acquire(a.over) != 0:
+            return False
         done = acquire(a.finished)
     return done == a.count
 
@@ -154,7 +158,6 @@ COUNTERS = 16  # 64-bit words a stage: `next` and `done`, alone in their cache l
 OPERATORS = 5  # a layer; before the first the embedding, after the last the head
 STAGES = OPERATORS + 1  # two of rows that are away, in place of attention, which has counters of its own
 FIRST = 16  # byte of the first counters: threads that have come, if one of them is to look
-_LINE = 64
 
 
 class LinearArguments(ctypes.Structure):
@@ -236,7 +239,7 @@ def _embed(s, counters):  # type: ignore[no-untyped-def]
 def _attend(turn, counters, poll, parts):  # type: ignore[no-untyped-def]
     """Runs the stage of attention. Parts are of so many tokens, wherever in a sequence they end."""
     scratch = np.empty(room_of(turn) + LANES, np.float32)
-    place = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
+    place = aligned(scratch)
     tokens, part = tokens_of(turn), 1
     begin(place)
     while advance(turn, counters, place, ALL if part >= parts else max(part, tokens * part // parts)):
@@ -321,7 +324,7 @@ def step(pointer):  # type: ignore[no-untyped-def]
     s = carray(pointer, 1)[0]
     most = max(s.rows, s.kept_rows)
     scratch = np.empty(most * s.x_row // 4 + 2 * (most + 3) * PANEL + LANES, np.float32)
-    normal = (scratch.ctypes.data + _LINE - 1) // _LINE * _LINE
+    normal = aligned(scratch)
     sums = normal + most * s.x_row
     poll = s.poll if s.poll != 0 and fetch_add(s.counters + FIRST, 1) == 0 else 0
     if poll != 0:
@@ -331,4 +334,4 @@ def step(pointer):  # type: ignore[no-untyped-def]
         _head(s, normal, s.counters + (1 + s.depth * STAGES) * COUNTERS * 8, sums, poll)
     if poll != 0:
         finish(poll)
-    scratch[0] = 0  # numba frees an array after its last use, and addresses are none
+    scratch[0] = 0  # see `aligned`

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvloom.kernels.cpu.memory import address_of, fetch_add, read, read_int, write
 from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.cpu.vector import LANES, add, load, multiply, multiply_add, splat, store, subtract, total
+from kvloom.kernels.reference import check
 
 
 @njit(inline="never")
@@ -71,11 +72,11 @@ def rotate_row(x, cos, sin, size):  # type: ignore[no-untyped-def]
 _SERIAL = 1 << 15  # values below which one thread is faster than waking a team
 
 
-def _team(rows: int, row_values: int, threads: int | None) -> tuple[int, int]:
+def _team(rows: int, row_values: int) -> tuple[int, int]:
     """Returns the threads for the call, and the rows that a thread takes at once."""
     if rows * row_values < _SERIAL:
         return 1, rows
-    threads = torch.get_num_threads() if threads is None else threads
+    threads = torch.get_num_threads()
     return threads, max(1, rows // (threads * 4))
 
 
@@ -104,6 +105,21 @@ def _write(pointer):  # type: ignore[no-untyped-def]
         start = fetch_add(address_of(pointer), a.chunk)
 
 
+FLOAT, INT = (torch.float32,), (torch.int32,)
+
+
+def check_pages(arena: Tensor, page_map: Tensor, layer: int, head_dim: int) -> int:
+    """Returns the KV heads of page_map [pages, layers, kv_heads] int32, over arena [blocks, 2, T, D] float32.
+    Raises ValueError if they are not of these forms, or have no such layer."""
+    blocks, _, tokens, _ = arena.shape
+    pages, layers, kv_heads = page_map.shape
+    check("arena", arena, blocks, 2, tokens, head_dim, dtypes=FLOAT)
+    check("page_map", page_map, pages, layers, kv_heads, dtypes=INT)
+    if not 0 <= layer < layers or not page_map.is_contiguous():
+        raise ValueError(f"page_map {tuple(page_map.shape)}: want layer {layer} in it, and all contiguous")
+    return kv_heads
+
+
 def write_kv(
     arena: Tensor,
     page_map: Tensor,
@@ -112,7 +128,6 @@ def write_kv(
     v: Tensor,
     slot_page: Tensor,
     slot_offset: Tensor,
-    threads: int | None = None,
 ) -> None:
     """Stores k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
 
@@ -120,38 +135,17 @@ def write_kv(
     Rows of k and v may lie anywhere. No two slots may be the same.
     """
     rows, kv_heads, head_dim = k.shape
-    _, two, page_tokens, arena_dim = arena.shape
-    _, layers, map_heads = page_map.shape
-    if not (k.dtype is v.dtype is arena.dtype is torch.float32):
-        raise TypeError(f"k, v, arena: want float32, got {k.dtype}, {v.dtype}, {arena.dtype}")
-    if not (slot_page.dtype is slot_offset.dtype is page_map.dtype is torch.int32):
-        raise TypeError("slot_page, slot_offset, page_map: want int32")
-    if (
-        v.shape != k.shape
-        or two != 2
-        or arena_dim != head_dim
-        or map_heads != kv_heads
-        or not 0 <= layer < layers
-        or not len(slot_page) == len(slot_offset) == rows
-    ):
-        raise ValueError(
-            f"k {tuple(k.shape)}, v {tuple(v.shape)}, arena {tuple(arena.shape)}, "
-            f"page_map {tuple(page_map.shape)}, layer {layer}, {len(slot_page)} and {len(slot_offset)} slots "
-            "do not fit"
-        )
-    k_row, k_head, k_last = k.stride()
-    v_row, v_head, v_last = v.stride()
-    if (
-        k_last != 1
-        or v_last != 1
-        or not (page_map.is_contiguous() and slot_page.is_contiguous() and slot_offset.is_contiguous())
-    ):
-        raise ValueError("k, v: the last dimension must be contiguous; page_map and slots all of them")
-    threads, chunk = _team(rows, 2 * kv_heads * head_dim, threads)
+    map_heads, layers = check_pages(arena, page_map, layer, head_dim), page_map.shape[1]
+    check("k", k, rows, map_heads, head_dim, dtypes=FLOAT)
+    check("v", v, rows, map_heads, head_dim, dtypes=FLOAT)
+    check("slot_page", slot_page, rows, dtypes=INT)
+    check("slot_offset", slot_offset, rows, dtypes=INT)
+    (k_row, k_head, _), (v_row, v_head, _) = k.stride(), v.stride()
+    threads, chunk = _team(rows, 2 * kv_heads * head_dim)
     arguments = _WriteArguments(
         0, chunk, rows, kv_heads, head_dim,
         k.data_ptr(), k_row * 4, k_head * 4, v.data_ptr(), v_row * 4, v_head * 4,
-        arena.data_ptr(), arena.stride(0) * 4, page_tokens,
+        arena.data_ptr(), arena.stride(0) * 4, arena.shape[2],
         page_map.data_ptr() + layer * kv_heads * 4, layers * kv_heads * 4,
         slot_page.data_ptr(), slot_offset.data_ptr(),
     )  # fmt: skip
@@ -177,32 +171,18 @@ def _norm(pointer):  # type: ignore[no-untyped-def]
         start = fetch_add(address_of(pointer), a.chunk)
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    out: Tensor | None = None,
-    threads: int | None = None,
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Normalises x [n, H] by its root mean square and scales by offset + weight [H]; Gemma's offset is 1.
 
-    All are float32. Rows of x may lie anywhere; out is contiguous, made if not given, and may be x itself.
+    All are float32. Rows of x may lie anywhere.
     """
     rows, size = x.shape
-    if out is None:
-        out = torch.empty((rows, size))
-    if not (x.dtype is weight.dtype is out.dtype is torch.float32):
-        raise TypeError(f"x, weight, out: want float32, got {x.dtype}, {weight.dtype}, {out.dtype}")
-    x_row, x_last = x.stride()
-    if out.shape != x.shape or weight.shape != (size,):
-        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and out {tuple(out.shape)}"
-        raise ValueError(f"{shapes} do not fit")
-    if x_last != 1 or not (weight.is_contiguous() and out.is_contiguous()):
-        raise ValueError("x: the last dimension must be contiguous; weight and out all of them")
-    threads, chunk = _team(rows, size, threads)
+    check("x", x, rows, size, dtypes=FLOAT)
+    check("weight", weight, size, dtypes=FLOAT)
+    out = torch.empty((rows, size))
+    threads, chunk = _team(rows, size)
     arguments = _NormArguments(
-        0, chunk, rows, size, out.data_ptr(), x.data_ptr(), x_row * 4, weight.data_ptr(), eps, offset
+        0, chunk, rows, size, out.data_ptr(), x.data_ptr(), x.stride(0) * 4, weight.data_ptr(), eps, offset
     )
     _norm(arguments, threads)
     return out
@@ -227,26 +207,23 @@ def _rotate(pointer):  # type: ignore[no-untyped-def]
         start = fetch_add(address_of(pointer), a.chunk)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, threads: int | None = None) -> None:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotates the first R dimensions of x [n, heads, D] in place by cos, sin [n, R]; i pairs with R/2 + i.
 
     All are float32, with the last dimension contiguous; rows and heads may lie anywhere, so one call can turn
     the q and k heads of a fused projection's output.
     """
     rows, heads, head_dim = x.shape
-    cos_rows, size = cos.shape
-    if not (x.dtype is cos.dtype is sin.dtype is torch.float32):
-        raise TypeError(f"x, cos, sin: want float32, got {x.dtype}, {cos.dtype}, {sin.dtype}")
-    if sin.shape != cos.shape or cos_rows != rows or size > head_dim or size % 2:
-        raise ValueError(f"x {tuple(x.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit")
-    x_row, x_head, x_last = x.stride()
-    cos_row, cos_last = cos.stride()
-    sin_row, sin_last = sin.stride()
-    if x_last != 1 or cos_last != 1 or sin_last != 1:
-        raise ValueError("x, cos, sin: the last dimension must be contiguous")
-    threads, chunk = _team(rows, heads * size, threads)
+    size = cos.shape[-1]
+    check("x", x, rows, heads, head_dim, dtypes=FLOAT)
+    check("cos", cos, rows, size, dtypes=FLOAT)
+    check("sin", sin, rows, size, dtypes=FLOAT)
+    if size > head_dim or size % 2:
+        raise ValueError(f"cos, sin: want an even size up to {head_dim}, got {size}")
+    threads, chunk = _team(rows, heads * size)
     arguments = _RotateArguments(
         0, chunk, rows, heads, size,
-        x.data_ptr(), x_row * 4, x_head * 4, cos.data_ptr(), cos_row * 4, sin.data_ptr(), sin_row * 4,
+        x.data_ptr(), x.stride(0) * 4, x.stride(1) * 4,
+        cos.data_ptr(), cos.stride(0) * 4, sin.data_ptr(), sin.stride(0) * 4,
     )  # fmt: skip
     _rotate(arguments, threads)

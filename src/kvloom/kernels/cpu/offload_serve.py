@@ -12,9 +12,19 @@ from llvmlite import ir
 from numba import carray, njit, types
 
 from kvloom.kernels.cpu.attention import AttentionArguments, attend
-from kvloom.kernels.cpu.memory import fetch_add, observe, pointer_at, read_double
+from kvloom.kernels.cpu.memory import (
+    acquire,
+    exchange,
+    fetch_add,
+    observe,
+    pointer_at,
+    read_double,
+    release,
+    sleep,
+    take,
+    wake,
+)
 from kvloom.kernels.cpu.parallel import kernel
-from kvloom.kernels.cpu.signals import acquire, exchange, release, sleep, take, wake
 from kvloom.kernels.cpu.vector import operation, pointer
 
 

@@ -7,11 +7,11 @@ as even as items allow.
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import njit
 
 from kvloom.kernels.cpu.attention import score
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
-from kvloom.kernels.cpu.memory import fetch_add, observe, prefetch, read
+from kvloom.kernels.cpu.memory import fetch_add, observe, prefetch, read, rest
 from kvloom.kernels.cpu.offload_serve import look_when_due
 from kvloom.kernels.cpu.vector import (
     LANES,
@@ -102,17 +102,15 @@ def panel_product(to, x, x_row, rows, w, depth, soon):  # type: ignore[no-untype
 
 
 SWISH, GELU = 0, 1
-_SPINS = 2000
-_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @njit(inline="never")
 def wait(counters, items):  # type: ignore[no-untyped-def]
-    spins = 0
+    """Waits until all items of a stage are done."""
+    turns = 0
     while observe(counters + 8) < items:
-        spins += 1
-        if spins > _SPINS:
-            _yield()
+        turns += 1
+        rest(turns)
 
 
 @njit(inline="never")

@@ -5,10 +5,10 @@ numba notices a change in a kernel's own file only, so what is cached from older
 
 from pathlib import Path
 
-from kvloom.kernels.cpu import attention, block_copy, decode_step, elementwise, offload_serve, signals
+from kvloom.kernels.cpu import attention, block_copy, decode_step, elementwise, memory, offload_serve
 from kvloom.kernels.cpu.parallel import Kernel
 
-MODULES = block_copy, attention, elementwise, decode_step, signals, offload_serve
+MODULES = block_copy, attention, elementwise, decode_step, memory, offload_serve
 
 
 def kernels() -> list[Kernel]:

@@ -1,6 +1,6 @@
 """The GPU kernels, in Triton. Each does what its twin in `kernels/reference.py` does, on the current stream.
 
 This imports none of them: triton is an extra, and reads its environment when it is imported.
-A function `NAME_launch` says how a kernel is launched for given tensors; `NAME` launches it, and
+Each is a `Launcher`: a call launches the kernel; `NAME.launch` says how, for given tensors, by which
 `python -m kvloom.kernels.cuda.compile` compiles it without a GPU.
 """

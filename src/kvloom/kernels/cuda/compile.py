@@ -23,14 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvloom.kernels.cuda.copy import copy_launch, copy_pages_launch
-from kvloom.kernels.cuda.decode import Workspace, decode_launches
-from kvloom.kernels.cuda.elementwise import advance_launch, gated_launch, norm_launch, rotate_launch
+from kvloom.kernels.cuda.copy import copy_blocks, copy_pages
+from kvloom.kernels.cuda.decode import Workspace, decode_attention
+from kvloom.kernels.cuda.elementwise import advance, gated_launch, norm_launch, rotate, write_kv
 from kvloom.kernels.cuda.launch import Launch
-from kvloom.kernels.cuda.offload_ask import collect_launch, post_launch
-from kvloom.kernels.cuda.offload_serve import serve_launch
-from kvloom.kernels.cuda.prefill import prefill_launch
-from kvloom.kernels.cuda.write import write_launch
+from kvloom.kernels.cuda.offload_ask import collect, post
+from kvloom.kernels.cuda.offload_serve import serve
+from kvloom.kernels.cuda.prefill import prefill_attention
 from kvloom.kernels.mailbox import LINE, NOTE, WORDS, BorrowerState, LenderState, LentArena, MailboxTensors
 from kvloom.kernels.reference import Activation, block_view
 
@@ -70,10 +69,12 @@ def _attention(
     name += f"{' window' if window else ''}{' softcap' if softcap else ''}"
     q = _empty(batch, kv_heads * group, head_dim, dtype=dtype)
     room = Workspace.make(splits, batch, kv_heads * group, head_dim, torch.device("meta"))
-    for launch in decode_launches(q, q, *cache, _empty(batch), *form, workspace=room):
-        yield f"{launch.kernel.__name__[1:]} {name} splits={splits}", launch
+    launch = decode_attention.launch(q, q, *cache, _empty(batch), *form, workspace=room)
+    yield f"decode {name} splits={splits}", launch
+    if launch.then is not None:
+        yield f"merge {name} splits={splits}", launch.then
     q = _empty(rows, kv_heads * group, head_dim, dtype=dtype)
-    yield f"prefill {name}", prefill_launch(q, q, *cache, _empty(batch), _empty(batch + 1), *form)
+    yield f"prefill {name}", prefill_attention.launch(q, q, *cache, _empty(batch), _empty(batch + 1), *form)
 
 
 def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
@@ -84,12 +85,12 @@ def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
     fused = _empty(rows, 4 * kv_heads, head_dim, dtype=dtype)
     q, k, v = fused[:, : 2 * kv_heads], fused[:, -2 * kv_heads : -kv_heads], fused[:, -kv_heads:]
     slots = _empty(1024, 8, kv_heads), 3, k, v, _empty(rows), _empty(rows)
-    yield f"write {name}", write_launch(arena, *slots)
+    yield f"write {name}", write_kv.launch(arena, *slots)
     angles = _empty(rows, head_dim, dtype=dtype)
-    yield f"rotate {name}", rotate_launch(q, k, angles, angles)
+    yield f"rotate {name}", rotate.launch(q, k, angles, angles)
     x, weight = _empty(rows, size, dtype=dtype), _empty(size, dtype=dtype)
     yield f"norm {name} H={size}", norm_launch(x, x, weight, 1e-6)
-    yield f"norm {name} H={size} added", norm_launch(x, x, weight, 1e-6, 1.0, x, x)
+    yield f"norm {name} H={size} offset", norm_launch(x, x, weight, 1e-6, 1.0)
     yield f"norm {name} of heads", norm_launch(q, q, _empty(head_dim, dtype=dtype), 1e-6)
     activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
     for activation in activations:
@@ -102,11 +103,10 @@ def _others() -> Iterator[Named]:
         tokens = _BLOCK // 2 // token_bytes
         layout: dict[str, Any] = {"block_bytes": _BLOCK, "page_tokens": tokens, "token_bytes": token_bytes}
         name = f"{token_bytes} bytes a token"
-        yield f"copy {name}", copy_launch(memory, memory, ids, ids, ids, ids, **layout)
-        yield f"copy pages {name}", copy_pages_launch(memory, _empty(1024, 8, 4), ids, ids, ids, **layout)
+        yield f"copy {name}", copy_blocks.launch(memory, memory, ids, ids, ids, ids, **layout)
+        yield f"copy pages {name}", copy_pages.launch(memory, _empty(1024, 8, 4), ids, ids, ids, **layout)
     wide = _empty(256, dtype=torch.int64)
-    yield "advance", advance_launch(wide, wide, wide, ids, ids, ids, _empty(256, 64), 32)
-    yield "copy gather", copy_launch(memory, memory, ids, None, **layout)
+    yield "advance", advance.launch(wide, wide, wide, ids, ids, ids, _empty(256, 64), 32)
 
 
 def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
@@ -126,11 +126,11 @@ def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
     arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
     name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
     lent = LentArena(_empty(mailbox.map.numel()), arena)
-    yield f"serve {name}", serve_launch(mailbox, LenderState(0, mailbox), lent)
+    yield f"serve {name}", serve.launch(mailbox, LenderState(0, mailbox), lent)
     q, k = (_empty(rows, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
     borrower_state = BorrowerState(0, device)
-    yield f"post {name}", post_launch(mailbox, borrower_state, q, k, k, 3, head_dim**-0.5)
-    yield f"collect {name}", collect_launch(mailbox, borrower_state, q, 1000)
+    yield f"post {name}", post.launch(mailbox, borrower_state, q, k, k, 3, head_dim**-0.5)
+    yield f"collect {name}", collect.launch(mailbox, borrower_state, q, 1000)
 
 
 def served() -> Iterator[Named]:

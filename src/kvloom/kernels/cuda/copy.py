@@ -1,4 +1,4 @@
-"""Copies blocks on the device: between arenas, into a buffer for a peer and out of one, page to page.
+"""Copies blocks on the device: between arenas, and page to page.
 
 The lists may name blocks of any layers and heads, so what a send has for many layers is one launch.
 """
@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import CHANGING, Launch, check
+from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher
+from kvloom.kernels.reference import check
 
 _WORDS = 4096  # of 4 bytes, a program: four loads of 16 bytes a thread
 _WARPS = 8
@@ -48,10 +49,10 @@ def _move(  # type: ignore[no-untyped-def]
 def _copy_blocks(  # type: ignore[no-untyped-def]
     source,
     target,
-    own,  # or None: row i
-    peer,  # or None: row i
-    offsets,  # or None: 0
-    counts,  # or None: all
+    own,
+    peer,
+    offsets,
+    counts,
     BLOCK_WORDS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     TOKEN_WORDS: tl.constexpr,
@@ -59,14 +60,8 @@ def _copy_blocks(  # type: ignore[no-untyped-def]
 ):
     """A program is a part of a block."""
     i = tl.program_id(0)
-    from_block, to_block = i, i
-    if own is not None:
-        from_block = tl.load(own + i)
-    if peer is not None:
-        to_block = tl.load(peer + i)
-    offset, count = i - i, i - i + PAGE_TOKENS
-    if offsets is not None:
-        offset, count = tl.load(offsets + i), tl.load(counts + i)
+    from_block, to_block = tl.load(own + i), tl.load(peer + i)
+    offset, count = tl.load(offsets + i), tl.load(counts + i)
     _move(
         source, target, from_block, to_block, offset, count, BLOCK_WORDS, PAGE_TOKENS, TOKEN_WORDS, WORDS
     )  # fmt: skip
@@ -110,33 +105,7 @@ def _layout(block_bytes: int, page_tokens: int, token_bytes: int) -> tuple[torch
     return kind, triton.cdiv(block, _WORDS), words
 
 
-def copy_launch(
-    source: Tensor,
-    target: Tensor,
-    own: Tensor | None,
-    peer: Tensor | None,
-    offsets: Tensor | None = None,
-    counts: Tensor | None = None,
-    *,
-    block_bytes: int,
-    page_tokens: int,
-    token_bytes: int,
-) -> Launch:
-    """Returns how `copy_blocks` is launched; None stands for row i itself, and for all tokens."""
-    kind, parts, words = _layout(block_bytes, page_tokens, token_bytes)
-    lists = {"own": own, "peer": peer, "offsets": offsets, "counts": counts}
-    given = {name: ids for name, ids in lists.items() if ids is not None}
-    if not given or (offsets is None) != (counts is None):
-        raise ValueError("lists: want own or peer, and of offsets and counts both or neither")
-    count = next(iter(given.values())).shape[0]
-    for name, ids in given.items():
-        check(name, ids, count, dtypes=(torch.int32,))
-    check("source", source, -1, dtypes=(torch.uint8,))
-    check("target", target, -1, dtypes=(torch.uint8,))
-    arguments: dict[str, Any] = {"source": source.view(kind), "target": target.view(kind), **lists, **words}
-    return Launch(_copy_blocks, (count, parts), arguments, _WARPS)
-
-
+@Launcher
 def copy_blocks(
     source: Tensor,
     target: Tensor,
@@ -148,30 +117,23 @@ def copy_blocks(
     block_bytes: int,
     page_tokens: int,
     token_bytes: int,
-) -> None:
+) -> Launch:
     """Copies for each i tokens [offsets[i], offsets[i] + counts[i]) of K and of V from block own[i] of
     `source` to block peer[i] of `target`, both flat bytes, of a length that is a multiple of 4; all tokens of
     a block take the bytes past them along. The lists are [n] int32 on the device. No block is written twice,
     nor read and written."""
-    copy_launch(
-        source, target, own, peer, offsets, counts,
-        block_bytes=block_bytes, page_tokens=page_tokens, token_bytes=token_bytes,
-    ).run()  # fmt: skip
+    kind, parts, words = _layout(block_bytes, page_tokens, token_bytes)
+    lists = {"own": own, "peer": peer, "offsets": offsets, "counts": counts}
+    for name, ids in lists.items():
+        check(name, ids, own.shape[0], dtypes=(torch.int32,))
+    check("source", source, -1, dtypes=(torch.uint8,))
+    check("target", target, -1, dtypes=(torch.uint8,))
+    arguments: dict[str, Any] = {"source": source.view(kind), "target": target.view(kind), **lists, **words}
+    return Launch(_copy_blocks, (own.shape[0], parts), arguments, _WARPS)
 
 
-def gather_blocks(buffer: Tensor, arena: Tensor, blocks: Tensor, block_bytes: int) -> None:
-    """Copies the blocks [n] int32 of `arena` side by side into `buffer`, both flat bytes on the device."""
-    half = block_bytes // 2
-    copy_launch(arena, buffer, blocks, None, block_bytes=block_bytes, page_tokens=1, token_bytes=half).run()
-
-
-def scatter_blocks(arena: Tensor, buffer: Tensor, blocks: Tensor, block_bytes: int) -> None:
-    """Copies what lies side by side in `buffer` to the blocks [n] int32 of `arena`, both flat bytes."""
-    half = block_bytes // 2
-    copy_launch(buffer, arena, None, blocks, block_bytes=block_bytes, page_tokens=1, token_bytes=half).run()
-
-
-def copy_pages_launch(
+@Launcher
+def copy_pages(
     arena: Tensor,
     page_map: Tensor,
     sources: Tensor,
@@ -182,7 +144,9 @@ def copy_pages_launch(
     page_tokens: int,
     token_bytes: int,
 ) -> Launch:
-    """Returns how `copy_pages` is launched."""
+    """Copies for each i the first counts[i] tokens of page sources[i] to page targets[i], in all layers and
+    heads at once: copy on write. arena: flat bytes; page_map [pages, layers, kv_heads] contiguous, and the
+    lists [n], int32 on the device."""
     kind, parts, words = _layout(block_bytes, page_tokens, token_bytes)
     pages, layers, kv_heads = page_map.shape
     check("arena", arena, -1, dtypes=(torch.uint8,))
@@ -194,23 +158,3 @@ def copy_pages_launch(
         **{"counts": counts, "map_page": page_map.stride(0), "MAP_BLOCKS": layers * kv_heads, **words},
     }
     return Launch(_copy_pages, (sources.shape[0] * layers * kv_heads, parts), arguments, _WARPS)
-
-
-def copy_pages(
-    arena: Tensor,
-    page_map: Tensor,
-    sources: Tensor,
-    targets: Tensor,
-    counts: Tensor,
-    *,
-    block_bytes: int,
-    page_tokens: int,
-    token_bytes: int,
-) -> None:
-    """Copies for each i the first counts[i] tokens of page sources[i] to page targets[i], in all layers and
-    heads at once: copy on write. arena: flat bytes; page_map [pages, layers, kv_heads] contiguous, and the
-    lists [n], int32 on the device."""
-    copy_pages_launch(
-        arena, page_map, sources, targets, counts,
-        block_bytes=block_bytes, page_tokens=page_tokens, token_bytes=token_bytes,
-    ).run()  # fmt: skip

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import CHANGING, Launch, check, power_of_two
+from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, power_of_two
 from kvloom.kernels.cuda.tile import LN2, LOWEST, AttentionForm, attend_tile
+from kvloom.kernels.reference import check
 
 _VALUES = 4096  # held by a program at once
 
@@ -23,14 +24,12 @@ _VALUES = 4096  # held by a program at once
 @triton.jit(do_not_specialize=CHANGING)
 def _merge(  # type: ignore[no-untyped-def]
     out,
-    out_lse,  # or None
     parts,
     lse,
     rows,
     heads,
     out_row,
     out_head,
-    out_lse_row,
     part_split,
     part_row,
     part_head,
@@ -60,40 +59,27 @@ def _merge(  # type: ignore[no-untyped-def]
     inside = pair < rows * heads
     to = out + (row * out_row + head * out_head)[:, None] + dims[None, :]
     tl.store(to, merged.to(out.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM)[None, :])
-    if out_lse is not None:
-        tl.store(out_lse + row * out_lse_row + head, top + tl.log(total), mask=inside)
 
 
-def merge_launch(out: Tensor, parts: Tensor, lse: Tensor, out_lse: Tensor | None = None) -> Launch:
-    """Returns how `merge` is launched."""
+@Launcher
+def merge(out: Tensor, parts: Tensor, lse: Tensor) -> Launch:
+    """Computes out [N, H, D] = attention over all tokens, from parts [S, N, H, D], each over some of them,
+    and the natural logarithms lse [S, N, H] float32 of their sums of exponentials (FlashDecoding's
+    reduction). A part whose lse is -inf saw no token and is not read; if all are, out is 0."""
     splits, rows, heads, head_dim = parts.shape
     check("parts", parts, -1, rows, heads, head_dim)
     check("lse", lse, splits, rows, heads, dtypes=(torch.float32,))
     check("out", out, rows, heads, head_dim)
-    if out_lse is not None:
-        check("out_lse", out_lse, rows, heads, dtypes=(torch.float32,))
     padded, dims = power_of_two(splits), power_of_two(head_dim)
     tile = max(1, _VALUES // (padded * dims))
     arguments = {
-        **{"out": out, "out_lse": out_lse, "parts": parts, "lse": lse, "rows": rows, "heads": heads},
+        **{"out": out, "parts": parts, "lse": lse, "rows": rows, "heads": heads},
         **{"out_row": out.stride(0), "out_head": out.stride(1)},
-        **{"out_lse_row": 0 if out_lse is None else out_lse.stride(0)},
         **{"part_split": parts.stride(0), "part_row": parts.stride(1), "part_head": parts.stride(2)},
         **{"lse_split": lse.stride(0), "lse_row": lse.stride(1)},
         **{"SPLITS": splits, "SPLITS_PADDED": padded, "HEAD_DIM": head_dim, "DIMS": dims, "ROWS": tile},
     }
     return Launch(_merge, (triton.cdiv(rows * heads, tile),), arguments)
-
-
-def merge(out: Tensor, parts: Tensor, lse: Tensor, out_lse: Tensor | None = None) -> None:
-    """Computes out [N, H, D] = attention over all tokens, from parts [S, N, H, D], each over some of them,
-    and the natural logarithms lse [S, N, H] float32 of their sums of exponentials (FlashDecoding's
-    reduction).
-
-    A part whose lse is -inf saw no token and is not read; if all are, out is 0. out_lse [N, H] gets the
-    logarithm of the whole sum, so that what was merged can be merged again.
-    """
-    merge_launch(out, parts, lse, out_lse).run()
 
 
 _TILE_BYTES = 32 << 10  # of K and V
@@ -105,7 +91,7 @@ _MOST_SPLITS = 64
 @triton.jit(do_not_specialize=CHANGING)
 def _decode(  # type: ignore[no-untyped-def]
     out,  # [SPLITS, B, heads, D]
-    lse,  # [SPLITS, B, heads] or None
+    lse,  # [SPLITS, B, heads], or None of one split
     q,
     arena,
     page_map,
@@ -147,9 +133,8 @@ def _decode(  # type: ignore[no-untyped-def]
 
     row, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     heads = kv_head * GROUP + row
-    if lse is not None:
+    if SPLITS > 1:
         lse_at = lse + split.to(tl.int64) * lse_split + sequence * lse_row + heads
-    if SPLITS > 1:  # noqa: SIM102 - a constant, which `and` would make a value
         if first >= end:
             tl.store(lse_at, tl.full([ROWS], float("-inf"), tl.float32), mask=row < GROUP)
             return
@@ -178,7 +163,7 @@ def _decode(  # type: ignore[no-untyped-def]
     to = out + split.to(tl.int64) * out_split + sequence * out_row
     to = to + (heads * out_head)[:, None] + dims[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=valid)
-    if lse is not None:
+    if SPLITS > 1:
         tl.store(lse_at, tl.where(norm > 0, best * LN2 + tl.log(norm), float("-inf")), mask=row < GROUP)
 
 
@@ -207,54 +192,21 @@ def splits_for(batch: int, kv_heads: int, multiprocessors: int, longest: int) ->
     return max(1, min(room, _MOST_SPLITS, longest // 64))
 
 
-def decode_launches(
-    out: Tensor,
-    q: Tensor,
-    arena: Tensor,
-    page_map: Tensor,
-    layer: int,
-    tables: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    *,
-    workspace: Workspace | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Launch, ...]:
-    """Returns how `decode_attention` is launched: the splits, and if there are several, their merge."""
-    form = AttentionForm.of(q, arena, page_map, scale, window, softcap)
-    batch, heads, head_dim = q.shape
-    check("out", out, batch, heads, head_dim)
-    check("tables", tables, batch, -1, dtypes=(torch.int32,))
-    check("lengths", lengths, batch, dtypes=(torch.int32,))
-    if lse is not None:
-        check("lse", lse, batch, heads, dtypes=(torch.float32,))
-    splits = workspace.splits if workspace is not None else 1
-    to, to_lse = out, lse
-    merges: tuple[Launch, ...] = ()
-    strides: tuple[int, ...] = (0, *out.stride()[:2])
-    if workspace is not None and splits > 1:
-        check("workspace", workspace.parts, splits, -1, heads, head_dim, dtypes=(torch.float32,))
-        if workspace.parts.shape[1] < batch:
-            raise ValueError(f"workspace: want room for {batch} sequences, got {workspace.parts.shape[1]}")
-        to, to_lse = workspace.parts[:, :batch], workspace.lse[:, :batch]
-        strides = to.stride()[:3]
-        merges = (merge_launch(out, to, to_lse, lse),)
-    arguments: dict[str, Any] = {
-        **{"out": to, "lse": to_lse, "q": q, "arena": arena, "page_map": page_map, "tables": tables},
-        **{"lengths": lengths, "layer": layer},
-        **dict(zip(("out_split", "out_row", "out_head"), strides, strict=True)),
-        **{"lse_split": 0 if splits == 1 or to_lse is None else to_lse.stride(0)},
-        **{"lse_row": 0 if to_lse is None else to_lse.stride(-2)},
-        **{"q_row": q.stride(0), "q_head": q.stride(1), "table_row": tables.stride(0)},
-        **{"SPLITS": splits, "GROUP": form.group, "ROWS": max(16, power_of_two(form.group))},
-        **{"TILE": max(16, min(128, _TILE_BYTES // form.token_bytes))},
-    }
-    grid = (batch, page_map.shape[2], splits)
-    return Launch(_decode, grid, arguments | form.arguments, warps=4, stages=_STAGES), *merges
+def workspace(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    multiprocessors: int,
+    longest: int,
+    device: torch.device,
+) -> Workspace:
+    """Returns the room that decode steps of up to `longest` tokens need on so many multiprocessors."""
+    splits = splits_for(batch, kv_heads, multiprocessors, longest)
+    return Workspace.make(splits, batch, heads, head_dim, device)
 
 
+@Launcher
 def decode_attention(
     out: Tensor,
     q: Tensor,
@@ -268,17 +220,36 @@ def decode_attention(
     softcap: float = 0.0,
     *,
     workspace: Workspace | None = None,
-    lse: Tensor | None = None,
-) -> None:
+) -> Launch:
     """Attends with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
     arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and lengths
     [B] are int32 on the device, and read there only. A window n > 0 hides all but the last n tokens, which
     are not read; a softcap c > 0 bends scores s to c tanh(s / c). A length of 0 gives 0, so a graph's padding
-    needs no table. lse [B, heads] float32 gets the logarithms of the sums of exponentials. Without a
-    workspace a sequence and a KV head are one program.
+    needs no table. Without a workspace a sequence and a KV head are one program; with one, several splits,
+    whose merge follows.
     """
-    for launch in decode_launches(
-        out, q, arena, page_map, layer, tables, lengths, scale, window, softcap, workspace=workspace, lse=lse
-    ):
-        launch.run()
+    form = AttentionForm.of(q, arena, page_map, scale, window, softcap)
+    batch, heads, head_dim = q.shape
+    check("out", out, batch, heads, head_dim)
+    check("tables", tables, batch, -1, dtypes=(torch.int32,))
+    check("lengths", lengths, batch, dtypes=(torch.int32,))
+    splits = workspace.splits if workspace is not None else 1
+    to, lse, merging = out[None], None, None
+    if workspace is not None and splits > 1:
+        check("workspace", workspace.parts, splits, -1, heads, head_dim, dtypes=(torch.float32,))
+        if workspace.parts.shape[1] < batch:
+            raise ValueError(f"workspace: want room for {batch} sequences, got {workspace.parts.shape[1]}")
+        to, lse = workspace.parts[:, :batch], workspace.lse[:, :batch]
+        merging = merge.launch(out, to, lse)
+    arguments: dict[str, Any] = {
+        **{"out": to, "lse": lse, "q": q, "arena": arena, "page_map": page_map, "tables": tables},
+        **{"lengths": lengths, "layer": layer},
+        **{"out_split": to.stride(0), "out_row": to.stride(1), "out_head": to.stride(2)},
+        **{"lse_split": 0 if lse is None else lse.stride(0), "lse_row": 0 if lse is None else lse.stride(1)},
+        **{"q_row": q.stride(0), "q_head": q.stride(1), "table_row": tables.stride(0)},
+        **{"SPLITS": splits, "GROUP": form.group, "ROWS": max(16, power_of_two(form.group))},
+        **{"TILE": max(16, min(128, _TILE_BYTES // form.token_bytes))},
+    }
+    grid = (batch, page_map.shape[2], splits)
+    return Launch(_decode, grid, arguments | form.arguments, warps=4, stages=_STAGES, then=merging)

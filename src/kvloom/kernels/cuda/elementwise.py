@@ -1,5 +1,6 @@
-"""The kernels of a layer around its matrix products on a GPU: norms, rotation, the gated activation between a
-gated MLP's two products (Shazeer, 2020), and the step from one token to the next."""
+"""The kernels of a layer around its matrix products on a GPU: K and V are written into pages, rows are
+normalised and rotated, and gated between a gated MLP's two products (Shazeer, 2020). One more brings a step's
+inputs to the next token."""
 
 from __future__ import annotations
 
@@ -10,8 +11,75 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import CHANGING, Launch, check, power_of_two
-from kvloom.kernels.reference import Activation
+from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, power_of_two
+from kvloom.kernels.reference import Activation, check
+
+_WRITE_VALUES = 2048  # of K, and of V, a program: two loads of 16 bytes a thread each
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _write(  # type: ignore[no-untyped-def]
+    arena,
+    page_map,
+    k,
+    v,
+    slot_page,
+    slot_offset,
+    rows,
+    layer,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    arena_block,
+    map_page,
+    map_layer,
+    KV_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A program is ROWS pairs of token and head."""
+    pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row, head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
+    page = tl.load(slot_page + row, mask=row < rows, other=-1)
+    offset = tl.load(slot_offset + row, mask=row < rows, other=0)
+    block_at = page_map + page.to(tl.int64) * map_page + layer * map_layer + head
+    block = tl.load(block_at, mask=page >= 0, other=0)
+    dims = tl.arange(0, DIMS)
+    valid = (page >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+    to = arena + (block.to(tl.int64) * arena_block + offset * HEAD_DIM)[:, None] + dims[None, :]
+    kind = arena.dtype.element_ty
+    new = tl.load(k + (row * k_row + head * k_head)[:, None] + dims[None, :], mask=valid)
+    tl.store(to, new.to(kind), mask=valid)
+    new = tl.load(v + (row * v_row + head * v_head)[:, None] + dims[None, :], mask=valid)
+    tl.store(to + PAGE_TOKENS * HEAD_DIM, new.to(kind), mask=valid)
+
+
+@Launcher
+def write_kv(
+    arena: Tensor, page_map: Tensor, layer: int, k: Tensor, v: Tensor, slot_page: Tensor, slot_offset: Tensor
+) -> Launch:
+    """Stores new K and V in the pool, as `reference.write_kv` says; the lists are on the device."""
+    (rows, kv_heads, head_dim), tokens = k.shape, arena.shape[2]
+    check("arena", arena, -1, 2, tokens, head_dim)
+    check("page_map", page_map, -1, -1, kv_heads, dtypes=(torch.int32,))
+    check("k", k, rows, kv_heads, head_dim)
+    check("v", v, rows, kv_heads, head_dim, dtypes=(k.dtype,))
+    check("slot_page", slot_page, rows, dtypes=(torch.int32,))
+    check("slot_offset", slot_offset, rows, dtypes=(torch.int32,))
+    dims = power_of_two(head_dim)
+    tile = max(1, _WRITE_VALUES // dims)
+    arguments = {
+        **{"arena": arena, "page_map": page_map, "k": k, "v": v},
+        **{"slot_page": slot_page, "slot_offset": slot_offset, "rows": rows, "layer": layer},
+        **{"k_row": k.stride(0), "k_head": k.stride(1), "v_row": v.stride(0), "v_head": v.stride(1)},
+        **{"arena_block": arena.stride(0), "map_page": page_map.stride(0), "map_layer": page_map.stride(1)},
+        **{"KV_HEADS": kv_heads, "PAGE_TOKENS": tokens, "HEAD_DIM": head_dim, "DIMS": dims, "ROWS": tile},
+    }
+    return Launch(_write, (triton.cdiv(rows * kv_heads, tile),), arguments)
+
 
 _GATED_VALUES = 1024  # a program
 _SQRT_HALF = tl.constexpr(math.sqrt(0.5))
@@ -39,7 +107,7 @@ def _gated(  # type: ignore[no-untyped-def]
 
 
 def gated_launch(out: Tensor, x: Tensor, activation: Activation) -> Launch:
-    """Returns how `gated` is launched."""
+    """Returns how `gated` is launched for its output [n, F]."""
     rows, both = x.shape
     check("x", x, rows, -1)
     if both % 2:
@@ -65,16 +133,13 @@ _NORM_VALUES = 2048  # a program, if rows are shorter
 @triton.jit(do_not_specialize=CHANGING)
 def _norm(  # type: ignore[no-untyped-def]
     out,
-    total,  # or None: nothing is added
     x,
-    residual,
     weight,
     rows,
     eps,
     offset,
     x_row,
     x_head,
-    residual_row,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
@@ -88,13 +153,6 @@ def _norm(  # type: ignore[no-untyped-def]
     kind = out.dtype.element_ty
     x_at = x + (row // HEADS * x_row + row % HEADS * x_head)[:, None] + at[None, :]
     values = tl.load(x_at, mask=valid, other=0.0).to(tl.float32)
-    if total is not None:
-        values += tl.load(
-            residual + (row * residual_row)[:, None] + at[None, :], mask=valid, other=0.0
-        ).to(tl.float32)  # fmt: skip
-        values = values.to(kind)
-        tl.store(total + (row * SIZE)[:, None] + at[None, :], values, mask=valid)
-        values = values.to(tl.float32)
     inverse = 1 / tl.sqrt(tl.sum(values * values, 1) / SIZE + eps)
     normal = values * inverse[:, None]
     scales = tl.load(weight + at, mask=at < SIZE, other=0.0).to(tl.float32)[None, :]
@@ -102,28 +160,17 @@ def _norm(  # type: ignore[no-untyped-def]
     tl.store(out + (row * SIZE)[:, None] + at[None, :], normal.to(kind), mask=valid)
 
 
-def norm_launch(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    total: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Launch:
-    """Returns how `rms_norm` is launched, and with total and residual, `add_rms_norm`."""
+def norm_launch(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Launch:
+    """Returns how `rms_norm` is launched for its output, of x's shape."""
     size = x.shape[-1]
     flat = x if x.dim() == 3 else x.reshape(-1, 1, size)
     check("x", flat, -1, -1, size)
     check("weight", weight, size, dtypes=(x.dtype,))
-    if residual is not None:
-        check("residual", residual, flat.shape[0], size, dtypes=(x.dtype,))
     rows, padded = flat.shape[0] * flat.shape[1], power_of_two(size)
     tile = max(1, _NORM_VALUES // padded)
     arguments = {
-        **{"out": out, "total": total, "x": flat, "residual": residual, "weight": weight},
-        **{"rows": rows, "eps": eps, "offset": offset, "x_row": flat.stride(0), "x_head": flat.stride(1)},
-        **{"residual_row": 0 if residual is None else residual.stride(0), "HEADS": flat.shape[1]},
+        **{"out": out, "x": flat, "weight": weight, "rows": rows, "eps": eps, "offset": offset},
+        **{"x_row": flat.stride(0), "x_head": flat.stride(1), "HEADS": flat.shape[1]},
         **{"SIZE": size, "SIZE_PADDED": padded, "OFFSET": offset != 0, "ROWS": tile},
     }
     warps = max(4, min(16, padded // 512))
@@ -136,16 +183,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     norm_launch(out, x, weight, eps, offset).run()
     return out
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Returns x + residual, both [n, H]: normalised as by `rms_norm`, and as it is."""
-    check("x", x, *residual.shape)
-    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    norm_launch(out, x, weight, eps, offset, total, residual).run()
-    return out, total
 
 
 @triton.jit
@@ -195,8 +232,10 @@ def _rotate(  # type: ignore[no-untyped-def]
     _turn(k + row * k_row, k_head, cos_low, cos_high, sin_low, sin_high, K_HEADS, K_PADDED, HALF, HALF_PADDED)
 
 
-def rotate_launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Launch:
-    """Returns how `rotate` is launched."""
+@Launcher
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Launch:
+    """Rotates the first R dimensions of q [n, heads, D] and k [n, kv_heads, D] in place by cos, sin [n, R]; i
+    pairs with R/2 + i. Both may be parts of wider rows."""
     (rows, q_heads, head_dim), (_, k_heads, _), size = q.shape, k.shape, cos.shape[-1]
     check("q", q, rows, q_heads, head_dim)
     check("k", k, rows, k_heads, head_dim)
@@ -212,12 +251,6 @@ def rotate_launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Launch:
         **{"HALF": size // 2, "HALF_PADDED": power_of_two(size // 2)},
     }
     return Launch(_rotate, (rows,), arguments)
-
-
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotates the first R dimensions of q [n, heads, D] and k [n, kv_heads, D] in place by cos, sin [n, R]; i
-    pairs with R/2 + i. Both may be parts of wider rows."""
-    rotate_launch(q, k, cos, sin).run()
 
 
 _ROWS = 128  # a program
@@ -249,7 +282,8 @@ def _advance(  # type: ignore[no-untyped-def]
     tl.store(slot_offset + row, (position % PAGE_TOKENS).to(tl.int32), mask=here)
 
 
-def advance_launch(
+@Launcher
+def advance(
     ids: Tensor,
     tokens: Tensor,
     positions: Tensor,
@@ -259,7 +293,8 @@ def advance_launch(
     tables: Tensor,
     page_tokens: int,
 ) -> Launch:
-    """Returns how `advance` is launched."""
+    """Appends the tokens that were drawn, as `reference.advance` says: ids, tokens and positions are int64,
+    the others int32. Rows past those of ids, a graph's padding, stay."""
     rows = ids.shape[0]
     check("ids", ids, rows, dtypes=(torch.int64,))
     check("tables", tables, rows, -1, dtypes=(torch.int32,))
@@ -278,22 +313,3 @@ def advance_launch(
         **{"PAGE_TOKENS": page_tokens, "ROWS": _ROWS},
     }
     return Launch(_advance, (triton.cdiv(rows, _ROWS),), arguments)
-
-
-def advance(
-    ids: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    slot_page: Tensor,
-    slot_offset: Tensor,
-    tables: Tensor,
-    page_tokens: int,
-) -> None:
-    """Appends in place to each of the first B rows the token that it has drawn, ids [B] int64, one position
-    on.
-
-    tokens, positions int64 and lengths, slot_page, slot_offset int32 have B rows or more, of which the rest,
-    a graph's padding, stays; tables [B, P] int32 has the page of the new position, of page_tokens tokens.
-    """
-    advance_launch(ids, tokens, positions, lengths, slot_page, slot_offset, tables, page_tokens).run()

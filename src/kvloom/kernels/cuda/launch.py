@@ -1,11 +1,11 @@
-"""A kernel with its grid and its arguments."""
+"""A kernel with its grid and its arguments, and the functions that say so for given tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,29 @@ class Launch:
     arguments: dict[str, Any]
     warps: int = 4
     stages: int = 3
+    then: Launch | None = None  # the launch that follows, if the operation takes two
 
     def run(self) -> None:
         """Launches on the current stream of the current device; does nothing if the grid is empty."""
         if 0 not in self.grid:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+        if self.then is not None:
+            self.then.run()
+
+
+Given = ParamSpec("Given")
+
+
+class Launcher(Generic[Given]):
+    """Decorates a function that says how a kernel is launched for given tensors. A call launches it; `launch`
+    is the function itself, for whoever compiles without a GPU."""
+
+    def __init__(self, launch: Callable[Given, Launch]) -> None:
+        self.launch = launch
+        update_wrapper(self, launch)
+
+    def __call__(self, *given: Given.args, **named: Given.kwargs) -> None:
+        self.launch(*given, **named).run()
 
 
 # Of these a launch differs from the next: a kernel that looked at their alignment would be compiled again.
@@ -36,18 +54,3 @@ CHANGING = (
 def power_of_two(n: int) -> int:
     """Returns the least power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def check(name: str, tensor: Tensor, *shape: int, dtypes: tuple[Any, ...] = ()) -> None:
-    """Raises ValueError if a tensor has another shape (-1: any size) or dtype, or gaps in its last
-    dimension."""
-    sizes = tensor.dim() == len(shape) and all(
-        want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True)
-    )
-    dense = sizes and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
-    if not dense or (dtypes and tensor.dtype not in dtypes):
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "values"
-        raise ValueError(
-            f"{name}: want {kinds} {list(shape)}, the last dimension without gaps, "
-            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-        )

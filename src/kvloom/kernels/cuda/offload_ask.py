@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import Launch, check, power_of_two
+from kvloom.kernels.cuda.launch import Launch, Launcher, power_of_two
 from kvloom.kernels.cuda.poll import MASK, after, ahead, blame, is_last, look, look_here, tell, tell_here
 from kvloom.kernels.cuda.tile import DTYPES
 from kvloom.kernels.mailbox import BorrowerState, MailboxTensors, Trouble
+from kvloom.kernels.reference import check
 
 _PROGRAMS = 16
 _CHANGING = ("posted", "done", "over", "state", "step", "layer", "window", "looks")
@@ -103,42 +104,7 @@ def _collect(  # type: ignore[no-untyped-def]
             tell_here(state + _COLLECTED, after(count))
 
 
-def post_launch(
-    mailbox: MailboxTensors,
-    borrower_state: BorrowerState,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    programs: int = _PROGRAMS,
-) -> Launch:
-    """Returns how `post` is launched."""
-    slots, rows, heads, head_dim = mailbox.out.shape
-    check("q", q, -1, heads, head_dim, dtypes=DTYPES)
-    check("k", k, -1, mailbox.kv_heads, head_dim, dtypes=DTYPES)
-    check("v", v, -1, mailbox.kv_heads, head_dim, dtypes=DTYPES)
-    arguments: dict[str, Any] = {
-        **{
-            "posted": mailbox.word("posted"),
-            "state": borrower_state.words,
-            "step": borrower_state.step,
-            "places": mailbox.places,
-        },
-        **{"scoring": mailbox.scoring, "qkv": mailbox.qkv, "q": q, "k": k, "v": v, "layer": layer},
-        **{"scale": float(scale), "window": window, "softcap": float(softcap)},
-        **{"note_words": mailbox.notes.stride(0), "scoring_slot": mailbox.scoring.stride(0)},
-        **{"qkv_slot": mailbox.qkv.stride(0), "qkv_row": mailbox.qkv.stride(1)},
-        **{"q_row": q.stride(0), "q_head": q.stride(1), "k_row": k.stride(0), "k_head": k.stride(1)},
-        **{"v_row": v.stride(0), "v_head": v.stride(1), "SLOTS": slots, "MOST": rows, "HEADS": heads},
-        **{"KV_HEADS": mailbox.kv_heads, "HEAD_DIM": head_dim, "Q_PADDED": power_of_two(heads * head_dim)},
-        **{"K_PADDED": power_of_two(mailbox.kv_heads * head_dim)},
-    }
-    return Launch(_post, (programs,), arguments)
-
-
+@Launcher
 def post(
     mailbox: MailboxTensors,
     borrower_state: BorrowerState,
@@ -150,40 +116,40 @@ def post(
     window: int = 0,
     softcap: float = 0.0,
     programs: int = _PROGRAMS,
-) -> None:
-    """Asks for attention of those rows of q [N, heads, D], k and v [N, kv_heads, D] that
-    `borrower_state.step` names as offloaded. If as many tasks as there are slots are not collected, or the
-    mailbox takes fewer rows, the status becomes `Trouble.FULL`; while there is a status, nothing is
-    posted."""
-    post_launch(mailbox, borrower_state, q, k, v, layer, scale, window, softcap, programs).run()
+) -> Launch:
+    """Posts a task, as `mailbox_reference.post` says."""
+    slots, rows, heads, head_dim = mailbox.out.shape
+    check("q", q, -1, heads, head_dim, dtypes=DTYPES)
+    check("k", k, -1, mailbox.kv_heads, head_dim, dtypes=DTYPES)
+    check("v", v, -1, mailbox.kv_heads, head_dim, dtypes=DTYPES)
+    arguments: dict[str, Any] = {
+        **{"posted": mailbox.word("posted"), "state": borrower_state.words, "step": borrower_state.step},
+        **{"places": mailbox.places, "scoring": mailbox.scoring, "qkv": mailbox.qkv},
+        **{"q": q, "k": k, "v": v, "layer": layer},
+        **{"scale": float(scale), "window": window, "softcap": float(softcap)},
+        **{"note_words": mailbox.notes.stride(0), "scoring_slot": mailbox.scoring.stride(0)},
+        **{"qkv_slot": mailbox.qkv.stride(0), "qkv_row": mailbox.qkv.stride(1)},
+        **{"q_row": q.stride(0), "q_head": q.stride(1), "k_row": k.stride(0), "k_head": k.stride(1)},
+        **{"v_row": v.stride(0), "v_head": v.stride(1), "SLOTS": slots, "MOST": rows, "HEADS": heads},
+        **{"KV_HEADS": mailbox.kv_heads, "HEAD_DIM": head_dim, "Q_PADDED": power_of_two(heads * head_dim)},
+        **{"K_PADDED": power_of_two(mailbox.kv_heads * head_dim)},
+    }
+    return Launch(_post, (programs,), arguments)
 
 
-def collect_launch(
+@Launcher
+def collect(
     mailbox: MailboxTensors, borrower_state: BorrowerState, out: Tensor, looks: int, programs: int = _PROGRAMS
 ) -> Launch:
-    """Returns how `collect` is launched."""
+    """Collects a task's output, as `mailbox_reference.collect` says."""
     slots, _, heads, head_dim = mailbox.out.shape
     check("out", out, -1, heads, head_dim, dtypes=DTYPES)
     arguments: dict[str, Any] = {
-        **{
-            "done": mailbox.word("done"),
-            "over": mailbox.word("over"),
-            "state": borrower_state.words,
-            "step": borrower_state.step,
-        },
+        **{"done": mailbox.word("done"), "over": mailbox.word("over")},
+        **{"state": borrower_state.words, "step": borrower_state.step},
         **{"source": mailbox.out, "out": out, "looks": looks},
         **{"source_slot": mailbox.out.stride(0), "source_row": mailbox.out.stride(1)},
         **{"out_row": out.stride(0), "out_head": out.stride(1), "SLOTS": slots, "HEADS": heads},
         **{"PADDED": power_of_two(heads * head_dim), "HEAD_DIM": head_dim},
     }
     return Launch(_collect, (programs,), arguments)
-
-
-def collect(
-    mailbox: MailboxTensors, borrower_state: BorrowerState, out: Tensor, looks: int, programs: int = _PROGRAMS
-) -> None:
-    """Waits for the first task that is not collected, and takes its output into the offloaded rows of out [N,
-    heads, D]. After `looks` more looks than one at `done` the status becomes `Trouble.LATE`; if the lender
-    has ended the loan, its `End`. The host may set one meanwhile, and nobody waits any longer. If there is a
-    status, those rows are 0."""
-    collect_launch(mailbox, borrower_state, out, looks, programs).run()

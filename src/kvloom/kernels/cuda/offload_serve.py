@@ -16,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kvloom.kernels.cuda.launch import Launch, check, power_of_two
+from kvloom.kernels.cuda.launch import Launch, Launcher, power_of_two
 from kvloom.kernels.cuda.poll import MASK, ahead, blame, look, look_here, tell, tell_here
 from kvloom.kernels.cuda.tile import DTYPES, LOWEST, attend_tokens
 from kvloom.kernels.mailbox import WORDS, End, LenderState, LentArena, MailboxTensors
+from kvloom.kernels.reference import check
 
 
 @triton.jit
@@ -257,14 +258,15 @@ def _serve(  # type: ignore[no-untyped-def]
                     tell(done, number.to(tl.int32))
 
 
-def serve_launch(
+@Launcher
+def serve(
     mailbox: MailboxTensors,
     lender_state: LenderState,
     lent: LentArena,
     looks: int = 0,
     programs: int = _PROGRAMS,
 ) -> Launch:
-    """Returns how `serve` is launched."""
+    """Does the task that waits in a lender's mailbox, if there is one, as `mailbox_reference.serve` says."""
     (pages, layers, kv_heads), (slots, rows, heads, head_dim) = mailbox.map.shape, mailbox.out.shape
     tokens, dims = lent.arena.shape[2], max(16, power_of_two(head_dim))
     check("arena", lent.arena, -1, 2, tokens, head_dim, dtypes=DTYPES)
@@ -278,18 +280,9 @@ def serve_launch(
     exact = lent.arena.dtype == torch.float32
     words = {name: mailbox.word(name) for name in WORDS if name in ("posted", "done", "left", "over")}
     arguments: dict[str, Any] = words | {
-        **{
-            "claim": lender_state.claim,
-            "finished": lender_state.finished,
-            "ended": lender_state.over,
-            "looks": looks,
-        },
-        **{
-            "counts": lender_state.counts,
-            "partial": lender_state.sums,
-            "scales": lender_state.scales,
-            "SPAN": lender_state.span,
-        },
+        **{"claim": lender_state.claim, "finished": lender_state.finished, "ended": lender_state.over},
+        **{"counts": lender_state.counts, "partial": lender_state.sums, "scales": lender_state.scales},
+        **{"looks": looks, "SPAN": lender_state.span},
         **{"PARTS": len(lender_state.counts), "RUNS": lender_state.most(mailbox, tokens)},
         **{"head": mailbox.head, "lengths": mailbox.lengths, "tables": mailbox.tables, "mapped": mailbox.map},
         **{"places": mailbox.places, "scoring": mailbox.scoring, "qkv": mailbox.qkv, "out": mailbox.out},
@@ -304,21 +297,3 @@ def serve_launch(
         **{"PRECISION": "ieee" if exact else "tf32"},
     }
     return Launch(_serve, (programs,), arguments, warps=4, stages=3)
-
-
-def serve(
-    mailbox: MailboxTensors,
-    lender_state: LenderState,
-    lent: LentArena,
-    looks: int = 0,
-    programs: int = _PROGRAMS,
-) -> None:
-    """Does the task that waits in a lender's mailbox, if there is one: k and v of its rows are appended to
-    lent blocks, the output is written, `done` counts on. If none waits, looks for `looks` times more.
-
-    If a task names what is not lent, or what cannot be, `over` becomes `End.FORGED` in the lender's state and
-    the mailbox, and no task is taken from then on; nor while `over` is anything else, or the borrower has
-    left. Launches on several streams may run at the same time; a task that comes while one is at its start
-    may be done by it in part, and by the next one to its end.
-    """
-    serve_launch(mailbox, lender_state, lent, looks, programs).run()

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import CHANGING, Launch, check, power_of_two
-from kvloom.kernels.cuda.tile import LN2, LOWEST, AttentionForm, attend_tile
+from kvloom.kernels.cuda.launch import CHANGING, Launch, Launcher, power_of_two
+from kvloom.kernels.cuda.tile import LOWEST, AttentionForm, attend_tile
+from kvloom.kernels.reference import check
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def _prefill(  # type: ignore[no-untyped-def]
     out,
-    lse,  # or None
     q,
     arena,
     page_map,
@@ -34,7 +34,6 @@ def _prefill(  # type: ignore[no-untyped-def]
     window,
     out_row,
     out_head,
-    lse_row,
     q_row,
     q_head,
     arena_block,
@@ -108,8 +107,6 @@ def _prefill(  # type: ignore[no-untyped-def]
 
     to = out + (packed * out_row + heads * out_head)[:, None] + dims[None, :]
     tl.store(to, (sums / norm[:, None]).to(out.dtype.element_ty), mask=valid)
-    if lse is not None:
-        tl.store(lse + packed * lse_row + heads, best * LN2 + tl.log(norm), mask=here)
 
 
 def _shape(form: AttentionForm, rows: int) -> tuple[int, int, int]:
@@ -127,44 +124,7 @@ def _shape(form: AttentionForm, rows: int) -> tuple[int, int, int]:
     return size, tile, 8 if size * row_bytes >= 128 * 512 else 4
 
 
-def prefill_launch(
-    out: Tensor,
-    q: Tensor,
-    arena: Tensor,
-    page_map: Tensor,
-    layer: int,
-    tables: Tensor,
-    starts: Tensor,
-    begins: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    *,
-    lse: Tensor | None = None,
-) -> Launch:
-    """Returns how `prefill_attention` is launched."""
-    form = AttentionForm.of(q, arena, page_map, scale, window, softcap)
-    (count, heads, head_dim), batch = q.shape, starts.shape[0]
-    check("out", out, count, heads, head_dim)
-    check("tables", tables, batch, -1, dtypes=(torch.int32,))
-    check("starts", starts, batch, dtypes=(torch.int32,))
-    check("begins", begins, batch + 1, dtypes=(torch.int32,))
-    if lse is not None:
-        check("lse", lse, count, heads, dtypes=(torch.float32,))
-    rows, tile, warps = _shape(form, form.group * triton.cdiv(count, max(1, batch)))
-    tokens = rows // form.group
-    arguments: dict[str, Any] = {
-        **{"out": out, "lse": lse, "q": q, "arena": arena, "page_map": page_map, "tables": tables},
-        **{"starts": starts, "begins": begins, "batch": batch, "layer": layer},
-        **{"out_row": out.stride(0), "out_head": out.stride(1)},
-        **{"lse_row": 0 if lse is None else lse.stride(0)},
-        **{"q_row": q.stride(0), "q_head": q.stride(1), "table_row": tables.stride(0)},
-        **{"GROUP": form.group, "ROWS": rows, "TOKENS": tokens, "TILE": tile},
-    }
-    grid = (page_map.shape[2], count // tokens + batch if batch else 0)
-    return Launch(_prefill, grid, arguments | form.arguments, warps, stages=4)
-
-
+@Launcher
 def prefill_attention(
     out: Tensor,
     q: Tensor,
@@ -177,18 +137,29 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    *,
-    lse: Tensor | None = None,
-) -> None:
+) -> Launch:
     """Computes causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
     [begins[b], begins[b + 1]) of q [N, heads, D], at positions from starts[b] on.
 
     K and V, the new tokens' too, are read from the pool: arena [blocks, 2, T, D]; page_map [pages, layers,
     kv_heads], tables [B, pages of the longest], starts [B] and begins [B + 1] are int32 on the device, and
     read there only. A window n > 0 lets a query see the last n tokens, its own among them; a softcap c > 0
-    bends scores s to c tanh(s / c). lse [N, heads] float32 gets the logarithms of the sums of exponentials.
-    Rows of `out` from begins[B] on are left as they are.
+    bends scores s to c tanh(s / c). Rows of `out` from begins[B] on are left as they are.
     """
-    prefill_launch(
-        out, q, arena, page_map, layer, tables, starts, begins, scale, window, softcap, lse=lse
-    ).run()
+    form = AttentionForm.of(q, arena, page_map, scale, window, softcap)
+    (count, heads, head_dim), batch = q.shape, starts.shape[0]
+    check("out", out, count, heads, head_dim)
+    check("tables", tables, batch, -1, dtypes=(torch.int32,))
+    check("starts", starts, batch, dtypes=(torch.int32,))
+    check("begins", begins, batch + 1, dtypes=(torch.int32,))
+    rows, tile, warps = _shape(form, form.group * triton.cdiv(count, max(1, batch)))
+    tokens = rows // form.group
+    arguments: dict[str, Any] = {
+        **{"out": out, "q": q, "arena": arena, "page_map": page_map, "tables": tables},
+        **{"starts": starts, "begins": begins, "batch": batch, "layer": layer},
+        **{"out_row": out.stride(0), "out_head": out.stride(1)},
+        **{"q_row": q.stride(0), "q_head": q.stride(1), "table_row": tables.stride(0)},
+        **{"GROUP": form.group, "ROWS": rows, "TOKENS": tokens, "TILE": tile},
+    }
+    grid = (page_map.shape[2], count // tokens + batch if batch else 0)
+    return Launch(_prefill, grid, arguments | form.arguments, warps, stages=4)

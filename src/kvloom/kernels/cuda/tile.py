@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.kernels.cuda.launch import check, power_of_two
+from kvloom.kernels.cuda.launch import power_of_two
+from kvloom.kernels.reference import check
 
 LOWEST = tl.constexpr(-1e30)  # finite: a row whose first tiles are all hidden must not become NaN
 LN2 = tl.constexpr(math.log(2))

@@ -17,7 +17,7 @@ import numpy as np
 from kvloom.engine.engine import Engine
 from kvloom.engine.quotas import fitted
 from kvloom.exec.cpu.executor import TorchExecutor
-from kvloom.exec.cpu.loader import LoadedModel
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.plan.cost.profile import Stepped

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvloom.kernels.cpu.signals import SignalArguments, look, spin, swap, tell, try_take
+from kvloom.kernels.cpu.memory import SignalArguments, look, spin, swap, tell, try_take
 from kvloom.kernels.mailbox import HEAD, LINE, NOTE, WORDS, End
 from kvloom.kv.arena import create_memfd, seal_memfd
 from kvloom.transfer.fenced import Count, Memory

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.attention import NAME, Scoring, attend_dense
+from kvloom.exec.attention import NAME, ForwardState, Scoring, attend_dense
 from kvloom.exec.card import card_of
-from kvloom.exec.cpu.decoder import fuse_decoder
-from kvloom.exec.cpu.fuse import fuse
-from kvloom.exec.cpu.layer import Forward, Modular
 from kvloom.exec.huggingface import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -24,9 +22,46 @@ from kvloom.exec.huggingface import (
 from kvloom.exec.parallel.group import Team
 from kvloom.exec.parallel.slicing import slice_model
 from kvloom.types.errors import ConfigError, Unavailable
-from kvloom.types.geometry import Geometry
+from kvloom.types.geometry import I64, Geometry
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import ModelSpec
+
+
+class Forward(Protocol):
+    """Runs one forward of a model over the pages of `state`, whose plan says the positions."""
+
+    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
+        """Takes tokens [N] and kept [R] rows and returns logits [R or more, V]: those of the kept rows come
+        first."""
+
+
+# oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
+# so the CPU's executor never brings fewer.
+_MIN_ROWS: Final = 4
+
+
+class Modular:
+    """Runs transformers' own modules, with what `fuse` has put into them."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
+        logits: Tensor = self._module(
+            input_ids=padded(tokens)[None],
+            position_ids=padded(state.positions)[None],
+            use_cache=False,
+            logits_to_keep=padded(kept),
+            kv=state,
+        ).logits[0]
+        return logits
+
+
+def padded(values: I64) -> Tensor:
+    """Returns `values` with the last one repeated up to the fewest rows that linear layers run well with. A
+    repeated row asks no other expert of a mixture than its original."""
+    short = _MIN_ROWS - values.size
+    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < _MIN_ROWS else values)
 
 
 class LoadTarget(Protocol):
@@ -48,30 +83,6 @@ class LoadTarget(Protocol):
     ) -> Forward | None:
         """Returns a faster forward than the module's own, if there is one."""
 
-
-class CpuTarget:
-    """Serves float32, in oneDNN's layouts."""
-
-    def dtype(self, config: Any) -> torch.dtype:
-        return torch.float32
-
-    def place(self, module: nn.Module) -> None:
-        """Does nothing: weights are read from the mapped files."""
-
-    def fuse(self, module: nn.Module) -> None:
-        fuse(module)
-
-    def settle(self, module: nn.Module) -> None:
-        for left in module.parameters():  # out of the mapped files, which would else stay in memory with them
-            left.data = left.data.clone()
-
-    def fuse_decoder(
-        self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
-    ) -> Forward | None:
-        return fuse_decoder(module, scorings, geometry)
-
-
-CPU = CpuTarget()
 
 _PROBE_TOKENS: Final = 9
 
@@ -193,23 +204,23 @@ class LoadedModel:
 def load_models(
     models: Sequence[ModelSpec],
     block_bytes: int,
+    target: LoadTarget,
     progress: Callable[[str], None] = lambda _: None,
     team: Team | None = None,
-    target: LoadTarget = CPU,
 ) -> dict[str, LoadedModel]:
     """Loads each model as `load_model` does. Returns them by name."""
     loaded: dict[str, LoadedModel] = {}
     for i, spec in enumerate(models):
         progress(f"loading model {spec.name} ({i + 1}/{len(models)})")
-        loaded[spec.name] = load_model(spec, block_bytes, team, target)
+        loaded[spec.name] = load_model(spec, block_bytes, target, team)
     return loaded
 
 
 def load_model(
-    spec: ModelSpec, block_bytes: int, team: Team | None = None, target: LoadTarget = CPU
+    spec: ModelSpec, block_bytes: int, target: LoadTarget, team: Team | None = None
 ) -> LoadedModel:
-    """Builds, fuses and proves a checkpoint. team: the ranks that share it, each of which loads its own slice
-    at the same time; target: the device on which it is to run. Raises ConfigError naming the model and what
+    """Builds, fuses and proves a checkpoint. target: the device on which it is to run; team: the ranks that
+    share it, each of which loads its own slice at the same time. Raises ConfigError naming the model and what
     is wrong with it, Unavailable if a rank of the team is gone."""
     try:
         return _load(spec, block_bytes, team, target)
@@ -251,6 +262,19 @@ def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarg
     card = card_of(spec, module, parameters)
     q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
     return LoadedModel(module, decoder or Modular(module), dtype, geometry, card, q_heads)
+
+
+def count_blocks(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: int, ranks: int) -> int:
+    """Returns the blocks of each rank, which share `kv_bytes` evenly. Raises ConfigError if they hold no page
+    of a model."""
+    blocks = kv_bytes // (ranks * block_bytes)
+    for name, model in models.items():
+        if model.geometry.blocks_per_page > blocks:
+            raise ConfigError(
+                f"kv_memory: {kv_bytes:,} bytes hold no page of {name}; "
+                f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
+            )
+    return blocks
 
 
 def _no_code(path: str) -> None:

@@ -65,6 +65,7 @@ def paged(
 ) -> Paged:
     torch.manual_seed(seed)
     block_bytes = -(-(2 * tokens * head_dim * dtype.itemsize + waste) // 64) * 64
+    tokens = block_bytes // (2 * head_dim * dtype.itemsize)  # what is wasted may hold some more
     layers, row = 2, max(1, -(-max(lengths) // tokens))
     pages = len(lengths) * row + 1
     blocks = pages * layers * kv_heads + 3
