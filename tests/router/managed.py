@@ -60,6 +60,8 @@ class Processes:
         """What has a process beside the units."""
         self.controller: Controller
         self.mirrors: dict[str, Mirror] = {}
+        self.news: list[tuple[str, News]] = []
+        """Which gateway was told what, in order."""
         self._world = world
         self._tasks = set[asyncio.Task[None]]()
         self.generations: dict[str, int] = {}
@@ -96,6 +98,7 @@ class Processes:
         self.done.append(f"forget {component}")
 
     def tell(self, component: str, news: News) -> None:
+        self.news.append((component, news))
         if component in self.mirrors:
             self.mirrors[component].heed(news)
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvloom.cluster.launcher import Change
 from kvloom.types.errors import Conflict
 from tests.router.fleets import run, turns
 from tests.router.ledger import card
@@ -39,6 +40,20 @@ def test_every_component_in_turn() -> None:
             assert steps == restarted("a", "b", "scheduler", "gateway")
             assert await told(played) == steps  # whoever comes late hears the same
             assert played.states() == {"a": "up", "b": "up"}
+
+    run(test)
+
+
+@pytest.mark.parametrize("units", [2, 8])
+def test_each_step_is_told_once(units: int) -> None:
+    async def test() -> None:
+        async with managed(units) as played:
+            played.processes.starts.set()
+            await played.orders.roll()
+            steps = await told(played)
+            heard = [news for name, news in played.processes.news if name == GATEWAY]
+            changes = [news for news in heard if isinstance(news, Change)]
+            assert sum(len(change.steps) for change in changes) == len(steps) == 2 * (units + 1)
 
     run(test)
 

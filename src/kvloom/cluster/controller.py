@@ -107,8 +107,8 @@ class Controller:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Returns the whole fleet as it is now."""
-        status = replace(self.status, processes=dict(self.status.processes))  # It changes while this waits.
+        """Returns the whole fleet as it is now. The status changes while the snapshot waits to be sent."""
+        status = self.status.copy()
         return Snapshot(seq=self._seq, spec=self.spec, status=status)
 
     # -- what is said to it -----------------------------------------------------------------------------
@@ -286,8 +286,8 @@ class Controller:
         self._roll_on(component)
 
     def _tell_step(self, step: RestartStep) -> None:
-        self.status = replace(self.status, steps=(*self.status.steps, step))
-        self._fresh = replace(self._fresh, steps=self.status.steps)
+        self.status.steps.append(step)
+        self._fresh.steps.append(step)
 
     # -- what it keeps ----------------------------------------------------------------------------------
 
@@ -311,8 +311,8 @@ class Controller:
             for name in changed:
                 self._ask(name)
         if spec.rolling is not None and before.rolling is None:
-            self.status = replace(self.status, steps=())
-            self._fresh = replace(self._fresh, steps=())
+            self.status = replace(self.status, steps=[])
+            self._fresh = replace(self._fresh, rolls=True, steps=[])
         self._fresh = replace(self._fresh, spec=replace(self.spec, units={}))
 
     def _put(self, name: str, process: ComponentStatus | None) -> None:
@@ -359,12 +359,11 @@ class Controller:
 
     def _flush(self) -> None:
         """Tells gateways what has changed."""
-        fresh = self._fresh
-        if fresh.spec is None and not fresh.units and not fresh.processes and fresh.steps is None:
+        if self._fresh == Change(seq=0):
             return
         self._seq += 1
+        change = replace(self._fresh, seq=self._seq)
         self._fresh = Change(seq=0)
-        change = replace(fresh, seq=self._seq)
         for name, process in self.status.processes.items():
             if is_gateway(name) and process.begun:
                 self._launcher.tell(name, change)

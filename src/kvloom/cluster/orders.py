@@ -322,10 +322,10 @@ class FleetOrders:
         """Yields what a rolling restart does, from its first step on, until it is over."""
         told = 0
         while told <= len(self.mirror.status.steps):
-            steps, over = self.mirror.status.steps, self.mirror.spec.rolling is None
-            for step in steps[told:]:
+            over = self.mirror.spec.rolling is None
+            for step in self.mirror.status.steps[told:]:
+                told += 1
                 yield step
-            told = len(steps)
             if over:
                 return
             seen = self.mirror.seq
