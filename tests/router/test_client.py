@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
+import uvloop
 from msgspec.structs import replace
 
 from kvloom.api.verbs import create_verbs
+from kvloom.router import client as client_module
 from kvloom.router.client import HttpEngineClient
+from kvloom.serve import server
 from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, Unauthorized, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import PROTOCOL, EndEvent, Event, TokenEvent
@@ -33,12 +37,16 @@ async def pair(path: Path, max_body: int = 1 << 20) -> AsyncIterator[tuple[Scrip
         yield engine, client
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
+def run(
+    test: Callable[[], Awaitable[None]],
+    loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(60):
             await test()
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(bounded())
 
 
 def test_a_stream_is_the_engines_own(tmp_path: Path) -> None:
@@ -158,6 +166,35 @@ def test_many_streams_at_once(tmp_path: Path) -> None:
             assert set(await asyncio.gather(*(count(i) for i in range(300)))) == {6}
 
     run(test)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_calls_wait_while_the_listener_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    monkeypatch.setattr(server, "BACKLOG", 2)
+
+    async def test() -> None:
+        async with pair(tmp_path) as (_, client):
+            calls = [asyncio.create_task(client.load()) for _ in range(20)]
+            assert len(await asyncio.gather(*calls)) == 20
+
+    run(test, loop)
+
+
+def test_a_busy_gateway_takes_its_own_delay_for_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "CONNECT_SECONDS", 0.01)
+
+    async def test() -> None:
+        async with pair(tmp_path) as (_, client):
+            asking = asyncio.create_task(client.load())
+            await asyncio.sleep(0)
+            time.sleep(0.1)  # noqa: ASYNC251 -- the loop is busy
+            assert (await asking).total_blocks == 8
+
+    run(test, uvloop.new_event_loop)
 
 
 def test_strangers_are_refused(tmp_path: Path) -> None:
